@@ -1,0 +1,72 @@
+"""shoal: distributed training for PyTorch. One script, any strategy, the same answer.
+
+Names load when they are first used, so that `shoal --help` does not pay for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal import callbacks as callbacks
+    from shoal.cluster.api import RunResult as RunResult
+    from shoal.cluster.api import run as run
+    from shoal.core.errors import ShoalError as ShoalError
+    from shoal.core.job import num_workers as num_workers
+    from shoal.core.job import rank as rank
+    from shoal.data import Dataset as Dataset
+    from shoal.train.custom import mean as mean
+    from shoal.train.custom import reduce as reduce
+    from shoal.train.custom import setup as setup
+    from shoal.train.custom import should_stop as should_stop
+    from shoal.train.trainer import History as History
+    from shoal.train.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Dataset": "shoal.data",
+    "History": "shoal.train.trainer",
+    "RunResult": "shoal.cluster.api",
+    "ShoalError": "shoal.core.errors",
+    "Trainer": "shoal.train.trainer",
+    "callbacks": "shoal.callbacks",
+    "mean": "shoal.train.custom",
+    "num_workers": "shoal.core.job",
+    "rank": "shoal.core.job",
+    "reduce": "shoal.train.custom",
+    "run": "shoal.cluster.api",
+    "setup": "shoal.train.custom",
+    "should_stop": "shoal.train.custom",
+}
+
+__all__ = [
+    "Dataset",
+    "History",
+    "RunResult",
+    "ShoalError",
+    "Trainer",
+    "callbacks",
+    "mean",
+    "num_workers",
+    "rank",
+    "reduce",
+    "run",
+    "setup",
+    "should_stop",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'shoal' has no attribute '{name}'")
+    module = importlib.import_module(home)
+    value = module if home == f"shoal.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

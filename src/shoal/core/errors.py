@@ -1,0 +1,279 @@
+"""Every error a user can cause, under one tree.
+
+    ShoalError
+    ├── ConfigError                an option, a strategy, a run directory            exit 2
+    │   ├── UnknownStrategy
+    │   ├── RunDirectoryError
+    │   └── ScriptNotFound
+    ├── ScriptFailed               the user's own exception, with its traceback      exit 1
+    ├── DataError                  what the dataset cannot give                      exit 3
+    │   ├── EmptyDataset
+    │   └── BatchTooSmall
+    ├── TrainingError              what the model, the loss or a step refuses        exit 3
+    │   ├── NonFiniteLoss
+    │   ├── LossDoesNotRecombine
+    │   └── ModelsDiffer
+    ├── CheckpointError            what cannot be written, read or fitted            exit 3
+    │   ├── CheckpointWriteFailed
+    │   ├── CheckpointDamaged
+    │   ├── CheckpointMismatch
+    │   └── NoCheckpoint
+    ├── ClusterError               a process or a wait                               exit 3
+    │   ├── WorkerDied
+    │   ├── PeerLost
+    │   ├── CallsDiffer
+    │   └── WaitTimedOut
+    └── Interrupted                Ctrl-C or SIGTERM: the step was finished, saved   exit 130, 143
+
+Each message is one paragraph: what happened with its numbers, what is safe,
+what to do next. The facts stay on the object as attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ShoalError(Exception):
+    """The root of everything shoal raises on purpose."""
+
+    exit_code = 3
+
+
+class ConfigError(ShoalError):
+    """A setting that cannot be meant. Raised before anything starts."""
+
+    exit_code = 2
+
+
+class UnknownStrategy(ConfigError):
+    """A strategy this version does not have."""
+
+    def __init__(self, *, strategy: str, known: Sequence[str], guess: str | None = None) -> None:
+        self.strategy, self.known, self.guess = strategy, list(known), guess
+        hint = f" Did you mean '{guess}'?" if guess else ""
+        super().__init__(
+            f"there is no strategy '{strategy}'.{hint} This version has: {', '.join(known)}. Nothing was started."
+        )
+
+
+class RunDirectoryError(ConfigError):
+    """A run directory that belongs to another job, or cannot be written."""
+
+    def __init__(self, message: str, *, path: str) -> None:
+        self.path = path
+        super().__init__(message)
+
+
+class ScriptNotFound(ConfigError):
+    """The script to run is not there."""
+
+    def __init__(self, *, script: str, guess: str | None = None) -> None:
+        self.script, self.guess = script, guess
+        hint = f" Did you mean '{guess}'?" if guess else ""
+        super().__init__(f"the script '{script}' does not exist.{hint} Nothing was started; give the path of a Python file.")
+
+
+class ScriptFailed(ShoalError):
+    """The user's script raised. The traceback is the user's own, without shoal's launcher in it."""
+
+    exit_code = 1
+
+    def __init__(self, *, rank: int, traceback: str, num_workers: int = 1) -> None:
+        self.rank, self.traceback, self.num_workers = rank, traceback, num_workers
+        where = f" on rank {rank} of {num_workers}" if num_workers > 1 else ""
+        super().__init__(f"{traceback.rstrip()}\nThe script failed{where}; the error above is its own.")
+
+
+class DataError(ShoalError):
+    """The dataset cannot give what was asked of it."""
+
+
+class EmptyDataset(DataError):
+    """There is no sample to train on, evaluate or predict."""
+
+    def __init__(self, *, what: str) -> None:
+        self.what = what
+        super().__init__(
+            f"the dataset given to {what} has no samples. Nothing was changed; check the source, the filter or the "
+            "fractions of split()."
+        )
+
+
+class BatchTooSmall(DataError):
+    """A batch that cannot be cut over the workers."""
+
+    def __init__(self, *, batch_size: int, num_workers: int) -> None:
+        self.batch_size, self.num_workers = batch_size, num_workers
+        super().__init__(
+            f"a batch of {batch_size} cannot be cut over {num_workers} workers: {num_workers - batch_size} of them "
+            "would never see a sample. Nothing was trained; batch(n) is the batch of one update, so use at least "
+            f"batch({num_workers}), or batch({batch_size}, per_worker=True) for {batch_size} per worker, or -n {batch_size}."
+        )
+
+
+class TrainingError(ShoalError):
+    """The model, the loss or a step was refused."""
+
+
+class NonFiniteLoss(TrainingError):
+    """The loss of a step is NaN or infinite; the step was not applied."""
+
+    def __init__(self, *, rank: int, step: int, value: float, samples: Sequence[int], checkpoint: str | None) -> None:
+        self.rank, self.step, self.value = rank, step, value
+        self.samples, self.checkpoint = list(samples), checkpoint
+        shown = ", ".join(str(index) for index in self.samples[:8]) + (", ..." if len(self.samples) > 8 else "")
+        safe = f"the newest checkpoint is {checkpoint}" if checkpoint else "no checkpoint was written yet"
+        super().__init__(
+            f"the loss became {value} on rank {rank} at step {step}, in a slice of {len(self.samples)} samples of the "
+            f"dataset (indices {shown}). The step was not applied, and {safe}. Look at those samples, lower the "
+            "learning rate, clip with clip_norm=1.0, or leave such steps out with on_nonfinite='skip'."
+        )
+
+
+class LossDoesNotRecombine(TrainingError):
+    """A loss whose value over a batch is not the mean of its parts."""
+
+    def __init__(self, *, whole: float, recombined: float, name: str) -> None:
+        self.whole, self.recombined, self.name = whole, recombined, name
+        super().__init__(
+            f"the loss '{name}' does not recombine: over the first slice it is {whole:.6g}, but its two halves "
+            f"weighted by their samples give {recombined:.6g}. Cut over workers it would train something else, so "
+            "nothing was trained. Let it return a pair (sum, count) instead of a mean: the sum over what it counts, and "
+            "how much that was."
+        )
+
+
+class ModelsDiffer(TrainingError):
+    """Ranks built different models."""
+
+    def __init__(self, *, rank: int, differences: Sequence[str]) -> None:
+        self.rank, self.differences = rank, list(differences)
+        super().__init__(
+            f"rank {rank} built another model than rank 0: {'; '.join(self.differences[:5])}. Nothing was trained; the "
+            "script must build the same model on every rank, whatever shoal.rank() is."
+        )
+
+
+class CheckpointError(ShoalError):
+    """A checkpoint that cannot be written, read or fitted to the model."""
+
+
+class CheckpointWriteFailed(CheckpointError):
+    """The disk refused a checkpoint; the one before it is untouched."""
+
+    def __init__(self, *, path: str, reason: str, previous: str | None) -> None:
+        self.path, self.reason, self.previous = path, reason, previous
+        safe = f"the previous one, {previous}, is whole" if previous else "there is no earlier one"
+        super().__init__(
+            f"the checkpoint {path} could not be written: {reason}. Its unfinished files were removed and {safe}. "
+            "Make room or choose another --run-dir, then `shoal resume` goes on from there."
+        )
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint whose bytes are not the ones that were written."""
+
+    def __init__(self, *, path: str, problem: str) -> None:
+        self.path, self.problem = path, problem
+        super().__init__(
+            f"the checkpoint {path} is damaged: {problem}. It was not loaded and nothing was changed; use an older one."
+        )
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint of another model."""
+
+    def __init__(
+        self, *, path: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]
+    ) -> None:
+        self.path, self.missing, self.unexpected, self.shapes = path, list(missing), list(unexpected), list(shapes)
+        parts = []
+        if missing:
+            parts.append(f"the model has {_some(missing)}, the checkpoint has not")
+        if unexpected:
+            parts.append(f"the checkpoint has {_some(unexpected)}, the model has not")
+        if shapes:
+            parts.append(f"shapes differ: {_some(shapes)}")
+        super().__init__(
+            f"the checkpoint {path} belongs to another model: {'; '.join(parts)}. Nothing was loaded; build the model "
+            "it was saved from, or load another checkpoint."
+        )
+
+
+class NoCheckpoint(CheckpointError):
+    """There is nothing to load."""
+
+    def __init__(self, *, path: str, reason: str = "it does not exist") -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"there is no checkpoint to load at {path}: {reason}.")
+
+
+class ClusterError(ShoalError):
+    """A process that went away, or a wait that ended without its answer."""
+
+
+class WorkerDied(ClusterError):
+    """A worker ended without finishing its script."""
+
+    def __init__(
+        self, *, rank: int, how: str, step: int | None, checkpoint: str | None, log: Sequence[str] = (), run: str = ""
+    ) -> None:
+        self.rank, self.how, self.step, self.checkpoint, self.log = rank, how, step, checkpoint, list(log)
+        when = f" after step {step}" if step is not None else " before its first step"
+        safe = (
+            f"The newest checkpoint is {checkpoint}; go on with `shoal resume {run}`."
+            if checkpoint
+            else "No checkpoint was written yet; ModelCheckpoint(every_steps=...) keeps one."
+        )
+        last = ("\nIts last lines:\n  " + "\n  ".join(self.log)) if self.log else ""
+        super().__init__(f"worker {rank} {how}{when}, so the others were stopped. {safe}{last}")
+
+
+class PeerLost(ClusterError):
+    """An exchange broke because another rank went away. The cause is reported there."""
+
+    def __init__(self, *, rank: int, operation: str, reason: str) -> None:
+        self.rank, self.operation, self.reason = rank, operation, reason
+        super().__init__(f"rank {rank} could not finish {operation}: {reason}")
+
+
+class CallsDiffer(ClusterError):
+    """Ranks call shoal in different order."""
+
+    def __init__(self, *, number: int, calls: dict[int, str]) -> None:
+        self.number, self.calls = number, dict(calls)
+        listed = ", ".join(f"rank {rank} {call}" for rank, call in sorted(calls.items()))
+        super().__init__(
+            f"the ranks disagree about call {number} into shoal: {listed}. Nothing of that call was done. Every rank runs "
+            "the whole script: keep fit, evaluate, predict, save and load out of `if shoal.rank() == 0`."
+        )
+
+
+class WaitTimedOut(ClusterError):
+    """A wait that reached its deadline, and who was missing."""
+
+    def __init__(self, *, operation: str, waited_s: float, missing: Sequence[str], setting: str) -> None:
+        self.operation, self.waited_s, self.missing, self.setting = operation, waited_s, list(missing), setting
+        super().__init__(
+            f"{operation} waited {waited_s:.1f} s for {', '.join(self.missing) or 'nobody it knows of'}. "
+            f"If that is only slow, raise {setting}."
+        )
+
+
+class Interrupted(ShoalError):
+    """The user or the system asked the job to leave; it finished its step and saved."""
+
+    exit_code = 130
+
+    def __init__(self, *, signal_name: str, step: int | None, checkpoint: str | None) -> None:
+        self.signal_name, self.step, self.checkpoint = signal_name, step, checkpoint
+        self.exit_code = 143 if signal_name == "SIGTERM" else 130
+        at = f" after step {step}" if step is not None else ""
+        saved = f"; the state is saved in {checkpoint}" if checkpoint else ""
+        super().__init__(f"stopped by {signal_name}{at}{saved}.")
+
+
+def _some(names: Sequence[str], limit: int = 6) -> str:
+    listed = ", ".join(names[:limit])
+    return f"{listed} and {len(names) - limit} more" if len(names) > limit else listed

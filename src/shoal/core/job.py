@@ -1,0 +1,97 @@
+"""Which job this process belongs to, and who it is in it.
+
+A worker's launcher calls `enter` before the script starts; under plain
+`python train.py` nobody does, and the process is rank 0 of 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyPlan:
+    """What `shoal verify` asks of a run: a few steps, in a given precision, and the weights written down."""
+
+    dtype: str
+    """"float64" or "float32": model and floating inputs are cast to it."""
+
+    num_steps: int
+    """The first fit (or custom loop) ends after so many steps, and with it the script."""
+
+    dump_to: str
+    """Directory where rank 0 writes state.safetensors and report.json."""
+
+    num_slices: int = 1
+    """In one process: run every batch as the slices of so many workers in turn, with the workers' seeds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a process knows of its job from birth."""
+
+    name: str
+    """The run's name; also in the process title."""
+
+    run_dir: Path
+    """`<run-dir>/<name>`. Under plain python it is only created when something is written to it."""
+
+    rank: int = 0
+    """This worker's number."""
+
+    num_workers: int = 1
+    """How many workers share one global batch."""
+
+    strategy: str = "single"
+    """As given to --strategy."""
+
+    launched: bool = False
+    """True under `shoal run`: there is a supervisor, a coordinator and a run directory."""
+
+    resume: bool = False
+    """`shoal resume`: the first fit goes on from the newest checkpoint of the run directory."""
+
+    seed: int = 0
+    """Seeds the script's global generators on every rank alike, so that ranks build the same things."""
+
+    coordinator: str | None = None
+    """Path of the coordinator's Unix socket."""
+
+    step_timeout_s: float = 300.0
+    """How long a rank waits for the others within one step before it gives up and names them."""
+
+    join_timeout_s: float = 120.0
+    """How long ranks wait for each other at a call into shoal."""
+
+    verify: VerifyPlan | None = None
+    """Set by `shoal verify`."""
+
+
+_current: Job | None = None
+
+
+def enter(job: Job) -> None:
+    """Make `job` the job of this process. Called once, by the launcher."""
+    global _current
+    _current = job
+
+
+def current() -> Job:
+    """The job of this process; rank 0 of 1 when nobody launched it."""
+    global _current
+    if _current is None:
+        script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "python"
+        _current = Job(name=script or "python", run_dir=Path("runs") / (script or "python"))
+    return _current
+
+
+def rank() -> int:
+    """This process's number, 0..num_workers-1."""
+    return current().rank
+
+
+def num_workers() -> int:
+    """How many workers share one global batch; 1 under plain python."""
+    return current().num_workers

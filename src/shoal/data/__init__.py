@@ -1,0 +1,1 @@
+"""Datasets as functions of an index."""

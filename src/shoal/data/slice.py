@@ -1,0 +1,110 @@
+"""A worker's part of one global batch, and how a batch is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shoal.core.errors import TrainingError
+from shoal.data.tree import Tree, leaves, map_tensors
+
+
+def bounds(num_samples: int, part: int, num_parts: int) -> tuple[int, int]:
+    """The contiguous range of samples that is `part` of `num_parts`; sizes differ by at most one."""
+    return num_samples * part // num_parts, num_samples * (part + 1) // num_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one worker computes of one step.
+
+    `batch` always holds at least one sample, so that every worker runs the
+    same code: where `num_local` is 0 the sample is borrowed, and what comes
+    of it must be multiplied by nothing.
+    """
+
+    batch: Tree
+    """The samples as the dataset gave them."""
+
+    num_local: int
+    """How many samples of the global batch are this worker's own; 0 when borrowed."""
+
+    num_global: int
+    """Samples in the global batch."""
+
+    epoch: int = 0
+    """Which pass over the data."""
+
+    start: int = 0
+    """Position, within the epoch, of the global batch's first sample. `start + num_global` is the next position."""
+
+    first: int = 0
+    """Position, within the global batch, of this worker's first sample."""
+
+    indices: Sequence[int] = ()
+    """The dataset's own indices of the local samples, for reports; empty where the source has none."""
+
+    @property
+    def borrowed(self) -> bool:
+        """True when the sample only keeps this worker in step."""
+        return self.num_local == 0
+
+    @property
+    def inputs(self) -> Tree:
+        """What the model takes: everything but the target."""
+        return split_target(self.batch)[0]
+
+    @property
+    def target(self) -> Tree | None:
+        """What the loss compares with; None in a batch without target."""
+        return split_target(self.batch)[1]
+
+    def cut(self, num_parts: int) -> list[Slice]:
+        """The slice in contiguous parts, each at least one sample long or borrowed: accumulation, or many workers in one."""
+        if num_parts == 1:
+            return [self]
+        parts = []
+        for part in range(num_parts):
+            begin, end = bounds(self.num_local, part, num_parts)
+            length = end - begin
+            at = min(begin, max(self.num_local - 1, 0))
+            size = max(length, 1)
+            parts.append(
+                replace(
+                    self,
+                    batch=_narrow(self.batch, at, size, max(self.num_local, 1)),
+                    num_local=length,
+                    first=self.first + begin,
+                    indices=self.indices[begin:end],
+                )
+            )
+        return parts
+
+
+def split_target(batch: Tree) -> tuple[Tree, Any]:
+    """(inputs, target) of a batch.
+
+    A pair is (inputs, target); a longer tuple gives all but its last as
+    positional inputs; a tensor, a dict or a tuple of one has no target.
+    """
+    if isinstance(batch, (tuple, list)):
+        if len(batch) == 1:
+            return batch[0], None
+        if len(batch) == 2:
+            return batch[0], batch[1]
+        return tuple(batch[:-1]), batch[-1]
+    return batch, None
+
+
+def _narrow(batch: Tree, begin: int, length: int, expected: int) -> Tree:
+    for leaf in leaves(batch):
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != expected:
+            what = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+            raise TrainingError(
+                f"a batch of {expected} samples holds {what}, which cannot be cut by samples. Accumulation needs batches "
+                "whose tensors all have the samples as first dimension; leave accumulate=1, or change the collate function."
+            )
+    return map_tensors(lambda tensor: tensor.narrow(0, begin, length), batch)

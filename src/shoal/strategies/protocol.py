@@ -1,0 +1,141 @@
+"""The seam between the Trainer and every way of spreading a model.
+
+The Trainer never calls `backward()` or `step()`. It hands slices to a
+Strategy and asks it to commit; what happens in between (one process, buckets,
+shards, stages, servers) is the strategy's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shoal.data.slice import Slice
+from shoal.data.tree import Tree
+from shoal.strategies.loss import LossRule
+
+
+@dataclass(slots=True)
+class Wishes:
+    """What this rank would like to happen at the next commit. The verdict says what will, on all ranks."""
+
+    stop: bool = False
+    checkpoint: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainJob:
+    """Everything a strategy is given to train."""
+
+    model: nn.Module
+    loss: LossRule
+    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None
+    """Builds the user's optimizer on the parameters as the strategy left them; None for evaluate and predict alone."""
+
+    clip_norm: float | None = None
+    """Largest global norm of the gradient."""
+
+    num_micro: int = 1
+    """Parts in which a slice is run, its gradients accumulated."""
+
+    on_nonfinite: str = "raise"
+    """"raise", or "skip": leave a step with a loss or gradient that is not finite out, and count it."""
+
+    autocast: torch.dtype | None = None
+    """Run forward in this precision."""
+
+    compile: bool = False
+    """Compile the model."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seed: int = 0
+    wishes: Wishes = field(default_factory=Wishes)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """What a slice contributed: a sum, what it counted, and the model's outputs for the metrics."""
+
+    total: torch.Tensor
+    count: torch.Tensor
+    outputs: Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What all ranks know of a step once it is committed; equal on every rank."""
+
+    loss: float
+    """Global mean loss of the step."""
+
+    loss_total: float
+    """Global sum, and `count`, its divisor: what an epoch's mean is made of."""
+
+    count: float
+    applied: bool
+    """False where the step was left out because it was not finite."""
+
+    grad_norm: float | None
+    """Norm of the gradient before clipping, where clipping asked for it."""
+
+    stop: bool
+    """Some rank wished to stop: every rank stops after this step."""
+
+    checkpoint: bool
+    """Some rank wished for a checkpoint after this step."""
+
+    nonfinite: tuple[tuple[int, float], ...] = ()
+    """(rank, loss) of every rank whose loss was not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor, or one part of one, of the state: what checkpoints are made of."""
+
+    name: str
+    """"model/<key of state_dict>" or "optimizer/<parameter name>/<key>"."""
+
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    """Where this part begins in the whole tensor; all zeros when it is whole."""
+
+
+PieceReader = Mapping[str, torch.Tensor]
+"""Whole tensors by piece name, read when asked for."""
+
+
+class Strategy(Protocol):
+    """One way of spreading a job over workers."""
+
+    def prepare(self, job: TrainJob) -> None:
+        """Take over model and optimizer; refuse, by layer, what cannot be run."""
+
+    def forward_backward(self, batch: Slice) -> LossSum:
+        """Compute the gradients of one slice. May exchange them already; changes no state."""
+
+    def commit(self) -> Verdict:
+        """Exchange, clip, decide, update: the only moment at which state changes."""
+
+    def forward(self, batch: Slice) -> Tree:
+        """The model's outputs for a slice, without gradients."""
+
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in rank order, the same bits on every rank."""
+
+    def gather(self, value: torch.Tensor | None) -> list[torch.Tensor]:
+        """Every rank's tensor, in rank order; shapes may differ and a rank may have none (an empty tensor then)."""
+
+    def state(self) -> Iterator[Piece]:
+        """Model and optimizer, piece by piece. Collective where ranks hold parts."""
+
+    def load(self, pieces: PieceReader) -> None:
+        """Take over what `state` gave, under any strategy, at any number of workers."""
+
+
+OptimizerSettings = dict[str, Any]
+"""What of an optimizer is not a tensor: the hyper-parameters of its groups, by parameter name."""
