@@ -22,7 +22,9 @@
     │   ├── WorkerDied
     │   ├── PeerLost
     │   ├── CallsDiffer
-    │   └── WaitTimedOut
+    │   ├── WaitTimedOut
+    │   ├── CoordinatorLost
+    │   └── WireError
     └── Interrupted                Ctrl-C or SIGTERM: the step was finished, saved   exit 130, 143
 
 Each message is one paragraph: what happened with its numbers, what is safe,
@@ -258,6 +260,28 @@ class WaitTimedOut(ClusterError):
         super().__init__(
             f"{operation} waited {waited_s:.1f} s for {', '.join(self.missing) or 'nobody it knows of'}. "
             f"If that is only slow, raise {setting}."
+        )
+
+
+class CoordinatorLost(ClusterError):
+    """The connection to the coordinator ended, or never came to be."""
+
+    def __init__(self, *, path: str, operation: str, reason: str) -> None:
+        self.path, self.operation, self.reason = path, operation, reason
+        super().__init__(
+            f"{operation} lost the coordinator at {path}: {reason}. Checkpoints written so far are whole; if the job "
+            "itself was not stopped, start it again with `shoal resume`."
+        )
+
+
+class WireError(ClusterError):
+    """Bytes that are not a message of this version of shoal."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(
+            f"bytes that are no shoal message: {problem}. Nothing of them was used and their connection is closed; "
+            "both ends must be the same version of shoal, and nobody else belongs on its sockets."
         )
 
 

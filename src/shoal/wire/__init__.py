@@ -1,0 +1,1 @@
+"""What processes say to each other: messages, their bytes, and the sockets they travel on. Imports no torch."""

@@ -1,0 +1,282 @@
+"""Every sentence one process says to another, one class each.
+
+A docstring says who speaks, what answers, and whether saying it twice is
+safe. Nothing here decides or moves bytes: `codec.py` turns a message into
+bytes and back, and refuses what is not one of `MESSAGES`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""Ranks, numbers and totals: never negative."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+"""A time to wait. The bound keeps NaN and infinity out of the deadlines."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """One sentence. Immutable, tagged, and refused when it holds a field its class has not."""
+
+
+# ---- joining -------------------------------------------------------------------------------------
+
+
+class Join(Message, frozen=True, tag="join"):
+    """Worker to coordinator: "I am this rank", the first sentence of every connection.
+
+    Answered by Joined or JoinRefused. Repeating it is safe: a process may hold
+    several connections. A newer incarnation closes the connections of the older.
+    """
+
+    rank: Count
+    incarnation: Count
+    pid: Count
+    num_workers: Count
+
+
+class Joined(Message, frozen=True, tag="joined"):
+    """Coordinator to worker: "you are in", and the view it joins."""
+
+    view: Count
+
+
+class JoinRefused(Message, frozen=True, tag="join-refused"):
+    """Coordinator to worker: "you are not one of us"; the connection ends with it."""
+
+    reason: str
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+class BeginCall(Message, frozen=True, tag="begin-call"):
+    """Worker to coordinator: "my script calls into shoal"; `number` counts the calls from 1.
+
+    Answered when all ranks have begun the call, by CallGranted; by CallRefused
+    where ranks differ, by WaitExpired where some never come. Repeating it is
+    safe: a call already granted is granted again.
+    """
+
+    rank: Count
+    number: Count
+    kind: str  # fit, evaluate, predict, save, ...
+    detail: str  # what else must be the same on all ranks
+
+
+class CallGranted(Message, frozen=True, tag="call-granted"):
+    """Coordinator to worker: "all ranks make this call; go on"."""
+
+    number: Count
+
+
+class CallRefused(Message, frozen=True, tag="call-refused"):
+    """Coordinator to worker: "the ranks differ", with what each known rank did instead."""
+
+    number: Count
+    calls: dict[int, str]
+
+
+class ScriptEnded(Message, frozen=True, tag="script-ended"):
+    """Worker to coordinator: "my script is at its end, after so many calls".
+
+    Answered by Leave once all ranks are, by CallRefused where another rank
+    calls on, by WaitExpired where some never come. Repeating it is safe.
+    """
+
+    rank: Count
+    num_calls: Count
+
+
+class Leave(Message, frozen=True, tag="leave"):
+    """Coordinator to worker: "all ranks reached the end of the script; you may exit"."""
+
+
+class WaitExpired(Message, frozen=True, tag="wait-expired"):
+    """Coordinator to worker, instead of any answer that waits: "your wait is over", and for whom it was."""
+
+    operation: str
+    waited_s: float
+    missing: list[str]  # "rank 2 (never joined)"; for the store, the keys nobody set
+
+
+# ---- store ---------------------------------------------------------------------------------------
+
+
+class StoreSet(Message, frozen=True, tag="store-set"):
+    """Worker to coordinator: "keep these values", all at once. Answered by StoreDone. Repeating it is safe."""
+
+    values: dict[str, bytes]
+
+
+class StoreGet(Message, frozen=True, tag="store-get"):
+    """Worker to coordinator: "tell me these values, once all are there".
+
+    Answered by StoreValues, in the order of the keys, or by WaitExpired.
+    Repeating it is safe.
+    """
+
+    keys: list[str]
+    timeout_s: Seconds
+
+
+class StoreWait(Message, frozen=True, tag="store-wait"):
+    """Worker to coordinator: "tell me when all these keys are there".
+
+    Answered by StoreDone or by WaitExpired. Repeating it is safe.
+    """
+
+    keys: list[str]
+    timeout_s: Seconds
+
+
+class StoreAdd(Message, frozen=True, tag="store-add"):
+    """Worker to coordinator: "add to this decimal counter". Answered by StoreCount. A repeat counts twice."""
+
+    key: str
+    amount: int
+
+
+class StoreAppend(Message, frozen=True, tag="store-append"):
+    """Worker to coordinator: "add these bytes to the end". Answered by StoreDone. A repeat appends twice."""
+
+    key: str
+    value: bytes
+
+
+class StoreCompareSet(Message, frozen=True, tag="store-compare-set"):
+    """Worker to coordinator: "replace the value if it is `expected`; an empty `expected` also means absent".
+
+    Answered by StoreValues with the one value there is now (or `expected`,
+    where the key is absent and stays so: torch's rule). Repeating it is safe
+    as long as nobody sets the value back.
+    """
+
+    key: str
+    expected: bytes
+    desired: bytes
+
+
+class StoreCheck(Message, frozen=True, tag="store-check"):
+    """Worker to coordinator: "are all these keys there?" Answered by StoreFlag at once. Repeating it is safe."""
+
+    keys: list[str]
+
+
+class StoreDelete(Message, frozen=True, tag="store-delete"):
+    """Worker to coordinator: "forget this key". Answered by StoreFlag: was it there? A repeat answers no."""
+
+    key: str
+
+
+class StoreNumKeys(Message, frozen=True, tag="store-num-keys"):
+    """Worker to coordinator: "how many keys are there?" Answered by StoreCount. Repeating it is safe."""
+
+
+class StoreDone(Message, frozen=True, tag="store-done"):
+    """Coordinator to worker: "done"."""
+
+
+class StoreValues(Message, frozen=True, tag="store-values"):
+    """Coordinator to worker: the values, in the order in which they were asked for."""
+
+    values: list[bytes]
+
+
+class StoreCount(Message, frozen=True, tag="store-count"):
+    """Coordinator to worker: a number."""
+
+    value: int
+
+
+class StoreFlag(Message, frozen=True, tag="store-flag"):
+    """Coordinator to worker: yes or no."""
+
+    value: bool
+
+
+# ---- status: worker to its supervisor, over the socket pair it was born with; never answered ------
+
+
+class Progress(Message, frozen=True, tag="progress"):
+    """Worker to supervisor: "this is where I am". Only the newest counts; any may be lost."""
+
+    rank: Count
+    call: Count
+    phase: str
+    epoch: Count
+    num_epochs: Count | None
+    step: Count
+    num_steps: Count | None
+    loss: float | None
+    metrics: dict[str, float]
+    samples: Count
+    samples_per_s: float
+    eta_s: float | None
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """Worker to supervisor: "I cannot go on, and this is why", before it exits with `exit_code`.
+
+    `kind` says whose fault: the user's own exception, an error of shoal's, or
+    an exchange that broke because another rank went first (reported last).
+    """
+
+    rank: Count
+    kind: Literal["script", "shoal", "peer"]
+    error: str  # class name
+    message: str
+    traceback: str
+    exit_code: int
+
+
+class Saved(Message, frozen=True, tag="saved"):
+    """Worker to supervisor: "the checkpoint of this step is whole, at this path". Repeating it is safe."""
+
+    rank: Count
+    path: str
+    step: Count
+
+
+class Finished(Message, frozen=True, tag="finished"):
+    """Worker to supervisor: "my script is done", with the totals of the run. Said once, last."""
+
+    rank: Count
+    samples: Count
+    seconds: float
+    steps: Count
+    metrics: dict[str, float]
+
+
+MESSAGES: tuple[type[Message], ...] = (
+    Join,
+    Joined,
+    JoinRefused,
+    BeginCall,
+    CallGranted,
+    CallRefused,
+    ScriptEnded,
+    Leave,
+    WaitExpired,
+    StoreSet,
+    StoreGet,
+    StoreWait,
+    StoreAdd,
+    StoreAppend,
+    StoreCompareSet,
+    StoreCheck,
+    StoreDelete,
+    StoreNumKeys,
+    StoreDone,
+    StoreValues,
+    StoreCount,
+    StoreFlag,
+    Progress,
+    Failed,
+    Saved,
+    Finished,
+)
+"""All a decoder accepts. A new message is one class above and one line here."""
