@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from shoal.perf.equality import Dump, Mix, check, read_dump
+
+BATCH_NORM = Mix("stem.norm", "BatchNorm2d", "mixes the batch")
+
+
+class Script:
+    """Answers with the weight each kind of run would end at, and writes down what was asked of it."""
+
+    def __init__(self, *, workers: float, whole: float, slices: float, mixes: tuple[Mix, ...] = ()) -> None:
+        self.workers, self.whole, self.slices, self.mixes = workers, whole, slices, mixes
+        self.asked: list[tuple[str, bool, int]] = []
+
+    def __call__(self, dtype: str, *, spread: bool, num_slices: int = 1) -> Dump:
+        self.asked.append((dtype, spread, num_slices))
+        weight = self.workers if spread else self.slices if num_slices > 1 else self.whole
+        return Dump(
+            state={"weight": np.array([weight], dtype)},
+            losses=(1.0, 0.5),
+            mixes=self.mixes if spread else (),
+            num_steps=2,
+        )
+
+
+def test_equal_runs_need_four_of_them() -> None:
+    script = Script(workers=1.0, whole=1.0, slices=2.0)
+    outcome = check(script, num_workers=3, tolerance=1e-9)
+    assert outcome.equal
+    assert not outcome.sliced
+    assert script.asked == [
+        ("float64", True, 1),
+        ("float64", False, 1),
+        ("float32", True, 1),
+        ("float32", False, 1),
+    ]
+
+
+def test_named_layers_are_compared_slice_by_slice_at_once() -> None:
+    script = Script(workers=1.0, whole=2.0, slices=1.0, mixes=(BATCH_NORM,))
+    outcome = check(script, num_workers=3, tolerance=1e-9)
+    assert outcome.equal
+    assert outcome.sliced
+    assert outcome.mixes == (BATCH_NORM,)
+    assert script.asked == [
+        ("float64", True, 1),
+        ("float64", False, 3),
+        ("float32", True, 1),
+        ("float32", False, 3),
+    ]
+
+
+def test_a_difference_that_the_slices_explain_is_equal_and_said_to_be_sliced() -> None:
+    outcome = check(Script(workers=1.0, whole=2.0, slices=1.0), num_workers=3, tolerance=1e-9)
+    assert outcome.equal
+    assert outcome.sliced
+    assert outcome.mixes == ()
+    assert outcome.float32.beyond(1e-9) == []
+
+
+def test_a_difference_that_nothing_explains_is_shown_against_the_plain_reference() -> None:
+    outcome = check(Script(workers=1.0, whole=1.5, slices=1.7), num_workers=3, tolerance=1e-9)
+    assert not outcome.equal
+    assert not outcome.sliced
+    assert outcome.float64.tensors[0].absolute == 0.5
+
+
+def test_named_layers_do_not_excuse_a_difference() -> None:
+    outcome = check(
+        Script(workers=1.0, whole=1.5, slices=1.7, mixes=(BATCH_NORM,)), num_workers=2, tolerance=1e-9
+    )
+    assert not outcome.equal
+    assert outcome.sliced
+
+
+def test_float32_does_not_decide() -> None:
+    class Rounded(Script):
+        def __call__(self, dtype: str, *, spread: bool, num_slices: int = 1) -> Dump:
+            self.workers = 1.001 if dtype == "float32" else 1.0
+            return super().__call__(dtype, spread=spread, num_slices=num_slices)
+
+    outcome = check(Rounded(workers=1.0, whole=1.0, slices=1.0), num_workers=2, tolerance=1e-9)
+    assert outcome.equal
+    assert outcome.float32.tensors[0].absolute > 1e-4
+
+
+def test_a_dump_reads_back_with_nan_losses(tmp_path: Path) -> None:
+    save_file({"weight": np.arange(3.0), "steps": np.array(2)}, tmp_path / "state.safetensors")
+    report = {
+        "losses": [1.5, float("nan")],
+        "mixes": [{"layer": "stem.norm", "kind": "BatchNorm2d", "why": "mixes the batch"}],
+        "steps": 2,
+    }
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    dump = read_dump(tmp_path)
+    assert dump is not None
+    assert dump.mixes == (BATCH_NORM,)
+    assert dump.num_steps == 2
+    assert dump.losses[0] == 1.5
+    assert np.isnan(dump.losses[1])
+    assert np.array_equal(dump.state["weight"], np.arange(3.0))
+
+
+def test_a_script_that_never_trained_has_no_dump(tmp_path: Path) -> None:
+    assert read_dump(tmp_path) is None
