@@ -1,0 +1,96 @@
+"""How a file of shoal looks: one idea, a docstring that says which, and settings that explain themselves."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from parsed import Module
+
+MAX_LINES = 450
+MAX_EXAMPLE_LINES = 100
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "tools"}
+CONFIG_ENDINGS = ("Config", "Plan", "Job")
+
+
+def test_no_file_or_folder_is_named_after_nothing(modules: list[Module]) -> None:
+    vague = [module.where for module in modules if VAGUE_NAMES & set(module.name.strip("_").split("."))]
+    assert not vague, (
+        f"{vague}: such a name says nothing about what is inside. Name the idea, or move the code to it."
+    )
+
+
+def test_every_file_says_what_it_is(modules: list[Module], root: Path) -> None:
+    silent = [module.where for module in modules if not ast.get_docstring(module.tree)]
+    for folder in ("examples", "benchmarks"):
+        silent += [
+            str(path.relative_to(root))
+            for path in sorted((root / folder).rglob("*.py"))
+            if not ast.get_docstring(ast.parse(path.read_text()))
+        ]
+    assert not silent, (
+        "every file begins with a docstring: what it decides, what it does not touch. Missing in:\n"
+        + "\n".join(silent)
+    )
+
+
+def test_no_file_has_grown_too_large(modules: list[Module]) -> None:
+    large = [(module.where, len(module.source.splitlines())) for module in modules]
+    large = [(where, lines) for where, lines in large if lines > MAX_LINES]
+    assert not large, f"a file is one idea, about 150 lines and at most {MAX_LINES}. Cut by idea: {large}"
+
+
+def test_every_example_fits_on_two_screens(root: Path) -> None:
+    sizes = {
+        path.name: len(path.read_text().splitlines()) for path in sorted((root / "examples").glob("*.py"))
+    }
+    assert sizes, "examples/ is empty"
+    large = {name: lines for name, lines in sizes.items() if lines >= MAX_EXAMPLE_LINES}
+    assert not large, f"an example stays under {MAX_EXAMPLE_LINES} lines, or nobody reads it: {large}"
+
+
+def test_every_setting_has_a_doc_line(modules: list[Module]) -> None:
+    silent, num_seen = [], 0
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if (
+                isinstance(node, ast.ClassDef)
+                and node.name.endswith(CONFIG_ENDINGS)
+                and _is_frozen_dataclass(node)
+            ):
+                fields = _undocumented_fields(node)
+                num_seen += 1
+                silent += [f"{module.where}:{line} {node.name}.{field}" for field, line in fields]
+    assert num_seen > 0, (
+        "no frozen dataclass named *Config, *Plan or *Job was found: this policy looks in the wrong place"
+    )
+    assert not silent, (
+        "every field of a frozen *Config, *Plan or *Job has a string under it that says what it means, with its "
+        "unit. Missing under:\n" + "\n".join(silent)
+    )
+
+
+def _is_frozen_dataclass(node: ast.ClassDef) -> bool:
+    return any(
+        "dataclass" in ast.unparse(mark) and "frozen=True" in ast.unparse(mark)
+        for mark in node.decorator_list
+    )
+
+
+def _undocumented_fields(node: ast.ClassDef) -> list[tuple[str, int]]:
+    followers = [*node.body[1:], None]
+    return [
+        (ast.unparse(field.target), field.lineno)
+        for field, follower in zip(node.body, followers, strict=True)
+        if isinstance(field, ast.AnnAssign) and not _is_text(follower)
+    ]
+
+
+def _is_text(node: ast.stmt | None) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
