@@ -17,6 +17,7 @@
     │   ├── CheckpointWriteFailed
     │   ├── CheckpointDamaged
     │   ├── CheckpointMismatch
+    │   │   └── OptimizerMismatch
     │   └── NoCheckpoint
     ├── ClusterError               a process or a wait                               exit 3
     │   ├── WorkerDied
@@ -200,6 +201,19 @@ class CheckpointMismatch(CheckpointError):
         super().__init__(
             f"the checkpoint {path} belongs to another model: {'; '.join(parts)}. Nothing was loaded; build the model "
             "it was saved from, or load another checkpoint."
+        )
+
+
+class OptimizerMismatch(CheckpointMismatch):
+    """A checkpoint of another optimizer; the weights would fit."""
+
+    def __init__(self, *, path: str, problem: str) -> None:
+        self.path, self.problem = path, problem
+        self.missing, self.unexpected, self.shapes = [], [], []
+        CheckpointError.__init__(
+            self,
+            f"the optimizer saved in the checkpoint {path or 'given'} is not the one of this script: {problem}. Nothing "
+            "of it was loaded; build the optimizer it was saved from, or take over the weights alone with trainer.load().",
         )
 
 

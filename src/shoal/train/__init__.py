@@ -1,0 +1,1 @@
+"""The Trainer: fit, evaluate, predict, save and load over any strategy."""
