@@ -1,0 +1,139 @@
+"""Where a worker's words go: its log, and the screen.
+
+    rank 0's stdout     screen, bare      log
+    others' stdout                        log
+    everybody's stderr  screen, "[rank 1] " before each line (bare with one worker)      log
+
+The log gets the bytes as they come. The screen gets whole lines where several
+writers share it; a line that never ends is cut, so it does not fill the
+memory. Nothing here decodes: bytes that are no text pass through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+MAX_LINE_BYTES = 64 * 1024
+READ_BYTES = 64 * 1024
+TAIL_BYTES = 8 * 1024
+"""Of a log, kept at hand for `last_lines`."""
+
+
+class Screen(Protocol):
+    """What the user looks at; `display.Display` is one."""
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether parts of lines may be shown: not while something is drawn below them."""
+
+    def out(self, data: bytes) -> None:
+        """Show on stdout."""
+
+    def err(self, data: bytes) -> None:
+        """Show on stderr."""
+
+
+class LineCutter:
+    """Whole lines out of bytes as they come, each with a prefix.
+
+    What a carriage return would overwrite (a progress bar) is left out, as
+    a terminal would show it: only the last state of such a line is given.
+    """
+
+    def __init__(self, prefix: bytes = b"") -> None:
+        self._prefix = prefix
+        self._partial = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """The lines that `data` completes."""
+        *lines, partial = (self._partial + data).split(b"\n")
+        self._partial = _after_overwriting(partial)
+        while len(self._partial) > MAX_LINE_BYTES:
+            lines.append(self._partial[:MAX_LINE_BYTES])
+            self._partial = self._partial[MAX_LINE_BYTES:]
+        return b"".join(self._prefix + _after_overwriting(line) + b"\n" for line in lines)
+
+    def flush(self) -> bytes:
+        """The last line, whole or not."""
+        partial, self._partial = self._partial, b""
+        return self._prefix + partial + b"\n" if partial else b""
+
+
+def _after_overwriting(line: bytes) -> bytes:
+    body = line[:-1] if line.endswith(b"\r") else line  # the \r of \r\n, or of a bar that is drawn again later
+    return line[body.rfind(b"\r") + 1 :]
+
+
+class Log:
+    """What one worker wrote, on disk, and its newest lines at hand."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed in close()
+        self._tail = b""
+
+    def write(self, data: bytes) -> None:
+        """Keep it. A disk that takes no more of a log does not end a job."""
+        self._tail = (self._tail + data)[-TAIL_BYTES:]
+        with contextlib.suppress(OSError, ValueError):
+            self._file.write(data)
+
+    def last_lines(self, count: int) -> list[str]:
+        """The newest lines."""
+        return self._tail.decode(errors="replace").splitlines()[-count:]
+
+    def close(self) -> None:
+        """Let go of the file; `last_lines` still answers."""
+        self._file.close()
+
+
+class Pipe:
+    """One stream of a worker: read without blocking, kept in the log, handed to the screen."""
+
+    def __init__(
+        self, fd: int, log: Log, show: Callable[[bytes], None] | None = None, cutter: LineCutter | None = None
+    ) -> None:
+        """Without `show` it is only kept; without `cutter` it is shown as it comes."""
+        os.set_blocking(fd, False)
+        self._fd, self._log, self._show, self._cutter = fd, log, show, cutter
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._fd
+
+    def pump(self) -> bool:
+        """Hand on one piece of what has come; False where there was none."""
+        try:
+            data = os.read(self._fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self._log.write(data)
+            if self._show:
+                self._show(self._cutter.feed(data) if self._cutter else data)
+        return bool(data)
+
+    def close(self) -> None:
+        """Hand on all that is left. The worker must be dead: what it wrote is in the pipe already."""
+        while self.pump():
+            pass
+        if self._show and self._cutter:
+            self._show(self._cutter.flush())
+        os.close(self._fd)
+
+
+def stdout_pipe(fd: int, log: Log, screen: Screen, *, rank: int) -> Pipe:
+    """A worker's stdout: rank 0's is the job's own, the others' goes to their logs."""
+    if rank != 0:
+        return Pipe(fd, log)
+    return Pipe(fd, log, screen.out, None if screen.takes_parts else LineCutter())
+
+
+def stderr_pipe(fd: int, log: Log, screen: Screen, *, rank: int, num_workers: int) -> Pipe:
+    """A worker's stderr: shown, and marked where others write there too."""
+    if num_workers == 1 and screen.takes_parts:
+        return Pipe(fd, log, screen.err)
+    return Pipe(fd, log, screen.err, LineCutter(f"[rank {rank}] ".encode() if num_workers > 1 else b""))

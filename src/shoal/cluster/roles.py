@@ -1,0 +1,43 @@
+"""The table of role entry points: what a forked child becomes.
+
+Each is `main(spec: bytes, fds: dict[str, int]) -> int`: what it must know, its
+open descriptors by name (stdout and stderr are already in place), and the
+exit code it gives back. Names only: a role's module is imported in the child,
+where the warm parent has not already done it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+Entry = Callable[[bytes, dict[str, int]], int]
+
+ROLES = {
+    "worker": "shoal.cluster.worker:main",
+    "coordinator": "shoal.cluster.coordinator:main",
+}
+
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torchmetrics",
+    "safetensors.torch",
+    "numpy",
+    "shoal.cluster.worker",
+    "shoal.cluster.coordinator",
+    "shoal.cluster.rendezvous",
+    "shoal.callbacks",
+    "shoal.strategies.ddp",
+    "shoal.train.trainer",
+    "shoal.train.custom",
+)
+"""What the warm parent imports before it forks: whatever costs a worker time at its first step."""
+
+
+def entry(role: str) -> Entry:
+    """The function a child of this role runs."""
+    module, _, function = ROLES[role].partition(":")
+    found: Entry = getattr(importlib.import_module(module), function)
+    return found

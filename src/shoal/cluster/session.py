@@ -1,0 +1,157 @@
+"""A worker's line to its job: calls that are counted, progress that is told, wishes that are heard.
+
+The Trainer uses it without asking whether there is a job: in a plain process
+the calls are only counted, nobody asks to leave, and progress goes to the
+sink that `listen` was given, if any. Nothing here blocks training: progress
+that does not fit into the socket is dropped, only the newest counts anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from shoal.wire import codec
+from shoal.wire.messages import Failed, Finished, Message, Progress, Saved
+
+REPORT_EVERY_S = 0.1
+"""Progress is told at most so often, except where a phase or an epoch begins or ends."""
+
+SEND_TIMEOUT_S = 10.0
+"""For what must arrive. The supervisor reads all the time; one that does not for so long is gone."""
+
+
+@dataclass(slots=True)
+class _Session:
+    rank: int = 0
+    status: socket.socket | None = None
+    begin_call: Callable[[int, str, str], None] | None = None
+    sink: Callable[[Progress], None] | None = None
+    num_calls: int = 0
+    stop: str | None = None
+    report_at: float = 0.0
+    reported: tuple[str, int] = ("", -1)
+    samples: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+_session = _Session()
+
+
+def attach(*, rank: int, status: socket.socket, begin_call: Callable[[int, str, str], None]) -> None:
+    """Join the job: the socket to the supervisor, and how a numbered call is agreed. Called once, by the launcher."""
+    global _session
+    _session = _Session(rank=rank, status=status, begin_call=begin_call, sink=lambda progress: _send(progress, wait=False))
+
+
+def listen(sink: Callable[[Progress], None] | None) -> None:
+    """In a plain process: give progress to `sink` from now on; None to nobody. A launched worker keeps its supervisor."""
+    if _session.status is None:
+        _session.sink = sink
+
+
+def begin_call(kind: str, detail: str) -> int:
+    """Count a call into shoal, and wait until every rank makes the same one. The calls count from 1."""
+    _session.num_calls += 1
+    if _session.begin_call is not None:
+        _session.begin_call(_session.num_calls, kind, detail)
+    return _session.num_calls
+
+
+def num_calls() -> int:
+    """How many calls the script has made."""
+    return _session.num_calls
+
+
+def report(
+    *,
+    phase: str,
+    epoch: int,
+    num_epochs: int | None,
+    step: int,
+    num_steps: int | None,
+    loss: float | None,
+    metrics: Mapping[str, float],
+    samples: int,
+    samples_per_s: float,
+    eta_s: float | None,
+) -> None:
+    """Tell where this rank is, if it is time to."""
+    sink = _session.sink
+    if sink is None:
+        return
+    now = time.monotonic()
+    if now < _session.report_at and (phase, epoch) == _session.reported and step != num_steps:
+        return
+    _session.report_at, _session.reported = now + REPORT_EVERY_S, (phase, epoch)
+    sink(
+        Progress(
+            rank=_session.rank,
+            call=_session.num_calls,
+            phase=phase,
+            epoch=epoch,
+            num_epochs=num_epochs,
+            step=step,
+            num_steps=num_steps,
+            loss=loss,
+            metrics=dict(metrics),
+            samples=samples,
+            samples_per_s=samples_per_s,
+            eta_s=eta_s,
+        )
+    )
+
+
+def saved(path: str, step: int) -> None:
+    """Tell that the checkpoint of this step is whole."""
+    _send(Saved(rank=_session.rank, path=path, step=step))
+
+
+def summary(*, metrics: Mapping[str, float], samples: int, seconds: float, steps: int) -> None:
+    """Add to the totals of the run; of the metrics the newest count."""
+    _session.samples += samples
+    _session.seconds += seconds
+    _session.steps += steps
+    _session.metrics.update(metrics)
+
+
+def failed(failure: Failed) -> None:
+    """Tell why this worker cannot go on."""
+    _send(failure)
+
+
+def finished() -> None:
+    """Tell that the script is done, with the totals."""
+    _send(
+        Finished(
+            rank=_session.rank,
+            samples=_session.samples,
+            seconds=_session.seconds,
+            steps=_session.steps,
+            metrics=_session.metrics,
+        )
+    )
+
+
+def request_stop(signal_name: str) -> None:
+    """Wish to leave; whoever asks `stop_requested` next acts on it."""
+    _session.stop = signal_name
+
+
+def stop_requested() -> str | None:
+    """The signal that asked this process to leave: finish the step, save, and leave."""
+    return _session.stop
+
+
+def _send(message: Message, *, wait: bool = True) -> None:
+    if _session.status is None:
+        return
+    # A full socket drops progress; a closed one means the supervisor is gone, and we with it in a moment.
+    with contextlib.suppress(OSError):
+        _session.status.settimeout(SEND_TIMEOUT_S if wait else 0.0)
+        _session.status.sendall(b"".join(codec.encode(message)))

@@ -1,0 +1,55 @@
+"""How many threads a worker computes with: its share of the cores, never more.
+
+Decides the number and puts it into torch and the BLAS libraries. The warm
+parent loaded them all with one thread, so setting the share here is what
+makes a worker use its cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity, or the control group's quota where that is less."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota_us, period_us = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota_us != "max":
+            cores = min(cores, math.ceil(int(quota_us) / int(period_us)))
+    return max(1, cores)
+
+
+def threads_per_worker(num_workers: int, *, cores: int, env: Mapping[str, str]) -> int:
+    """A worker's share of the cores, or fewer where OMP_NUM_THREADS asks for fewer."""
+    share = max(1, cores // num_workers)
+    asked = env.get("OMP_NUM_THREADS", "")
+    return min(share, int(asked)) if asked.isdecimal() and int(asked) > 0 else share
+
+
+def use(num_threads: int) -> None:
+    """Let torch, OpenMP and numpy's BLAS compute with so many threads in this process and those it starts."""
+    import torch
+
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(num_threads)
+    torch.set_num_threads(num_threads)
+    _set_openblas_threads(num_threads)
+
+
+def _set_openblas_threads(num_threads: int) -> None:
+    """numpy's OpenBLAS read its environment when it was loaded; only its own function changes the number now."""
+    import numpy
+
+    # The wheel brings its own copy beside the package. Another BLAS (MKL, a distribution's) is left as it is.
+    libraries = Path(numpy.__file__).parent.parent / "numpy.libs"
+    for path in libraries.glob("libscipy_openblas*.so"):
+        library = ctypes.CDLL(os.fspath(path))
+        for name in ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads"):
+            if hasattr(library, name):
+                getattr(library, name)(num_threads)

@@ -1,0 +1,182 @@
+"""The supervisor's handle on its warm parent: fork, signal, hear of deaths.
+
+It starts the process and speaks `warm_messages` with it; who is forked when,
+and what a death means, is the supervisor's business. One warm parent may
+serve many launches, one after the other: everything a child needs comes with
+the fork, so importing torch is paid once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+
+from shoal.cluster import warm_messages
+from shoal.cluster.warm_messages import Exited, Fork, Forked, NotForked, Ready, Report, Signal
+from shoal.core.errors import ClusterError, WaitTimedOut
+
+START_TIMEOUT_S = 120.0
+FORK_TIMEOUT_S = 30.0
+
+
+class WarmParent:
+    """A process that has imported torch and forks on demand.
+
+    Importing takes seconds and starts at once; `fork` waits for its end. Use
+    it as a context manager, or `close` it: closing ends every child there is.
+    """
+
+    def __init__(self, job: str | None = None) -> None:
+        self._exited: deque[Exited] = deque()
+        self._ready: Ready | None = None
+        self._in_use = threading.Lock()
+        # Its own complaints matter only where it does not come up: `_gone` quotes them.
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+        command = [sys.executable, *flags, "-m", "shoal.cluster.warm_parent", str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, job] if job else command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._complaints,
+                stderr=self._complaints,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    @property
+    def import_s(self) -> float:
+        """How long its imports took, once it is ready."""
+        return self._ready.import_s if self._ready else 0.0
+
+    def fileno(self) -> int:
+        """For a selector: readable when there is something for `exits`, or when the process is gone."""
+        return self._sock.fileno()
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Held by a launch: the deaths of its children must not reach another one."""
+        if not self._in_use.acquire(blocking=False):
+            raise ClusterError(
+                "this warm parent already serves a launch, and serves one at a time. Nothing was started; wait for "
+                "that launch to end, or give each its own warm parent."
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until it can fork; at once when it already could."""
+        if self._ready is None:
+            report = self._await(timeout_s, "starting a process that has torch imported")
+            if not isinstance(report, Ready):
+                raise ClusterError(f"the warm parent began with {report!r} instead of saying that it is ready")
+            self._ready = report
+
+    def fork(self, role: str, *, title: str, spec: bytes, fds: Mapping[str, int]) -> int:
+        """Fork a child into `role` and return its pid. It gets copies of `fds`; the caller's stay open."""
+        self.wait_ready()
+        memory = warm_messages.memfd_with(spec)
+        try:
+            self._send(Fork(role, title, ["spec", *fds]), [memory, *fds.values()])
+        finally:
+            os.close(memory)
+        report = self._await(FORK_TIMEOUT_S, f"forking {title}")
+        match report:
+            case Forked(pid):
+                return pid
+            case NotForked(reason):
+                raise ClusterError(f"could not fork {title}: {reason}.")
+            case _:
+                raise ClusterError(f"the warm parent answered a fork with {report!r}")
+
+    def signal(self, pid: int, signum: signal.Signals) -> None:
+        """Signal one child; SIGKILL takes everything in its process group. A child that is gone is no error."""
+        with contextlib.suppress(ClusterError):
+            self._send(Signal(pid, signum))
+
+    def exits(self) -> list[Exited]:
+        """Deaths since the last look, in order. ClusterError when the warm parent itself is gone."""
+        while select.select([self._sock], [], [], 0)[0]:
+            self._receive()
+        exited = list(self._exited)
+        self._exited.clear()
+        return exited
+
+    def close(self) -> None:
+        """End the process and every child it has. Safe to call twice."""
+        self._sock.close()
+        try:
+            self._process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._complaints.close()
+
+    def __enter__(self) -> WarmParent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _send(self, message: Fork | Signal, fds: list[int] | None = None) -> None:
+        try:
+            warm_messages.send(self._sock, message, fds)
+        except OSError:
+            raise self._gone() from None
+
+    def _await(self, timeout_s: float, operation: str) -> Report:
+        """The next report that is not a death; deaths are kept for `exits`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([self._sock], [], [], left_s)[0]:
+                raise WaitTimedOut(
+                    operation=operation, waited_s=timeout_s, missing=["the warm parent"], setting="the machine's memory"
+                )
+            report = self._receive()
+            if report is not None:
+                return report
+
+    def _receive(self) -> Report | None:
+        report = warm_messages.receive_report(self._sock)
+        if report is None:
+            raise self._gone()
+        if isinstance(report, Exited):
+            self._exited.append(report)
+            return None
+        return report
+
+    def _gone(self) -> ClusterError:
+        try:
+            code = self._process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        self._complaints.seek(0)
+        said = self._complaints.read().decode(errors="replace").strip()
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
+        quoted = "\n  ".join(["\nIts last lines:", *said.splitlines()[-8:]]) if said else ""
+        return ClusterError(
+            f"the warm parent (process {self.pid}), which forks the workers, {how}; its children ended with it. "
+            f"Start the job again; if it happens at once, try `python -c 'import torch'`.{quoted}"
+        )
