@@ -24,7 +24,13 @@ class Wishes:
     """What this rank would like to happen at the next commit. The verdict says what will, on all ranks."""
 
     stop: bool = False
+    """End this fit after the step."""
+
     checkpoint: bool = False
+    """Save after the step."""
+
+    leave: bool = False
+    """Save after the step and end the script: Ctrl-C or SIGTERM."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +54,9 @@ class TrainJob:
     autocast: torch.dtype | None = None
     """Run forward in this precision."""
 
+    cast_inputs: torch.dtype | None = None
+    """Floating inputs and targets are cast to this; set by `shoal verify`."""
+
     compile: bool = False
     """Compile the model."""
 
@@ -61,8 +70,9 @@ class LossSum:
     """What a slice contributed: a sum, what it counted, and the model's outputs for the metrics."""
 
     total: torch.Tensor
-    count: torch.Tensor
-    outputs: Tree
+    count: float
+    outputs: Tree | None
+    """In the order of the slice; None when all of it was borrowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +98,9 @@ class Verdict:
     checkpoint: bool
     """Some rank wished for a checkpoint after this step."""
 
+    leave: bool
+    """Some rank was asked to leave: every rank saves and ends its script."""
+
     nonfinite: tuple[tuple[int, float], ...] = ()
     """(rank, loss) of every rank whose loss was not finite."""
 
@@ -105,12 +118,25 @@ class Piece:
     """Where this part begins in the whole tensor; all zeros when it is whole."""
 
 
-PieceReader = Mapping[str, torch.Tensor]
-"""Whole tensors by piece name, read when asked for."""
+@dataclass(frozen=True, slots=True)
+class PieceReader:
+    """A saved state to take over."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Whole tensors by piece name, read when asked for."""
+
+    optimizer_settings: dict[str, Any] | None
+    """What of the optimizer is not a tensor; None when only weights were saved."""
 
 
 class Strategy(Protocol):
     """One way of spreading a job over workers."""
+
+    optimizer: torch.optim.Optimizer | None
+    """The user's optimizer as built on the prepared parameters; schedulers and callbacks read it."""
+
+    step: int
+    """Steps committed so far; seeds are drawn from it."""
 
     def prepare(self, job: TrainJob) -> None:
         """Take over model and optimizer; refuse, by layer, what cannot be run."""
@@ -137,5 +163,8 @@ class Strategy(Protocol):
         """Take over what `state` gave, under any strategy, at any number of workers."""
 
 
-OptimizerSettings = dict[str, Any]
-"""What of an optimizer is not a tensor: the hyper-parameters of its groups, by parameter name."""
+class TakesGradients(Protocol):
+    """A strategy that also serves loops of the user's own."""
+
+    def adopt(self, batch: Slice) -> None:
+        """Take the gradients of the slice's mean loss, which the user's own backward left in the parameters."""

@@ -1,0 +1,1 @@
+"""Exchanges between workers: how bytes are added, gathered and laid out for it."""

@@ -1,0 +1,69 @@
+"""Gathering tensors whose shapes differ from rank to rank, and sums in rank order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.collectives.native import Native
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.complex64, torch.complex128,
+)  # fmt: skip
+_MAX_DIMS = 8
+
+
+def gather_any(native: Native, value: Tensor | None) -> list[Tensor]:
+    """Every rank's tensor, in rank order. Shapes may differ; a rank without one contributes an empty tensor."""
+    device = value.device if value is not None else torch.device("cpu")
+    headers = [header.tolist() for header in native.all_gather(_header(value).to(device))]
+    num_bytes = [_num_bytes(header) for header in headers]
+    longest = max(num_bytes)
+    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
+    if value is not None and value.numel():
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        mine[: flat.numel()] = flat
+    parts = native.all_gather(mine) if longest else [mine] * len(headers)
+    known = next((header for header in headers if header[0]), None)
+    return [_decode(header, part[:size], known) for header, part, size in zip(headers, parts, num_bytes, strict=True)]
+
+
+def sum_in_rank_order(native: Native, values: Tensor) -> Tensor:
+    """The sum over the ranks, added in rank order: the same bits everywhere, at any time."""
+    parts = native.all_gather(values.detach().contiguous())
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _header(value: Tensor | None) -> Tensor:
+    header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
+    if value is not None:
+        header[0], header[1], header[2] = 1, _DTYPES.index(value.dtype), value.dim()
+        header[3 : 3 + value.dim()] = torch.tensor(value.shape, dtype=torch.int64)
+    return header
+
+
+def _shape(header: list[int]) -> list[int]:
+    return header[3 : 3 + header[2]]
+
+
+def _num_bytes(header: list[int]) -> int:
+    if not header[0]:
+        return 0
+    count = 1
+    for size in _shape(header):
+        count *= size
+    return count * _DTYPES[header[1]].itemsize
+
+
+def _decode(header: list[int], raw: Tensor, known: list[int] | None) -> Tensor:
+    if header[0]:
+        return raw.clone().view(_DTYPES[header[1]]).reshape(_shape(header))
+    if known is None:
+        return torch.empty(0)
+    shape = _shape(known)
+    return torch.empty([0, *shape[1:]], dtype=_DTYPES[known[1]])

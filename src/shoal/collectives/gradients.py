@@ -1,0 +1,169 @@
+"""Gradients summed over the ranks while backward is still running.
+
+Each gradient is copied into its bucket as soon as autograd has finished it,
+and a bucket leaves as soon as it and those before it are full. The rank's own
+gradients stay where they are: what is summed is a copy, so a broken exchange
+can be run again from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.collectives.layout import Bucket, Item, lay_out
+from shoal.collectives.native import Native
+from shoal.core.errors import TrainingError
+
+
+class GradientExchange:
+    """The buckets of one model, and the step they are in.
+
+    Every rank starts its buckets in the order of the layout, whatever order
+    its gradients come in: the collectives of a group are matched by order.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], native: Native, *, sparse: frozenset[str]) -> None:
+        self._native = native
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._sparse = [index for index, name in enumerate(self._names) if name in sparse]
+        dense = [
+            Item(index, parameter.numel(), parameter.element_size(), f"{parameter.dtype}/{parameter.device}")
+            for index, (name, parameter) in enumerate(named)
+            if name not in sparse
+        ]
+        self.layout = lay_out(dense)
+        self._memory = [self._allocate(bucket) for bucket in self.layout]
+        self._place: dict[int, tuple[int, int, int]] = {}
+        self._views: dict[int, Tensor] = {}
+        for number, bucket in enumerate(self.layout):
+            for position, (index, offset) in enumerate(zip(bucket.indices, bucket.offsets, strict=True)):
+                parameter = self._parameters[index]
+                self._place[index] = number, offset, position
+                self._views[index] = self._memory[number][offset : offset + parameter.numel()].view(parameter.shape)
+        self._armed = False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            for index, parameter in enumerate(self._parameters)
+            if index in self._place
+        ]
+        self._clear()
+
+    def arm(self) -> None:
+        """From now on gradients are final: the next backward is the step's last."""
+        self._armed = True
+
+    def finish(self) -> None:
+        """Send what has not left yet, wait for all, and put the sums in place of the gradients.
+
+        A parameter that no rank used keeps `grad=None` on all of them.
+        """
+        for index in self._place:
+            if index not in self._filled:
+                self._fill(index)
+        self._send_full()
+        sparse_sums = [self._sum_sparse(index) for index in self._sparse]
+        for work in self._works:
+            self._native.finish(work, "the exchange of gradients")
+        for number, bucket in enumerate(self.layout):
+            used = self._memory[number][bucket.numel :].tolist()
+            for position, index in enumerate(bucket.indices):
+                self._parameters[index].grad = self._views[index] if used[position] else None
+        for index, summed in zip(self._sparse, sparse_sums, strict=True):
+            self._parameters[index].grad = summed
+        self._clear()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _clear(self) -> None:
+        self._armed = False
+        self._filled: set[int] = set()
+        self._missing = [len(bucket.indices) for bucket in self.layout]
+        self._next = 0
+        self._works: list[Any] = []
+
+    def _allocate(self, bucket: Bucket) -> Tensor:
+        like = self._parameters[bucket.indices[0]]
+        return torch.zeros(bucket.length, dtype=like.dtype, device=like.device)
+
+    def _hook(self, index: int) -> Any:
+        def ready(parameter: Tensor) -> None:
+            if self._armed:
+                self._fill(index)
+                self._send_full()
+
+        return ready
+
+    def _fill(self, index: int) -> None:
+        number, _, position = self._place[index]
+        if index in self._filled:
+            raise TrainingError(
+                f"the gradient of '{self._names[index]}' was finished twice in one backward, after it had been sent. "
+                "Nothing was applied; use activation checkpointing with use_reentrant=False."
+            )
+        self._filled.add(index)
+        self._missing[number] -= 1
+        gradient = self._parameters[index].grad
+        flag = self.layout[number].numel + position
+        if gradient is None:
+            self._views[index].zero_()
+        elif gradient.layout is torch.strided:
+            self._views[index].copy_(gradient)
+        else:
+            raise TrainingError(
+                f"the gradient of '{self._names[index]}' is sparse, but no embedding layer with sparse=True owns that "
+                "parameter, so its exchange was laid out as dense. Nothing was applied; use nn.Embedding or "
+                "nn.EmbeddingBag with sparse=True, or a dense gradient."
+            )
+        self._memory[number][flag] = 0.0 if gradient is None else 1.0
+
+    def _send_full(self) -> None:
+        while self._next < len(self.layout) and self._missing[self._next] == 0:
+            self._works.append(self._native.start_all_reduce(self._memory[self._next]))
+            self._next += 1
+
+    def _sum_sparse(self, index: int) -> Tensor | None:
+        """All ranks' rows side by side, each rank's own duplicates merged before they travel."""
+        parameter = self._parameters[index]
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.sparse_coo:
+            raise TrainingError(
+                f"'{self._names[index]}' is the weight of an embedding with sparse=True, but its gradient is dense "
+                "(the weight is also used elsewhere). Nothing was applied; build the layer with sparse=False."
+            )
+        if gradient is None:
+            rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+            values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+        else:
+            merged = gradient.coalesce()
+            rows, values = merged.indices()[0], merged.values()
+        # One number more than the rows: -1 says that this rank did not use the table at all.
+        mine = torch.tensor([rows.numel() if gradient is not None else -1], device=parameter.device)
+        counts = [int(count) for count in self._native.all_gather(mine)]
+        longest = max(counts)
+        if longest < 0:
+            return None
+        all_rows = self._native.all_gather(_padded(rows, longest))
+        all_values = self._native.all_gather(_padded(values, longest))
+        kept = [max(count, 0) for count in counts]
+        return torch.sparse_coo_tensor(
+            torch.cat([part[:count] for part, count in zip(all_rows, kept, strict=True)]).unsqueeze(0),
+            torch.cat([part[:count] for part, count in zip(all_values, kept, strict=True)]),
+            parameter.shape,
+            check_invariants=False,
+        )
+
+
+def _padded(tensor: Tensor, length: int) -> Tensor:
+    if tensor.shape[0] == length:
+        return tensor.contiguous()
+    padded = tensor.new_zeros((length, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor
+    return padded

@@ -1,0 +1,56 @@
+"""torch's own collectives (gloo, NCCL), with errors that say which operation broke.
+
+What every exchange of a strategy goes through. A broken wait becomes a
+PeerLost: the rank that noticed is seldom the one at fault, so the supervisor
+looks for the cause elsewhere first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.core.errors import PeerLost
+
+
+class Native:
+    """Collectives of the process's default group."""
+
+    def __init__(self, *, rank: int, num_workers: int) -> None:
+        self.rank, self.num_workers = rank, num_workers
+
+    def start_all_reduce(self, tensor: Tensor) -> Any:
+        """Begin to sum `tensor` over the ranks, in place; `finish` waits for it."""
+        with self.during("an all-reduce"):
+            return dist.all_reduce(tensor, async_op=True)
+
+    def finish(self, work: Any, operation: str) -> None:
+        """Wait for what `start_all_reduce` began."""
+        with self.during(operation):
+            work.wait()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give everybody rank 0's values, in place."""
+        with self.during("a broadcast from rank 0"):
+            dist.broadcast(tensor, src=0)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor; all of one shape and dtype."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.num_workers)]
+        with self.during("an all-gather"):
+            dist.all_gather(gathered, tensor)
+        return gathered
+
+    @contextlib.contextmanager
+    def during(self, operation: str) -> Iterator[None]:
+        """Name the operation in whatever breaks inside."""
+        try:
+            yield
+        except RuntimeError as error:
+            # `from None`: a kept exception holds the old group, and with it every peer that waits on it.
+            raise PeerLost(rank=self.rank, operation=operation, reason=str(error).splitlines()[0]) from None

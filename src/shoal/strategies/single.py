@@ -1,0 +1,105 @@
+"""`single`: one process, no exchange. What every exact strategy is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from shoal.data.slice import Slice
+from shoal.data.tree import Tree, concatenate
+from shoal.strategies.compute import Compute
+from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
+from shoal.strategies.state import load_state, state_pieces
+from shoal.strategies.statistics import RunningStatistics
+from shoal.strategies.update import update
+from shoal.strategies.verdict import contribution, decide
+
+
+class Single:
+    """Trains in this process alone.
+
+    With `num_slices` above one it runs every batch as that many workers
+    would: slice by slice, with the workers' seeds and each slice's own batch
+    statistics. That is the reference for layers that mix the batch or draw
+    random numbers.
+    """
+
+    def __init__(self, *, num_slices: int = 1) -> None:
+        self._num_slices = num_slices
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.step = 0
+
+    def prepare(self, job: TrainJob) -> None:
+        """Take the job as it is."""
+        self._job = job
+        job.model.to(job.device)
+        self._compute = Compute(job, check_loss=self._num_slices > 1 or job.num_micro > 1)
+        self._statistics = RunningStatistics(job.model)
+        if job.build_optimizer is not None and self.optimizer is None:
+            self.optimizer = job.build_optimizer(job.model)
+
+    def forward_backward(self, batch: Slice) -> LossSum:
+        """Compute the gradients of the whole batch."""
+        if self._num_slices == 1:
+            self._contributed = self._compute.forward_backward(batch, rank=0, step=self.step)
+        else:
+            self._contributed = self._slice_by_slice(batch)
+        self._num_global = batch.num_global
+        return self._contributed
+
+    def adopt(self, batch: Slice) -> None:
+        """Take gradients that the user's own backward computed."""
+        self._contributed = LossSum(torch.zeros(()), float(batch.num_global), None)
+        self._num_global = batch.num_global
+
+    def commit(self) -> Verdict:
+        """Clip, decide, update."""
+        assert self.optimizer is not None
+        job, contributed = self._job, self._contributed
+        vector = contribution(
+            rank=0, num_workers=1, loss_total=float(contributed.total), count=contributed.count, wishes=job.wishes
+        )
+        verdict = update(job, self.optimizer, decide(vector), self._num_global)
+        self.step += 1
+        return verdict
+
+    def forward(self, batch: Slice) -> Tree:
+        """The model's outputs, without gradients."""
+        return self._compute.forward(batch, rank=0)
+
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over one rank."""
+        return values.detach().clone()
+
+    def gather(self, value: torch.Tensor | None) -> list[torch.Tensor]:
+        """The only rank's tensor."""
+        return [value.detach() if value is not None else torch.empty(0)]
+
+    def state(self) -> Iterator[Piece]:
+        """Model and optimizer, whole."""
+        return state_pieces(self._job.model, self.optimizer)
+
+    def load(self, pieces: PieceReader) -> None:
+        """Take over weights and optimizer state."""
+        load_state(self._job.model, self.optimizer, pieces)
+
+    def _slice_by_slice(self, batch: Slice) -> LossSum:
+        statistics = self._statistics
+        before = statistics.flat() if statistics else None
+        averaged = torch.zeros_like(before) if before is not None else None
+        results = []
+        for rank, part in enumerate(batch.cut(self._num_slices)):
+            if before is not None:
+                statistics.write(before)
+            results.append(self._compute.forward_backward(part, rank=rank, step=self.step))
+            if averaged is not None:
+                averaged += statistics.flat() * (part.num_local / part.num_global)
+        if averaged is not None:
+            statistics.write(averaged)
+        outputs = [result.outputs for result in results if result.outputs is not None]
+        return LossSum(
+            total=torch.stack([result.total for result in results]).sum(),
+            count=sum(result.count for result in results),
+            outputs=concatenate(outputs),
+        )

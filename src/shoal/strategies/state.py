@@ -1,0 +1,32 @@
+"""Weights and optimizer state of a rank that holds all of both, as pieces and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from shoal.strategies.optimizer_state import load_optimizer, optimizer_pieces
+from shoal.strategies.protocol import Piece, PieceReader
+
+MODEL = "model/"
+
+
+def state_pieces(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Piece]:
+    """Every tensor a fresh process needs to go on."""
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            yield Piece(MODEL + name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+    if optimizer is not None:
+        yield from optimizer_pieces(model, optimizer)
+
+
+def load_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, pieces: PieceReader) -> None:
+    """Write the pieces into model and optimizer, in place."""
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if isinstance(tensor, torch.Tensor):
+                tensor.copy_(pieces.tensors[MODEL + name])
+    if optimizer is not None and pieces.optimizer_settings is not None:
+        load_optimizer(model, optimizer, pieces.tensors, pieces.optimizer_settings)

@@ -1,0 +1,37 @@
+"""BatchNorm's running statistics: local while a step runs, averaged when it is committed.
+
+Each worker normalises with its own slice (as plain DDP does), but the running
+mean and variance, which evaluation and checkpoints use, are the average over
+the workers weighted by their samples: every rank holds the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class RunningStatistics:
+    """The running statistics of a model, as one flat vector."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers: list[Tensor] = []
+        for module in model.modules():
+            if isinstance(module, _BatchNorm) and module.running_mean is not None:
+                assert module.running_var is not None
+                self._buffers += [module.running_mean, module.running_var]
+
+    def __bool__(self) -> bool:
+        return bool(self._buffers)
+
+    def flat(self) -> Tensor:
+        """A copy of all of them."""
+        return torch.cat([buffer.detach().reshape(-1).to(torch.float64) for buffer in self._buffers])
+
+    def write(self, flat: Tensor) -> None:
+        """Put values in the order of `flat` back in place."""
+        at = 0
+        for buffer in self._buffers:
+            buffer.copy_(flat[at : at + buffer.numel()].view(buffer.shape))
+            at += buffer.numel()

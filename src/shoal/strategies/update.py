@@ -1,0 +1,44 @@
+"""The end of a commit where a rank holds the whole gradient: correct, clip, decide, update.
+
+The same for one process and for `ddp`: both hold the summed gradient by now,
+divided by the samples of the global batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor, nn
+
+from shoal.strategies.protocol import TrainJob, Verdict
+
+
+def update(job: TrainJob, optimizer: torch.optim.Optimizer, verdict: Verdict, num_global: int) -> Verdict:
+    """Apply the step, or leave it out; the gradients are gone afterwards."""
+    parameters = [parameter for parameter in job.model.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if verdict.applied:
+        # Backward divided by samples. What the loss really counted travelled with it; mostly it is the same.
+        factor = num_global / verdict.count if verdict.count else 0.0
+        if job.clip_norm is not None or job.on_nonfinite == "skip":
+            norm = factor * _norm(gradients)
+            verdict = dataclasses.replace(verdict, grad_norm=norm, applied=math.isfinite(norm))
+            if job.clip_norm is not None:
+                factor *= min(1.0, job.clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
+    if verdict.applied:
+        if factor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+        optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+    return verdict
+
+
+def _norm(gradients: list[Tensor]) -> float:
+    dense = [
+        gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient for gradient in gradients
+    ]
+    return float(nn.utils.get_total_norm(dense)) if dense else 0.0

@@ -1,0 +1,168 @@
+"""A loop of the user's own, without the Trainer: `optimizer.step()` is the commit.
+
+    model, optimizer, data = shoal.setup(model, optimizer, data)
+    for x, y in data:                      # this worker's slice of each batch
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()    # a mean over the slice
+        optimizer.step()                   # exchange, update: the same on every rank
+
+Gradients are exchanged when `step` is called, however many backward passes
+came before it, each rank's weighted by the samples of its slice.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shoal.cluster import session
+from shoal.core import job as jobs
+from shoal.core.errors import ConfigError
+from shoal.data.batches import Batches, as_batches
+from shoal.data.slice import Slice
+from shoal.data.tree import Tree
+from shoal.strategies import create
+from shoal.strategies.compute import place
+from shoal.strategies.loss import loss_rule
+from shoal.strategies.protocol import Strategy, TakesGradients, TrainJob, Wishes
+from shoal.train.interrupts import asked_to_leave
+from shoal.train.verification import Verification
+
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+Model = TypeVar("Model", bound=nn.Module)
+
+_loop: CustomLoop | None = None
+
+
+class WorkerData:
+    """This worker's slices; every `for` over it is the next epoch."""
+
+    def __init__(self, loop: CustomLoop, batches: Batches) -> None:
+        self._loop, self._batches = loop, batches
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Tree]:
+        job = self._loop.job
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        for part in self._batches.slices(epoch=epoch, start=0, rank=job.rank, num_workers=job.num_workers):
+            self._loop.slice = part
+            yield place(part.batch, self._loop.device, self._loop.dtype)
+
+    def __len__(self) -> int:
+        num_steps = self._batches.num_steps(self._loop.job.num_workers)
+        if num_steps is None:
+            raise TypeError("a stream has no length")
+        return num_steps
+
+
+class CustomLoop:
+    """What `setup` keeps between the steps of a loop it does not own."""
+
+    def __init__(self) -> None:
+        self.job = jobs.current()
+        self.strategy: Strategy = create(self.job)
+        self.slice: Slice | None = None
+        self.device = torch.device("cpu")
+        self.dtype: torch.dtype | None = None
+        self.ended = False
+        self._wishes = Wishes()
+        self._verification = Verification(self.job.verify, rank=self.job.rank) if self.job.verify else None
+        self._committing = False
+
+    def take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Hand model and optimizer to the strategy and make `optimizer.step` its commit."""
+        if self._verification is not None:
+            self._verification.cast(model)
+            self.dtype = self._verification.dtype
+        self.device = next((p.device for p in model.parameters()), self.device)
+        self._model = model
+        self.strategy.prepare(
+            TrainJob(
+                model=model,
+                loss=loss_rule(nn.MSELoss()),  # never called: the loss is the loop's own
+                build_optimizer=lambda _: optimizer,
+                device=self.device,
+                wishes=self._wishes,
+            )
+        )
+        update = optimizer.step
+
+        def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
+            if self._committing:
+                return update()
+            if closure is not None:
+                raise ConfigError(
+                    "optimizer.step(closure) runs the model several times per update, which no strategy can cut. Use "
+                    "an optimizer that steps without a closure."
+                )
+            return self._commit()
+
+        # A bound method, because schedulers look at `optimizer.step.__func__`.
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def _commit(self) -> None:
+        if self.slice is None:
+            raise ConfigError(
+                "optimizer.step() was called before the first batch was taken from the data that shoal.setup returned. "
+                "Loop over that data: `for x, y in data:`."
+            )
+        self._wishes.leave = asked_to_leave() is not None
+        adopting: TakesGradients = self.strategy  # type: ignore[assignment]
+        adopting.adopt(self.slice)
+        self._committing = True
+        try:
+            verdict = self.strategy.commit()
+        finally:
+            self._committing = False
+        self.ended = self.ended or verdict.leave
+        if self._verification is not None:
+            self._verification.count(self._model, verdict.loss)
+
+
+def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimizer, WorkerData]:
+    """Spread an ordinary training loop: returns the same model and optimizer, and this worker's part of the data."""
+    batches = as_batches(data, default_seed=jobs.current().seed)
+    session.begin_call("setup", f"samples={batches.num_samples}")
+    loop = _current_loop()
+    loop.take(model, optimizer)
+    return model, optimizer, WorkerData(loop, batches)
+
+
+def reduce(value: Tensor | float) -> Any:
+    """The sum of `value` over all workers, in rank order; a number gives a number."""
+    strategy = _current_loop().strategy
+    if isinstance(value, Tensor):
+        return strategy.reduce(value)
+    return float(strategy.reduce(torch.tensor([value], dtype=torch.float64)))
+
+
+def mean(total: Tensor, count: Tensor | float) -> Tensor:
+    """A loss over something other than samples: its local sum and local count, as a mean over all workers.
+
+    Use it where slices count differently, as under a mask:
+    `shoal.mean((losses * mask).sum(), mask.sum()).backward()`.
+    """
+    loop = _current_loop()
+    part = loop.slice
+    if part is None:
+        raise ConfigError("shoal.mean was called before the first batch was taken from shoal.setup's data.")
+    everywhere = reduce(float(count))
+    # optimizer.step weights this rank by its share of the samples; take that out again.
+    share = part.num_local / part.num_global
+    return total / (everywhere * share) if share and everywhere else total * 0.0
+
+
+def should_stop() -> bool:
+    """True once somebody asked the job to leave; decided with a step, so it turns true on all ranks at once."""
+    return _current_loop().ended
+
+
+def _current_loop() -> CustomLoop:
+    global _loop
+    if _loop is None:
+        _loop = CustomLoop()
+    return _loop

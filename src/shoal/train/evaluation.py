@@ -1,0 +1,89 @@
+"""A pass over data without updates: evaluate and predict, exact over all workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from shoal.core.errors import EmptyDataset, TrainingError
+from shoal.data.batches import Batches
+from shoal.data.slice import Slice, bounds
+from shoal.data.tree import Tree, concatenate, leaves, map_tensors
+from shoal.strategies.compute import place
+from shoal.strategies.protocol import Strategy, TrainJob
+from shoal.train.metrics import MetricSet
+
+Tick = Callable[[Slice], None]
+"""Called after every slice: progress, and leaving when asked to."""
+
+
+def evaluate(
+    strategy: Strategy, job: TrainJob, batches: Batches, metrics: MetricSet, *, rank: int, num_workers: int, tick: Tick
+) -> dict[str, float]:
+    """Mean loss and metrics over all of `batches`, equal on every rank."""
+    metrics.reset()
+    sums = torch.zeros(2, dtype=torch.float64)
+    for part in _slices(batches, rank, num_workers, what="evaluate"):
+        output = strategy.forward(part)
+        if not part.borrowed:
+            target = place(part.target, job.device, job.cast_inputs)
+            with torch.no_grad():
+                total, count = job.loss(output, target, part.num_local, part.num_global)
+            sums += torch.tensor([float(total), count], dtype=torch.float64)
+            metrics.update(output, target, part.num_local)
+        tick(part)
+    total, count = strategy.reduce(sums).tolist()
+    return {"loss": total / count if count else math.nan, **metrics.compute(strategy.gather)}
+
+
+def predict(strategy: Strategy, batches: Batches, *, rank: int, num_workers: int, tick: Tick) -> Tree:
+    """The model's outputs for all of `batches`, in the order of the data, the same on every rank."""
+    kept: list[Tree] = []
+    sizes: list[int] = []
+    template: Tree = None
+    for part in _slices(batches, rank, num_workers, what="predict"):
+        output = strategy.forward(part)
+        _refuse_uncut(output, max(part.num_local, 1))
+        own = map_tensors(lambda tensor, n=part.num_local: tensor[:n].cpu(), output)  # type: ignore[misc]
+        template = own
+        kept.append(own)
+        sizes.append(part.num_global)
+        tick(part)
+    mine = concatenate(kept)
+    gathered = [strategy.gather(leaf) for leaf in leaves(mine) if isinstance(leaf, Tensor)]
+    whole = iter([_in_data_order(parts, sizes) for parts in gathered])
+    return map_tensors(lambda tensor: next(whole), template)
+
+
+def _slices(batches: Batches, rank: int, num_workers: int, *, what: str) -> Iterator[Slice]:
+    empty = True
+    for part in batches.slices(epoch=0, start=0, rank=rank, num_workers=num_workers):
+        empty = False
+        yield part
+    if empty:
+        raise EmptyDataset(what=what)
+
+
+def _in_data_order(parts: list[Tensor], sizes: list[int]) -> Tensor:
+    """Every rank's rows, laid back into the batches they were cut from."""
+    num_workers = len(parts)
+    at = [0] * num_workers
+    rows = []
+    for size in sizes:
+        for rank in range(num_workers):
+            begin, end = bounds(size, rank, num_workers)
+            rows.append(parts[rank][at[rank] : at[rank] + end - begin])
+            at[rank] += end - begin
+    return torch.cat(rows)
+
+
+def _refuse_uncut(output: Tree, num_samples: int) -> None:
+    for leaf in leaves(output):
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != num_samples):
+            raise TrainingError(
+                f"the model returned a tensor of shape {tuple(leaf.shape)} for {num_samples} samples, so predict cannot "
+                "put it in the order of the data. Return tensors with one row per sample, or compute the rest in the loss."
+            )

@@ -1,0 +1,267 @@
+"""One fit, read from top to bottom: epochs, steps, what is counted, and when it ends.
+
+The loop decides nothing alone: every step's verdict is the same on all ranks,
+so all of them stop, save and leave at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from shoal.cluster import session
+from shoal.core.errors import EmptyDataset, Interrupted, NonFiniteLoss, TrainingError
+from shoal.data.batches import Batches
+from shoal.data.slice import Slice
+from shoal.strategies.compute import place
+from shoal.strategies.protocol import LossSum, Verdict
+from shoal.train.callbacks.base import StepLogs
+from shoal.train.evaluation import evaluate
+from shoal.train.history import History
+from shoal.train.interrupts import asked_to_leave
+from shoal.train.metrics_log import MetricsLog
+
+if TYPE_CHECKING:
+    from shoal.train.trainer import Trainer
+
+_REPORT_EVERY_S = 0.1
+
+
+@dataclass(slots=True)
+class Position:
+    """Where training stands: what a checkpoint must hold to go on, at any number of workers."""
+
+    epoch: int = 0
+    next_index: int = 0
+    """Position within the epoch of the first sample not trained yet."""
+
+    step: int = 0
+    samples: int = 0
+    loss_total: float = 0.0
+    """Sum and count of the running epoch's loss."""
+
+    loss_count: float = 0.0
+
+
+class FitLoop:
+    """Runs one fit of a Trainer from its position to the end."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        batches: Batches,
+        *,
+        last_epoch: int | None,
+        last_step: int | None,
+        validation: Batches | None,
+        history: History,
+    ) -> None:
+        self._trainer = trainer
+        self._batches = batches
+        self._last_epoch, self._last_step = last_epoch, last_step
+        self._validation = validation
+        self._history = history
+        self._position = trainer.position
+        self._rank, self._num_workers = trainer.rank, trainer.num_workers
+        self._over = False
+        self._log: MetricsLog | None = None
+        self._started_at = self._reported_at = time.monotonic()
+        self._started_samples, self._first_step = self._position.samples, self._position.step
+
+    def run(self) -> History:
+        """Train until the epochs, the steps, a callback or a signal end it."""
+        trainer, position = self._trainer, self._position
+        if trainer.job.launched and self._rank == 0:
+            self._log = MetricsLog(trainer.run_dir / "metrics.jsonl", from_step=position.step)
+        try:
+            self._each(lambda callback: callback.on_fit_begin(trainer))
+            while not self._over and not self._reached_the_end():
+                self._run_epoch()
+            self._each(lambda callback: callback.on_fit_end(trainer))
+        finally:
+            if self._log is not None:
+                self._log.close()
+        return self._history
+
+    def _reached_the_end(self) -> bool:
+        position = self._position
+        if self._last_step is not None and position.step >= self._last_step:
+            return True
+        return self._last_epoch is not None and position.epoch >= self._last_epoch
+
+    def _run_epoch(self) -> None:
+        position = self._position
+        for part in self._batches.slices(
+            epoch=position.epoch, start=position.next_index, rank=self._rank, num_workers=self._num_workers
+        ):
+            self._run_step(part)
+            if self._over:
+                break
+        if position.next_index == 0:
+            raise EmptyDataset(what="fit")
+        # Stopped halfway, the position stays where it is: the next fit, or a resumed job, goes on from there.
+        halfway = self._over and self._batches.num_steps(self._num_workers, start=position.next_index) != 0
+        self._end_epoch(halfway=halfway)
+
+    def _run_step(self, part: Slice) -> None:
+        trainer, strategy, position = self._trainer, self._trainer.strategy, self._position
+        trainer.wishes.leave = asked_to_leave() is not None
+        contributed = strategy.forward_backward(part)
+        verdict = strategy.commit()
+        trainer.wishes.checkpoint = False
+        if verdict.applied:
+            trainer.advance_scheduler("step")
+            self._count(part, contributed, verdict)
+        else:
+            self._leave_out(part, verdict)
+        position.step += 1
+        position.next_index = part.start + part.num_global
+        position.samples += part.num_global
+        self._write_down(part, verdict)
+        if trainer.verification is not None:
+            trainer.verification.count(trainer.model, verdict.loss)
+        if verdict.checkpoint:
+            path = trainer.save_checkpoint()
+            self._each(lambda callback: callback.on_checkpoint(trainer, path))
+        if verdict.leave:
+            self._leave()
+        self._over = verdict.stop or self._reached_the_end()
+
+    def _count(self, part: Slice, contributed: LossSum, verdict: Verdict) -> None:
+        position, trainer = self._position, self._trainer
+        position.loss_total += verdict.loss_total
+        position.loss_count += verdict.count
+        if trainer.train_metrics and contributed.outputs is not None:
+            target = place(part.target, trainer.train_job.device, trainer.train_job.cast_inputs)
+            trainer.train_metrics.update(contributed.outputs, target, part.num_local)
+
+    def _leave_out(self, part: Slice, verdict: Verdict) -> None:
+        """A step that is not finite: refuse it by name, or skip and count it."""
+        trainer = self._trainer
+        if trainer.train_job.on_nonfinite == "skip":
+            trainer.num_skipped_steps += 1
+            return
+        step = self._position.step + 1
+        if not verdict.nonfinite:
+            raise TrainingError(
+                f"the gradient's norm became {verdict.grad_norm} at step {step} though the loss was finite "
+                f"({verdict.loss:.6g}). The step was not applied. Lower the learning rate, or leave such steps out with "
+                "on_nonfinite='skip'."
+            )
+        rank, total = verdict.nonfinite[0]
+        raise NonFiniteLoss(
+            rank=rank,
+            step=step,
+            value=total,
+            samples=[int(index) for index in self._indices_of(rank, part)],
+            checkpoint=trainer.newest_checkpoint,
+        )
+
+    def _indices_of(self, rank: int, part: Slice) -> list[int]:
+        if rank == self._rank:
+            return list(part.indices)
+        theirs = self._batches.slices(epoch=part.epoch, start=part.start, rank=rank, num_workers=self._num_workers)
+        return list(next(iter(theirs)).indices)
+
+    def _write_down(self, part: Slice, verdict: Verdict) -> None:
+        trainer, position = self._trainer, self._position
+        logs = StepLogs(
+            epoch=position.epoch,
+            step=position.step,
+            loss=verdict.loss,
+            samples=part.num_global,
+            lr=trainer.learning_rates[0],
+            grad_norm=verdict.grad_norm,
+        )
+        self._each(lambda callback: callback.on_step_end(trainer, logs))
+        extra = trainer.take_logged()
+        if self._log is not None:
+            line = {"step": position.step, "epoch": position.epoch, "loss": verdict.loss, "samples": part.num_global}
+            self._log.write({**line, **extra})
+        now = time.monotonic()
+        if now - self._reported_at >= _REPORT_EVERY_S:
+            self._reported_at = now
+            self._report(now, verdict.loss)
+
+    def _report(self, now: float, loss: float | None) -> None:
+        position = self._position
+        samples = position.samples - self._started_samples
+        rate = samples / max(now - self._started_at, 1e-9)
+        num_steps = self._num_steps()
+        remaining = num_steps - position.step if num_steps is not None else None
+        per_step = (now - self._started_at) / max(position.step - self._first_step, 1)
+        session.report(
+            phase="fit",
+            epoch=min(position.epoch + 1, self._last_epoch or position.epoch + 1),
+            num_epochs=self._last_epoch,
+            step=position.step,
+            num_steps=num_steps,
+            loss=loss if loss is not None and math.isfinite(loss) else None,
+            metrics=self._history.epochs[-1] if self._history.epochs else {},
+            samples=samples,
+            samples_per_s=rate,
+            eta_s=remaining * per_step if remaining is not None else None,
+        )
+
+    def _num_steps(self) -> int | None:
+        """At which step this fit will end, as far as one can know."""
+        position = self._position
+        in_epoch = self._batches.num_steps(self._num_workers)
+        ends = [self._last_step] if self._last_step is not None else []
+        if in_epoch is not None and self._last_epoch is not None:
+            rest = self._batches.num_steps(self._num_workers, start=position.next_index)
+            assert rest is not None
+            ends.append(position.step + rest + in_epoch * max(self._last_epoch - position.epoch - 1, 0))
+        return min(ends) if ends else None
+
+    def _end_epoch(self, *, halfway: bool) -> None:
+        trainer, position = self._trainer, self._position
+        logs = self._measure_epoch()
+        self._history.append(logs)
+        if not halfway:
+            trainer.train_metrics.reset()
+            position.loss_total = position.loss_count = 0.0
+            position.epoch += 1
+            position.next_index = 0
+            trainer.advance_scheduler("epoch", logs)
+            self._each(lambda callback: callback.on_epoch_end(trainer, logs))
+        self._report(time.monotonic(), logs["loss"])
+        self._agree_to_end()
+
+    def _measure_epoch(self) -> dict[str, float]:
+        trainer, position = self._trainer, self._position
+        logs = {"loss": position.loss_total / position.loss_count if position.loss_count else math.nan}
+        logs |= trainer.train_metrics.compute(trainer.strategy.gather)
+        if self._validation is not None:
+            measured = evaluate(
+                trainer.strategy,
+                trainer.train_job,
+                self._validation,
+                trainer.evaluation_metrics,
+                rank=self._rank,
+                num_workers=self._num_workers,
+                tick=lambda part: None,
+            )
+            logs |= {f"val_{name}": value for name, value in measured.items()}
+        return logs
+
+    def _agree_to_end(self) -> None:
+        """Between epochs there is no commit: ask the others whether anybody wants to stop or leave."""
+        wishes = [float(self._trainer.wishes.stop), float(asked_to_leave() is not None)]
+        stop, leave = self._trainer.strategy.reduce(torch.tensor(wishes)).tolist()
+        if leave:
+            self._leave()
+        self._over = self._over or stop > 0
+
+    def _leave(self) -> None:
+        path = self._trainer.save_checkpoint()
+        raise Interrupted(signal_name=asked_to_leave() or "SIGINT", step=self._position.step, checkpoint=path)
+
+    def _each(self, call: Callable[..., None]) -> None:
+        for callback in self._trainer.callbacks_here:
+            call(callback)

@@ -1,0 +1,46 @@
+"""metrics.jsonl: one line per step, written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import IO, Any
+
+_FLUSH_EVERY_S = 0.5
+
+
+class MetricsLog:
+    """Appends lines; a resumed run first drops the lines after the step it goes on from."""
+
+    def __init__(self, path: Path, *, from_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _drop_after(path, from_step)
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._flushed_at = time.monotonic()
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add one step."""
+        self._file.write(json.dumps(line) + "\n")
+        now = time.monotonic()
+        if now - self._flushed_at > _FLUSH_EVERY_S:
+            self._file.flush()
+            self._flushed_at = now
+
+    def close(self) -> None:
+        """Flush and end."""
+        self._file.close()
+
+
+def _drop_after(path: Path, step: int) -> None:
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # a line torn by a kill
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,177 @@
+"""What of a Trainer goes to disk and comes back: models, checkpoints, and where a resumed fit goes on.
+
+checkpoint.py knows files, hashes and names; this file knows what has to be in
+them. Saving is collective (state may live in parts on all ranks); rank 0
+writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.cluster import session
+from shoal.core.errors import CheckpointDamaged, CheckpointError, NoCheckpoint
+from shoal.data.batches import Batches
+from shoal.strategies.optimizer_state import optimizer_settings
+from shoal.strategies.protocol import Piece, PieceReader
+from shoal.strategies.state import MODEL
+from shoal.train.checkpoint import (
+    Checkpoint,
+    check_fits,
+    newest_checkpoint,
+    open_checkpoint,
+    write_checkpoint,
+)
+from shoal.train.history import History
+from shoal.train.scheduler_state import load_scheduler, scheduler_state
+
+if TYPE_CHECKING:
+    from shoal.train.trainer import Trainer
+
+_METRICS = "metrics/"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a fit goes on."""
+
+    history: History
+    first: tuple[int, int]
+    """Epoch and step at which the fit had begun, from which its limits count."""
+
+    finished: History | None = None
+    """Set when the checkpoint is of a later fit of the script: this one is over, with this history."""
+
+
+def save_model(trainer: Trainer, path: str) -> None:
+    """The weights alone, for whoever uses the model."""
+    pieces = [piece for piece in trainer.strategy.state() if piece.name.startswith(MODEL)]
+    if trainer.rank == 0:
+        write_checkpoint(path, pieces, progress={"step": trainer.step, "epoch": trainer.epoch})
+    trainer.strategy.reduce(torch.zeros(1))  # nobody goes on before it is there
+
+
+def load_model(trainer: Trainer, path: str) -> None:
+    """The weights of a saved model or checkpoint."""
+    _load(trainer, open_checkpoint(path), with_optimizer=False)
+
+
+def save_checkpoint(trainer: Trainer, directory: str | None) -> str:
+    """Everything needed to go on, at any number of workers."""
+    home = directory or str(trainer.run_dir / "checkpoints")
+    path = f"{home.rstrip('/')}/step-{trainer.step:09d}"
+    strategy = trainer.strategy
+    pieces = [*strategy.state(), *_metric_pieces(trainer)]
+    if trainer.rank == 0:
+        write_checkpoint(path, pieces, progress=_progress(trainer), previous=trainer.newest_checkpoint)
+        session.saved(path, trainer.step)
+    trainer.newest_checkpoint = path
+    return path
+
+
+def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resumed | None:
+    """Bring the trainer to where a checkpoint stands; None to begin anew."""
+    if resume_from is None:
+        return None
+    if resume_from == "auto":
+        found = newest_checkpoint(str(trainer.run_dir / "checkpoints"), on_damaged=_tell(trainer))
+        if found is None:
+            return None
+    else:
+        found = open_checkpoint(resume_from)
+    progress = found.progress
+    if "position" not in progress:
+        raise NoCheckpoint(path=found.path, reason="it holds weights only, as Trainer.save writes them; use load() for those")
+    number = len(trainer.histories)
+    if number < progress["fit"]["number"]:
+        finished = History(progress["histories"][number])
+        trainer.histories.append(finished)
+        return Resumed(history=finished, first=(0, 0), finished=finished)
+    if number > progress["fit"]["number"]:
+        return None  # this fit began after the checkpoint was written: it goes on from the one before it
+    _check_data(batches, progress, found.path)
+    _load(trainer, found, with_optimizer=True)
+    for name, value in progress["position"].items():
+        setattr(trainer.position, name, value)
+    trainer.strategy.step = trainer.position.step
+    trainer.num_skipped_steps = progress["skipped_steps"]
+    if trainer.scheduler is not None and progress["scheduler"] is not None:
+        load_scheduler(trainer.scheduler, progress["scheduler"])
+    for callback, state in zip(trainer.callbacks, progress["callbacks"], strict=False):
+        if state["callback"] == type(callback).__name__:
+            callback.load_state(state["state"])
+    kept = {name.removeprefix(_METRICS): found.pieces[name] for name in found.pieces if name.startswith(_METRICS)}
+    trainer.train_metrics.load_state(kept, trainer.rank)
+    trainer.newest_checkpoint = found.path
+    session.event("resumed", step=trainer.step, checkpoint=found.path)
+    return Resumed(
+        history=History(progress["histories"][number]),
+        first=(progress["fit"]["first_epoch"], progress["fit"]["first_step"]),
+    )
+
+
+def _progress(trainer: Trainer) -> dict[str, Any]:
+    optimizer = trainer.strategy.optimizer
+    assert optimizer is not None
+    return {
+        "step": trainer.step,
+        "epoch": trainer.epoch,
+        "position": dataclasses.asdict(trainer.position),
+        "fit": {
+            "number": len(trainer.histories) - 1,
+            "first_epoch": trainer.fit_began_at[0],
+            "first_step": trainer.fit_began_at[1],
+        },
+        "histories": [history.epochs for history in trainer.histories],
+        "skipped_steps": trainer.num_skipped_steps,
+        "optimizer": optimizer_settings(trainer.model, optimizer),
+        "scheduler": scheduler_state(trainer.scheduler) if trainer.scheduler is not None else None,
+        "callbacks": [
+            {"callback": type(callback).__name__, "state": callback.state()} for callback in trainer.callbacks
+        ],
+        "data": trainer.data_description,
+        "seed": trainer.seed,
+        "strategy": trainer.job.strategy,
+        "num_workers": trainer.num_workers,
+    }
+
+
+def _metric_pieces(trainer: Trainer) -> Iterator[Piece]:
+    for name, tensor in trainer.train_metrics.state(trainer.strategy.gather).items():
+        yield Piece(_METRICS + name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+
+def _load(trainer: Trainer, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
+    expected = {
+        name: (tuple(tensor.shape), tensor.dtype)
+        for name, tensor in trainer.model.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    check_fits(expected, checkpoint.pieces, checkpoint.path)
+    settings = checkpoint.progress.get("optimizer") if with_optimizer else None
+    trainer.strategy.load(PieceReader(checkpoint.pieces, settings))
+
+
+def _check_data(batches: Batches, progress: dict[str, Any], path: str) -> None:
+    before = progress["data"].get("num_samples")
+    if before is not None and batches.num_samples is not None and before != batches.num_samples:
+        raise CheckpointError(
+            f"the checkpoint {path} stands in the middle of a dataset of {before} samples, but fit was given one of "
+            f"{batches.num_samples}. Nothing was loaded; resume with the same data, or take over the weights alone with "
+            "trainer.load()."
+        )
+
+
+def _tell(trainer: Trainer) -> Any:
+    def damaged(error: CheckpointDamaged) -> None:
+        if trainer.rank == 0:
+            print(f"{error} Going on with the one before it.", file=sys.stderr, flush=True)
+            session.event("checkpoint-damaged", checkpoint=error.path, problem=error.problem)
+
+    return damaged

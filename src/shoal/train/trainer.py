@@ -1,0 +1,389 @@
+"""The Trainer: a model, a loss, an optimizer and data, under whichever strategy the job was launched with.
+
+This file holds what a user calls. The loop of a fit is in loop.py, passes
+without updates in evaluation.py, and what is saved in saving.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shoal.cluster import session
+from shoal.core import job as jobs
+from shoal.core.errors import ConfigError, Interrupted
+from shoal.core.seeds import mix
+from shoal.data.batches import Batches, as_batches
+from shoal.data.tree import Tree
+from shoal.strategies import create
+from shoal.strategies.loss import loss_rule
+from shoal.strategies.protocol import Strategy, TrainJob, Wishes
+from shoal.train import saving
+from shoal.train.callbacks.base import Callback
+from shoal.train.evaluation import evaluate, predict
+from shoal.train.history import History
+from shoal.train.interrupts import asked_to_leave, signals_finish_the_step
+from shoal.train.loop import FitLoop, Position
+from shoal.train.metrics import MetricSet
+from shoal.train.verification import Verification
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+
+class Trainer:
+    """Trains, evaluates and saves a plain `nn.Module` in one process or many, with the same answer.
+
+    Nothing is built or exchanged before the first call of fit, evaluate,
+    predict, save or load: the same script works under any strategy.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        *,
+        loss: Any,
+        optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
+        scheduler: SchedulerFactory | None = None,
+        scheduler_every: Literal["step", "epoch"] = "step",
+        metrics: Sequence[Any] | dict[str, Any] = (),
+        callbacks: Sequence[Callback] = (),
+        seed: int = 0,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        precision: Literal["float32", "bf16"] = "float32",
+        compile: bool = False,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        device: str | torch.device | None = None,
+    ) -> None:
+        """
+        Args:
+            model: any module, or a function that builds it (then built under `seed`).
+            loss: called as `loss(output, target)`, or `loss(output)` where batches have no target.
+            optimizer: a function of the parameters, `lambda params: torch.optim.Adam(params)`, or an instance.
+            scheduler: a function of the optimizer, advanced every step or every epoch.
+            metrics: "accuracy", "top5", "auroc", or torchmetrics objects; exact over all workers.
+            callbacks: see `shoal.callbacks`.
+            seed: of everything random while training, together with rank and step.
+            clip_norm: largest global norm of the gradient.
+            accumulate: parts in which a worker runs its slice of a batch, to save memory. The batch of one
+                update stays what `batch()` says.
+            precision: "bf16" runs forward under autocast.
+            compile: compile the model with torch.compile.
+            on_nonfinite: "raise", or "skip" steps whose loss or gradient is not finite.
+            device: where the model lives; by default the worker's GPU where there is one.
+        """
+        _check_choice("scheduler_every", scheduler_every, ("step", "epoch"))
+        _check_choice("precision", precision, ("float32", "bf16"))
+        _check_choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise ConfigError(f"accumulate must be a positive integer, got {accumulate!r}.")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigError(f"clip_norm must be positive, got {clip_norm!r}; leave it out for no clipping.")
+        self.job = jobs.current()
+        self.rank, self.num_workers = self.job.rank, self.job.num_workers
+        self.position = Position()
+        self.wishes = Wishes()
+        self.num_skipped_steps = 0
+        self.newest_checkpoint: str | None = None
+        self.histories: list[History] = []
+        self.fit_began_at = (0, 0)
+        self.data_description: dict[str, Any] = {}
+        self._model_or_factory = model
+        self._optimizer_or_factory = optimizer
+        self._scheduler_factory, self._scheduler_every = scheduler, scheduler_every
+        self._scheduler: Any = None
+        self.seed = seed
+        self._loss = loss_rule(loss)
+        self._settings = {
+            "clip_norm": clip_norm,
+            "num_micro": accumulate,
+            "autocast": torch.bfloat16 if precision == "bf16" else None,
+            "compile": compile,
+            "on_nonfinite": on_nonfinite,
+        }
+        self._device = torch.device(device) if device is not None else _default_device(self.num_workers, self.rank)
+        self.train_metrics = MetricSet(metrics, loss_kind=self._loss.outputs_are)
+        self.evaluation_metrics = MetricSet(metrics, loss_kind=self._loss.outputs_are)
+        # Those that save come last, so that what they save holds the others' state of the same moment.
+        self.callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
+        self.callbacks_here = [c for c in self.callbacks if c.ranks == "every" or self.rank == 0]
+        self.verification = Verification(self.job.verify, rank=self.rank) if self.job.verify else None
+        self._strategy: Strategy | None = None
+        self._logged: dict[str, float] = {}
+        self._in_fit = False
+
+    # ---- what a user calls -----------------------------------------------------------------------
+
+    def fit(
+        self,
+        data: Any,
+        *,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        validation_data: Any = None,
+        resume: str | None = None,
+    ) -> History:
+        """Train for `epochs` passes over `data` (one by default), or `max_steps` updates, whichever ends first.
+
+        `resume="auto"` goes on from the newest checkpoint of the run
+        directory, if there is one; a path goes on from that checkpoint.
+        """
+        _check_limit("epochs", epochs)
+        _check_limit("max_steps", max_steps)
+        if self._optimizer_or_factory is None:
+            raise ConfigError("fit needs an optimizer: Trainer(optimizer=lambda params: torch.optim.SGD(params, lr=0.1)).")
+        if epochs is None and max_steps is None:
+            epochs = 1
+        batches = as_batches(data, default_seed=self.seed)
+        validation = as_batches(validation_data, default_seed=self.seed) if validation_data is not None else None
+        self._begin("fit", f"epochs={epochs}, max_steps={max_steps}, samples={batches.num_samples}")
+        resumed = saving.resume(self, batches, "auto" if self.job.resume and resume is None else resume)
+        if resumed is not None and resumed.finished is not None:
+            return resumed.finished
+        if resumed is None:
+            self.position.loss_total = self.position.loss_count = 0.0
+            self.train_metrics.reset()
+        first = resumed.first if resumed is not None else (self.position.epoch, self.position.step)
+        self.fit_began_at = first
+        self.data_description = batches.describe()
+        history = resumed.history if resumed is not None else History()
+        self.histories.append(history)
+        self.wishes.stop = False
+        loop = FitLoop(
+            self,
+            batches,
+            last_epoch=first[0] + epochs if epochs is not None else None,
+            last_step=first[1] + max_steps if max_steps is not None else None,
+            validation=validation,
+            history=history,
+        )
+        began_at, began_samples, began_step = time.monotonic(), self.position.samples, self.position.step
+        self._in_fit = True
+        try:
+            with signals_finish_the_step():
+                loop.run()
+        except Interrupted as interrupted:
+            if self.job.launched:
+                raise
+            print(interrupted, flush=True)
+            raise SystemExit(interrupted.exit_code) from None
+        finally:
+            self._in_fit = False
+            session.summary(
+                metrics=history.epochs[-1] if history.epochs else {},
+                samples=self.position.samples - began_samples,
+                seconds=time.monotonic() - began_at,
+                steps=self.position.step - began_step,
+            )
+        if self.verification is not None:
+            self.verification.end(self.model)
+        return history
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Mean loss and metrics over all of `data`, equal on every rank."""
+        batches = as_batches(data, default_seed=self.seed)
+        self._begin("evaluate", f"samples={batches.num_samples}")
+        return evaluate(
+            self.strategy,
+            self.train_job,
+            batches,
+            self.evaluation_metrics,
+            rank=self.rank,
+            num_workers=self.num_workers,
+            tick=self._reporter("evaluate", batches),
+        )
+
+    def predict(self, data: Any) -> Tree:
+        """The model's outputs for all of `data`, in the order of the data, the same on every rank."""
+        batches = as_batches(data, default_seed=self.seed)
+        self._begin("predict", f"samples={batches.num_samples}")
+        return predict(
+            self.strategy,
+            batches,
+            rank=self.rank,
+            num_workers=self.num_workers,
+            tick=self._reporter("predict", batches),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the model to a directory: model.safetensors, which anything can read, and manifest.json."""
+        self._begin("save", str(path))
+        saving.save_model(self, str(path))
+
+    def load(self, path: str | Path) -> None:
+        """Take over the weights of a directory that `save` or a checkpoint wrote, under any strategy."""
+        self._begin("load", str(path))
+        saving.load_model(self, str(path))
+
+    def stop(self) -> None:
+        """End the running fit. Decided with the next commit, so that all ranks end after the same step."""
+        self.wishes.stop = True
+
+    # ---- what callbacks use ----------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Steps trained so far."""
+        return self.position.step
+
+    @property
+    def epoch(self) -> int:
+        """Epochs finished so far."""
+        return self.position.epoch
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory; under plain python it may not exist yet."""
+        return self.job.run_dir
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """Learning rate of every parameter group."""
+        optimizer = self.strategy.optimizer
+        return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
+
+    def wish_checkpoint(self) -> None:
+        """Ask for a checkpoint with the next commit."""
+        self.wishes.checkpoint = True
+
+    def save_checkpoint(self, directory: str | None = None) -> str:
+        """Write everything needed to go on from here; every rank must call it at the same point."""
+        return saving.save_checkpoint(self, directory)
+
+    def log(self, name: str, value: float) -> None:
+        """Put a value of your own into this step's line of metrics.jsonl."""
+        self._logged[name] = value
+
+    # ---- what the loop uses ----------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> Strategy:
+        """The prepared strategy."""
+        if self._strategy is None:
+            self._strategy = self._prepare()
+        return self._strategy
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        _ = self.strategy  # builds it where model= is a function
+        return self.train_job.model
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler, if one was given."""
+        return self._scheduler
+
+    def advance_scheduler(self, moment: str, logs: dict[str, float] | None = None) -> None:
+        """Step the scheduler, if this is its moment."""
+        if self._scheduler is None or moment != self._scheduler_every:
+            return
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            logs = logs or {}
+            self._scheduler.step(logs.get("val_loss", logs.get("loss", 0.0)))
+        else:
+            self._scheduler.step()
+
+    def take_logged(self) -> dict[str, float]:
+        """Values logged since the last step."""
+        logged, self._logged = self._logged, {}
+        return logged
+
+    def _prepare(self) -> Strategy:
+        model = self._model_or_factory
+        if not isinstance(model, nn.Module):
+            torch.manual_seed(mix(self.seed))
+            model = model()
+        settings = dict(self._settings)
+        if self.verification is not None:
+            self.verification.cast(model)
+            settings |= {"autocast": None, "compile": False, "cast_inputs": self.verification.dtype}
+        self.train_job = TrainJob(
+            model=model,
+            loss=self._loss,
+            build_optimizer=self._build_optimizer if self._optimizer_or_factory is not None else None,
+            device=self._device,
+            seed=self.seed,
+            wishes=self.wishes,
+            **settings,  # type: ignore[arg-type]
+        )
+        strategy = create(self.job)
+        strategy.prepare(self.train_job)
+        if self._scheduler_factory is not None and strategy.optimizer is not None:
+            self._scheduler = self._scheduler_factory(strategy.optimizer)
+        return strategy
+
+    def _build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        given = self._optimizer_or_factory
+        if not isinstance(given, torch.optim.Optimizer):
+            assert given is not None
+            return given([p for p in model.parameters() if p.requires_grad])
+        known = {id(parameter) for parameter in model.parameters()}
+        if any(id(p) not in known for group in given.param_groups for p in group["params"]):
+            raise ConfigError(
+                "the optimizer given to the Trainer was built on parameters that are not the model's. Build it on "
+                "model.parameters(), or give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
+            )
+        return given
+
+    def _begin(self, kind: str, detail: str) -> None:
+        """Number this call, make sure that all ranks make it, and get everything ready."""
+        if self._in_fit:
+            raise ConfigError(
+                f"{kind} was called inside a running fit, on rank {self.rank}. Give validation_data= to fit, or use "
+                "trainer.save_checkpoint() in a callback."
+            )
+        asked = asked_to_leave()
+        if asked is not None:
+            raise Interrupted(signal_name=asked, step=self.step, checkpoint=self.newest_checkpoint)
+        session.begin_call(kind, detail)
+        _ = self.strategy
+
+    def _reporter(self, phase: str, batches: Batches) -> Callable[[Any], None]:
+        began_at, samples = time.monotonic(), 0
+        num_steps = batches.num_steps(self.num_workers)
+        done = 0
+
+        def tick(part: Any) -> None:
+            nonlocal samples, done
+            samples += part.num_global
+            done += 1
+            asked = asked_to_leave()
+            if asked is not None:
+                raise Interrupted(signal_name=asked, step=self.step, checkpoint=self.newest_checkpoint)
+            session.report(
+                phase=phase,
+                epoch=0,
+                num_epochs=None,
+                step=done,
+                num_steps=num_steps,
+                loss=None,
+                metrics={},
+                samples=samples,
+                samples_per_s=samples / max(time.monotonic() - began_at, 1e-9),
+                eta_s=None,
+            )
+
+        return tick
+
+
+def _default_device(num_workers: int, rank: int) -> torch.device:
+    if torch.cuda.is_available() and num_workers <= torch.cuda.device_count():
+        return torch.device("cuda", rank)
+    return torch.device("cpu")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_limit(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{name} must be a positive integer, got {value!r}.")

@@ -1,0 +1,66 @@
+"""What a job under `shoal verify` does differently: another precision, a few steps, the weights written down.
+
+`shoal verify` starts the same script several times and compares what this
+file dumps. The script itself ends with the last of the steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from shoal.core.job import VerifyPlan
+from shoal.strategies.mixing import MixingLayer, mixing_layers, watch_randomness
+
+
+class Verification:
+    """Counts a job's steps for a VerifyPlan and ends the script after the last."""
+
+    def __init__(self, plan: VerifyPlan, *, rank: int) -> None:
+        self.plan = plan
+        self.dtype: torch.dtype = getattr(torch, plan.dtype)
+        self._rank = rank
+        self._losses: list[float] = []
+        self._mixing: list[MixingLayer] = []
+        self._stop_watching: Callable[[], list[MixingLayer]] | None = None
+
+    def cast(self, model: nn.Module) -> None:
+        """Bring the model to the plan's precision, and watch its first forward for randomness."""
+        model.to(self.dtype)
+        self._mixing = mixing_layers(model)
+        self._stop_watching = watch_randomness(model)
+
+    def count(self, model: nn.Module, loss: float) -> None:
+        """One step was committed."""
+        self._losses.append(loss)
+        if self._stop_watching is not None:
+            named = {layer.layer for layer in self._mixing}
+            self._mixing += [layer for layer in self._stop_watching() if layer.layer not in named]
+            self._stop_watching = None
+        if len(self._losses) >= self.plan.num_steps:
+            self.end(model)
+
+    def end(self, model: nn.Module) -> None:
+        """Write down where the weights stand, and end the script."""
+        if self._rank == 0:
+            directory = Path(self.plan.dump_to)
+            directory.mkdir(parents=True, exist_ok=True)
+            state = {
+                name: tensor.detach().cpu().clone().contiguous()
+                for name, tensor in model.state_dict().items()
+                if isinstance(tensor, torch.Tensor)
+            }
+            save_file(state, directory / "state.safetensors")
+            report = {
+                "losses": self._losses,
+                "mixes": [dataclasses.asdict(layer) for layer in self._mixing],
+                "steps": len(self._losses),
+            }
+            (directory / "report.json").write_text(json.dumps(report))
+        raise SystemExit(0)
