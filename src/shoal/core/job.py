@@ -44,6 +44,9 @@ class Job:
     num_workers: int = 1
     """How many workers share one global batch."""
 
+    incarnation: int = 0
+    """How often this rank was started again; only fences."""
+
     strategy: str = "single"
     """As given to --strategy."""
 

@@ -198,6 +198,12 @@ class StoreFlag(Message, frozen=True, tag="store-flag"):
     value: bool
 
 
+class StoreRefused(Message, frozen=True, tag="store-refused"):
+    """Coordinator to worker: "that cannot be done"; nothing was changed, and the connection goes on."""
+
+    reason: str
+
+
 # ---- status: worker to its supervisor, over the socket pair it was born with; never answered ------
 
 
@@ -274,6 +280,7 @@ MESSAGES: tuple[type[Message], ...] = (
     StoreValues,
     StoreCount,
     StoreFlag,
+    StoreRefused,
     Progress,
     Failed,
     Saved,

@@ -1,0 +1,112 @@
+"""A worker's side of its conversation with the coordinator: one question, one answer, a deadline on each."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from typing import TypeVar
+
+from shoal.core.errors import CallsDiffer, ClusterError, CoordinatorLost, WaitTimedOut, WireError
+from shoal.wire import unix
+from shoal.wire.codec import read_message, send_message
+from shoal.wire.messages import (
+    BeginCall,
+    CallGranted,
+    CallRefused,
+    Join,
+    Joined,
+    JoinRefused,
+    Leave,
+    Message,
+    ScriptEnded,
+    StoreRefused,
+    WaitExpired,
+)
+
+GRACE_S = 5.0
+"""The coordinator ends a wait at its deadline; a client that hears nothing for so much longer gives up on it."""
+
+A = TypeVar("A", bound=Message)
+
+
+class CoordinatorClient:
+    """One connection, joined at birth. Threads may share it; their questions queue up.
+
+    After any failure the connection is closed for good: an answer that comes
+    late must not be taken for the answer to the next question.
+    """
+
+    def __init__(
+        self, path: str, rank: int, incarnation: int = 0, *, num_workers: int, join_timeout_s: float = 120.0
+    ) -> None:
+        self.path, self.rank, self.incarnation = path, rank, incarnation
+        self.num_workers, self.join_timeout_s = num_workers, join_timeout_s
+        self._lock = threading.Lock()
+        try:
+            self._sock: socket.socket | None = unix.connect(path, timeout_s=join_timeout_s)
+        except (OSError, WireError) as error:
+            raise CoordinatorLost(path=path, operation=f"rank {rank}'s join", reason=str(error)) from None
+        self.view = self._ask(Join(rank, incarnation, os.getpid(), num_workers), Joined, join_timeout_s).view
+
+    def request(self, message: Message, timeout_s: float) -> Message:
+        """Ask, and return the answer. Raises WaitTimedOut, CallsDiffer or CoordinatorLost where there is none."""
+        operation = f"rank {self.rank}'s {type(message).__name__}"
+        with self._lock:
+            sock, self._sock = self._sock, None
+            if sock is None:
+                raise CoordinatorLost(path=self.path, operation=operation, reason="the connection is closed")
+            started = time.monotonic()
+            try:
+                sock.settimeout(timeout_s)
+                send_message(sock, message)
+                answer, _ = read_message(sock)
+            except TimeoutError:
+                sock.close()
+                raise WaitTimedOut(
+                    operation=operation,
+                    waited_s=time.monotonic() - started,
+                    missing=["the coordinator"],
+                    setting=f"its timeout of {timeout_s:g} s",
+                ) from None
+            except (OSError, EOFError, WireError) as error:
+                sock.close()
+                raise CoordinatorLost(path=self.path, operation=operation, reason=str(error)) from None
+            except BaseException:
+                sock.close()
+                raise
+            self._sock = sock
+        match answer:
+            case CallRefused(number, calls):
+                raise CallsDiffer(number=number, calls=calls)
+            case WaitExpired(waited_for, waited_s, missing):
+                setting = f"join_timeout_s (now {self.join_timeout_s:g} s)"
+                raise WaitTimedOut(operation=waited_for, waited_s=waited_s, missing=missing, setting=setting)
+            case JoinRefused(reason) | StoreRefused(reason):
+                raise ClusterError(
+                    f"the coordinator refused {operation}: {reason}. Nothing was changed by it."
+                )
+        return answer
+
+    def begin_call(self, number: int, kind: str, detail: str) -> None:
+        """Return once all ranks have begun this call, the `number`-th (from 1) of their scripts."""
+        self._ask(BeginCall(self.rank, number, kind, detail), CallGranted, self.join_timeout_s + GRACE_S)
+
+    def end_script(self, num_calls: int) -> None:
+        """Return once all ranks have reached the end of their scripts, after as many calls."""
+        self._ask(ScriptEnded(self.rank, num_calls), Leave, self.join_timeout_s + GRACE_S)
+
+    def close(self) -> None:
+        """Leave the conversation. Closing twice is fine."""
+        with self._lock:
+            if self._sock is not None:
+                self._sock.close()
+                self._sock = None
+
+    def _ask(self, message: Message, expected: type[A], timeout_s: float) -> A:
+        answer = self.request(message, timeout_s)
+        if not isinstance(answer, expected):
+            self.close()
+            raise WireError(f"{type(message).__name__} was answered by {type(answer).__name__}")
+        return answer
