@@ -6,6 +6,7 @@
     │   ├── RunDirectoryError
     │   └── ScriptNotFound
     ├── ScriptFailed               the user's own exception, with its traceback      exit 1
+    ├── ScriptExited               the script left with sys.exit                     its own
     ├── DataError                  what the dataset cannot give                      exit 3
     │   ├── EmptyDataset
     │   └── BatchTooSmall
@@ -86,6 +87,14 @@ class ScriptFailed(ShoalError):
         self.rank, self.traceback, self.num_workers = rank, traceback, num_workers
         where = f" on rank {rank} of {num_workers}" if num_workers > 1 else ""
         super().__init__(f"{traceback.rstrip()}\nThe script failed{where}; the error above is its own.")
+
+
+class ScriptExited(ShoalError):
+    """The script ended itself, with sys.exit and a code that is not 0."""
+
+    def __init__(self, *, rank: int, code: int) -> None:
+        self.rank, self.code, self.exit_code = rank, code, code
+        super().__init__(f"the script left with exit code {code} on rank {rank}.")
 
 
 class DataError(ShoalError):
@@ -304,12 +313,13 @@ class Interrupted(ShoalError):
 
     exit_code = 130
 
-    def __init__(self, *, signal_name: str, step: int | None, checkpoint: str | None) -> None:
-        self.signal_name, self.step, self.checkpoint = signal_name, step, checkpoint
-        self.exit_code = 143 if signal_name == "SIGTERM" else 130
+    def __init__(self, *, signal_name: str, step: int | None, checkpoint: str | None, run: str = "") -> None:
+        self.signal_name, self.step, self.checkpoint, self.run = signal_name, step, checkpoint, run
+        self.exit_code = {"SIGTERM": 143, "SIGHUP": 129}.get(signal_name, 130)
         at = f" after step {step}" if step is not None else ""
         saved = f"; the state is saved in {checkpoint}" if checkpoint else ""
-        super().__init__(f"stopped by {signal_name}{at}{saved}.")
+        resume = f" Go on with `shoal resume {run}`." if run and checkpoint else ""
+        super().__init__(f"stopped by {signal_name}{at}{saved}.{resume}")
 
 
 def _some(names: Sequence[str], limit: int = 6) -> str:
