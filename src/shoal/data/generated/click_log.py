@@ -32,6 +32,7 @@ _CRITEO_SIZES = (
 _PAIRS = ((0, 1), (4, 5), (6, 7), (8, 13), (16, 24))  # columns whose ids act together
 _LABEL_RATE = 0.25  # Criteo's is 0.256
 _LOGIT_SPREAD = 1.35  # standard deviation of the planted logit: sets the best AUC, about 0.80
+_DAMPING = 0.1  # an id of a column of n rows weighs about n**-0.1
 _MISSING = 0.2  # share of numeric values that are 0
 _BLOCK = 4096  # samples made at a time: what they need stays in a core's cache
 
@@ -101,6 +102,8 @@ class ClickLog:
         self.sizes = column_sizes(config.num_ids)
         self._ids = _ZipfColumns(self.sizes, config.zipf, key=mix(config.seed, 1))
         self._numeric_key, self._weight_key, self._coin_key = (mix(config.seed, what) for what in (2, 3, 4))
+        # Most ids of a large column are seen once or never: what they weigh cannot be learnt, so let it be little.
+        self._column_scale = self.sizes[:, None] ** -_DAMPING
         self._numeric_weights = bell(bits(mix(config.seed, 5), np.arange(NUM_DENSE)))
         # The samples to calibrate on lie before the log's first, so that no sample is its own yardstick.
         raw = self._raw_logit(*self._features(np.arange(-4 * _BLOCK, 0)))
@@ -136,7 +139,7 @@ class ClickLog:
         return numeric, self._ids.rows(indices)
 
     def _raw_logit(self, numeric: Floats, rows: Ints) -> Floats:
-        weights = bell(bits(self._weight_key, rows))
+        weights = self._column_scale * bell(bits(self._weight_key, rows))
         # Added line by line: numpy's own sum takes another order for a single sample, and other bits.
         logit = np.zeros(rows.shape[1])
         for line in weights:

@@ -78,10 +78,8 @@ def _draw(config: ImageConfig, indices: Ints, labels: Ints) -> _Pixels:
     line = np.linspace(-1, 1, config.size, dtype=np.float32)
     x, y = line[None, :] - (across - 0.5), line[:, None] - (down - 0.5)
     stripes = np.sin(np.pi * (2.5 + cycles) * (np.cos(angle) * x + np.sin(angle) * y) + 2 * np.pi * phase)
-    inside = x * x + y * y < (0.5 + 0.4 * radius) ** 2
-    colour = (
-        1.4 * np.concatenate(tint, axis=1) - 0.4
-    )  # [N, 3, 1, 1]: a channel may be turned over, or nearly absent
+    inside = x * x + y * y < (0.6 + 0.4 * radius) ** 2
+    colour = 0.2 + 0.8 * np.concatenate(tint, axis=1)  # [N, 3, 1, 1]
     drawn: _Pixels = colour * (stripes * inside) + _noise(config, indices)
     return drawn
 
