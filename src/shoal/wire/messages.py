@@ -237,6 +237,7 @@ class Failed(Message, frozen=True, tag="failed"):
     message: str
     traceback: str
     exit_code: int
+    facts: str = "{}"  # the error's attributes, as a JSON object: their shapes differ from error to error
 
 
 class Saved(Message, frozen=True, tag="saved"):
