@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from shoal.core.job import Job
-from shoal.strategies.ddp import Ddp
-from shoal.strategies.protocol import Strategy
-from shoal.strategies.single import Single
 
-REGISTRY: dict[str, Callable[[Job], Strategy]] = {
-    "single": lambda job: Single(num_slices=job.verify.num_slices if job.verify else 1),
-    "ddp": Ddp,
-}
+if TYPE_CHECKING:
+    from shoal.strategies.protocol import Strategy
+
+
+def _single(job: Job) -> Strategy:
+    from shoal.strategies.single import Single
+
+    return Single(num_slices=job.verify.num_slices if job.verify else 1)
+
+
+def _ddp(job: Job) -> Strategy:
+    from shoal.strategies.ddp import Ddp
+
+    return Ddp(job)
+
+
+REGISTRY: dict[str, Callable[[Job], Strategy]] = {"single": _single, "ddp": _ddp}
+"""Name to builder. A strategy is imported when it is chosen: nobody pays for the others."""
 
 
 def create(job: Job) -> Strategy:

@@ -87,7 +87,9 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resum
         found = open_checkpoint(resume_from)
     progress = found.progress
     if "position" not in progress:
-        raise NoCheckpoint(path=found.path, reason="it holds weights only, as Trainer.save writes them; use load() for those")
+        raise NoCheckpoint(
+            path=found.path, reason="it holds weights only, as Trainer.save writes them; use load() for those"
+        )
     number = len(trainer.histories)
     if number < progress["fit"]["number"]:
         finished = History(progress["histories"][number])
@@ -106,10 +108,14 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resum
     for callback, state in zip(trainer.callbacks, progress["callbacks"], strict=False):
         if state["callback"] == type(callback).__name__:
             callback.load_state(state["state"])
-    kept = {name.removeprefix(_METRICS): found.pieces[name] for name in found.pieces if name.startswith(_METRICS)}
+    kept = {
+        name.removeprefix(_METRICS): found.pieces[name] for name in found.pieces if name.startswith(_METRICS)
+    }
     trainer.train_metrics.load_state(kept, trainer.rank)
     trainer.newest_checkpoint = found.path
-    session.event("resumed", step=trainer.step, checkpoint=found.path)
+    if trainer.rank == 0:
+        at = f"step {trainer.step:,}, epoch {trainer.epoch + 1}, sample {trainer.position.next_index:,}"
+        print(f"going on from {found.path}: {at}", file=sys.stderr, flush=True)
     return Resumed(
         history=History(progress["histories"][number]),
         first=(progress["fit"]["first_epoch"], progress["fit"]["first_step"]),
@@ -172,6 +178,5 @@ def _tell(trainer: Trainer) -> Any:
     def damaged(error: CheckpointDamaged) -> None:
         if trainer.rank == 0:
             print(f"{error} Going on with the one before it.", file=sys.stderr, flush=True)
-            session.event("checkpoint-damaged", checkpoint=error.path, problem=error.problem)
 
     return damaged
