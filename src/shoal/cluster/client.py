@@ -48,7 +48,13 @@ class CoordinatorClient:
             self._sock: socket.socket | None = unix.connect(path, timeout_s=join_timeout_s)
         except (OSError, WireError) as error:
             raise CoordinatorLost(path=path, operation=f"rank {rank}'s join", reason=str(error)) from None
-        self.view = self._ask(Join(rank, incarnation, os.getpid(), num_workers), Joined, join_timeout_s).view
+        try:
+            self.view = self._ask(
+                Join(rank, incarnation, os.getpid(), num_workers), Joined, join_timeout_s
+            ).view
+        except BaseException:
+            self.close()
+            raise
 
     def request(self, message: Message, timeout_s: float) -> Message:
         """Ask, and return the answer. Raises WaitTimedOut, CallsDiffer or CoordinatorLost where there is none."""

@@ -169,7 +169,8 @@ class Coordinator:
                     self._drop(connection)
                     return
                 for message, _ in connection.decoder.feed(data):
-                    self._hear(connection, message)
+                    if connection.number in self._connections:  # an answer may have ended it
+                        self._hear(connection, message)
         except WireError as error:
             self._count_refusal(error.problem)
             self._drop(connection)

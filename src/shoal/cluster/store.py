@@ -50,11 +50,14 @@ class ShoalStore(Store):
     failure is a DistStoreError, because torch's own waits catch just that.
     """
 
+    timeout: timedelta  # torch's own property, which its stub leaves out
+
     def __init__(
         self, path: str, rank: int, incarnation: int = 0, *, num_workers: int, timeout: timedelta
     ) -> None:
         super().__init__()
         self.set_timeout(timeout)
+        self._clones: list[ShoalStore] = []
         self._client = CoordinatorClient(
             path, rank, incarnation, num_workers=num_workers, join_timeout_s=timeout.total_seconds()
         )
@@ -115,13 +118,18 @@ class ShoalStore(Store):
     def clone(self) -> ShoalStore:
         """Another connection to the same keys: for a thread that must not queue behind this one's waits."""
         client = self._client
-        return ShoalStore(
+        clone = ShoalStore(
             client.path, client.rank, client.incarnation, num_workers=client.num_workers, timeout=self.timeout
         )
+        # torch keeps the C++ half alone, and without its Python half that answers nothing.
+        self._clones.append(clone)
+        return clone
 
     def close(self) -> None:
-        """Close the connection; torch may keep the object alive for longer."""
+        """Close the connection and those of all clones; torch may keep the object for longer."""
         self._client.close()
+        for clone in self._clones:
+            clone.close()
 
     def _ask(self, message: Message, expected: type[A], timeout_s: float | None = None) -> A:
         try:
