@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from shoal.cluster.rendezvous import form_group
+from shoal.cluster.rendezvous import group
 from shoal.collectives.gather import gather_any, sum_in_rank_order
 from shoal.collectives.gradients import GradientExchange
 from shoal.collectives.native import Native
@@ -36,7 +36,7 @@ class Ddp:
         self._rank, self._num_workers = job.rank, job.num_workers
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
-        form_group(job)
+        group()
         self._native = Native(rank=job.rank, num_workers=job.num_workers)
         self._exchange: GradientExchange | None = None
 

@@ -21,13 +21,8 @@ from shoal.data.batches import Batches
 from shoal.strategies.optimizer_state import optimizer_settings
 from shoal.strategies.protocol import Piece, PieceReader
 from shoal.strategies.state import MODEL
-from shoal.train.checkpoint import (
-    Checkpoint,
-    check_fits,
-    newest_checkpoint,
-    open_checkpoint,
-    write_checkpoint,
-)
+from shoal.train.checkpoint import Checkpoint, check_fits, open_checkpoint, write_checkpoint
+from shoal.train.checkpoint_directory import newest_checkpoint, step_path
 from shoal.train.history import History
 from shoal.train.scheduler_state import load_scheduler, scheduler_state
 
@@ -64,8 +59,7 @@ def load_model(trainer: Trainer, path: str) -> None:
 
 def save_checkpoint(trainer: Trainer, directory: str | None) -> str:
     """Everything needed to go on, at any number of workers."""
-    home = directory or str(trainer.run_dir / "checkpoints")
-    path = f"{home.rstrip('/')}/step-{trainer.step:09d}"
+    path = step_path(directory or str(trainer.run_dir / "checkpoints"), trainer.step)
     strategy = trainer.strategy
     pieces = [*strategy.state(), *_metric_pieces(trainer)]
     if trainer.rank == 0:

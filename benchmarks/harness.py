@@ -1,0 +1,87 @@
+"""Two sides, alternated in one run; only their ratio counts.
+
+The machine may be shared and noisy, so a time alone says little. Each round
+measures both sides one after the other, in alternating order, and gives one
+ratio; the figure is the median of the rounds with its spread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def alternate(
+    ours: Callable[[], float], theirs: Callable[[], float], *, rounds: int, warmup: int = 1
+) -> dict[str, Any]:
+    """Seconds of both sides over some rounds, and the ratio ours / theirs."""
+    for _ in range(warmup):
+        theirs()
+        ours()
+    pairs = []
+    for number in range(rounds):
+        if number % 2:
+            mine = ours()
+            other = theirs()
+        else:
+            other = theirs()
+            mine = ours()
+        pairs.append((mine, other))
+    ratios = sorted(mine / other for mine, other in pairs)
+    quarter = len(ratios) // 4
+    return {
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_spread": [round(ratios[quarter], 4), round(ratios[-1 - quarter], 4)],
+        "ratio_of_minima": round(min(m for m, _ in pairs) / min(t for _, t in pairs), 4),
+        "ours_s": round(statistics.median(m for m, _ in pairs), 4),
+        "theirs_s": round(statistics.median(t for _, t in pairs), 4),
+        "rounds": rounds,
+    }
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds of one call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+class Report:
+    """Figures of one benchmark: a JSON line each, on the screen and in benchmarks/results/NAME.jsonl."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lines: list[str] = []
+
+    def add(self, figure: str, values: dict[str, Any], **configuration: Any) -> None:
+        """Write one figure down with the configuration it was measured in."""
+        line = json.dumps({"benchmark": self._name, "figure": figure, **values, "configuration": configuration})
+        self._lines.append(line)
+        print(line, flush=True)
+
+    def save(self) -> None:
+        """Keep the figures, with the machine they come from."""
+        import torch
+
+        machine = {
+            "benchmark": self._name,
+            "machine": {
+                "cores": os.cpu_count(),
+                "processor": platform.machine(),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
+            "measured": time.strftime("%Y-%m-%d"),
+        }
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{self._name}.jsonl").write_text("\n".join([json.dumps(machine), *self._lines]) + "\n")
+        print(f"written to benchmarks/results/{self._name}.jsonl", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Jobs that benchmarks start as processes of their own."""
