@@ -9,7 +9,6 @@ place) closes its own connection, is counted, and reaches none of the three.
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import selectors
 import signal
@@ -45,29 +44,25 @@ MAX_UNSENT_BYTES = 32 << 20
 RECEIVE_BYTES = 64 * 1024
 
 
-def main(socket_path: str, num_workers: int, join_timeout_s: float, ready_fd: int | None = None) -> int:
-    """Be the coordinator until SIGTERM; writes one byte to `ready_fd` once workers can connect."""
+def run(listener: socket.socket, *, num_workers: int, join_timeout_s: float) -> int:
+    """Be the coordinator that is reached through `listener`, until SIGTERM; returns the exit code.
+
+    For the main thread of a process of its own. Whoever made the listener
+    keeps its name and its copy: workers may connect before this one runs.
+    """
     wake, stop = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda signum, frame: None)  # the byte in the wake-up socket is the message
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to act on
-    listener = unix.listen(socket_path)
     coordinator = Coordinator(listener, num_workers=num_workers, join_timeout_s=join_timeout_s)
-    try:
-        if ready_fd is not None:
-            os.write(ready_fd, b"\n")
-            os.close(ready_fd)
+    with wake, stop, contextlib.closing(coordinator):
         coordinator.serve(until_readable=stop)
-    finally:
         signal.set_wakeup_fd(-1)
-        coordinator.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(socket_path)
     if coordinator.num_refused:
         print(
-            f"shoal: the coordinator closed {coordinator.num_refused} connections of processes that are no worker of "
-            f"this job; the last because {coordinator.last_refusal}",
+            f"shoal: the coordinator refused {coordinator.num_refused} connection(s) that were no worker's of this "
+            f"job; the last: {coordinator.last_refusal}",
             file=sys.stderr,
         )
     return 0

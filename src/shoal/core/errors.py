@@ -292,7 +292,7 @@ class CoordinatorLost(ClusterError):
     def __init__(self, *, path: str, operation: str, reason: str) -> None:
         self.path, self.operation, self.reason = path, operation, reason
         super().__init__(
-            f"{operation} lost the coordinator at {path}: {reason}. Checkpoints written so far are whole; if the job "
+            f"{operation} lost the coordinator: {reason}. Checkpoints written so far are whole; if the job "
             "itself was not stopped, start it again with `shoal resume`."
         )
 
