@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import shoal
 from shoal.data import generated
 
-
 PIXEL_NOISE = 0.3  # how exactly a pixel has to be met: smaller asks more of the code
 
 
