@@ -102,7 +102,11 @@ def split_target(batch: Tree) -> tuple[Tree, Any]:
 def _narrow(batch: Tree, begin: int, length: int, expected: int) -> Tree:
     for leaf in leaves(batch):
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != expected:
-            what = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+            what = (
+                f"a tensor of shape {tuple(leaf.shape)}"
+                if isinstance(leaf, torch.Tensor)
+                else f"a {type(leaf).__name__}"
+            )
             raise TrainingError(
                 f"a batch of {expected} samples holds {what}, which cannot be cut by samples. Accumulation needs batches "
                 "whose tensors all have the samples as first dimension; leave accumulate=1, or change the collate function."

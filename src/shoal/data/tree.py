@@ -40,6 +40,19 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     return tree
 
 
+def map_leaves(fn: Callable[[str, Any], Any], tree: Tree, path: str = "") -> Tree:
+    """The same tree with `fn(path, leaf)` of each leaf, lists as tuples; a path reads like `['dense']` or `[1]['x']`."""
+    if isinstance(tree, dict):
+        return {key: map_leaves(fn, value, f"{path}[{key!r}]") for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(
+            *(map_leaves(fn, value, f"{path}.{name}") for name, value in zip(tree._fields, tree, strict=True))
+        )
+    if isinstance(tree, (tuple, list)):
+        return tuple(map_leaves(fn, value, f"{path}[{number}]") for number, value in enumerate(tree))
+    return fn(path, tree)
+
+
 def tensors(tree: Tree) -> list[torch.Tensor]:
     """The tensors among the leaves."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,174 @@
+"""A dataset in batches: what fit, evaluate and predict read.
+
+Knows no source. A feed cuts epochs into slices; here come the stages after
+batching, and plain iteration in one process.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, Dataset
+
+from shoal.core.errors import ConfigError
+from shoal.core.seeds import mix
+from shoal.data.feed import Feed
+from shoal.data.loader import feed_of
+from shoal.data.prefetch import prefetched
+from shoal.data.randomness import PrivateGenerators
+from shoal.data.slice import Slice
+from shoal.data.sources.source import name_of
+from shoal.data.tree import Tree
+
+
+class Batches:
+    """Global batches of a dataset, one per update.
+
+    Iterating gives whole batches, each pass the next epoch, also in a worker
+    of a launched job: the Trainer and `shoal.setup` cut them over the workers.
+
+        for inputs, target in data.shuffle(seed=0).batch(1024):
+            ...
+    """
+
+    def __init__(self, feed: Feed, stages: tuple[_Stage, ...] = ()) -> None:
+        self._feed, self._stages = feed, stages
+        self._next_epoch = 0
+
+    def map(self, fn: Callable[[Tree], Tree]) -> Batches:
+        """Apply `fn` to every batch: to the part of it that a worker holds.
+
+        It must keep the samples it is given, in their order. Random numbers
+        it draws are a function of (seed, epoch, position).
+
+            data.batch(256).map(lambda batch: (batch[0].float() / 255, batch[1]))
+        """
+        return Batches(self._feed, (*self._stages, _MapBatches(fn, self._feed.seed)))
+
+    def prefetch(self, num_ahead: int = 2) -> Batches:
+        """Read up to `num_ahead` batches ahead, in a thread.
+
+        The stages before it then run beside the training step. If they draw
+        from the global generators, use a DataLoader with num_workers instead:
+        a thread shares those with the training step, and such draws would not
+        be repeatable.
+
+            data.shuffle(seed=0).batch(1024).prefetch(4)
+        """
+        num_ahead = whole_number("prefetch(n)", num_ahead, at_least=1)
+        return Batches(self._feed, (*self._stages, _Prefetch(num_ahead)))
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in an epoch; None for a stream, whose end shows when it is read."""
+        return self._feed.num_samples
+
+    def batch_size(self, num_workers: int = 1) -> int:
+        """Samples in a global batch; 0 where a DataLoader's items are batches already, of whatever size."""
+        return self._feed.batch_size(num_workers)
+
+    def num_steps(self, num_workers: int = 1, start: int = 0) -> int | None:
+        """Global batches in an epoch from position `start` on; None for a stream."""
+        return self._feed.num_steps(num_workers, start)
+
+    def slices(self, *, epoch: int, start: int, rank: int, num_workers: int) -> Iterator[Slice]:
+        """This rank's part of each global batch of an epoch, from position `start` (in samples) on.
+
+        The positions do not depend on the number of workers, so an epoch goes
+        on from any `Slice.start` at any other number. Raises at once where the
+        dataset is empty or a batch cannot be cut over so many workers.
+        """
+        slices = self._feed.slices(epoch=epoch, start=start, rank=rank, num_workers=num_workers)
+        for stage in self._stages:
+            slices = stage(slices)
+        return slices
+
+    def describe(self) -> dict[str, Any]:
+        """What this is made of (sizes, seeds, stages), fit for JSON: two that differ here are not the same data."""
+        described = self._feed.describe()
+        described["after_batch"] = [stage.describe() for stage in self._stages]
+        return {"num_samples": self.num_samples, **described}
+
+    def __iter__(self) -> Iterator[Tree]:
+        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        return (part.batch for part in self.slices(epoch=epoch, start=0, rank=0, num_workers=1))
+
+    def __len__(self) -> int:
+        num_steps = self.num_steps()
+        if num_steps is None:
+            raise TypeError("the number of batches of a stream is not known before it has been read")
+        return num_steps
+
+    def __repr__(self) -> str:
+        of = "a stream" if self.num_samples is None else f"{self.num_samples} samples"
+        return f"Batches({of}, {self.batch_size() or '?'} per batch)"
+
+
+def as_batches(data: Any, *, default_seed: int) -> Batches:
+    """What a user hands to fit, evaluate or predict: Batches as they are, a DataLoader as the batches it stands for.
+
+    `default_seed` seeds what the loader would have drawn at random. Anything
+    else is refused with what to do about it.
+    """
+    if isinstance(data, Batches):
+        return data
+    if isinstance(data, DataLoader):
+        return Batches(feed_of(data, default_seed=default_seed))
+    if hasattr(data, "batch"):
+        cure = "Say how many samples one update takes: data.batch(1024)."
+    elif isinstance(data, Dataset):
+        cure = "Put it in a DataLoader, or write shoal.Dataset.from_torch(data).batch(1024)."
+    else:
+        cure = "For tensors and arrays, write shoal.Dataset.from_arrays((inputs, target)).batch(1024)."
+    raise ConfigError(
+        f"data is given in batches, as shoal's own or as a torch DataLoader, but this is a {type(data).__name__}. {cure}"
+    )
+
+
+class _Stage(Protocol):
+    """Something done to slices after batching."""
+
+    def __call__(self, slices: Iterator[Slice]) -> Iterator[Slice]: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+class _MapBatches:
+    def __init__(self, fn: Callable[[Tree], Tree], seed: int) -> None:
+        self._fn, self._seed = fn, seed
+
+    def __call__(self, slices: Iterator[Slice]) -> Iterator[Slice]:
+        for part in slices:
+            with PrivateGenerators(mix(self._seed, part.epoch, part.start + part.first)):
+                batch = self._fn(part.batch)
+            yield replace(part, batch=batch)
+
+    def describe(self) -> dict[str, Any]:
+        return {"stage": "map", "fn": name_of(self._fn)}
+
+
+class _Prefetch:
+    def __init__(self, num_ahead: int) -> None:
+        self._num_ahead = num_ahead
+
+    def __call__(self, slices: Iterator[Slice]) -> Iterator[Slice]:
+        return prefetched(slices, self._num_ahead)
+
+    def describe(self) -> dict[str, Any]:
+        return {"stage": "prefetch", "num_ahead": self._num_ahead}
+
+
+def whole_number(what: str, value: Any, *, at_least: int | None = None) -> int:
+    """The value as an int, or a ConfigError that names it."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{what} takes a whole number, got {value!r}") from None
+    if at_least is not None and number < at_least:
+        raise ConfigError(f"{what} takes a whole number of at least {at_least}, got {number}")
+    return number

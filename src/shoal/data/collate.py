@@ -1,0 +1,89 @@
+"""From samples to a batch, and back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from shoal.data.tree import Tree, map_leaves
+
+
+def collate(samples: list[Any]) -> Tree:
+    """One batch of the samples: torch's own rule, with tuples where it makes lists."""
+    return lists_to_tuples(default_collate(samples))
+
+
+class Collate:
+    """A collate function, torch's or the user's, whose batches of (inputs, target) are tuples."""
+
+    def __init__(self, fn: Callable[[Any], Any] = default_collate) -> None:
+        self._fn = fn
+        self.is_default = fn is default_collate
+
+    def __call__(self, samples: Any) -> Tree:
+        """One batch of the samples."""
+        return self.tidy(self._fn(samples))
+
+    def tidy(self, batch: Tree) -> Tree:
+        """The batch with tuples for the lists that torch makes of them; lists inside a user's own batch are meant."""
+        if self.is_default:
+            return lists_to_tuples(batch)
+        return tuple(batch) if type(batch) is list else batch
+
+
+def lists_to_tuples(tree: Tree) -> Tree:
+    """The same tree with every list a tuple: a list is what `default_collate` makes of a tuple."""
+    if isinstance(tree, dict):
+        return {key: lists_to_tuples(value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(lists_to_tuples(value) for value in tree))
+    if isinstance(tree, (tuple, list)):
+        return tuple(lists_to_tuples(value) for value in tree)
+    return tree
+
+
+def uncollate(batch: Tree, num_samples: int) -> list[Any]:
+    """The samples of a batch whose tensors all have `num_samples` rows; rows are views."""
+    if isinstance(batch, torch.Tensor):
+        return list(batch.unbind(0))
+    if isinstance(batch, dict):
+        columns = {key: uncollate(value, num_samples) for key, value in batch.items()}
+        return [{key: column[row] for key, column in columns.items()} for row in range(num_samples)]
+    if isinstance(batch, (tuple, list)):
+        parts = [uncollate(value, num_samples) for value in batch]
+        return [tuple(part[row] for part in parts) for row in range(num_samples)]
+    return [batch] * num_samples
+
+
+def to_tensor(leaf: Any) -> torch.Tensor | None:
+    """The leaf as a tensor, without a copy where its memory allows it; None where it is no array of numbers."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach()
+    if not isinstance(leaf, np.ndarray):
+        return None
+    if not leaf.dtype.isnative:
+        leaf = leaf.astype(leaf.dtype.newbyteorder("="))
+    if any(stride < 0 for stride in leaf.strides):
+        leaf = np.ascontiguousarray(leaf)
+    try:
+        with warnings.catch_warnings():
+            # Said of arrays that may not be written, such as a memory map opened for reading; nothing here writes.
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return torch.from_numpy(leaf)
+    except TypeError:
+        return None
+
+
+def to_tensors(tree: Tree) -> Tree:
+    """The same tree with arrays as tensors; other leaves stay."""
+
+    def convert(path: str, leaf: Any) -> Any:
+        tensor = to_tensor(leaf)
+        return leaf if tensor is None else tensor
+
+    return map_leaves(convert, tree)

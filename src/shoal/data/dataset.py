@@ -1,0 +1,200 @@
+"""`shoal.Dataset`: a pipeline of index functions, put together lazily.
+
+Holds a source (index to sample) and an order (position to index); every method
+returns a new dataset and reads nothing. Cutting into batches and over workers
+is `Batches`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset
+
+from shoal.core.errors import ConfigError
+from shoal.data.batches import Batches, whole_number
+from shoal.data.collate import Collate
+from shoal.data.feed import EvenCut, IndexedFeed
+from shoal.data.loader import feed_of
+from shoal.data.order import InOrder, Order, Part, Shuffled
+from shoal.data.reader import Reader
+from shoal.data.sources.arrays import ArraySource
+from shoal.data.sources.function import FunctionSource
+from shoal.data.sources.source import Mapped, Source
+from shoal.data.sources.torch_dataset import torch_source
+from shoal.data.split import part_sizes
+from shoal.data.stream import Stream, StreamFeed
+from shoal.data.tree import Tree
+
+
+class Dataset:
+    """Samples by index, lazily shuffled, split, mapped and batched.
+
+    What an epoch holds is a function of (seed, epoch, index): it can be read
+    from any position, by any number of workers.
+
+        data = shoal.Dataset.from_arrays(({"dense": dense, "ids": ids}, label))
+        train, test = data.split(0.9, 0.1, seed=0)
+        batches = train.shuffle(seed=0).batch(1024)
+    """
+
+    def __init__(self, source: Source | Stream, order: Order | None = None) -> None:
+        self._source = source
+        self._order = order or (InOrder(source.num_samples) if isinstance(source, Source) else None)
+
+    @classmethod
+    def from_arrays(cls, arrays: Tree) -> Dataset:
+        """Rows of tensors or numpy arrays, in any nesting of dicts and tuples, of equal first dimension.
+
+        Arrays are not copied where their memory allows it, and never written.
+
+            Dataset.from_arrays((images, labels))
+            Dataset.from_arrays(({"dense": dense, "ids": ids}, label))
+        """
+        return cls(ArraySource(arrays))
+
+    @classmethod
+    def from_function(cls, fn: Callable[[NDArray[np.int64]], Tree], num_samples: int) -> Dataset:
+        """Samples computed from their index: `fn` takes an array of indices and returns their batch.
+
+        Dataset.from_function(lambda i: (torch.tensor(i % 10).float(), torch.tensor(i % 2)), 1_000_000)
+        """
+        return cls(FunctionSource(fn, whole_number("from_function(num_samples=)", num_samples, at_least=0)))
+
+    @overload
+    @classmethod
+    def from_torch(cls, dataset: DataLoader[Any]) -> Batches: ...
+
+    @overload
+    @classmethod
+    def from_torch(cls, dataset: Any) -> Dataset: ...
+
+    @classmethod
+    def from_torch(cls, dataset: Any) -> Dataset | Batches:
+        """A torch Dataset, or a DataLoader, which gives Batches.
+
+        A map-style dataset needs `__len__` and `__getitem__`. An
+        IterableDataset is read as a stream: every worker reads all of it and
+        keeps its part, there is no shuffle, split or length, and a resumed
+        epoch is read again up to its position. A DataLoader keeps its
+        settings, its sampler says the order, and its batch size is that of
+        one update (of one worker, if it has a DistributedSampler).
+
+            Dataset.from_torch(torchvision.datasets.FakeData()).shuffle(seed=0).batch(64)
+        """
+        if isinstance(dataset, DataLoader):
+            return Batches(feed_of(dataset, default_seed=0))
+        if isinstance(dataset, IterableDataset):
+            return cls(Stream(dataset))
+        if not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"from_torch takes a torch Dataset or DataLoader, or anything with __len__ and __getitem__, but got a "
+                f"{type(dataset).__name__}. For tensors and arrays there is from_arrays."
+            )
+        return cls(torch_source(dataset))
+
+    def map(self, fn: Callable[[Any], Any]) -> Dataset:
+        """Apply `fn` to every sample, when it is read; after `batch`, `map` is applied to batches, which is faster.
+
+        Random numbers that `fn` draws from the generators of torch, numpy or
+        Python are a function of (seed, epoch, position).
+
+            data.map(lambda sample: (sample[0] / 255, sample[1]))
+        """
+        if isinstance(self._source, Stream):
+            return Dataset(self._source.map(fn))
+        return Dataset(Mapped(self._source, fn), self._order)
+
+    def shuffle(self, seed: int = 0) -> Dataset:
+        """Another order each epoch, a function of (seed, epoch).
+
+        data.shuffle(seed=0)
+        """
+        _, order = self._random_access("shuffle")
+        return Dataset(self._source, Shuffled(order, whole_number("shuffle(seed=)", seed)))
+
+    def split(self, *parts: float, seed: int | None = 0) -> tuple[Dataset, ...]:
+        """Disjoint parts, drawn at random: by fractions of at most 1 in all, or by numbers of samples.
+
+        The sizes of fractions are rounded so that nothing is lost. With
+        `seed=None` the parts are ranges in the order of the data.
+
+            train, validation, test = data.split(0.8, 0.1, 0.1, seed=0)
+        """
+        source, order = self._random_access("split")
+        if isinstance(order, Shuffled):
+            raise ConfigError(
+                "split after shuffle would move samples between the parts from epoch to epoch, test data into training. "
+                "Split first, then shuffle the parts: data.split(0.9, 0.1, seed=0)[0].shuffle(seed=0)."
+            )
+        if seed is not None:
+            seed = whole_number("split(seed=)", seed)
+        sizes = part_sizes(order.num_samples, parts)
+        begins = [sum(sizes[:number]) for number in range(len(sizes))]
+        return tuple(
+            Dataset(source, Part(order, begin=begin, num_samples=size, split_seed=seed))
+            for begin, size in zip(begins, sizes, strict=True)
+        )
+
+    def batch(self, size: int, *, per_worker: bool = False, drop_last: bool = False) -> Batches:
+        """Batches of `size`: of one update, over all workers, or with `per_worker=True` of each worker.
+
+        `drop_last=True` leaves a last batch out that is not full.
+
+            data.shuffle(seed=0).batch(1024)
+        """
+        size = whole_number("batch(size)", size, at_least=1)
+        if isinstance(self._source, Stream):
+            return Batches(
+                StreamFeed(
+                    self._source,
+                    collate=Collate(),
+                    seed=0,
+                    batch_size=size,
+                    per_worker=per_worker,
+                    drop_last=drop_last,
+                    description=self._source.describe(),
+                )
+            )
+        source, order = self._random_access("batch")
+        cut = EvenCut(size, per_worker=per_worker, drop_last=drop_last)
+        return Batches(IndexedFeed(Reader(source, seed=order.seed), order, cut))
+
+    def __len__(self) -> int:
+        if self._order is None:
+            raise TypeError("a stream has no length before it has been read")
+        return self._order.num_samples
+
+    def __getitem__(self, position: int) -> Any:
+        """The sample at a position of the first epoch; negative positions count from the end."""
+        source, order = self._random_access("indexing")
+        at = operator.index(position)
+        at = at + len(self) if at < 0 else at
+        if not 0 <= at < len(self):
+            raise IndexError(f"position {position} of a dataset of {len(self)} samples")
+        [index] = order.indices(range(at, at + 1), 0)
+        return Reader(source, seed=order.seed).sample(int(index), epoch=0, position=at)
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._source, Stream):
+            return iter(self._source)
+        return (self[position] for position in range(len(self)))
+
+    def __repr__(self) -> str:
+        what = "a stream" if self._order is None else f"{len(self)} samples"
+        stages = [*self._source.describe(), *(self._order.describe() if self._order else ())]
+        names = [stage.get("source") or stage.get("stage") for stage in stages]
+        return f"Dataset({what}: {' > '.join(str(name) for name in names)})"
+
+    def _random_access(self, what: str) -> tuple[Source, Order]:
+        """Source and order, or a refusal for a stream."""
+        if isinstance(self._source, Stream) or self._order is None:
+            raise ConfigError(
+                f"{what} needs random access, and an IterableDataset is a stream: it can only be read from its beginning. "
+                "Nothing was read; shuffle inside the dataset, or give a map-style dataset with __getitem__ and __len__."
+            )
+        return self._source, self._order

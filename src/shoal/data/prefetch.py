@@ -1,0 +1,87 @@
+"""Reading ahead of the consumer, in a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from shoal.data.randomness import ReadAhead
+
+T = TypeVar("T")
+
+
+def prefetched(items: Iterator[T], num_ahead: int) -> Iterator[T]:
+    """The same items in the same order, up to `num_ahead` of them read before they are asked for.
+
+    The thread starts with the first item and is gone when the iterator is
+    exhausted, closed or dropped. An exception of `items` is raised where the
+    item it prevented would have been.
+    """
+    shelf = _Shelf(num_ahead)
+    thread = ReadAhead(target=_fill, args=(shelf, items), name="shoal-prefetch", daemon=True)
+    del items  # the thread's alone, so that it is also closed there
+    thread.start()
+    try:
+        while True:
+            kind, value = shelf.take()
+            if kind == "end":
+                return
+            if kind == "error":
+                try:
+                    raise value
+                finally:
+                    del value  # an exception kept here would keep every frame it passed alive
+            yield value
+    finally:
+        shelf.close()
+        thread.join()
+
+
+class _Shelf:
+    """A bounded queue that its consumer can close under a waiting producer."""
+
+    def __init__(self, num_places: int) -> None:
+        self._entries: deque[tuple[str, Any]] = deque()
+        self._num_places = num_places
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def wait_for_place(self) -> bool:
+        """True once there is a place; False when nobody will take anything any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._entries) < self._num_places)
+            return not self._closed
+
+    def put(self, kind: str, value: Any) -> None:
+        with self._changed:
+            if not self._closed:
+                self._entries.append((kind, value))
+                self._changed.notify_all()
+
+    def take(self) -> tuple[str, Any]:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._entries))
+            self._changed.notify_all()
+            return self._entries.popleft()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._entries.clear()
+            self._changed.notify_all()
+
+
+def _fill(shelf: _Shelf, items: Iterator[Any]) -> None:
+    try:
+        while shelf.wait_for_place():
+            shelf.put("item", next(items))
+    except StopIteration:
+        shelf.put("end", None)
+    except BaseException as error:
+        shelf.put("error", error)
+    finally:
+        close = getattr(items, "close", None)
+        if close is not None:
+            close()

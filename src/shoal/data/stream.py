@@ -1,0 +1,201 @@
+"""Batches of what can only be read from its beginning.
+
+Every rank reads the whole stream and keeps its part of each global batch, so
+there is no random access, no shuffle and no split here, and a run that resumes
+in mid-epoch reads up to its position again. Also the way of loaders whose
+items are batches already: how long one is shows when it has been read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from shoal.core.errors import DataError, EmptyDataset
+from shoal.core.seeds import mix
+from shoal.data.collate import Collate
+from shoal.data.feed import Share, check_call
+from shoal.data.loader_options import LoaderOptions
+from shoal.data.order import Order
+from shoal.data.randomness import PrivateGenerators
+from shoal.data.slice import Slice
+from shoal.data.sources.source import name_of
+from shoal.data.tree import Tree, map_tensors, tensors
+
+
+class Stream(IterableDataset[Any]):
+    """An IterableDataset, and functions applied to each of its samples."""
+
+    def __init__(self, dataset: IterableDataset[Any], fns: tuple[Callable[[Any], Any], ...] = ()) -> None:
+        self._dataset, self._fns = dataset, fns
+
+    def map(self, fn: Callable[[Any], Any]) -> Stream:
+        """One function more."""
+        return Stream(self._dataset, (*self._fns, fn))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset, where it wants to know."""
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in self._dataset:
+            for fn in self._fns:
+                sample = fn(sample)
+            yield sample
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The dataset's class and the functions' names."""
+        source = {"source": "stream", "dataset": type(self._dataset).__qualname__}
+        return [source, *({"stage": "map", "fn": name_of(fn)} for fn in self._fns)]
+
+
+class StreamFeed:
+    """Global batches in the order in which they are read.
+
+    A stream that draws random numbers (a shuffle buffer, say) draws the same
+    on every rank, in this process by private generators and in a DataLoader's
+    processes by their seeds.
+    """
+
+    num_samples = None
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Collate,
+        seed: int,
+        batch_size: int | None,
+        per_worker: bool = False,
+        drop_last: bool = False,
+        order: Order | None = None,
+        options: LoaderOptions | None = None,
+        description: list[dict[str, Any]],
+    ) -> None:
+        self._dataset, self._collate, self.seed = dataset, collate, seed
+        self._size, self._per_worker, self._drop_last = batch_size, per_worker, drop_last
+        self._order, self._options = order, options or LoaderOptions()
+        self._description = description
+
+    def batch_size(self, num_workers: int) -> int:
+        """Samples of one global batch; 0 where the items are batches already."""
+        if self._size is None:
+            return 0
+        return self._size * num_workers if self._per_worker else self._size
+
+    def num_steps(self, num_workers: int, start: int) -> None:
+        """Only reading can tell."""
+
+    def describe(self) -> dict[str, Any]:
+        """Source, sizes and seed."""
+        sizes = {"batch_size": self._size, "per_worker": self._per_worker, "drop_last": self._drop_last}
+        return {"stages": self._description, **sizes, "seed": self.seed}
+
+    def slices(self, *, epoch: int, start: int, rank: int, num_workers: int) -> Iterator[Slice]:
+        """This rank's part of each global batch, from position `start` on, which is reached by reading."""
+        size = self.batch_size(num_workers)
+        check_call(start=start, rank=rank, num_workers=num_workers, batch_size=size)
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        dataset, position = self._dataset, 0
+        if size and not self._options.num_processes:
+            # Samples come one by one, so the beginning can be left out at any sample and need not be collated.
+            dataset, position = _Tail(dataset, start), start
+        generators = PrivateGenerators(mix(self.seed, epoch))
+        with generators:
+            loader = self._options.open(
+                dataset,
+                seed=mix(self.seed, epoch),
+                collate_fn=_CutCollate(self._collate, rank, num_workers, items_are_batches=not size),
+                sampler=None if self._order is None else self._indices(epoch),
+                batch_size=size or None,
+                drop_last=self._drop_last,
+            )
+            # Here, not in the generator: the processes belong to the thread that starts them and end with it.
+            items = iter(loader)
+        return self._slices(items, generators, epoch=epoch, start=start, position=position)
+
+    def _slices(
+        self,
+        items: Iterator[tuple[Tree, Share]],
+        generators: PrivateGenerators,
+        *,
+        epoch: int,
+        start: int,
+        position: int,
+    ) -> Iterator[Slice]:
+        while True:
+            with generators:
+                item = next(items, None)
+            if item is None:
+                break
+            batch, share = item
+            if self._options.pin_memory:
+                batch = self._collate.tidy(batch)  # pinning makes lists of tuples
+            begin, position = position, position + share.num_global
+            if begin < start < position:
+                raise DataError(
+                    f"the stream has a batch from sample {begin} to {position} and cannot go on from sample {start}, in the "
+                    "middle of it: it is read in batches of another size than when the position was saved. Nothing was "
+                    "changed; resume with the same batch size."
+                )
+            if begin >= start:
+                first = begin + share.first
+                yield Slice(
+                    batch=batch,
+                    num_local=share.num_local,
+                    num_global=share.num_global,
+                    epoch=epoch,
+                    start=begin,
+                    first=share.first,
+                    indices=range(first, first + share.num_local),
+                )
+        if position == 0:
+            raise EmptyDataset(what="batch() (a stream, read to its end)")
+
+    def _indices(self, epoch: int) -> Iterable[Any]:
+        assert self._order is not None
+        indices = self._order.indices(range(self._order.length(epoch)), epoch)
+        return indices if isinstance(indices, (range, list)) else indices.tolist()
+
+
+class _Tail(IterableDataset[Any]):
+    """A stream without its first samples."""
+
+    def __init__(self, dataset: IterableDataset[Any], num_skipped: int) -> None:
+        self._dataset, self._num_skipped = dataset, num_skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._dataset), self._num_skipped, None)
+
+
+class _CutCollate:
+    """Collates only this rank's part of a global batch, wherever the loader reads."""
+
+    def __init__(self, collate: Collate, rank: int, num_workers: int, *, items_are_batches: bool) -> None:
+        self._collate, self._rank, self._num_workers = collate, rank, num_workers
+        self._items_are_batches = items_are_batches
+
+    def __call__(self, read: Any) -> tuple[Tree, Share]:
+        if not self._items_are_batches:
+            share = Share.of(0, len(read), self._rank, self._num_workers)
+            return self._collate(read[share.begin : share.end]), share
+        batch = self._collate(read)
+        share = Share.of(0, _num_rows(batch), self._rank, self._num_workers)
+        return map_tensors(lambda tensor: tensor[share.begin : share.end], batch), share
+
+
+def _num_rows(batch: Tree) -> int:
+    shapes = [tuple(tensor.shape) for tensor in tensors(batch)]
+    lengths = {shape[0] if shape else None for shape in shapes}
+    if len(lengths) != 1 or None in lengths or 0 in lengths:
+        raise DataError(
+            "the DataLoader has batch_size=None, so each item is taken as a global batch and cut by its first dimension, "
+            f"but the tensors of one item have the shapes {shapes}. Let every tensor have one row per sample, or give "
+            "the DataLoader a batch_size."
+        )
+    return int(lengths.pop() or 0)
