@@ -23,7 +23,6 @@ from typing import TypeAlias
 
 from shoal.wire.messages import Failed, Finished
 
-
 LEAVE_SIGNALS = {
     signal.SIGINT: signal.SIGUSR1,  # not SIGINT: a script's own idea of Ctrl-C is for when it runs alone
     signal.SIGTERM: signal.SIGTERM,
@@ -228,7 +227,9 @@ class Fate:
             if self.phase is Phase.LEAVING:
                 return []
             # Somebody asked the worker and not us: the others follow it.
-            return self._leave(signal.SIGTERM if failed.exit_code == 128 + signal.SIGTERM else signal.SIGINT, now)
+            return self._leave(
+                signal.SIGTERM if failed.exit_code == 128 + signal.SIGTERM else signal.SIGINT, now
+            )
         if failed.kind == "peer":
             # Those who leave first break the exchange of those who leave last.
             if self.phase is Phase.RUNNING and self._suspicion is None:

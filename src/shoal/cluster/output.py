@@ -64,7 +64,9 @@ class LineCutter:
 
 
 def _after_overwriting(line: bytes) -> bytes:
-    body = line[:-1] if line.endswith(b"\r") else line  # the \r of \r\n, or of a bar that is drawn again later
+    body = (
+        line[:-1] if line.endswith(b"\r") else line
+    )  # the \r of \r\n, or of a bar that is drawn again later
     return line[body.rfind(b"\r") + 1 :]
 
 

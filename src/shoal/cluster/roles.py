@@ -15,7 +15,7 @@ Entry = Callable[[bytes, dict[str, int]], int]
 
 ROLES = {
     "worker": "shoal.cluster.worker:main",
-    "coordinator": "shoal.cluster.coordinator:main",
+    "coordinator": "shoal.cluster.coordinator_process:main",
 }
 
 PRELOAD = (
@@ -26,7 +26,7 @@ PRELOAD = (
     "safetensors.torch",
     "numpy",
     "shoal.cluster.worker",
-    "shoal.cluster.coordinator",
+    "shoal.cluster.coordinator_process",
     "shoal.cluster.rendezvous",
     "shoal.callbacks",
     "shoal.strategies.ddp",

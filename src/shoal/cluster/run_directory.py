@@ -178,7 +178,8 @@ def read_config(path: Path) -> RunConfig:
     """config.json of a run directory; RunDirectoryError where it is not one."""
     if not path.is_dir():
         raise RunDirectoryError(
-            f"there is no run {path}. Nothing was started; `shoal status` lists the runs there are.", path=str(path)
+            f"there is no run {path}. Nothing was started; `shoal status` lists the runs there are.",
+            path=str(path),
         )
     try:
         return msgspec.json.decode((path / "config.json").read_bytes(), type=RunConfig)

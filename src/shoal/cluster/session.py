@@ -43,10 +43,15 @@ class _Session:
 _session = _Session()
 
 
-def attach(*, rank: int, status: socket.socket, begin_call: Callable[[int, str, str], None]) -> None:
-    """Join the job: the socket to the supervisor, and how a numbered call is agreed. Called once, by the launcher."""
+def attach(*, rank: int, status: socket.socket) -> None:
+    """Speak to the supervisor through `status` from now on. Called once, by the launcher."""
     global _session
-    _session = _Session(rank=rank, status=status, begin_call=begin_call, sink=lambda progress: _send(progress, wait=False))
+    _session = _Session(rank=rank, status=status, sink=lambda progress: _send(progress, wait=False))
+
+
+def agree_through(begin_call: Callable[[int, str, str], None]) -> None:
+    """Let `begin_call` wait for the other ranks at every numbered call. Called once, by the launcher."""
+    _session.begin_call = begin_call
 
 
 def listen(sink: Callable[[Progress], None] | None) -> None:

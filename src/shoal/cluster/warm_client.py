@@ -22,8 +22,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 
+import shoal
 from shoal.cluster import warm_messages
-from shoal.cluster.warm_messages import Exited, Fork, Forked, NotForked, Ready, Report, Signal
+from shoal.cluster.warm_messages import Exited, Fork, Forked, NotForked, Ready, Signal
 from shoal.core.errors import ClusterError, WaitTimedOut
 
 START_TIMEOUT_S = 120.0
@@ -40,26 +41,33 @@ class WarmParent:
     def __init__(self, job: str | None = None) -> None:
         self._exited: deque[Exited] = deque()
         self._ready: Ready | None = None
+        self._start_by = time.monotonic() + START_TIMEOUT_S
         self._in_use = threading.Lock()
         # Its own complaints matter only where it does not come up: `_gone` quotes them.
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-        command = [sys.executable, *flags, "-m", "shoal.cluster.warm_parent", str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, *_interpreter_flags(), "-m", "shoal.cluster.warm_parent"]
+        arguments = [str(theirs.fileno()), str(os.getpid()), *([job] if job else [])]
         with theirs:
             self._process = subprocess.Popen(
-                [*command, job] if job else command,
+                [*command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._complaints,
                 stderr=self._complaints,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
+                env=_environment(),
             )
 
     @property
     def pid(self) -> int:
         """The process's number."""
         return self._process.pid
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has imported everything, as far as `exits` or `fork` have heard."""
+        return self._ready is not None
 
     @property
     def import_s(self) -> float:
@@ -83,13 +91,18 @@ class WarmParent:
         finally:
             self._in_use.release()
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def seconds_to_start(self) -> float:
+        """How much longer its imports may take; WaitTimedOut when they took too long."""
+        left_s = self._start_by - time.monotonic()
+        if left_s <= 0:
+            raise _timed_out("starting a process that has torch imported", START_TIMEOUT_S)
+        return left_s
+
+    def wait_ready(self) -> None:
         """Wait until it can fork; at once when it already could."""
-        if self._ready is None:
-            report = self._await(timeout_s, "starting a process that has torch imported")
-            if not isinstance(report, Ready):
-                raise ClusterError(f"the warm parent began with {report!r} instead of saying that it is ready")
-            self._ready = report
+        while not self.is_ready:
+            if select.select([self._sock], [], [], self.seconds_to_start())[0]:
+                self._receive()
 
     def fork(self, role: str, *, title: str, spec: bytes, fds: Mapping[str, int]) -> int:
         """Fork a child into `role` and return its pid. It gets copies of `fds`; the caller's stay open."""
@@ -99,14 +112,10 @@ class WarmParent:
             self._send(Fork(role, title, ["spec", *fds]), [memory, *fds.values()])
         finally:
             os.close(memory)
-        report = self._await(FORK_TIMEOUT_S, f"forking {title}")
-        match report:
-            case Forked(pid):
-                return pid
-            case NotForked(reason):
-                raise ClusterError(f"could not fork {title}: {reason}.")
-            case _:
-                raise ClusterError(f"the warm parent answered a fork with {report!r}")
+        answer = self._await(FORK_TIMEOUT_S, f"forking {title}")
+        if isinstance(answer, NotForked):
+            raise ClusterError(f"could not fork {title}: {answer.reason}.")
+        return answer.pid
 
     def signal(self, pid: int, signum: signal.Signals) -> None:
         """Signal one child; SIGKILL takes everything in its process group. A child that is gone is no error."""
@@ -145,27 +154,26 @@ class WarmParent:
         except OSError:
             raise self._gone() from None
 
-    def _await(self, timeout_s: float, operation: str) -> Report:
-        """The next report that is not a death; deaths are kept for `exits`."""
+    def _await(self, timeout_s: float, operation: str) -> Forked | NotForked:
+        """The answer to a fork. Deaths that come before it are kept for `exits`."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not select.select([self._sock], [], [], left_s)[0]:
-                raise WaitTimedOut(
-                    operation=operation, waited_s=timeout_s, missing=["the warm parent"], setting="the machine's memory"
-                )
-            report = self._receive()
-            if report is not None:
-                return report
+        while (left_s := deadline - time.monotonic()) > 0:
+            if select.select([self._sock], [], [], left_s)[0] and (answer := self._receive()):
+                return answer
+        raise _timed_out(operation, timeout_s)
 
-    def _receive(self) -> Report | None:
+    def _receive(self) -> Forked | NotForked | None:
         report = warm_messages.receive_report(self._sock)
-        if report is None:
-            raise self._gone()
-        if isinstance(report, Exited):
-            self._exited.append(report)
-            return None
-        return report
+        match report:
+            case None:
+                raise self._gone()
+            case Ready():
+                self._ready = report
+            case Exited():
+                self._exited.append(report)
+            case _:
+                return report
+        return None
 
     def _gone(self) -> ClusterError:
         try:
@@ -174,9 +182,34 @@ class WarmParent:
             code = None
         self._complaints.seek(0)
         said = self._complaints.read().decode(errors="replace").strip()
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
+        )
         quoted = "\n  ".join(["\nIts last lines:", *said.splitlines()[-8:]]) if said else ""
         return ClusterError(
             f"the warm parent (process {self.pid}), which forks the workers, {how}; its children ended with it. "
             f"Start the job again; if it happens at once, try `python -c 'import torch'`.{quoted}"
         )
+
+
+def _timed_out(operation: str, waited_s: float) -> WaitTimedOut:
+    return WaitTimedOut(
+        operation=operation,
+        waited_s=waited_s,
+        missing=["the warm parent"],
+        setting="what this machine has to give",
+    )
+
+
+def _interpreter_flags() -> list[str]:
+    """This interpreter's own flags, and none of the folder we happen to be in: a `random.py` there is not ours."""
+    own: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    return own if "-P" in own else [*own, "-P"]
+
+
+def _environment() -> dict[str, str]:
+    """Ours; with the way to shoal where it runs from its sources and not from an installation."""
+    home = os.path.dirname(os.path.dirname(os.path.abspath(shoal.__file__)))
+    if os.path.basename(home) in ("site-packages", "dist-packages"):
+        return dict(os.environ)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), home]))}

@@ -1,0 +1,129 @@
+"""What a worker tells of an exception, and what its supervisor makes of that.
+
+The user's own error is shown as the user would have seen it without shoal:
+the traceback begins at their script, and shoal's frames between their calls
+and their code are left out. shoal's errors are paragraphs; only their class,
+text and plain facts travel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import traceback
+
+import shoal
+from shoal.core import errors
+from shoal.core.errors import CoordinatorLost, Interrupted, PeerLost, ScriptExited, ScriptFailed, ShoalError
+from shoal.wire.messages import Failed
+
+MAX_TRACEBACK_CHARS = 30_000
+"""Fits a packet. The beginning and the end are kept: the middle of a recursion says nothing new."""
+
+_SHOAL = os.path.dirname(os.path.abspath(shoal.__file__)) + os.sep
+_RUNPY = "<frozen runpy>"
+
+
+def describe(error: BaseException, *, rank: int, stop: str | None = None) -> Failed:
+    """What to tell the supervisor of an exception that ended the script. `stop`: the signal that asked it to leave."""
+    kind, told, code = "script", error, 1
+    if isinstance(error, KeyboardInterrupt):
+        told = Interrupted(signal_name=stop or signal.SIGINT.name, step=None, checkpoint=None)
+    if isinstance(error, SystemExit):
+        code = exit_code_of(error)
+    elif isinstance(told, ShoalError):
+        kind, code = "shoal", told.exit_code
+    if _came_from_a_peer(error):
+        kind, code = "peer", PeerLost.exit_code
+    return Failed(
+        rank=rank,
+        kind=kind,  # type: ignore[arg-type]  # one of the three literals
+        error=type(told).__name__,
+        message=_cut(str(told)),
+        traceback=_cut(user_traceback(error)),
+        exit_code=code,
+        facts=_plain_facts(told),
+    )
+
+
+def exit_code_of(error: SystemExit) -> int:
+    """What python would have ended with."""
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def to_error(failed: Failed, *, num_workers: int) -> ShoalError:
+    """The error a failure stands for, with its facts as attributes."""
+    if failed.error == "SystemExit":
+        return ScriptExited(rank=failed.rank, code=failed.exit_code)
+    kind = getattr(errors, failed.error, None)
+    if failed.kind == "script" or not (isinstance(kind, type) and issubclass(kind, ShoalError)):
+        return ScriptFailed(rank=failed.rank, traceback=failed.traceback, num_workers=num_workers)
+    # Not through __init__: the paragraph is written already, and its parameters differ from class to class.
+    error = kind.__new__(kind)
+    error.args = (failed.message,)
+    for name, value in json.loads(failed.facts).items():
+        setattr(error, name, value)
+    error.exit_code = failed.exit_code
+    return error
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback without the launcher, and without shoal where the user's own code comes after it."""
+    told = traceback.TracebackException.from_exception(error)
+    _trim(told, set())
+    return "".join(told.format())
+
+
+def _trim(told: traceback.TracebackException, seen: set[int]) -> None:
+    if id(told) in seen:
+        return
+    seen.add(id(told))
+    frames = list(told.stack)
+    last_outside = max((i for i, frame in enumerate(frames) if not _is_ours(frame.filename)), default=-1)
+    told.stack[:] = [
+        frame for i, frame in enumerate(frames) if i > last_outside or not _is_ours(frame.filename)
+    ]
+    if last_outside < 0 and any(frame.filename == _RUNPY for frame in frames):
+        told.stack.clear()  # the script never ran: a syntax error, say
+    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
+        if other is not None:
+            _trim(other, seen)
+
+
+def _is_ours(filename: str) -> bool:
+    return filename == _RUNPY or filename.startswith(_SHOAL)
+
+
+def _came_from_a_peer(error: BaseException) -> bool:
+    """Whether it is, or was raised while handling, the loss of another process: the cause is to be found there."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        if isinstance(at, PeerLost | CoordinatorLost):
+            return True
+        seen.add(id(at))
+        at = at.__cause__ or at.__context__
+    return False
+
+
+def _plain_facts(error: BaseException) -> str:
+    if not isinstance(error, ShoalError):
+        return "{}"
+    try:
+        return _cut_facts(json.dumps(vars(error)))
+    except (TypeError, ValueError):
+        return "{}"
+
+
+def _cut_facts(facts: str) -> str:
+    return facts if len(facts) <= MAX_TRACEBACK_CHARS else "{}"
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_TRACEBACK_CHARS:
+        return text
+    half = MAX_TRACEBACK_CHARS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

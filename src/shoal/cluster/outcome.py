@@ -1,0 +1,124 @@
+"""What came of a job, for its user: one error in words, and the figures of summary.json.
+
+Pure: `supervisor.py` fills an Outcome while it watches; nothing here looks at
+a process or a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.cluster import failure, fate
+from shoal.cluster.fate import Fate
+from shoal.core.errors import ClusterError, Interrupted, ShoalError, WorkerDied
+from shoal.wire.messages import Failed, Progress, Saved
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the supervisor saw of a job."""
+
+    fate: Fate
+    progress: dict[int, Progress] = field(default_factory=dict)
+    """The newest of each rank."""
+
+    checkpoint: Saved | None = None
+    """The newest that is whole."""
+
+    last_lines: dict[int, list[str]] = field(default_factory=dict)
+    """Of each rank's log, once it is gone."""
+
+
+def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | None:
+    """Why the job did not end well, as its user should read it; `run` is what `shoal resume` would be given."""
+    cause = outcome.fate.cause
+    checkpoint = outcome.checkpoint.path if outcome.checkpoint else None
+    match cause:
+        case None:
+            return None
+        case Failed():
+            return failure.to_error(cause, num_workers=num_workers)
+        case fate.Died(rank, code, finished):
+            return WorkerDied(
+                rank=rank,
+                how=("had finished its script, then " if finished else "")
+                + how_it_ended(code, finished=finished),
+                step=outcome.progress[rank].step if rank in outcome.progress else None,
+                checkpoint=checkpoint,
+                log=outcome.last_lines.get(rank, []),
+                run=run,
+            )
+        case fate.CoordinatorDied(code):
+            return ClusterError(
+                f"the coordinator {how_it_ended(code, finished=True)}, so the workers were stopped. "
+                + _go_on(checkpoint, run)
+            )
+        case fate.Left(signum, late):
+            return _interrupted(outcome, signum, late, run)
+        case fate.Stuck(ranks):
+            return ClusterError(
+                f"the script ended on every rank, but {_workers(ranks)} did not exit and had to be killed: a thread of the "
+                "script that is not a daemon, or an exit handler, goes on. What the script wrote is there; let it end its "
+                "threads."
+            )
+
+
+def how_it_ended(code: int, *, finished: bool = False) -> str:
+    """ "was killed by SIGKILL", or what else an exit code says."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}" + ("" if finished else " before the end of its script")
+
+
+def summary_of(outcome: Outcome, *, started: float, ended: float, **facts: Any) -> dict[str, Any]:
+    """The figures of summary.json: totals as rank 0 told them, or as far as it had come."""
+    done, last = outcome.fate.finished.get(0), outcome.progress.get(0)
+    if done is not None:
+        samples, seconds, steps, metrics = done.samples, done.seconds, done.steps, done.metrics
+    elif last is not None:
+        samples, steps, metrics = last.samples, last.step, dict(last.metrics)
+        seconds = samples / last.samples_per_s if last.samples_per_s else 0.0
+        if last.loss is not None:
+            metrics.setdefault("loss", last.loss)
+    else:
+        samples, seconds, steps, metrics = 0, 0.0, 0, {}
+    return {
+        **facts,
+        "samples": samples,
+        "seconds": seconds,
+        "samples_per_s": samples / seconds if seconds else 0.0,
+        "steps": steps,
+        "metrics": metrics,
+        "restarts": 0,
+        "checkpoint": outcome.checkpoint.path if outcome.checkpoint else None,
+        "started": started,
+        "ended": ended,
+    }
+
+
+def _interrupted(outcome: Outcome, signum: signal.Signals, late: tuple[int, ...], run: str) -> Interrupted:
+    said = [failed for failed in outcome.fate.failures if failed.error == "Interrupted"]
+    facts = json.loads(min(said, key=lambda failed: failed.rank).facts) if said else {}
+    last = outcome.progress.get(0)
+    error = Interrupted(
+        signal_name=signum.name,
+        step=facts.get("step") or (last.step if last else None),
+        checkpoint=facts.get("checkpoint") or (outcome.checkpoint.path if outcome.checkpoint else None),
+        run=run,
+    )
+    if late:
+        error.args = (f"{error} {_workers(late).capitalize()} did not leave in time and had to be killed.",)
+    return error
+
+
+def _go_on(checkpoint: str | None, run: str) -> str:
+    if checkpoint is None:
+        return "No checkpoint was written yet; ModelCheckpoint(every_steps=...) keeps one."
+    return f"The newest checkpoint is {checkpoint}; go on with `shoal resume {run}`."
+
+
+def _workers(ranks: tuple[int, ...]) -> str:
+    return ("worker " if len(ranks) == 1 else "workers ") + ", ".join(map(str, ranks))

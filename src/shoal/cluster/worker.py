@@ -1,0 +1,155 @@
+"""A worker's life: from a fresh fork to the user's script, and out again in order.
+
+Runs in the child. It puts everything in place that `python train.py` would
+have found (environment, folder, arguments, path) and what a job adds (a share
+of the cores, one seed, a line to supervisor and coordinator), runs the
+script, and tells how it ended. What is done about it is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import random
+import runpy
+import signal
+import socket
+import sys
+import threading
+from dataclasses import replace
+from types import FrameType
+
+import msgspec
+
+from shoal.cluster import failure, session, threads
+from shoal.cluster.client import CoordinatorClient
+from shoal.core import job as jobs
+from shoal.core.job import Job
+
+_LEAVE = {signal.SIGUSR1: "SIGINT", signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM"}
+"""What asks a worker to leave -> what asked its job. SIGUSR1 is how the supervisor hands Ctrl-C on."""
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All a worker is told."""
+
+    job: Job
+    env: dict[bytes, bytes]  # bytes: an environment need not be text
+    cwd: str
+    script: str  # absolute
+    args: list[str]
+    num_threads: int
+
+
+def encode_spec(spec: WorkerSpec) -> bytes:
+    """A spec as bytes, for the fork."""
+    return msgspec.msgpack.encode(spec, enc_hook=str)  # a Path is all there is to be turned into a str
+
+
+def _decode(spec: bytes) -> WorkerSpec:
+    return msgspec.msgpack.decode(spec, type=WorkerSpec, dec_hook=lambda kind, value: kind(value))
+
+
+def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
+    """Be a worker until the script has ended on every rank; returns the exit code."""
+    spec = _decode(spec_bytes)
+    # The coordinator's socket has no name in the file system: this descriptor is the way to it.
+    job = replace(spec.job, coordinator=f"/proc/self/fd/{fds['coordinator']}")
+    session.attach(rank=job.rank, status=socket.socket(fileno=fds["status"]))
+    _heed_signals()
+    try:
+        _enter(spec, job)
+        # Kept to the end: what the script made must not be taken apart before the exit handlers have run.
+        _kept = _run_with_the_others(spec.script, job)
+        session.finished()
+        code = 0
+    except BaseException as error:
+        if isinstance(error, SystemExit) and isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        told = failure.describe(error, rank=job.rank, stop=session.stop_requested())
+        session.failed(told)
+        code = told.exit_code
+    _ignore_signals()
+    _clean_up()
+    return code
+
+
+def _enter(spec: WorkerSpec, job: Job) -> None:
+    os.environb.clear()
+    os.environb.update(spec.env)
+    os.chdir(spec.cwd)
+    threads.use(spec.num_threads)
+    jobs.enter(job)
+    _seed(job.seed)
+    # Lines, not blocks: a worker that is killed has said what it printed.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # both are TextIOWrapper in a child
+    faulthandler.enable()
+    sys.argv = [spec.script, *spec.args]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(spec.script)))
+
+
+def _seed(seed: int) -> None:
+    """The same on every rank, so that ranks which build things at random build the same things."""
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+def _run_with_the_others(script: str, job: Job) -> dict[str, object]:
+    """Join, run the script, and wait for the other ranks at its end. Returns the script's globals."""
+    client = CoordinatorClient(
+        str(job.coordinator),
+        job.rank,
+        job.incarnation,
+        num_workers=job.num_workers,
+        join_timeout_s=job.join_timeout_s,
+    )
+    session.agree_through(client.begin_call)
+    script_globals: dict[str, object] = {}
+    try:
+        script_globals = runpy.run_path(script, run_name="__main__")
+    except SystemExit as left:
+        if failure.exit_code_of(left):
+            raise  # sys.exit() without a reason is an ordinary end
+    client.end_script(session.num_calls())
+    return script_globals
+
+
+def _heed_signals() -> None:
+    """Being asked to leave is a wish; before the first call into shoal nobody would act on it, so leave there."""
+
+    def on_leave(signum: int, frame: FrameType | None) -> None:
+        session.request_stop(_LEAVE[signal.Signals(signum)])
+        if session.num_calls() == 0:
+            raise KeyboardInterrupt
+
+    for signum in _LEAVE:
+        signal.signal(signum, on_leave)
+    # A DataLoader ends its own workers by SIGTERM; they must not take it for a wish.
+    os.register_at_fork(after_in_child=_forget_signals)
+
+
+def _forget_signals() -> None:
+    for signum in _LEAVE:
+        with contextlib.suppress(ValueError):
+            signal.signal(signum, signal.SIG_DFL)
+
+
+def _ignore_signals() -> None:
+    for signum in _LEAVE:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def _clean_up() -> None:
+    """What python does when it ends, short of taking itself apart: torch's threads would not survive that."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()  # ends DataLoader workers, among others
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
