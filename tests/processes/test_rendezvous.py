@@ -21,11 +21,12 @@ from shoal.wire import unix
 WORKER = Path(__file__).with_name("rendezvous_worker.py")
 
 COORDINATOR = """
-import socket, sys
-from shoal.cluster import coordinator
+import sys, msgspec
+from shoal.cluster import coordinator_process
 assert "torch" not in sys.modules, "the coordinator imports torch"
-listener = socket.socket(fileno=int(sys.argv[1]))
-sys.exit(coordinator.run(listener, num_workers=int(sys.argv[2]), join_timeout_s=float(sys.argv[3])))
+fd, num_workers, join_timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+spec = coordinator_process.CoordinatorSpec(num_workers=num_workers, join_timeout_s=join_timeout_s)
+sys.exit(coordinator_process.main(msgspec.msgpack.encode(spec), {"listener": fd}))
 """
 
 
@@ -205,4 +206,6 @@ def test_the_coordinator_leaves_at_sigterm_and_only_then_and_says_whom_it_refuse
         assert stranger.recv(1) == b""
     coordinator.process.send_signal(signal.SIGINT)
     assert len(workers("call-together", coordinator)) == 2
-    assert "refused 1 connection(s)" in coordinator.stop()
+    said = coordinator.stop()
+    assert "b'GET '" in said
+    assert said.count("\n") == 1

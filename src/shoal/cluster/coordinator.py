@@ -1,9 +1,10 @@
-"""The coordinator: one process that hears every worker and decides nothing by itself.
+"""The coordinator: hears every worker and decides nothing by itself.
 
 A thin shell around `membership.py`, `calls.py` and `store_table.py`: one
 thread, sockets that never block, a clock. Each connection asks one thing at a
 time. What a stranger sends (bytes that are no message, a message out of
 place) closes its own connection, is counted, and reaches none of the three.
+How it becomes a process is `coordinator_process.py`'s business.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import selectors
-import signal
 import socket
-import sys
 import time
 from dataclasses import dataclass, field
 
@@ -42,30 +41,6 @@ MAX_UNSENT_BYTES = 32 << 20
 """A client that leaves more than this unread is dropped."""
 
 RECEIVE_BYTES = 64 * 1024
-
-
-def run(listener: socket.socket, *, num_workers: int, join_timeout_s: float) -> int:
-    """Be the coordinator that is reached through `listener`, until SIGTERM; returns the exit code.
-
-    For the main thread of a process of its own. Whoever made the listener
-    keeps its name and its copy: workers may connect before this one runs.
-    """
-    wake, stop = socket.socketpair()
-    wake.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda signum, frame: None)  # the byte in the wake-up socket is the message
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to act on
-    coordinator = Coordinator(listener, num_workers=num_workers, join_timeout_s=join_timeout_s)
-    with wake, stop, contextlib.closing(coordinator):
-        coordinator.serve(until_readable=stop)
-        signal.set_wakeup_fd(-1)
-    if coordinator.num_refused:
-        print(
-            f"shoal: the coordinator refused {coordinator.num_refused} connection(s) that were no worker's of this "
-            f"job; the last: {coordinator.last_refusal}",
-            file=sys.stderr,
-        )
-    return 0
 
 
 @dataclass(slots=True, eq=False)
