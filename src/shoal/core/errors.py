@@ -25,6 +25,7 @@
     │   ├── PeerLost
     │   ├── CallsDiffer
     │   ├── WaitTimedOut
+    │   │   └── StoreWaitTimedOut  (cluster/store.py: it is torch's DistStoreError too)
     │   ├── CoordinatorLost
     │   └── WireError
     └── Interrupted                Ctrl-C or SIGTERM: the step was finished, saved   exit 130, 143
