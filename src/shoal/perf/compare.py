@@ -57,6 +57,19 @@ class Comparison:
     losses: Difference
 
     @property
+    def worst(self) -> float:
+        """The largest relative difference of all that is more than rounding noise around zero."""
+        floor = self.typical
+        return max(
+            (
+                difference.absolute / max(difference.largest, floor)
+                for difference in (*self.tensors, self.losses)
+                if difference.absolute > 0
+            ),
+            default=0.0,
+        )
+
+    @property
     def typical(self) -> float:
         """The median of the tensors' largest values."""
         return median([tensor.largest for tensor in self.tensors] or [0.0])

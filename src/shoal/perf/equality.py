@@ -77,6 +77,9 @@ class Outcome:
     mixes: tuple[Mix, ...]
     """Why it did: the layers that were named. Empty while `sliced`: something did that has no name."""
 
+    whole: Comparison | None = None
+    """Float64 against whole batches, where those were tried first and the slices explain the difference."""
+
     num_steps: int
 
 
@@ -86,13 +89,13 @@ def check(run: Run, *, num_workers: int, tolerance: float) -> Outcome:
     sliced = bool(spread.mixes)
     reference = run("float64", spread=False, num_slices=num_workers if sliced else 1)
     float64 = _compare(spread, reference)
-    equal = not float64.beyond(tolerance)
+    equal, whole = not float64.beyond(tolerance), None
     if not equal and not sliced and num_workers > 1:
         # A loss over pairs of the batch, a layer of the user's own: unnamed, but what it computes per slice is what
         # one process computes per slice.
         by_slice = _compare(spread, run("float64", spread=False, num_slices=num_workers))
         if not by_slice.beyond(tolerance):
-            float64, sliced, equal = by_slice, True, True
+            whole, float64, sliced, equal = float64, by_slice, True, True
     float32 = _compare(
         run("float32", spread=True), run("float32", spread=False, num_slices=num_workers if sliced else 1)
     )
@@ -102,6 +105,7 @@ def check(run: Run, *, num_workers: int, tolerance: float) -> Outcome:
         float32=float32,
         sliced=sliced,
         mixes=spread.mixes,
+        whole=whole,
         num_steps=spread.num_steps,
     )
 

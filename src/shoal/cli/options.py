@@ -1,0 +1,61 @@
+"""Options that several verbs share, written once: names, units, help, completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.core.strategy_names import STRATEGIES
+
+
+def complete_strategy(incomplete: str) -> list[tuple[str, str]]:
+    """For the shell: strategies and what they are."""
+    return [(name, meaning) for name, meaning in STRATEGIES.items() if name.startswith(incomplete)]
+
+
+def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
+    """For the shell: names of the runs there are."""
+    from shoal.cli.runs import names
+
+    return [name for name in names(ctx.params.get("run_dir") or Path("runs")) if name.startswith(incomplete)]
+
+
+Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file to run.", show_default=False)]
+
+Workers = Annotated[
+    int,
+    typer.Option("-n", "--workers", metavar="WORKERS", min=1, help="Worker processes that share each batch."),
+]
+
+Strategy = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy",
+        metavar="STRATEGY",
+        help=f"How the model is spread: {', '.join(STRATEGIES)}.",
+        show_default="single for one worker, ddp for more",
+        autocompletion=complete_strategy,
+    ),
+]
+
+RunDir = Annotated[Path, typer.Option("--run-dir", metavar="DIR", help="Where the directories of runs are.")]
+
+StepTimeout = Annotated[
+    float,
+    typer.Option(
+        "--step-timeout", metavar="SECONDS", help="How long a worker waits for the others within one step."
+    ),
+]
+
+Grace = Annotated[
+    float,
+    typer.Option(
+        "--grace",
+        metavar="SECONDS",
+        help="How long workers asked to leave may take to finish their step and save.",
+    ),
+]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

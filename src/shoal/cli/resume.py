@@ -1,0 +1,38 @@
+"""`shoal resume`: go on with a run that ended before it was done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.options import RunDir, complete_run
+from shoal.cli.verb import leave
+
+EXAMPLES = (
+    "\b\n"
+    "Examples:\n"
+    "  shoal resume click            with as many workers as before\n"
+    "  shoal resume click -n 2       with two\n"
+    "  shoal resume out/runs/click   by its directory"
+)
+
+
+def resume(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Name or directory of the run.", autocompletion=complete_run)
+    ],
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "-n", "--workers", metavar="WORKERS", min=1, help="Worker processes.", show_default="as before"
+        ),
+    ] = None,
+    run_dir: RunDir = Path("runs"),
+) -> None:
+    """Go on with a run from its newest checkpoint. Script, arguments and strategy are its own."""
+    from shoal.cli.runs import find
+    from shoal.cluster.api import launch, resume_config
+
+    leave(launch(resume_config(find(run, run_dir), workers=workers), set_title=True))

@@ -1,0 +1,73 @@
+"""`shoal run`: train a script in one process or many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.options import Grace, RunDir, Script, StepTimeout, Strategy, Workers
+from shoal.cli.verb import leave
+
+EXAMPLES = (
+    "\b\n"
+    "Examples:\n"
+    "  shoal run train.py                          one process\n"
+    "  shoal run -n 4 train.py --lr 0.1            four workers; --lr is the script's\n"
+    "  shoal run -n 4 --name click train.py        in runs/click"
+)
+
+BEFORE_SCRIPT = ("-n", "--workers", "--strategy")
+"""Options that change what runs. Meant for shoal, and written behind the script, they would silently do nothing."""
+
+
+def run(
+    script: Script,
+    args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ARGS]...", help="Everything after SCRIPT is the script's own, options too."),
+    ] = None,
+    workers: Workers = 1,
+    strategy: Strategy = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name", metavar="NAME", help="Name of the run.", show_default="the script's, numbered"
+        ),
+    ] = None,
+    run_dir: RunDir = Path("runs"),
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            min=0,
+            help="Seeds the script's global generators alike in every worker.",
+            show_default="drawn, and kept in config.json",
+        ),
+    ] = None,
+    step_timeout: StepTimeout = 300.0,
+    grace: Grace = 60.0,
+) -> None:
+    """Train a script in one process or many. Options of shoal come before SCRIPT."""
+    from shoal.cluster.api import LaunchConfig, launch
+
+    config = LaunchConfig(
+        script=script,
+        args=tuple(args or ()),
+        workers=workers,
+        strategy=strategy,
+        name=name,
+        run_dir=str(run_dir),
+        seed=seed,
+        step_timeout_s=step_timeout,
+        grace_s=grace,
+    )
+    misplaced = [option for option in BEFORE_SCRIPT if option in config.args]
+    if misplaced and workers == 1 and strategy is None:
+        typer.echo(
+            f"note: {misplaced[0]} stands after {script} and so goes to the script; shoal's own options come before it.",
+            err=True,
+        )
+    leave(launch(config, set_title=True))

@@ -1,0 +1,198 @@
+"""`shoal status`: the runs of a directory, or one of them closely. Reads, never writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.cli import runs
+from shoal.cli.options import AsJson, RunDir, complete_run
+from shoal.cli.verb import console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+EXAMPLES = (
+    "\b\n"
+    "Examples:\n"
+    "  shoal status            every run in runs/\n"
+    "  shoal status click      one run: progress, workers, checkpoint, what happened last\n"
+    "  shoal status --json     for a script"
+)
+
+NUM_EVENTS = 8
+
+
+def status(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="Name or directory of a run.",
+            show_default="all of them",
+            autocompletion=complete_run,
+        ),
+    ] = None,
+    run_dir: RunDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """List the runs and how they stand, or show one of them closely."""
+    if run is None:
+        found = sorted(
+            (runs.read(run_dir / name) for name in runs.names(run_dir)),
+            key=lambda run: (run.started or 0.0, run.name),
+        )
+        if as_json:
+            _print_json([run.facts() for run in found])
+        elif found:
+            console().print(_list_table(found))
+        else:
+            typer.echo(f"no runs in {run_dir}")
+        return
+    path = runs.find(run, run_dir)
+    details = _details(path)
+    if as_json:
+        _print_json(details)
+    else:
+        _show(details)
+
+
+def _details(path: Path) -> dict[str, Any]:
+    """Everything the directory tells of one run."""
+    run = runs.read(path)
+    metrics = runs.last_lines(path / "metrics.jsonl", 1)
+    events = runs.last_lines(path / "events.jsonl")
+    return {
+        **run.facts(),
+        "config": runs.read_json(path / "config.json"),
+        "progress": metrics[0] if metrics else {},
+        "processes": runs.processes(events, run.state),
+        "logs": str(path / "logs"),
+        "checkpoint": runs.newest_checkpoint(path),
+        "events": events[-NUM_EVENTS:],
+        "summary": runs.read_json(path / "summary.json"),
+    }
+
+
+def _list_table(found: list[runs.Run]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column, side in {
+        "run": "left",
+        "state": "left",
+        "strategy": "left",
+        "workers": "right",
+        "step": "right",
+        "loss": "right",
+        "samples/s": "right",
+        "started": "left",
+    }.items():
+        table.add_column(column, justify=side, no_wrap=True)  # type: ignore[arg-type]  # the literals above
+    for run in found:
+        table.add_row(
+            run.name,
+            _styled(run.state),
+            run.strategy or "-",
+            _shown(run.workers),
+            _shown(run.step),
+            _shown(run.loss),
+            _rate(run.samples_per_s),
+            _when(run.started),
+        )
+    return table
+
+
+def _show(details: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    config, progress = details["config"], details["progress"]
+    table = Table.grid(padding=(0, 2))
+    table.add_row("run", f"{details['name']}  ({details['path']})")
+    table.add_row("state", _styled(details["state"]).append(_exit(details["summary"])))
+    table.add_row("script", " ".join([config.get("script", "-"), *config.get("args", [])]))
+    table.add_row("strategy", f"{details['strategy'] or '-'}, {_shown(details['workers'])} workers")
+    table.add_row("seed", _shown(config.get("seed")))
+    table.add_row("started", _when(details["started"]))
+    table.add_row(
+        "progress",
+        ", ".join(f"{key} {_shown(value)}" for key, value in progress.items() if key != "time")
+        or "no step yet",
+    )
+    table.add_row("samples/s", _rate(details["samples_per_s"]))
+    table.add_row("checkpoint", details["checkpoint"] or "none yet")
+    for index, process in enumerate(details["processes"]):
+        table.add_row("workers" if index == 0 else "", _process(process))
+    table.add_row("logs", details["logs"])
+    for index, event in enumerate(details["events"]):
+        table.add_row("events" if index == 0 else "", _event(event))
+    console().print(table)
+
+
+def _event(event: dict[str, Any]) -> str:
+    facts = ", ".join(f"{key} {_shown(value)}" for key, value in event.items() if key not in _NOT_FACTS)
+    at = event.get("time")
+    clock = time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, float) else "-"
+    return f"{clock}  {event.get('event', '-')}  {facts}"
+
+
+def _process(process: dict[str, Any]) -> str:
+    how = f"exited with code {process['code']}" if process["state"] == "exited" else process["state"]
+    return f"rank {process['rank']}, process {process['pid']}: {how}"
+
+
+_NOT_FACTS = {"time", "monotonic", "event"}
+
+
+def _exit(summary: dict[str, Any]) -> str:
+    return f", exit code {summary['exit']}" if summary.get("exit") else ""
+
+
+_STYLES = {
+    runs.State.ALIVE: "green",
+    runs.State.FAILED: "red",
+    runs.State.DEAD: "red",
+    runs.State.INTERRUPTED: "yellow",
+}
+
+
+def _styled(state: runs.State) -> Text:
+    from rich.text import Text
+
+    return Text.assemble((state, _STYLES.get(state, "")))
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _when(at: float | None) -> str:
+    return "-" if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(_finite(value), indent=2))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a loss that is one becomes null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,111 @@
+"""How the command line treats people: did you mean, one paragraph per error, usage lines as the docs write them.
+
+Knows typer, and nothing of what the verbs do.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from shoal.core.errors import ScriptFailed, ShoalError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shoal.cluster.api import RunResult
+
+PIPE_WIDTH = 1000
+"""Columns of a table that is not shown on a terminal."""
+
+
+class Verb(TyperCommand):
+    """One verb of `shoal`. A misspelt option is answered with the one that was meant."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse, and turn click's list of possible options into a question."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            _suggest_option(error, given, self.get_params(ctx))
+            raise
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Usage in the notation of the README: `[OPTIONS] SCRIPT [ARGS]...`."""
+        arguments = [param for param in self.get_params(ctx) if param.param_type_name == "argument"]
+        return ["[OPTIONS]", *(param.metavar or param.name.upper() for param in arguments)]
+
+
+class Verbs(TyperGroup):
+    """All of them. Every ShoalError of a verb ends here, as its paragraph and its exit code."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As for a verb: the options before it are checked in the same way."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            _suggest_option(error, given, self.get_params(ctx))
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb; no traceback for what a user can cause."""
+        try:
+            return super().invoke(ctx)
+        except ShoalError as error:
+            fail(error)
+
+
+def fail(error: ShoalError, exit_code: int | None = None) -> NoReturn:
+    """Say what went wrong on stderr and leave with the error's exit code, or the job's own."""
+    typer.echo(paragraph(error), err=True)
+    raise typer.Exit(error.exit_code if exit_code is None else exit_code)
+
+
+def leave(result: RunResult) -> NoReturn:
+    """End as the job ended."""
+    if result.error is not None:
+        fail(result.error, result.exit_code)
+    raise typer.Exit(result.exit_code)
+
+
+def paragraph(error: ShoalError) -> str:
+    """`error:` and the message, wrapped to the terminal. A script's own traceback keeps its lines."""
+    if isinstance(error, ScriptFailed):
+        return str(error)
+    width = min(shutil.get_terminal_size().columns, 110)
+    first, *rest = str(error).splitlines() or [""]
+    wrapped = textwrap.fill(f"error: {first}", width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([wrapped, *rest])
+
+
+def console() -> Console:
+    """Where tables go. In a pipe nothing is cut or wrapped: whoever reads it is not a screen."""
+    from rich.console import Console
+
+    terminal = Console(highlight=False, markup=False)
+    return terminal if terminal.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """ " Did you mean 'ddp'?" for what was probably meant, nothing where nothing is close."""
+    close = get_close_matches(word, known, n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def _suggest_option(error: Exception, args: list[str], params: list[Any]) -> None:
+    """Complete click's "No such option" in place. Other errors stay as they are."""
+    misspelt = getattr(error, "option_name", None)
+    if not hasattr(error, "possibilities") or misspelt is None:
+        return
+    # `-strategy` is read as `-s -t -r ...`, and the error names only `-s`: go back to what was typed.
+    typed = next((arg for arg in args if arg.startswith(misspelt)), misspelt).split("=")[0]
+    known = [name for param in params for name in param.opts if param.param_type_name == "option"]
+    error.possibilities = None
+    error.message = f"No such option: {typed}.{did_you_mean('--' + typed.lstrip('-'), known)}"  # type: ignore[attr-defined]  # click's

@@ -1,0 +1,212 @@
+"""`shoal verify`: is what the workers compute what one process would compute?
+
+Runs the script's first steps several times, each run a job forked from the
+same warm parent, and shows how far the weights came apart. What decides is
+`shoal.perf.equality`; the worker's side is `shoal.train.verification`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.cli.options import Script, Strategy, Workers
+from shoal.cli.verb import console, leave
+from shoal.core import strategy_names
+from shoal.core.errors import ConfigError
+from shoal.core.job import VerifyPlan
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shoal.cluster.api import LaunchConfig
+    from shoal.cluster.warm_client import WarmParent
+    from shoal.perf.compare import Difference
+    from shoal.perf.equality import Dump, Outcome
+
+EXAMPLES = (
+    "\b\n"
+    "Examples:\n"
+    "  shoal verify train.py -n 3 --strategy ddp\n"
+    "  shoal verify train.py -n 4 --steps 50 -- --lr 0.1    what follows -- is the script's\n"
+    "\n"
+    "Exit code 0: equal up to rounding; 1: not equal; otherwise the script's own."
+)
+
+MAX_ROWS = 12
+"""Parameters shown: those that differ most."""
+
+
+def verify(
+    script: Script,
+    args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGS]...", help="The script's own arguments, its options after --."),
+    ] = None,
+    workers: Workers = 2,
+    strategy: Strategy = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="STEPS", min=1, help="Steps to compare.")] = 20,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            "--tolerance",
+            metavar="X",
+            min=0.0,
+            help="Largest difference in float64, relative to the largest value.",
+        ),
+    ] = 1e-9,
+    seed: Annotated[
+        int,
+        typer.Option("--seed", metavar="N", min=0, help="Seeds the script's global generators in every run."),
+    ] = 0,
+) -> None:
+    """Check that workers compute what one process does.
+
+    The script's first steps run spread over the workers and in one process, in
+    float64, where rounding cannot hide a difference, and in float32 beside it.
+    """
+    from shoal.cluster.api import LaunchConfig, launch
+    from shoal.cluster.warm_client import WarmParent
+    from shoal.perf.equality import check
+
+    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as directory:
+        config = LaunchConfig(
+            script=script,
+            args=tuple(args or ()),
+            workers=workers,
+            strategy=strategy_names.choose(strategy, workers),
+            run_dir=directory,
+            seed=seed,
+            quiet=True,
+        )
+        if not Path(script).is_file():
+            launch(config)  # refuses it, before a warm parent is started for nothing
+        with WarmParent() as warm:
+            outcome = check(
+                VerifyRuns(config, warm, num_steps=steps), num_workers=workers, tolerance=tolerance
+            )
+    screen = console()
+    screen.print(table(outcome))
+    for line in verdict(outcome, config, asked_steps=steps, tolerance=tolerance):
+        screen.print(line, soft_wrap=not screen.is_terminal)
+    raise typer.Exit(0 if outcome.equal else 1)
+
+
+@dataclass(slots=True)
+class VerifyRuns:
+    """Runs the script once more each time it is called, and reads what that run left."""
+
+    config: LaunchConfig
+    """The spread run; its run directory is temporary and takes all of them."""
+
+    warm: WarmParent
+    num_steps: int
+    num_runs: int = field(default=0, init=False)
+
+    def __call__(self, dtype: str, *, spread: bool, num_slices: int = 1) -> Dump:
+        """One run. A script that fails ends the verb as it would end `shoal run`."""
+        from shoal.cluster.api import launch
+        from shoal.perf.equality import read_dump
+
+        self.num_runs += 1
+        dump_to = Path(self.config.run_dir) / f"dump-{self.num_runs}"
+        plan = VerifyPlan(dtype=dtype, num_steps=self.num_steps, dump_to=str(dump_to), num_slices=num_slices)
+        config = replace(self.config, name=f"verify-{self.num_runs}", verify=plan)
+        if not spread:
+            config = replace(config, workers=1, strategy="single")
+        begin = time.perf_counter()
+        with open(Path(self.config.run_dir) / "output", "wb") as said:
+            result = launch(config, warm=self.warm, stdout=said, stderr=said)
+        if result.exit_code:
+            leave(result)
+        dump = read_dump(dump_to)
+        if dump is None:
+            raise ConfigError(
+                f"the script '{self.config.script}' ended without training, so there is nothing to compare: it neither "
+                "called Trainer.fit nor stepped the optimizer that shoal.setup returned. Nothing was changed; check "
+                "that it trains when it is run with these arguments."
+            )
+        typer.echo(
+            f"{dtype}: {dump.num_steps} steps {_how(config, num_slices)} in {time.perf_counter() - begin:.1f} s",
+            err=True,
+        )
+        return dump
+
+
+def _how(config: LaunchConfig, num_slices: int) -> str:
+    if config.workers > 1:
+        return f"with {config.strategy} on {config.workers} workers"
+    return f"in one process, as {num_slices} slices in turn" if num_slices > 1 else "in one process"
+
+
+def table(outcome: Outcome) -> Table:
+    """The parameters that differ most, in float64 and float32, and the losses."""
+    from rich import box
+    from rich.table import Table
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn.add_column("parameter or buffer", overflow="fold")
+    for column in ("float64", "relative", "float32", "relative"):
+        drawn.add_column(column, justify="right", no_wrap=True)
+    beside = {tensor.name: tensor for tensor in outcome.float32.tensors}
+    for tensor in outcome.float64.tensors[:MAX_ROWS]:
+        drawn.add_row(tensor.name, *_cells(tensor), *_cells(beside.get(tensor.name)))
+    if len(outcome.float64.tensors) > MAX_ROWS:
+        drawn.add_row(f"and {len(outcome.float64.tensors) - MAX_ROWS} that differ less")
+    drawn.add_section()
+    drawn.add_row("loss of a step", *_cells(outcome.float64.losses), *_cells(outcome.float32.losses))
+    return drawn
+
+
+def _cells(difference: Difference | None) -> tuple[str, str]:
+    if difference is None:
+        return "-", "-"
+    if difference.note:
+        return difference.note, ""
+    return f"{difference.absolute:.1e}", f"{difference.relative:.1e}"
+
+
+def verdict(outcome: Outcome, config: LaunchConfig, *, asked_steps: int, tolerance: float) -> Iterator[str]:
+    """What the numbers say, in sentences; the last one answers the question."""
+    if outcome.num_steps < asked_steps:
+        yield f"The script trains for {outcome.num_steps} steps; {asked_steps} were asked for."
+    for found in outcome.float64.nonfinite:
+        yield (
+            f"{found.name} holds {found.num_nonfinite} values that are not finite, the same ones on both sides. "
+            "They count as equal."
+        )
+    if outcome.mixes:
+        yield (
+            f"Some layers see the slice of a batch and not the batch, so one process ran the {config.workers} workers' "
+            "slices in turn, with the workers' seeds:"
+        )
+        for mix in outcome.mixes:
+            yield f"  {mix.layer} ({mix.kind}) {mix.why}"
+    elif outcome.whole is not None and outcome.sliced:
+        worst = max(outcome.whole.tensors, key=lambda tensor: tensor.relative)
+        yield (
+            "Something in the model or the loss mixes the batch, or draws random numbers, without being a layer that "
+            f"is known for it: against one process with whole batches {worst.name} differs by {worst.relative:.1e}. "
+            f"So one process ran the {config.workers} workers' slices in turn, with the workers' seeds."
+        )
+    spread = f"{config.strategy} on {config.workers} worker{'s' if config.workers > 1 else ''}"
+    beyond = outcome.float64.beyond(tolerance)
+    if not beyond:
+        yield (
+            f"equal: {spread} computes what one process does. The largest difference in float64 is "
+            f"{outcome.float64.worst:.1e} (tolerance {tolerance:.0e}), in float32 {outcome.float32.worst:.1e}."
+        )
+        return
+    shown = ", ".join(f"{found.name} {found.note or f'by {found.relative:.1e}'}" for found in beyond[:3])
+    yield (
+        f"not equal: {spread} computes something else than one process. {len(beyond)} of "
+        f"{len(outcome.float64.tensors) + 1} values differ by more than {tolerance:.0e} in float64: {shown}"
+        f"{' ...' if len(beyond) > 3 else ''}. In float64 that is not rounding: look for what depends on the rank or on "
+        "how the batch is cut."
+    )
