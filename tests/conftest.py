@@ -1,0 +1,43 @@
+"""For every test: what it starts it ends, and what it sets it takes back.
+
+A test that leaves a thread or a changed environment behind fails, by name:
+the next test would run in another world than alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from waiting import wait_until
+
+SET_BY_LIBRARIES = {
+    "PYTEST_CURRENT_TEST",
+    "GLOO_SOCKET_IFNAME",  # shoal.cluster.rendezvous, for as long as the process lives
+    "NCCL_SOCKET_IFNAME",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch, when it first compiles
+    "TRITON_CACHE_DIR",
+    "KMP_DUPLICATE_LIB_OK",  # torch, when it is imported
+    "KMP_INIT_AT_FORK",
+}
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    threads, environment = set(threading.enumerate()), dict(os.environ)
+    yield
+
+    def leaked() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread not in threads and thread.is_alive()]
+
+    wait_until(lambda: not leaked(), timeout_s=2.0)
+    assert not leaked(), f"threads left behind: {leaked()}"
+    changed = {
+        name
+        for name in environment.keys() | os.environ.keys()
+        if name not in SET_BY_LIBRARIES and environment.get(name) != os.environ.get(name)
+    }
+    assert not changed, f"environment variables left changed: {changed}"

@@ -1,0 +1,175 @@
+"""Tests that start real processes: launching scripts, and proof that nothing is left of them.
+
+    launch_script(source, workers=2)   run a script as a job, in this process as its supervisor.
+                                       `source` is Python text, or the Path of a file. Options are
+                                       those of LaunchConfig (strategy=, args=, name=, grace_s=, ...).
+                                       Gives back Launched: exit_code, stdout, stderr, error, run_dir,
+                                       summary, events, log(rank). A refused configuration raises.
+    at_file(path, act)                 while a job runs: call `act` in another thread once `path`
+                                       exists. A script says "now" by `touch`ing a file; nobody sleeps.
+    supervisor_process(source, ...)    the same job under a supervisor of its own: for killing it.
+                                       It imports torch, so it takes seconds; use it for little else.
+    warm_parent                        the one warm parent of the whole test session.
+
+Every test in this folder is checked: after it there is no new child process,
+descriptor, shared memory segment or socket directory. (Threads and the
+environment are checked in tests/conftest.py.)
+
+Scripts run with tmp_path as their folder, so `pathlib.Path("x")` in a script
+is `tmp_path / "x"` in the test.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launched import Launched
+
+from shoal.cluster.api import LaunchConfig, launch
+from shoal.cluster.warm_client import WarmParent
+from waiting import wait_until
+
+
+@pytest.fixture(scope="session")
+def warm_parent() -> Iterator[WarmParent]:
+    with WarmParent("tests") as warm:
+        warm.wait_ready()
+        yield warm
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(warm_parent: WarmParent) -> Iterator[None]:
+    parent = psutil.Process(warm_parent.pid)
+
+    def world() -> dict[str, set[str]]:
+        return {
+            "processes": {f"{child.pid} {child.name()}" for child in _children(psutil.Process(), parent)},
+            "descriptors": _descriptors(),
+            "shared memory": set(os.listdir("/dev/shm")),
+            "socket directories": {
+                name
+                for base in (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", tempfile.gettempdir()))
+                for name in os.listdir(base)
+                if name.startswith(f"shoal-{os.getuid()}-")
+            },
+        }
+
+    before = world()
+    yield
+
+    def left() -> dict[str, set[str]]:
+        return {what: there - before[what] for what, there in world().items() if there - before[what]}
+
+    wait_until(lambda: not left(), timeout_s=5.0)
+    assert not left()
+
+
+def _children(*processes: psutil.Process) -> set[psutil.Process]:
+    return {child for process in processes for child in process.children(recursive=True)}
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
+        except FileNotFoundError:
+            continue  # the one that listed them
+    return found
+
+
+def script_at(source: str | Path, folder: Path) -> Path:
+    """The script's file; text is written to one."""
+    if isinstance(source, Path):
+        return source
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+@pytest.fixture
+def launch_script(
+    warm_parent: WarmParent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Launched]:
+    monkeypatch.chdir(tmp_path)
+
+    def launch_script(source: str | Path, *, workers: int = 1, seed: int = 0, **options: Any) -> Launched:
+        stdout, stderr = io.BytesIO(), io.BytesIO()
+        config = LaunchConfig(
+            script=str(script_at(source, tmp_path)),
+            workers=workers,
+            seed=seed,
+            run_dir=options.pop("run_dir", str(tmp_path / "runs")),
+            **options,
+        )
+        result = launch(config, warm=warm_parent, stdout=stdout, stderr=stderr)
+        return Launched(
+            result, stdout.getvalue().decode(errors="replace"), stderr.getvalue().decode(errors="replace")
+        )
+
+    return launch_script
+
+
+@pytest.fixture
+def at_file() -> Iterator[Callable[[Path, Callable[[], object]], None]]:
+    threads: list[threading.Thread] = []
+    failures: list[str] = []
+
+    def at_file(path: Path, act: Callable[[], object]) -> None:
+        def watch() -> None:
+            if wait_until(path.exists, timeout_s=60.0):
+                act()
+            else:
+                failures.append(f"{path} never came")
+
+        thread = threading.Thread(target=watch)
+        threads.append(thread)
+        thread.start()
+
+    yield at_file
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.fixture
+def supervisor_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(source: str | Path, *, workers: int = 1, **options: Any) -> subprocess.Popen[bytes]:
+        options |= {
+            "script": str(script_at(source, tmp_path)),
+            "workers": workers,
+            "run_dir": str(tmp_path / "runs"),
+        }
+        program = (
+            "import sys\n"
+            "from shoal.cluster.api import LaunchConfig, launch\n"
+            f"sys.exit(launch(LaunchConfig(**{options!r})).exit_code)\n"
+        )
+        with open(tmp_path / "supervisor.log", "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                cwd=tmp_path,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
