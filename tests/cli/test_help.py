@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+from invoking import Command, Shoal
+
+VERBS = ["run", "verify", "resume", "status", "doctor"]
+
+
+def test_help_lists_every_verb_whole(command: Command) -> None:
+    shown = command("--help")
+    assert shown.returncode == 0
+    for verb in VERBS:
+        (line,) = [line for line in shown.stdout.splitlines() if line.startswith(f"  {verb} ")]
+        assert line.endswith("."), f"the help of {verb} is too long for its line"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_and_documents_every_option(shoal: Shoal, verb: str) -> None:
+    shown = shoal(verb, "--help")
+    assert shown.exit_code == 0
+    assert f"Usage: shoal {verb} [OPTIONS]" in shown.stdout
+    options = [line for line in shown.stdout.splitlines() if line.startswith("  -")]
+    assert options
+    # A help text starts after two spaces, or on the next line where the names are long.
+    assert all("  " in line.strip() for line in options), options
+
+
+def test_no_verb_at_all_shows_the_help(shoal: Shoal) -> None:
+    shown = shoal()
+    assert shown.exit_code == 2
+    assert "Usage: shoal" in shown.output
+
+
+def test_help_imports_neither_torch_nor_anything_else_that_is_slow() -> None:
+    code = (
+        "import sys\n"
+        "from shoal.cli import main\n"
+        "sys.argv = ['shoal', *sys.argv[1:]]\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    print([name for name in ('torch', 'numpy', 'rich', 'msgspec', 'fsspec') if name in sys.modules])\n"
+    )
+    for args in (["--help"], ["run", "--help"], ["verify", "--help"]):
+        shown = subprocess.run(
+            [sys.executable, "-c", code, *args], capture_output=True, text=True, check=True
+        )
+        assert shown.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_answers_at_once() -> None:
+    """Measured 0.10 s on two idle cores; the best of several counts, so that a busy machine does not."""
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "shoal", "--help"], stdout=subprocess.DEVNULL, check=True)
+        return time.perf_counter() - begin
+
+    assert min(seconds() for _ in range(5)) < 0.3

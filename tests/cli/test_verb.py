@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import pytest
+from invoking import Shoal
+from typer.testing import CliRunner
+
+from shoal.cli import app
+from shoal.cli.verb import did_you_mean, paragraph
+from shoal.core.errors import ConfigError, ScriptFailed
+
+
+@pytest.mark.parametrize(
+    ("args", "answer"),
+    [
+        (["rnu"], "No such command 'rnu'. Did you mean 'run'?"),
+        (["verfy", "x.py"], "No such command 'verfy'. Did you mean 'verify'?"),
+        (["--versoin"], "No such option: --versoin. Did you mean '--version'?"),
+        (["run", "--stratgy", "ddp", "x.py"], "No such option: --stratgy. Did you mean '--strategy'?"),
+        (["run", "--stratgy=ddp", "x.py"], "No such option: --stratgy. Did you mean '--strategy'?"),
+        (["run", "--num-workers", "2", "x.py"], "No such option: --num-workers. Did you mean '--workers'?"),
+        (["verify", "x.py", "-n", "2", "--step", "3"], "No such option: --step. Did you mean '--steps'?"),
+        (["status", "--jsn"], "No such option: --jsn. Did you mean '--json'?"),
+        (["run", "-strategy", "ddp", "x.py"], "No such option: -strategy. Did you mean '--strategy'?"),
+        (["doctor", "-z"], "No such option: -z."),
+    ],
+)
+def test_a_misspelt_verb_or_option_is_answered_with_what_was_meant(
+    shoal: Shoal, args: list[str], answer: str
+) -> None:
+    result = shoal(*args)
+    assert result.exit_code == 2
+    assert answer in result.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["run"],
+        ["run", "-n", "two", "x.py"],
+        ["run", "-n", "0", "x.py"],
+        ["run", "--step-timeout", "soon", "x.py"],
+        ["run", "--seed", "-1", "x.py"],
+        ["verify", "x.py", "--steps", "0"],
+        ["resume"],
+        ["status", "one", "two"],
+    ],
+)
+def test_what_cannot_be_parsed_is_a_usage_error_with_exit_code_2(shoal: Shoal, args: list[str]) -> None:
+    result = shoal(*args)
+    assert result.exit_code == 2
+    assert "Usage: shoal" in result.stderr
+    assert "Error: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["run", "nope.py"], ["nope.py", "does not exist"]),
+        (["run", "--strategy", "dpp", "x.py"], ["no strategy 'dpp'", "Did you mean 'ddp'?"]),
+        (["run", "-n", "2", "--strategy", "single", "x.py"], ["'single' is one process"]),
+        (["run", "--grace", "-1", "x.py"], ["grace_s must be a positive number of seconds"]),
+        (["verify", "nope.py", "-n", "2"], ["nope.py", "does not exist"]),
+        (["status", "nope"], ["no run 'nope'"]),
+        (["resume", "nope"], ["no run 'nope'"]),
+    ],
+)
+def test_a_refusal_is_one_paragraph_on_stderr_without_traceback(
+    shoal: Shoal, args: list[str], words: list[str]
+) -> None:
+    result = shoal(*args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+    told = " ".join(result.stderr.split())
+    assert all(word in told for word in words), told
+
+
+def test_the_paragraph_is_wrapped_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = paragraph(ConfigError("a word and " * 20)).splitlines()
+    assert len(lines) > 4
+    assert all(len(line) <= 40 for line in lines)
+
+
+def test_lines_that_belong_to_a_message_stay_lines() -> None:
+    assert paragraph(ConfigError("it died.\nIts last lines:\n  boom")).endswith("\nIts last lines:\n  boom")
+
+
+def test_a_traceback_of_the_script_comes_first_and_as_it_is() -> None:
+    error = ScriptFailed(rank=0, traceback='Traceback:\n  File "train.py", line 1\nValueError: ' + "x" * 300)
+    assert paragraph(error).startswith('Traceback:\n  File "train.py", line 1\nValueError: xxx')
+
+
+def test_nothing_close_is_not_guessed() -> None:
+    assert did_you_mean("zzz", ["ddp", "single"]) == ""
+
+
+def test_version_is_shown() -> None:
+    import shoal
+
+    result = CliRunner().invoke(app, ["--version"], prog_name="shoal")
+    assert result.exit_code == 0
+    assert result.stdout == f"shoal {shoal.__version__}\n"
