@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal.cluster.client import CoordinatorClient
-from shoal.core.errors import CallsDiffer, ClusterError, CoordinatorLost, WaitTimedOut
+from shoal.core.errors import CallsDiffer, ClusterError, CoordinatorLost, WaitTimedOut, WireError
 from shoal.wire import unix
 from shoal.wire.codec import encode, read_message, send_message
 from shoal.wire.messages import (
@@ -266,6 +266,23 @@ def test_an_answer_that_does_not_come_closes_the_connection_for_good(start: Star
             client.request(StoreWait(["never"], 1000.0), timeout_s=0.05)
         with pytest.raises(CoordinatorLost, match="the connection is closed"):
             client.request(StoreNumKeys(), 5.0)
+
+
+def test_closing_wakes_a_thread_that_waits_for_an_answer(start: Start) -> None:
+    running = start()
+    with running.client(rank=0) as client, ThreadPoolExecutor() as pool:
+        waiting = pool.submit(client.request, StoreWait(["never"], 1000.0), 1000.0)
+        while running.coordinator._store.deadline is None and not waiting.done():
+            pass
+        client.close()
+        assert isinstance(waiting.exception(10.0), CoordinatorLost)
+
+
+def test_what_is_too_large_to_say_is_refused_and_the_conversation_goes_on(start: Start) -> None:
+    with start().client(rank=0) as client:
+        with pytest.raises(WireError, match="header of"):
+            client.request(StoreSet({"key": bytes(5 << 20)}), 5.0)
+        assert client.request(StoreNumKeys(), 5.0) == StoreCount(0)
 
 
 def test_a_coordinator_that_goes_away_in_the_middle_of_a_wait_is_noticed_at_once() -> None:

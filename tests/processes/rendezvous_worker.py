@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shoal.cluster import rendezvous
 from shoal.cluster.client import CoordinatorClient
 from shoal.core import job as jobs
-from shoal.core.errors import ShoalError
+from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.job import Job
 
 
@@ -63,6 +63,10 @@ def main() -> None:
                 case "form-once":
                     jobs.enter(job)
                     result = rendezvous.group() is rendezvous.group()
+                    try:
+                        rendezvous.form_group(job, view=2)
+                    except ConfigError as error:
+                        result = [result, str(error).partition(",")[0]]
                 case "use":
                     result = use(job)
                 case "call-together":

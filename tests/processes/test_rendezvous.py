@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -49,7 +50,12 @@ class Workers:
             assert self._answer(process) == {"ready": process.pid}
 
     def __call__(
-        self, do: str, coordinator: Coordinator, *, ranks: list[int] | None = None, **more: Any
+        self,
+        do: str,
+        coordinator: Coordinator | SimpleNamespace,
+        *,
+        ranks: list[int] | None = None,
+        **more: Any,
     ) -> list[Any]:
         """Let the ranks of a job do something at once; what each answers."""
         ranks = list(range(coordinator.num_workers)) if ranks is None else ranks
@@ -173,12 +179,26 @@ def test_a_group_that_was_left_leaves_nothing_open_and_forms_again_in_the_next_v
     assert left_open[1] == left_open[2]
 
 
-def test_the_group_of_a_job_is_formed_once(workers: Workers, start: Callable[..., Coordinator]) -> None:
+def test_the_group_of_a_job_is_formed_once_and_beside_no_other(
+    workers: Workers, start: Callable[..., Coordinator]
+) -> None:
     coordinator = start(2)
     try:
-        assert workers("form-once", coordinator) == [True, True]
+        refused = "torch.distributed already has a default process group in this process"
+        assert workers("form-once", coordinator) == [[True, refused]] * 2
     finally:
         workers("leave", coordinator)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_without_a_coordinator_only_one_worker_can_form_a_group(workers: Workers, num_workers: int) -> None:
+    alone = SimpleNamespace(path=None, num_workers=num_workers, join_timeout_s=1.0)
+    told = workers("form", alone, view=1)
+    workers("leave", alone)
+    if num_workers == 1:
+        assert told == [None]
+    else:
+        assert [each["error"] for each in told] == ["ConfigError"] * num_workers
 
 
 def test_a_rank_that_does_not_come_to_the_group_is_named(

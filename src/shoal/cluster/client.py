@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 from shoal.core.errors import CallsDiffer, ClusterError, CoordinatorLost, WaitTimedOut, WireError
 from shoal.wire import unix
-from shoal.wire.codec import read_message, send_message
+from shoal.wire.codec import encode, read_message
 from shoal.wire.messages import (
     BeginCall,
     CallGranted,
@@ -44,14 +45,14 @@ class CoordinatorClient:
         self.path, self.rank, self.incarnation = path, rank, incarnation
         self.num_workers, self.join_timeout_s = num_workers, join_timeout_s
         self._lock = threading.Lock()
+        self._is_closed = False
         try:
-            self._sock: socket.socket | None = unix.connect(path, timeout_s=join_timeout_s)
+            self._sock = unix.connect(path, timeout_s=join_timeout_s)
         except (OSError, WireError) as error:
             raise CoordinatorLost(path=path, operation=f"rank {rank}'s join", reason=str(error)) from None
         try:
-            self.view = self._ask(
-                Join(rank, incarnation, os.getpid(), num_workers), Joined, join_timeout_s
-            ).view
+            join = Join(rank, incarnation, os.getpid(), num_workers)
+            self.view = self._ask(join, Joined, join_timeout_s).view
         except BaseException:
             self.close()
             raise
@@ -59,30 +60,28 @@ class CoordinatorClient:
     def request(self, message: Message, timeout_s: float) -> Message:
         """Ask, and return the answer. Raises WaitTimedOut, CallsDiffer or CoordinatorLost where there is none."""
         operation = f"rank {self.rank}'s {type(message).__name__}"
+        packet = b"".join(encode(message))  # first: what cannot be said leaves the connection as it is
         with self._lock:
-            sock, self._sock = self._sock, None
-            if sock is None:
+            if self._is_closed:
                 raise CoordinatorLost(path=self.path, operation=operation, reason="the connection is closed")
             started = time.monotonic()
             try:
-                sock.settimeout(timeout_s)
-                send_message(sock, message)
-                answer, _ = read_message(sock)
-            except TimeoutError:
-                sock.close()
-                raise WaitTimedOut(
-                    operation=operation,
-                    waited_s=time.monotonic() - started,
-                    missing=["the coordinator"],
-                    setting=f"its timeout of {timeout_s:g} s",
-                ) from None
-            except (OSError, EOFError, WireError) as error:
-                sock.close()
-                raise CoordinatorLost(path=self.path, operation=operation, reason=str(error)) from None
-            except BaseException:
-                sock.close()
+                self._sock.settimeout(timeout_s)
+                self._sock.sendall(packet)
+                answer, _ = read_message(self._sock)
+            except BaseException as error:
+                self._is_closed = True
+                self._sock.close()
+                if isinstance(error, TimeoutError):
+                    raise WaitTimedOut(
+                        operation=operation,
+                        waited_s=time.monotonic() - started,
+                        missing=["the coordinator"],
+                        setting=f"its timeout of {timeout_s:g} s",
+                    ) from None
+                if isinstance(error, (OSError, EOFError, WireError)):
+                    raise CoordinatorLost(path=self.path, operation=operation, reason=str(error)) from None
                 raise
-            self._sock = sock
         match answer:
             case CallRefused(number, calls):
                 raise CallsDiffer(number=number, calls=calls)
@@ -104,11 +103,12 @@ class CoordinatorClient:
         self._ask(ScriptEnded(self.rank, num_calls), Leave, self.join_timeout_s + GRACE_S)
 
     def close(self) -> None:
-        """Leave the conversation. Closing twice is fine."""
+        """Leave the conversation; a thread that waits for an answer is woken by it. Closing twice is fine."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         with self._lock:
-            if self._sock is not None:
-                self._sock.close()
-                self._sock = None
+            self._sock.close()
 
     def _ask(self, message: Message, expected: type[A], timeout_s: float) -> A:
         answer = self.request(message, timeout_s)

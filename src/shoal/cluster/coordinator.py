@@ -65,13 +65,7 @@ class Coordinator:
     but `select`, and that only until the next deadline.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        *,
-        num_workers: int,
-        join_timeout_s: float,
-    ) -> None:
+    def __init__(self, listener: socket.socket, *, num_workers: int, join_timeout_s: float) -> None:
         self.num_refused, self.last_refusal = 0, ""
         self._join_timeout_s = join_timeout_s
         self._membership = Membership(num_workers=num_workers)
@@ -144,6 +138,8 @@ class Coordinator:
         except WireError as error:
             self._count_refusal(error.problem)
             self._drop(connection)
+        except BlockingIOError:
+            pass  # woken for nothing
         except OSError:
             self._drop(connection)
 
@@ -246,11 +242,9 @@ class Coordinator:
 
     def _wait_s(self) -> float | None:
         """How long nothing can happen of itself."""
+        joins = [each.since + self._join_timeout_s for each in self._connections.values() if each.rank < 0]
         deadlines = [
-            deadline for deadline in (self._calls.deadline, self._store.deadline) if deadline is not None
-        ]
-        deadlines += [
-            each.since + self._join_timeout_s for each in self._connections.values() if each.rank < 0
+            each for each in (self._calls.deadline, self._store.deadline, *joins) if each is not None
         ]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 

@@ -18,12 +18,16 @@ from shoal.core import job as jobs
 from shoal.core.errors import ConfigError, WaitTimedOut
 from shoal.core.job import Job
 
+_view: int | None = None
+"""The view whose group this process is in."""
+
 _store: ShoalStore | None = None
+"""Kept as long as the group: torch holds the C++ half of it alone."""
 
 
 def group() -> dist.ProcessGroup:
     """The process group of this job's workers, formed at the first call. Collective then."""
-    if not dist.is_initialized():
+    if _view is None:
         form_group(jobs.current())
     world = dist.group.WORLD
     assert world is not None
@@ -36,16 +40,26 @@ def form_group(job: Job, view: int = 1) -> None:
     Keys are never used twice: a group that is formed again on a store with
     the old addresses in it would try to connect to the dead.
     """
-    # Before gloo and NCCL look: otherwise they take the interface that the host's name leads to.
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    global _view
+    if dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed already has a default process group in this process, and shoal forms its own. Nothing "
+            "was trained; leave init_process_group out of a script that is started with `shoal run`."
+        )
+    backend = backend_for(job)
+    # Before they look: otherwise they take the interface that the host's name leads to.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if "nccl" in backend:
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     try:
         dist.init_process_group(
-            backend_for(job),
+            backend,
             store=PrefixStore(f"view-{view}", _open_store(job, view)),
             rank=job.rank,
             world_size=job.num_workers,
             timeout=timedelta(seconds=job.step_timeout_s),
         )
+        _view = view
     except BaseException:
         leave_group()
         raise
@@ -53,9 +67,10 @@ def form_group(job: Job, view: int = 1) -> None:
 
 def leave_group() -> None:
     """Take the group down: its threads, its sockets, its connection to the coordinator. Not collective."""
-    global _store
+    global _store, _view
     if dist.is_initialized():
         dist.destroy_process_group()
+    _view = None
     if _store is not None:
         _store.close()
         _store = None
@@ -63,13 +78,8 @@ def leave_group() -> None:
 
 def backend_for(job: Job) -> str:
     """Gloo; and NCCL beside it where every worker of this host can have a GPU of its own."""
-    if (
-        torch.cuda.is_available()
-        and dist.is_nccl_available()
-        and torch.cuda.device_count() >= job.num_workers
-    ):
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
+    has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= job.num_workers
+    return "cpu:gloo,cuda:nccl" if has_gpus and dist.is_nccl_available() else "gloo"
 
 
 def _open_store(job: Job, view: int) -> Store:
@@ -82,9 +92,8 @@ def _open_store(job: Job, view: int) -> Store:
             )
         return HashStore()
     timeout = timedelta(seconds=job.join_timeout_s)
-    _store = ShoalStore(
-        job.coordinator, job.rank, job.incarnation, num_workers=job.num_workers, timeout=timeout
-    )
+    who = (job.coordinator, job.rank, job.incarnation)
+    _store = ShoalStore(*who, num_workers=job.num_workers, timeout=timeout)
     _meet(_store, job, view)
     return _store
 
