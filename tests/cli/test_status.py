@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from invoking import Shoal
+
+from shoal.cli import runs
+from shoal.cluster.run_directory import RunConfig, RunDirectory, Versions
+
+MakeRun = Callable[..., RunDirectory]
+
+
+@pytest.fixture
+def make_run(shoal: Shoal) -> MakeRun:
+    """A run directory as a supervisor makes it, claimed until it is closed."""
+
+    def make(name: str, *, run_dir: str = "runs", **facts: Any) -> RunDirectory:
+        config = {"strategy": "ddp", "workers": 2, "seed": 7, "started": 1.8e9} | facts
+        return RunDirectory.claim(
+            Path(run_dir),
+            name=name,
+            config=RunConfig(
+                script="/home/me/train.py",
+                args=["--lr", "0.1"],
+                cwd="/home/me",
+                threads=1,
+                step_timeout_s=300.0,
+                join_timeout_s=120.0,
+                grace_s=60.0,
+                versions=Versions(python="3.11", torch="2.13", shoal="0.1"),
+                **config,
+            ),
+        )
+
+    return make
+
+
+def write_steps(run: RunDirectory, *lines: dict[str, Any], torn: str = "") -> None:
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run.path / "metrics.jsonl").write_text(text + torn)
+
+
+def test_a_run_is_alive_as_long_as_its_lock_is_held(make_run: MakeRun) -> None:
+    run = make_run("click")
+    assert runs.read(run.path).state is runs.State.ALIVE
+    run.close()
+    assert runs.read(run.path).state is runs.State.DEAD
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "state"),
+    [
+        (0, "finished"),
+        (1, "failed"),
+        (3, "failed"),
+        (7, "failed"),
+        (130, "interrupted"),
+        (143, "interrupted"),
+    ],
+)
+def test_an_ended_run_stands_as_its_summary_says(make_run: MakeRun, exit_code: int, state: str) -> None:
+    with make_run("click") as run:
+        run.write_summary({"exit": exit_code})
+    assert runs.read(run.path).state == state
+
+
+def test_status_lists_every_run_with_its_numbers(shoal: Shoal, make_run: MakeRun) -> None:
+    with make_run("one") as one, make_run("two", workers=1, strategy="single", started=1.7e9):
+        write_steps(one, {"step": 1, "loss": 2.0, "samples": 8}, {"step": 2, "loss": 1.5, "samples": 8})
+        result = shoal("status")
+    assert result.exit_code == 0
+    head, _, two, first = [line.split() for line in result.stdout.splitlines() if line.strip()]
+    assert head == ["run", "state", "strategy", "workers", "step", "loss", "samples/s", "started"]
+    assert two[:7] == ["two", "alive", "single", "1", "-", "-", "-"]
+    assert first[:7] == ["one", "alive", "ddp", "2", "2", "1.5", "-"]
+
+
+def test_no_runs_are_no_error(shoal: Shoal) -> None:
+    result = shoal("status")
+    assert (result.exit_code, result.stdout) == (0, "no runs in runs\n")
+    assert shoal("status", "--json").stdout.strip() == "[]"
+
+
+def test_status_of_one_run_tells_what_its_directory_tells(shoal: Shoal, make_run: MakeRun) -> None:
+    with make_run("click") as run:
+        run.event("worker-started", rank=0, pid=41)
+        run.event("worker-started", rank=1, pid=42)
+        run.event("saved", rank=0, path="x", step=500)
+        run.event("worker-exited", rank=1, code=-9)
+        for step in (400, 500):
+            (run.path / "checkpoints" / f"step-{step:09}").mkdir()
+            (run.path / "checkpoints" / f"step-{step:09}" / "manifest.json").write_text("{}")
+        (run.path / "checkpoints" / "step-000000600").mkdir()  # not finished: no manifest
+        write_steps(run, {"step": 512, "epoch": 1, "loss": 0.25, "samples": 8})
+        shown = shoal("status", "click").stdout
+        told = json.loads(shoal("status", "click", "--json").stdout)
+    assert "alive" in shown
+    assert "/home/me/train.py --lr 0.1" in shown
+    assert "step 512, epoch 1, loss 0.25" in shown
+    assert "rank 0, process 41: running" in shown
+    assert "rank 1, process 42: exited with code -9" in shown
+    assert "step-000000500" in shown
+    assert told["checkpoint"].endswith("step-000000500")
+    assert told["progress"]["step"] == told["step"] == 512
+    assert told["processes"] == [
+        {"rank": 0, "pid": 41, "state": "running", "code": None},
+        {"rank": 1, "pid": 42, "state": "exited", "code": -9},
+    ]
+    assert told["events"][-1]["event"] == "worker-exited"
+    # Its supervisor is gone, and no worker outlives it.
+    assert json.loads(shoal("status", "click", "--json").stdout)["processes"][0]["state"] == "gone"
+
+
+def test_a_run_is_found_by_name_or_path(shoal: Shoal, make_run: MakeRun) -> None:
+    with make_run("click", run_dir="elsewhere"):
+        pass
+    for words in (["elsewhere/click"], ["click", "--run-dir", "elsewhere"]):
+        assert json.loads(shoal("status", *words, "--json").stdout)["name"] == "click"
+
+
+def test_an_unknown_run_is_answered_with_the_one_that_was_meant(shoal: Shoal, make_run: MakeRun) -> None:
+    with make_run("click-model"), make_run("other"):
+        for verb in ("status", "resume"):
+            result = shoal(verb, "clik-model")
+            assert result.exit_code == 2
+            assert "there is no run 'clik-model'. Did you mean 'click-model'?" in " ".join(
+                result.stderr.split()
+            )
+
+
+def test_brackets_in_a_name_are_shown_and_not_taken_for_colours(shoal: Shoal, make_run: MakeRun) -> None:
+    with make_run("[red]run"):
+        assert "[red]run" in shoal("status").stdout
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json(shoal: Shoal, make_run: MakeRun) -> None:
+    with make_run("click") as run:
+        write_steps(run, {"step": 1, "loss": float("nan"), "samples": 8})
+        assert json.loads(shoal("status", "click", "--json").stdout)["loss"] is None
+        assert " nan " in shoal("status").stdout
+
+
+def test_speed_is_measured_over_the_last_steps_where_they_carry_their_time() -> None:
+    lines = [{"step": step, "samples": 100, "time": 50.0 + step / 10} for step in range(5)]
+    assert runs.recent_rate(lines) == pytest.approx(1000.0)
+    assert runs.recent_rate(lines[:1]) is None
+    assert runs.recent_rate([{"step": 1, "samples": 100}] * 3) is None
+
+
+@given(
+    st.lists(st.fixed_dictionaries({"step": st.integers(), "loss": st.floats(allow_nan=False)}), max_size=20),
+    st.data(),
+)
+def test_a_file_cut_anywhere_gives_its_whole_lines(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "metrics.jsonl"
+    whole = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    cut = data.draw(st.integers(0, len(whole)))
+    path.write_bytes(whole[:cut])
+    found = runs.last_lines(path)
+    num_whole = whole[:cut].count(b"\n")
+    # The cut may fall just before a line's end: then it is whole, too.
+    assert found in (lines[:num_whole], lines[: num_whole + 1])
+
+
+def test_of_a_long_file_only_the_end_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "pad": "x" * 200}) + "\n" for step in range(5000)))
+    found = runs.last_lines(path, 2)
+    assert [line["step"] for line in found] == [4998, 4999]
+    assert 0 < len(runs.last_lines(path)) < 2000
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\x00\x00"])
+def test_files_that_hold_nonsense_read_as_nothing(shoal: Shoal, make_run: MakeRun, content: str) -> None:
+    with make_run("click") as run:
+        for name in ("metrics.jsonl", "summary.json", "events.jsonl", "config.json"):
+            (run.path / name).write_text(content)
+        assert shoal("status").exit_code == 0
+        assert shoal("status", "click").exit_code == 0
