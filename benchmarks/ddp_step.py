@@ -49,7 +49,12 @@ def compare(report: Report, kind: str, *, workers: int, steps: int, rounds: int)
             sides = [(shoal_runs, ours), (torch_runs, theirs)]
             for kept, command in sides if number % 2 else reversed(sides):
                 kept.append(run_once(command, out))
-    configuration: dict[str, Any] = {"workers": workers, "steps": steps, "rounds": rounds, "threads_per_worker": 1}
+    configuration: dict[str, Any] = {
+        "workers": workers,
+        "steps": steps,
+        "rounds": rounds,
+        "threads_per_worker": 1,
+    }
     for figure, aim in (("step_s", "ratio <= 1.03"), ("launch_s", "ratio < 1")):
         ratios = sorted(a[figure] / b[figure] for a, b in zip(shoal_runs, torch_runs, strict=True))
         values = {

@@ -64,7 +64,9 @@ class Report:
 
     def add(self, figure: str, values: dict[str, Any], **configuration: Any) -> None:
         """Write one figure down with the configuration it was measured in."""
-        line = json.dumps({"benchmark": self._name, "figure": figure, **values, "configuration": configuration})
+        line = json.dumps(
+            {"benchmark": self._name, "figure": figure, **values, "configuration": configuration}
+        )
         self._lines.append(line)
         print(line, flush=True)
 

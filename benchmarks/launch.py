@@ -13,10 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.harness import Report
 from shoal.cluster.api import LaunchConfig, launch
 from shoal.cluster.warm_client import WarmParent
-
-from benchmarks.harness import Report
 
 SCRIPT = Path(__file__).parent / "scripts" / "with_shoal.py"
 
@@ -50,9 +49,13 @@ def main(quick: bool = False) -> None:
     for count in counts:
         spread = sorted(measured[count])
         values = {"seconds": round(medians[count], 4), "spread": [round(spread[0], 4), round(spread[-1], 4)]}
-        report.add("fork to first step", values, workers=count, cores=cores, rounds=rounds, aim="seconds < 0.3")
+        report.add(
+            "fork to first step", values, workers=count, cores=cores, rounds=rounds, aim="seconds < 0.3"
+        )
     added = (medians[counts[-1]] - medians[1]) / (counts[-1] - 1)
-    report.add("each further worker", {"seconds": round(added, 4)}, cores=cores, rounds=rounds, aim="seconds < 0.05")
+    report.add(
+        "each further worker", {"seconds": round(added, 4)}, cores=cores, rounds=rounds, aim="seconds < 0.05"
+    )
     report.add("imports of the warm parent", {"seconds": round(warm.import_s, 3)}, cores=cores)
     report.save()
 

@@ -13,7 +13,9 @@ from benchmarks.models import ClickModel, click_arrays, image_arrays, resnet18
 from benchmarks.scripts.job import ByName
 
 
-def hand_written(model: nn.Module, loss: Any, optimizer: Any, inputs: Any, target: Any, batch: int, steps: int) -> None:
+def hand_written(
+    model: nn.Module, loss: Any, optimizer: Any, inputs: Any, target: Any, batch: int, steps: int
+) -> None:
     model.train()
     num_samples = target.shape[0]
     order = torch.randperm(num_samples)
@@ -29,7 +31,17 @@ def hand_written(model: nn.Module, loss: Any, optimizer: Any, inputs: Any, targe
         value.item()
 
 
-def compare(report: Report, name: str, build: Any, loss: Any, optimizer: Any, arrays: Any, batch: int, steps: int, rounds: int) -> None:
+def compare(
+    report: Report,
+    name: str,
+    build: Any,
+    loss: Any,
+    optimizer: Any,
+    arrays: Any,
+    batch: int,
+    steps: int,
+    rounds: int,
+) -> None:
     inputs, target = arrays
     torch.manual_seed(0)
     theirs_model = build()
@@ -39,10 +51,14 @@ def compare(report: Report, name: str, build: Any, loss: Any, optimizer: Any, ar
     data = shoal.Dataset.from_arrays((inputs, target)).shuffle(seed=0).batch(batch)
     values = alternate(
         lambda: timed(lambda: trainer.fit(data, max_steps=steps)),
-        lambda: timed(lambda: hand_written(theirs_model, loss, theirs_optimizer, inputs, target, batch, steps)),
+        lambda: timed(
+            lambda: hand_written(theirs_model, loss, theirs_optimizer, inputs, target, batch, steps)
+        ),
         rounds=rounds,
     )
-    report.add(name, values, batch=batch, steps_per_round=steps, threads=torch.get_num_threads(), aim="ratio <= 1.03")
+    report.add(
+        name, values, batch=batch, steps_per_round=steps, threads=torch.get_num_threads(), aim="ratio <= 1.03"
+    )
 
 
 def main(quick: bool = False) -> None:

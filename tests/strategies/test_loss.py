@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -80,7 +82,7 @@ def test_sums_of_slices_divided_by_their_counts_give_the_loss_of_the_batch(case:
     rule = loss_rule(loss)
     edges = [0, *sorted(cuts), N]
     total, count = torch.zeros((), dtype=torch.float64), 0.0
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         part, counted = rule(output[begin:end], target[begin:end], end - begin, N)
         total, count = total + part, count + counted
     whole = loss(output, target)

@@ -39,7 +39,10 @@ def test_a_frozen_layer_neither_mixes_nor_draws() -> None:
 
 def test_recurrent_and_attention_dropout_count() -> None:
     model = nn.ModuleDict(
-        {"lstm": nn.LSTM(4, 4, num_layers=2, dropout=0.1), "attention": nn.MultiheadAttention(4, 2, dropout=0.1)}
+        {
+            "lstm": nn.LSTM(4, 4, num_layers=2, dropout=0.1),
+            "attention": nn.MultiheadAttention(4, 2, dropout=0.1),
+        }
     )
     assert {layer.layer for layer in mixing_layers(model)} == {"lstm", "attention"}
 

@@ -31,7 +31,9 @@ def test_the_loss_is_the_global_mean(ranks: list[tuple[float, int]]) -> None:
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=6))
 def test_one_ranks_wish_is_everybodys(wishes: list[tuple[bool, bool, bool]]) -> None:
     verdict = decide(vector_of([1.0] * len(wishes), [1.0] * len(wishes), [Wishes(*wish) for wish in wishes]))
-    assert (verdict.stop, verdict.checkpoint, verdict.leave) == tuple(any(column) for column in zip(*wishes, strict=True))
+    assert (verdict.stop, verdict.checkpoint, verdict.leave) == tuple(
+        any(column) for column in zip(*wishes, strict=True)
+    )
 
 
 def test_a_loss_that_is_not_finite_names_its_rank_and_is_not_applied() -> None:

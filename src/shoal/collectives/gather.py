@@ -27,7 +27,10 @@ def gather_any(native: Native, value: Tensor | None) -> list[Tensor]:
         mine[: flat.numel()] = flat
     parts = native.all_gather(mine) if longest else [mine] * len(headers)
     known = next((header for header in headers if header[0]), None)
-    return [_decode(header, part[:size], known) for header, part, size in zip(headers, parts, num_bytes, strict=True)]
+    return [
+        _decode(header, part[:size], known)
+        for header, part, size in zip(headers, parts, num_bytes, strict=True)
+    ]
 
 
 def sum_in_rank_order(native: Native, values: Tensor) -> Tensor:

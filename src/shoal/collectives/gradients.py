@@ -26,7 +26,9 @@ class GradientExchange:
     its gradients come in: the collectives of a group are matched by order.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], native: Native, *, sparse: frozenset[str]) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], native: Native, *, sparse: frozenset[str]
+    ) -> None:
         self._native = native
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
@@ -44,10 +46,12 @@ class GradientExchange:
             for position, (index, offset) in enumerate(zip(bucket.indices, bucket.offsets, strict=True)):
                 parameter = self._parameters[index]
                 self._place[index] = number, offset, position
-                self._views[index] = self._memory[number][offset : offset + parameter.numel()].view(parameter.shape)
+                self._views[index] = self._memory[number][offset : offset + parameter.numel()].view(
+                    parameter.shape
+                )
         self._armed = False
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
             if index in self._place
         ]

@@ -34,6 +34,9 @@ class ModelCall:
 
 def _only_parameter(model: nn.Module) -> str | None:
     parameters = list(inspect.signature(model.forward).parameters.values())
-    if len(parameters) != 1 or parameters[0].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
+    if len(parameters) != 1 or parameters[0].kind in (
+        inspect.Parameter.VAR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+    ):
         return None
     return parameters[0].name

@@ -51,6 +51,7 @@ class Ddp:
                     self._native.broadcast(tensor)
         self._compute = Compute(job, check_loss=True)
         self._statistics = RunningStatistics(job.model)
+        self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
             trainable = [(name, p) for name, p in job.model.named_parameters() if p.requires_grad]
@@ -70,20 +71,23 @@ class Ddp:
         """Take gradients of the slice's mean that the user's own backward computed, weighted by its samples."""
         self._num_global = batch.num_global
         share = batch.num_local / batch.num_global
-        for parameter in self._job.model.parameters():
+        for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad = parameter.grad * share if share else None  # a borrowed sample gives nothing, NaN or not
+                parameter.grad = (
+                    parameter.grad * share if share else None
+                )  # a borrowed sample gives nothing, NaN or not
         self._announce(LossSum(torch.zeros(()), float(batch.num_local), None), share)
 
     def commit(self) -> Verdict:
         """Finish the exchange, then clip, decide and update alike on every rank."""
-        assert self._exchange is not None and self.optimizer is not None
+        assert self._exchange is not None
+        assert self.optimizer is not None
         self._native.finish(self._vector_work, "the exchange of losses and counts")
         self._exchange.finish()
         if self._statistics:
             self._native.finish(self._statistics_work, "the exchange of BatchNorm statistics")
             self._statistics.write(self._statistics_sum)
-        verdict = update(self._job, self.optimizer, decide(self._vector), self._num_global)
+        verdict = update(self._job, self.optimizer, self._parameters, decide(self._vector), self._num_global)
         self.step += 1
         return verdict
 
@@ -124,7 +128,11 @@ class Ddp:
         self._exchange.arm()
 
     def _refuse_different_models(self, model: nn.Module) -> None:
-        mine = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+        mine = {
+            name: f"{tuple(t.shape)} {t.dtype}"
+            for name, t in model.state_dict().items()
+            if isinstance(t, torch.Tensor)
+        }
         raw = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         described = [json.loads(bytes(part.tolist())) for part in gather_any(self._native, raw)]
         for rank, other in enumerate(described):
@@ -143,5 +151,7 @@ def _sparse_parameters(model: nn.Module) -> frozenset[str]:
     return frozenset(
         names[id(module.weight)]
         for module in model.modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and id(module.weight) in names
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and module.sparse
+        and id(module.weight) in names
     )

@@ -57,9 +57,10 @@ def watch_randomness(model: nn.Module) -> Callable[[], list[MixingLayer]]:
 
     def leave(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not torch.equal(before.pop(name), torch.default_generator.get_state()):
-                if not any(inner.startswith(f"{name}." if name else "") for inner in drew):
-                    drew[name] = type(module).__name__
+            same = torch.equal(before.pop(name), torch.default_generator.get_state())
+            inside = any(inner.startswith(f"{name}." if name else "") for inner in drew)
+            if not same and not inside:
+                drew[name] = type(module).__name__
 
         return hook
 

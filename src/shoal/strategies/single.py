@@ -36,6 +36,7 @@ class Single:
         job.model.to(job.device)
         self._compute = Compute(job, check_loss=self._num_slices > 1 or job.num_micro > 1)
         self._statistics = RunningStatistics(job.model)
+        self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
 
@@ -58,9 +59,13 @@ class Single:
         assert self.optimizer is not None
         job, contributed = self._job, self._contributed
         vector = contribution(
-            rank=0, num_workers=1, loss_total=float(contributed.total), count=contributed.count, wishes=job.wishes
+            rank=0,
+            num_workers=1,
+            loss_total=float(contributed.total),
+            count=contributed.count,
+            wishes=job.wishes,
         )
-        verdict = update(job, self.optimizer, decide(vector), self._num_global)
+        verdict = update(job, self.optimizer, self._parameters, decide(vector), self._num_global)
         self.step += 1
         return verdict
 

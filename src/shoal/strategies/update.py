@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,14 @@ from torch import Tensor, nn
 from shoal.strategies.protocol import TrainJob, Verdict
 
 
-def update(job: TrainJob, optimizer: torch.optim.Optimizer, verdict: Verdict, num_global: int) -> Verdict:
+def update(
+    job: TrainJob,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    verdict: Verdict,
+    num_global: int,
+) -> Verdict:
     """Apply the step, or leave it out; the gradients are gone afterwards."""
-    parameters = [parameter for parameter in job.model.parameters() if parameter.grad is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if verdict.applied:
         # Backward divided by samples. What the loss really counted travelled with it; mostly it is the same.
@@ -39,6 +45,7 @@ def update(job: TrainJob, optimizer: torch.optim.Optimizer, verdict: Verdict, nu
 
 def _norm(gradients: list[Tensor]) -> float:
     dense = [
-        gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient for gradient in gradients
+        gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+        for gradient in gradients
     ]
     return float(nn.utils.get_total_norm(dense)) if dense else 0.0

@@ -16,14 +16,13 @@ from shoal.strategies.protocol import Verdict, Wishes
 _COUNT, _STOP, _CHECKPOINT, _LEAVE, _LOSSES = range(5)
 
 
-def contribution(
-    *, rank: int, num_workers: int, loss_total: float, count: float, wishes: Wishes
-) -> Tensor:
+def contribution(*, rank: int, num_workers: int, loss_total: float, count: float, wishes: Wishes) -> Tensor:
     """One rank's vector; the sum of all is what `decide` reads."""
     losses = [0.0] * num_workers
     losses[rank] = loss_total
     return torch.tensor(
-        [count, float(wishes.stop), float(wishes.checkpoint), float(wishes.leave), *losses], dtype=torch.float64
+        [count, float(wishes.stop), float(wishes.checkpoint), float(wishes.leave), *losses],
+        dtype=torch.float64,
     )
 
 

@@ -21,7 +21,14 @@ Tick = Callable[[Slice], None]
 
 
 def evaluate(
-    strategy: Strategy, job: TrainJob, batches: Batches, metrics: MetricSet, *, rank: int, num_workers: int, tick: Tick
+    strategy: Strategy,
+    job: TrainJob,
+    batches: Batches,
+    metrics: MetricSet,
+    *,
+    rank: int,
+    num_workers: int,
+    tick: Tick,
 ) -> dict[str, float]:
     """Mean loss and metrics over all of `batches`, equal on every rank."""
     metrics.reset()

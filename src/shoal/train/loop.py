@@ -165,7 +165,9 @@ class FitLoop:
     def _indices_of(self, rank: int, part: Slice) -> list[int]:
         if rank == self._rank:
             return list(part.indices)
-        theirs = self._batches.slices(epoch=part.epoch, start=part.start, rank=rank, num_workers=self._num_workers)
+        theirs = self._batches.slices(
+            epoch=part.epoch, start=part.start, rank=rank, num_workers=self._num_workers
+        )
         return list(next(iter(theirs)).indices)
 
     def _write_down(self, part: Slice, verdict: Verdict) -> None:
@@ -181,7 +183,12 @@ class FitLoop:
         self._each(lambda callback: callback.on_step_end(trainer, logs))
         extra = trainer.take_logged()
         if self._log is not None:
-            line = {"step": position.step, "epoch": position.epoch, "loss": verdict.loss, "samples": part.num_global}
+            line = {
+                "step": position.step,
+                "epoch": position.epoch,
+                "loss": verdict.loss,
+                "samples": part.num_global,
+            }
             self._log.write({**line, **extra})
         now = time.monotonic()
         if now - self._reported_at >= _REPORT_EVERY_S:
@@ -212,11 +219,11 @@ class FitLoop:
         """At which step this fit will end, as far as one can know."""
         position = self._position
         in_epoch = self._batches.num_steps(self._num_workers)
+        rest = self._batches.num_steps(self._num_workers, start=position.next_index)
         ends = [self._last_step] if self._last_step is not None else []
-        if in_epoch is not None and self._last_epoch is not None:
-            rest = self._batches.num_steps(self._num_workers, start=position.next_index)
-            assert rest is not None
-            ends.append(position.step + rest + in_epoch * max(self._last_epoch - position.epoch - 1, 0))
+        if in_epoch is not None and rest is not None and self._last_epoch is not None:
+            epochs_left = self._last_epoch - position.epoch
+            ends.append(position.step + (rest + in_epoch * (epochs_left - 1) if epochs_left > 0 else 0))
         return min(ends) if ends else None
 
     def _end_epoch(self, *, halfway: bool) -> None:

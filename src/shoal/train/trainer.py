@@ -107,7 +107,9 @@ class Trainer:
             "compile": compile,
             "on_nonfinite": on_nonfinite,
         }
-        self._device = torch.device(device) if device is not None else _default_device(self.num_workers, self.rank)
+        self._device = (
+            torch.device(device) if device is not None else _default_device(self.num_workers, self.rank)
+        )
         self.train_metrics = MetricSet(metrics, loss_kind=self._loss.outputs_are)
         self.evaluation_metrics = MetricSet(metrics, loss_kind=self._loss.outputs_are)
         # Those that save come last, so that what they save holds the others' state of the same moment.
@@ -137,11 +139,15 @@ class Trainer:
         _check_limit("epochs", epochs)
         _check_limit("max_steps", max_steps)
         if self._optimizer_or_factory is None:
-            raise ConfigError("fit needs an optimizer: Trainer(optimizer=lambda params: torch.optim.SGD(params, lr=0.1)).")
+            raise ConfigError(
+                "fit needs an optimizer: Trainer(optimizer=lambda params: torch.optim.SGD(params, lr=0.1))."
+            )
         if epochs is None and max_steps is None:
             epochs = 1
         batches = as_batches(data, default_seed=self.seed)
-        validation = as_batches(validation_data, default_seed=self.seed) if validation_data is not None else None
+        validation = (
+            as_batches(validation_data, default_seed=self.seed) if validation_data is not None else None
+        )
         self._begin("fit", f"epochs={epochs}, max_steps={max_steps}, samples={batches.num_samples}")
         resumed = saving.resume(self, batches, "auto" if self.job.resume and resume is None else resume)
         if resumed is not None and resumed.finished is not None:

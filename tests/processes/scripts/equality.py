@@ -100,18 +100,28 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "pair": (mlp, (X, MASKED), dict(loss=masked_pair, **SGD)),
     "functional": (mlp, (X, LABEL), dict(loss=F.cross_entropy, **SGD)),
     "regression": (mlp, (X, seeded(N, 4, seed=9)), dict(loss=nn.MSELoss(), **ADAM)),
-    "summed": (mlp, (X, seeded(N, 4, seed=9)), dict(loss=nn.MSELoss(reduction="sum"), optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))),
+    "summed": (
+        mlp,
+        (X, seeded(N, 4, seed=9)),
+        dict(loss=nn.MSELoss(reduction="sum"), optimizer=lambda p: torch.optim.SGD(p, lr=1e-3)),
+    ),
     "clipped": (mlp, (X, LABEL), dict(loss=nn.CrossEntropyLoss(), clip_norm=0.05, **SGD)),
     "accumulated": (mlp, (X, MASKED), dict(loss=nn.CrossEntropyLoss(), accumulate=3, **ADAM)),
     "scheduled": (
         mlp,
         (X, LABEL),
-        dict(loss=nn.CrossEntropyLoss(), scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5), **SGD),
+        dict(
+            loss=nn.CrossEntropyLoss(), scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5), **SGD
+        ),
     ),
     "keywords": (TwoInputs, ({"x": X, "wide": WIDE}, LABEL), dict(loss=nn.CrossEntropyLoss(), **ADAM)),
     "positional": (TwoInputs, (X, WIDE, LABEL), dict(loss=nn.CrossEntropyLoss(), **ADAM)),
     "dict and tuple": (Wide, ({"x": X, "wide": WIDE}, LABEL), dict(loss=first_of, **ADAM)),
-    "unused": (Sometimes, (X, LABEL), dict(loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))),
+    "unused": (
+        Sometimes,
+        (X, LABEL),
+        dict(loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
+    ),
     "dense rows": (lambda: Rows(False), (IDS, LABEL), dict(loss=nn.CrossEntropyLoss(), **ADAM)),
     "sparse rows": (
         lambda: Rows(True),
@@ -134,7 +144,9 @@ def run(name: str, results: dict[str, torch.Tensor], report: dict[str, Any]) -> 
     results |= {f"{name}/{key}": tensor.clone() for key, tensor in trainer.model.state_dict().items()}
     for number, tensor in enumerate(predicted if isinstance(predicted, tuple) else (predicted,)):
         results[f"{name}/predicted {number}"] = tensor.contiguous()
-    report[name]["none"] = [key for key, p in trainer.model.named_parameters() if trainer.strategy.optimizer.state[p] == {}]
+    report[name]["none"] = [
+        key for key, p in trainer.model.named_parameters() if trainer.strategy.optimizer.state[p] == {}
+    ]
 
 
 def custom_loop(results: dict[str, torch.Tensor], report: dict[str, Any]) -> None:
