@@ -77,6 +77,12 @@ def user_traceback(error: BaseException) -> str:
     return "".join(told.format())
 
 
+def without_launcher(lines: list[str]) -> list[str]:
+    """What a crashed interpreter wrote of its stack, without our part of it and the list of all that was loaded."""
+    launcher = ('  File "<frozen runpy>"', f'  File "{_SHOAL}cluster{os.sep}', "Extension modules:")
+    return [line for line in lines if not line.startswith(launcher)]
+
+
 def _trim(told: traceback.TracebackException, seen: set[int]) -> None:
     if id(told) in seen:
         return

@@ -83,9 +83,9 @@ class Log:
         with contextlib.suppress(OSError, ValueError):
             self._file.write(data)
 
-    def last_lines(self, count: int) -> list[str]:
+    def last_lines(self) -> list[str]:
         """The newest lines."""
-        return self._tail.decode(errors="replace").splitlines()[-count:]
+        return self._tail.decode(errors="replace").splitlines()
 
     def close(self) -> None:
         """Let go of the file; `last_lines` still answers."""

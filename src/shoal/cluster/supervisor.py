@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from shoal.cluster import fate, output
+from shoal.cluster import failure, fate, output
 from shoal.cluster.coordinator_process import CoordinatorSpec
 from shoal.cluster.display import Display
 from shoal.cluster.fate import LEAVE_SIGNALS, Fate, Patience
@@ -70,7 +70,7 @@ class Supervisor:
 
     def supervise(self) -> None:
         """Start everything, watch it, and return when all of it is gone."""
-        with self._warm.in_use(), _listening() as (listener, way_in), SignalInbox() as inbox, self._selector:
+        with self._selector, self._warm.in_use(), _listening() as (listener, way_in), SignalInbox() as inbox:
             self._selector.register(inbox, selectors.EVENT_READ, inbox)
             self._selector.register(self._warm, selectors.EVENT_READ, self._warm)
             try:
@@ -212,7 +212,9 @@ class Supervisor:
                 with contextlib.suppress(KeyError):  # its other end may have been closed before
                     self._selector.unregister(fd)
             _close(worker)
-            self.outcome.last_lines[worker.rank] = worker.log.last_lines(NUM_LAST_LINES)
+            self.outcome.last_lines[worker.rank] = failure.without_launcher(worker.log.last_lines())[
+                -NUM_LAST_LINES:
+            ]
             self._run.event("worker-exited", rank=worker.rank, code=code)
             self._feed(fate.Exited(worker.rank, code))
 

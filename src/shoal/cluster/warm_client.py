@@ -133,6 +133,8 @@ class WarmParent:
     def close(self) -> None:
         """End the process and every child it has. Safe to call twice."""
         self._sock.close()
+        if not self.is_ready:
+            self._process.kill()  # busy importing, and without children yet
         try:
             self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:

@@ -1,0 +1,163 @@
+"""Asked once, a job finishes its step, saves and leaves; asked twice, it leaves now; and a killed one leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from launched import Launched
+from waiting import wait_until
+
+from shoal.cluster.api import resume_config
+from shoal.core.errors import Interrupted
+
+Launch = Callable[..., Launched]
+AtFile = Callable[[Path, Callable[[], object]], None]
+
+ONCE = "finishing the step and saving; Ctrl-C again to leave now"
+
+TRAINING = """
+    import pathlib, time, shoal
+    from shoal.cluster import session
+    from shoal.core.errors import Interrupted
+    session.begin_call("fit", "")
+    step = 0
+    while session.stop_requested() is None:
+        step += 1
+        pathlib.Path(f"at-work-{shoal.rank()}").touch()
+        time.sleep(0.01)
+    session.saved("checkpoints/last", step)
+    raise Interrupted(signal_name=session.stop_requested(), step=step, checkpoint="checkpoints/last")
+"""
+
+DEAF = """
+    import pathlib, time, shoal
+    from shoal.cluster import session
+    session.begin_call("fit", "")
+    pathlib.Path("at-work-1").touch()
+    while True:
+        time.sleep(0.01)
+"""
+
+
+def ask(signum: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), signum)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_asked_once_a_job_saves_and_leaves(
+    launch_script: Launch, at_file: AtFile, tmp_path: Path, signum: signal.Signals, code: int
+) -> None:
+    before = signal.getsignal(signum)
+    at_file(tmp_path / "at-work-1", ask(signum))
+    done = launch_script(TRAINING, workers=2)
+    assert isinstance(done.error, Interrupted)
+    assert (done.exit_code, done.summary["exit"]) == (code, code)
+    assert (done.error.signal_name, done.error.checkpoint) == (signum.name, "checkpoints/last")
+    assert "Go on with `shoal resume runs/script-1`" in str(done.error)
+    assert done.stderr.count(ONCE) == 1
+    assert "Traceback" not in done.stderr + str(done.error)
+    assert signal.getsignal(signum) is before
+
+
+def test_asked_twice_a_job_leaves_now(launch_script: Launch, at_file: AtFile, tmp_path: Path) -> None:
+    asked_at: list[float] = []
+
+    def ask_twice() -> None:
+        asked_at.append(time.monotonic())
+        ask(signal.SIGINT)()
+        assert wait_until(lambda: "asked-to-leave" in (tmp_path / "runs/script-1/events.jsonl").read_text())
+        ask(signal.SIGINT)()
+
+    at_file(tmp_path / "at-work-1", ask_twice)
+    done = launch_script(DEAF, workers=2)
+    assert done.exit_code == 130
+    assert time.monotonic() - asked_at[0] < 5.0
+
+
+def test_a_job_that_does_not_leave_in_time_is_killed_and_says_who(
+    launch_script: Launch, at_file: AtFile, tmp_path: Path
+) -> None:
+    at_file(tmp_path / "at-work-1", ask(signal.SIGTERM))
+    done = launch_script(DEAF, workers=2, grace_s=0.3)
+    assert done.exit_code == 143
+    assert "Workers 0, 1 did not leave in time" in str(done.error)
+
+
+def test_before_its_first_call_a_script_leaves_at_once(
+    launch_script: Launch, at_file: AtFile, tmp_path: Path
+) -> None:
+    at_file(tmp_path / "loading-1", ask(signal.SIGINT))
+    done = launch_script(
+        """
+        import pathlib, time, shoal
+        pathlib.Path(f"loading-{shoal.rank()}").touch()
+        time.sleep(600)
+        """,
+        workers=2,
+    )
+    assert isinstance(done.error, Interrupted)
+    assert done.exit_code == 130
+
+
+def test_a_worker_asked_by_somebody_else_takes_the_job_with_it(launch_script: Launch) -> None:
+    done = launch_script(
+        TRAINING.replace("step = 0", "step = 0; import os; shoal.rank() == 1 and os.kill(os.getpid(), 15)"),
+        workers=2,
+    )
+    assert isinstance(done.error, Interrupted)
+    assert done.exit_code == 143
+
+
+def test_an_error_while_leaving_is_not_hidden(launch_script: Launch, at_file: AtFile, tmp_path: Path) -> None:
+    at_file(tmp_path / "at-work-1", ask(signal.SIGINT))
+    done = launch_script(TRAINING.replace("session.saved", "raise OSError('disk full') #"), workers=2)
+    assert done.exit_code == 1
+    assert "OSError: disk full" in str(done.error)
+
+
+def test_ctrl_c_while_torch_is_imported_leaves_at_once(
+    supervisor_process: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    process = supervisor_process("raise AssertionError('never')")
+    assert wait_until((tmp_path / "runs/script-1/events.jsonl").exists, 20.0)
+    assert wait_until(lambda: bool(psutil.Process(process.pid).children()), 20.0)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10.0) == 130
+
+
+def test_a_killed_supervisor_leaves_no_process(
+    supervisor_process: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    process = supervisor_process(
+        """
+        import pathlib, subprocess, time, shoal
+        from torch.utils.data import DataLoader
+        loader = iter(DataLoader(list(range(1000)), num_workers=1))
+        next(loader)
+        subprocess.Popen(["sleep", "600"])
+        pathlib.Path(f"at-work-{shoal.rank()}").touch()
+        time.sleep(600)
+        """,
+        workers=2,
+        name="mine",
+    )
+    for rank in range(2):
+        assert wait_until((tmp_path / f"at-work-{rank}").exists, 60.0), (
+            tmp_path / "supervisor.log"
+        ).read_text()
+    family = psutil.Process(process.pid).children(recursive=True)
+    # Warm parent, coordinator, two workers, and of each worker a DataLoader worker and a `sleep`.
+    assert len(family) >= 8
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(family, timeout=5.0)
+    assert not alive
+    again = resume_config(tmp_path / "runs" / "mine", workers=1)
+    assert (again.resume, again.workers, again.script) == (True, 1, str(tmp_path / "script.py"))
