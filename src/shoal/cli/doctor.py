@@ -59,8 +59,10 @@ def findings(run_dir: Path) -> Iterator[Finding]:
     yield machine.runtime_directory()
     yield machine.disk(run_dir)
     yield machine.descriptors()
-    yield from torch_and_devices()
-    yield warm_parent()
+    torch = list(torch_and_devices())
+    yield from torch
+    if all(finding.level is not Level.FAIL for finding in torch):
+        yield warm_parent()
 
 
 def cores() -> Iterator[Finding]:
@@ -112,14 +114,9 @@ def warm_parent() -> Finding:
                 result = launch(config, warm=warm)
                 seconds = time.perf_counter() - begin
         except ShoalError as error:
-            return Finding(Level.FAIL, "processes", str(error), "see above")
+            return Finding(Level.FAIL, "processes", str(error))
     if result.exit_code:
-        return Finding(
-            Level.FAIL,
-            "processes",
-            str(result.error),
-            f"exit code {result.exit_code} of a script that does nothing",
-        )
+        return Finding(Level.FAIL, "processes", f"a script that does nothing: {result.error}")
     return ok(
         "processes",
         f"torch and shoal imported once in {warm.import_s:.1f} s, then two workers begin and end in {seconds:.2f} s",

@@ -12,7 +12,11 @@ from shoal.core.strategy_names import STRATEGIES
 
 def complete_strategy(incomplete: str) -> list[tuple[str, str]]:
     """For the shell: strategies and, up to the colon, what they are."""
-    return [(name, meaning.partition(":")[0]) for name, meaning in STRATEGIES.items() if name.startswith(incomplete)]
+    return [
+        (name, meaning.partition(":")[0])
+        for name, meaning in STRATEGIES.items()
+        if name.startswith(incomplete)
+    ]
 
 
 def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:

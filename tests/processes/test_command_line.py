@@ -1,0 +1,108 @@
+"""The command line as a user has it: a process of its own, from the first word to the exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Shoal = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def shoal(tmp_path: Path) -> Shoal:
+    """`shoal(*words)` in a folder of its own, where `train.py` is `script`."""
+
+    def run(*words: str, script: str = "") -> subprocess.CompletedProcess[str]:
+        if script:
+            (tmp_path / "train.py").write_text(textwrap.dedent(script))
+        command = [sys.executable, "-m", "shoal", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
+
+    return run
+
+
+def test_run_gives_the_script_its_arguments_and_leaves_a_finished_run(shoal: Shoal) -> None:
+    script = """
+        import sys, shoal
+        print(shoal.rank(), shoal.num_workers(), sys.argv[1:])
+    """
+    done = shoal("run", "-n", "2", "--name", "words", "train.py", "--lr", "0.1", "-n", "5", script=script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 2 ['--lr', '0.1', '-n', '5']\n"
+    (run,) = json.loads(shoal("status", "--json").stdout)
+    assert (run["name"], run["state"], run["strategy"], run["workers"]) == ("words", "finished", "ddp", 2)
+
+
+def test_the_exit_code_is_the_scripts_own(shoal: Shoal) -> None:
+    assert shoal("run", "train.py", script="raise SystemExit(7)").returncode == 7
+
+
+def test_a_failing_script_shows_its_traceback_once_and_no_launcher_frames(shoal: Shoal) -> None:
+    done = shoal("run", "-n", "2", "train.py", script="raise ValueError('mine')")
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: mine") == 1
+    assert "cli/" not in done.stderr
+    assert "cluster/" not in done.stderr
+
+
+def test_resume_goes_on_from_the_newest_checkpoint_with_other_workers(shoal: Shoal, tmp_path: Path) -> None:
+    script = """
+        import pathlib, torch, shoal
+        from torch import nn
+
+        class FailOnce(shoal.callbacks.Callback):
+            ranks = "every"
+
+            def on_step_end(self, trainer, *rest):
+                if trainer.step == 12 and not pathlib.Path("failed").exists():
+                    pathlib.Path("failed").touch()
+                    raise RuntimeError("the power went out")
+
+        x, y = torch.randn(64, 4), torch.randn(64, 1)
+        trainer = shoal.Trainer(
+            nn.Linear(4, 1),
+            loss=nn.MSELoss(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+            callbacks=[shoal.callbacks.ModelCheckpoint(every_steps=5), FailOnce()],
+        )
+        trainer.fit(shoal.Dataset.from_arrays((x, y)).batch(16), max_steps=20)
+        print("trained on", shoal.num_workers(), "to step", trainer.step)
+    """
+    first = shoal("run", "-n", "2", "--name", "click", "train.py", script=script)
+    assert first.returncode == 1, first.stderr
+    assert "the power went out" in first.stderr
+    status = json.loads(shoal("status", "click", "--json").stdout)
+    assert (status["state"], status["workers"]) == ("failed", 2)
+    assert status["checkpoint"].endswith("step-000000010")
+
+    second = shoal("resume", "click", "-n", "3")
+    assert second.returncode == 0, second.stderr
+    assert "trained on 3 to step 20" in second.stdout
+    steps = [
+        json.loads(line)["step"] for line in (tmp_path / "runs/click/metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == list(range(1, 21))
+    status = json.loads(shoal("status", "click", "--json").stdout)
+    assert (status["state"], status["workers"], status["step"]) == ("finished", 3, 20)
+
+
+def test_verify_is_a_process_with_an_exit_code(shoal: Shoal) -> None:
+    script = """
+        import torch, shoal
+        from torch import nn
+
+        data = shoal.Dataset.from_arrays((torch.randn(50, 4), torch.randn(50, 1)))
+        trainer = shoal.Trainer(
+            nn.Linear(4, 1), loss=nn.MSELoss(), optimizer=lambda params: torch.optim.SGD(params, lr=0.01)
+        )
+        trainer.fit(data.batch(16), epochs=2)
+    """
+    done = shoal("verify", "train.py", "-n", "2", "--strategy", "ddp", "--steps", "5", script=script)
+    assert done.returncode == 0, done.stderr
+    assert "equal: ddp on 2 workers computes what one process does" in done.stdout

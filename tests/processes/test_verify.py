@@ -1,0 +1,193 @@
+"""`shoal verify` over real jobs: equal where it must be, and not fooled where it must not."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from shoal.cli import app
+from shoal.cluster import warm_client
+from shoal.cluster.warm_client import WarmParent
+
+Verify = Callable[..., Result]
+
+DATA = """
+import torch, shoal
+from torch import nn
+
+torch.manual_seed(3)
+x, y = torch.randn(103, 8), torch.randint(0, 3, (103,))
+data = shoal.Dataset.from_arrays((x, y)).shuffle(seed=0)
+
+def train(model, loss=None, batch=16, **options):
+    trainer = shoal.Trainer(
+        model,
+        loss=loss or nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        **options,
+    )
+    trainer.fit(data.batch(batch), epochs=2)
+    raise AssertionError("the script ends with the last step")
+"""
+
+MLP = "nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))"
+
+
+@pytest.fixture
+def verify(warm_parent: WarmParent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Verify:
+    """`shoal verify` of a script, with the session's warm parent in place of one of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(warm_client, "WarmParent", lambda: contextlib.nullcontext(warm_parent))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+
+    def verify(script: str, *args: str) -> Result:
+        Path("train.py").write_text(DATA + textwrap.dedent(script))
+        result = CliRunner().invoke(app, ["verify", "train.py", "--steps", "10", *args], prog_name="shoal")
+        assert list((tmp_path / "temporary").iterdir()) == [], "a run directory was left behind"
+        assert not Path("runs").exists()
+        return result
+
+    return verify
+
+
+def told(result: Result) -> str:
+    return " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("workers", ["2", "3", "4"])
+def test_a_plain_model_is_equal_and_one_process_needs_no_slices(verify: Verify, workers: str) -> None:
+    # 103 samples in batches of 16: step 7 has 7 samples, cut unevenly by 2, 3 and 4.
+    result = verify(f"train({MLP})", "-n", workers, "--strategy", "ddp")
+    assert result.exit_code == 0, result.output
+    assert f"equal: ddp on {workers} workers computes what one process does" in told(result)
+    assert "slices" not in result.output
+    assert "0.weight" in result.stdout
+    assert "loss of a step" in result.stdout
+
+
+@pytest.mark.parametrize("workers", ["2", "3", "4"])
+def test_batchnorm_and_dropout_are_named_and_compared_slice_by_slice(verify: Verify, workers: str) -> None:
+    result = verify(
+        "train(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)))",
+        "-n",
+        workers,
+    )
+    assert result.exit_code == 0, result.output
+    assert "1 (BatchNorm1d) mixes the batch" in told(result)
+    assert "3 (Dropout) draws random numbers" in told(result)
+    assert f"the {workers} workers' slices in turn, with the workers' seeds" in told(result)
+
+
+@pytest.mark.parametrize("workers", ["2", "3", "4"])
+def test_a_masked_and_weighted_loss_is_equal(verify: Verify, workers: str) -> None:
+    result = verify(
+        f"""
+        y[torch.rand(103) < 0.4] = -100
+        train({MLP}, loss=nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 5.0]), ignore_index=-100))
+        """,
+        "-n",
+        workers,
+    )
+    assert result.exit_code == 0, result.output
+    assert "slices" not in result.output
+
+
+def test_fewer_samples_than_workers_in_the_last_batch_is_equal(verify: Verify) -> None:
+    # 103 = 10 * 10 + 3: the last batch of an epoch leaves a fourth worker without a sample.
+    result = verify(f"train({MLP}, batch=10)", "-n", "4", "--steps", "12")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_script_whose_gradients_depend_on_the_rank_is_caught(verify: Verify) -> None:
+    result = verify(
+        f"""
+        scale = 1 + shoal.rank()
+        train({MLP}, loss=lambda output, target: nn.functional.cross_entropy(output, target) * scale)
+        """,
+        "-n",
+        "2",
+    )
+    assert result.exit_code == 1, result.output
+    assert "not equal: ddp on 2 workers computes something else than one process" in told(result)
+
+
+def test_a_layer_that_mixes_without_being_known_for_it_is_said(verify: Verify) -> None:
+    result = verify(
+        """
+        class Centred(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(8, 3)
+
+            def forward(self, x):
+                return self.linear(x - x.mean(0))
+
+        train(Centred())
+        """,
+        "-n",
+        "3",
+    )
+    assert result.exit_code == 0, result.output
+    assert "Something in the model or the loss mixes the batch" in told(result)
+    assert "equal: ddp on 3 workers" in told(result)
+
+
+def test_a_loop_of_ones_own_is_compared_too(verify: Verify) -> None:
+    result = verify(
+        f"""
+        model = {MLP}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, batches = shoal.setup(model, optimizer, data.batch(16))
+        for epoch in range(3):
+            for inputs, target in batches:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), target).backward()
+                optimizer.step()
+        """,
+        "-n",
+        "3",
+    )
+    assert result.exit_code == 0, result.output
+    assert "equal: ddp on 3 workers" in told(result)
+
+
+def test_fewer_steps_than_asked_for_are_said(verify: Verify) -> None:
+    result = verify(f"train({MLP}, batch=103)", "-n", "2")
+    assert result.exit_code == 0, result.output
+    assert "The script trains for 2 steps; 10 were asked for." in told(result)
+
+
+def test_a_tolerance_below_rounding_finds_rounding(verify: Verify) -> None:
+    result = verify(f"train({MLP})", "-n", "3", "--tolerance", "0")
+    assert result.exit_code == 1
+    assert "differ by more than 0e+00 in float64" in told(result)
+
+
+def test_a_script_that_never_trains_is_told_so(verify: Verify) -> None:
+    result = verify("print('no training here')", "-n", "2")
+    assert result.exit_code == 2
+    assert "ended without training" in " ".join(result.stderr.split())
+    assert "no training here" not in result.output
+
+
+def test_a_script_that_fails_shows_its_own_error_once(verify: Verify) -> None:
+    result = verify("raise ValueError('mine')", "-n", "2")
+    assert result.exit_code == 1
+    assert result.stderr.count("ValueError: mine") == 1
+    assert "equal" not in result.stdout
+
+
+def test_a_script_that_leaves_with_a_code_gives_that_code(verify: Verify) -> None:
+    assert verify("raise SystemExit(7)", "-n", "2").exit_code == 7
+
+
+def test_arguments_behind_the_dashes_reach_the_script(verify: Verify) -> None:
+    result = verify("import sys; raise SystemExit(len(sys.argv))", "-n", "2", "--", "--lr", "0.1", "-x")
+    assert result.exit_code == 4
