@@ -1,0 +1,69 @@
+"""When a callback is called, on which ranks, and what it is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from shoal.train.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogs:
+    """What is known of a step once it is committed; equal on every rank."""
+
+    epoch: int
+    """The epoch it belongs to, from 0."""
+
+    step: int
+    """Its number, from 1."""
+
+    loss: float
+    """Mean loss over the global batch."""
+
+    samples: int
+    """Samples in the global batch."""
+
+    lr: float
+    """Learning rate of the first parameter group."""
+
+    grad_norm: float | None
+    """Norm of the gradient before clipping, where clipping asked for it."""
+
+
+class Callback:
+    """Something to do beside training. Every hook may be left out.
+
+    What a hook raises is the script's own error and ends the run with its
+    traceback. A hook of a callback that runs on rank 0 alone must not call
+    anything collective (saving, evaluating): the other ranks would not come.
+    """
+
+    ranks: ClassVar[Literal["zero", "every"]] = "zero"
+    """Where it runs: on rank 0 (what writes, prints, reports) or on every rank (what saves or decides)."""
+
+    runs_last: ClassVar[bool] = False
+    """True for those that save, so that what they save holds the others' state of the same moment."""
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """A fit begins, or goes on from a checkpoint: `trainer.step` says where."""
+
+    def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
+        """A step is committed."""
+
+    def on_epoch_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
+        """An epoch is over and validated: its loss and metrics, and those of the validation as val_*."""
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """The fit came to its end; not called when an error ended it."""
+
+    def on_checkpoint(self, trainer: Trainer, path: str) -> None:
+        """A checkpoint that was wished for is written."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must keep of this callback: numbers, strings, lists and dicts."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
