@@ -6,7 +6,7 @@ slices in turn with the workers' seeds; so they are named.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,18 @@ def mixing_layers(model: nn.Module) -> list[MixingLayer]:
         elif _draws(module):
             found.append(MixingLayer(name or "the model", type(module).__name__, DRAWS))
     return found
+
+
+def describe_mixing(layers: list[MixingLayer]) -> Iterator[str]:
+    """A line for each kind of mixing, naming the first layers."""
+    for why, means in (
+        (MIXES, "each worker normalises its own slice; running statistics are averaged at every step"),
+        (DRAWS, "each worker draws its own numbers, a function of seed, rank and step"),
+    ):
+        named = [f"{layer.layer} ({layer.kind})" for layer in layers if layer.why == why]
+        if named:
+            more = f" and {len(named) - 2} more" if len(named) > 2 else ""
+            yield f"{', '.join(named[:2])}{more}: {means}"
 
 
 def watch_randomness(model: nn.Module) -> Callable[[], list[MixingLayer]]:

@@ -101,7 +101,8 @@ class CustomLoop:
                 )
             return self._commit()
 
-        # A bound method, because schedulers look at `optimizer.step.__func__`.
+        # Schedulers mark the step they have seen, and look for a bound method.
+        step.__dict__.update(getattr(update, "__dict__", {}))
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def _commit(self) -> None:

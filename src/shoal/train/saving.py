@@ -21,6 +21,7 @@ from shoal.data.batches import Batches
 from shoal.strategies.optimizer_state import optimizer_settings
 from shoal.strategies.protocol import Piece, PieceReader
 from shoal.strategies.state import MODEL
+from shoal.train.callbacks.model_checkpoint import ModelCheckpoint
 from shoal.train.checkpoint import Checkpoint, check_fits, open_checkpoint, write_checkpoint
 from shoal.train.checkpoint_directory import newest_checkpoint, step_path
 from shoal.train.history import History
@@ -74,7 +75,7 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resum
     if resume_from is None:
         return None
     if resume_from == "auto":
-        found = newest_checkpoint(str(trainer.run_dir / "checkpoints"), on_damaged=_tell(trainer))
+        found = _newest(trainer)
         if found is None:
             return None
     else:
@@ -114,6 +115,14 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resum
         history=History(progress["histories"][number]),
         first=(progress["fit"]["first_epoch"], progress["fit"]["first_step"]),
     )
+
+
+def _newest(trainer: Trainer) -> Checkpoint | None:
+    """The newest whole checkpoint, wherever this script's callbacks write theirs."""
+    homes = {str(trainer.run_dir / "checkpoints")}
+    homes |= {c.directory for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.directory}
+    found = [newest_checkpoint(home, on_damaged=_tell(trainer)) for home in sorted(homes)]
+    return max((one for one in found if one), key=lambda one: int(one.progress["step"]), default=None)
 
 
 def _progress(trainer: Trainer) -> dict[str, Any]:

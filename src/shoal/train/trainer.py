@@ -6,6 +6,7 @@ without updates in evaluation.py, and what is saved in saving.py.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from shoal.data.batches import Batches, as_batches
 from shoal.data.tree import Tree
 from shoal.strategies import create
 from shoal.strategies.loss import loss_rule
+from shoal.strategies.mixing import describe_mixing, mixing_layers
 from shoal.strategies.protocol import Strategy, TrainJob, Wishes
 from shoal.train import saving
 from shoal.train.callbacks.base import Callback
@@ -30,6 +32,7 @@ from shoal.train.history import History
 from shoal.train.interrupts import asked_to_leave, signals_finish_the_step
 from shoal.train.loop import FitLoop, Position
 from shoal.train.metrics import MetricSet
+from shoal.train.progress import drawn_here
 from shoal.train.verification import Verification
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -60,6 +63,7 @@ class Trainer:
         compile: bool = False,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         device: str | torch.device | None = None,
+        progress: bool = True,
     ) -> None:
         """
         Args:
@@ -77,6 +81,7 @@ class Trainer:
             compile: compile the model with torch.compile.
             on_nonfinite: "raise", or "skip" steps whose loss or gradient is not finite.
             device: where the model lives; by default the worker's GPU where there is one.
+            progress: show how far it is, in a plain python process; `shoal run` shows it anyway.
         """
         _check_choice("scheduler_every", scheduler_every, ("step", "epoch"))
         _check_choice("precision", precision, ("float32", "bf16"))
@@ -119,6 +124,7 @@ class Trainer:
         self._strategy: Strategy | None = None
         self._logged: dict[str, float] = {}
         self._in_fit = False
+        self._progress = progress
 
     # ---- what a user calls -----------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class Trainer:
         began_at, began_samples, began_step = time.monotonic(), self.position.samples, self.position.step
         self._in_fit = True
         try:
-            with signals_finish_the_step():
+            with signals_finish_the_step(), drawn_here(self.job, wanted=self._progress):
                 loop.run()
         except Interrupted as interrupted:
             if self.job.launched:
@@ -195,27 +201,29 @@ class Trainer:
         """Mean loss and metrics over all of `data`, equal on every rank."""
         batches = as_batches(data, default_seed=self.seed)
         self._begin("evaluate", f"samples={batches.num_samples}")
-        return evaluate(
-            self.strategy,
-            self.train_job,
-            batches,
-            self.evaluation_metrics,
-            rank=self.rank,
-            num_workers=self.num_workers,
-            tick=self._reporter("evaluate", batches),
-        )
+        with drawn_here(self.job, wanted=self._progress):
+            return evaluate(
+                self.strategy,
+                self.train_job,
+                batches,
+                self.evaluation_metrics,
+                rank=self.rank,
+                num_workers=self.num_workers,
+                tick=self._reporter("evaluate", batches),
+            )
 
     def predict(self, data: Any) -> Tree:
         """The model's outputs for all of `data`, in the order of the data, the same on every rank."""
         batches = as_batches(data, default_seed=self.seed)
         self._begin("predict", f"samples={batches.num_samples}")
-        return predict(
-            self.strategy,
-            batches,
-            rank=self.rank,
-            num_workers=self.num_workers,
-            tick=self._reporter("predict", batches),
-        )
+        with drawn_here(self.job, wanted=self._progress):
+            return predict(
+                self.strategy,
+                batches,
+                rank=self.rank,
+                num_workers=self.num_workers,
+                tick=self._reporter("predict", batches),
+            )
 
     def save(self, path: str | Path) -> None:
         """Write the model to a directory: model.safetensors, which anything can read, and manifest.json."""
@@ -321,6 +329,9 @@ class Trainer:
         )
         strategy = create(self.job)
         strategy.prepare(self.train_job)
+        if self.num_workers > 1 and self.rank == 0:
+            for note in describe_mixing(mixing_layers(model)):
+                print(f"note: {note}", file=sys.stderr, flush=True)
         if self._scheduler_factory is not None and strategy.optimizer is not None:
             self._scheduler = self._scheduler_factory(strategy.optimizer)
         return strategy
