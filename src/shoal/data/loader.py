@@ -85,13 +85,17 @@ class LoaderFeed(IndexedFeed):
     def _receive(
         self, batches: Iterator[Tree], outbox: _Requests, waiting: deque[tuple[Share, Request]]
     ) -> Iterator[Slice]:
-        for batch in batches:
+        while True:
             if outbox.waiting is not waiting:
                 raise DataError(
                     "this DataLoader has persistent_workers=True and was started again while an earlier pass over it was "
                     "still being read; its processes serve one pass at a time. Finish the first pass, or leave "
                     "persistent_workers out."
                 )
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
             if self._options.pin_memory:
                 batch = self._reader.collate.tidy(batch)  # pinning makes lists of tuples
             share, request = waiting.popleft()

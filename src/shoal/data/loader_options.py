@@ -105,7 +105,7 @@ class _ProcessInit:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._worker_init_fn is not None:
             # The user's function finds the user's dataset, not what shoal put around it.
-            vars(get_worker_info())["dataset"] = self._dataset
+            object.__setattr__(get_worker_info(), "dataset", self._dataset)
             self._worker_init_fn(number)
 
 
