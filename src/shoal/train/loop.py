@@ -63,7 +63,9 @@ class FitLoop:
     ) -> None:
         self._trainer = trainer
         self._batches = batches
-        self._last_epoch, self._last_step = last_epoch, last_step
+        self._last_epoch = last_epoch
+        limits = [last_step, *(callback.last_step for callback in trainer.callbacks)]
+        self._last_step = min((limit for limit in limits if limit is not None), default=None)
         self._validation = validation
         self._history = history
         self._position = trainer.position

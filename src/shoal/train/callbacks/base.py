@@ -46,6 +46,9 @@ class Callback:
     runs_last: ClassVar[bool] = False
     """True for those that save, so that what they save holds the others' state of the same moment."""
 
+    last_step: int | None = None
+    """A step after which every fit ends. Known before it comes and equal on all ranks, so that nobody has to be asked."""
+
     def on_fit_begin(self, trainer: Trainer) -> None:
         """A fit begins, or goes on from a checkpoint: `trainer.step` says where."""
 

@@ -120,9 +120,11 @@ class ModelCheckpoint(Callback):
         return self.directory or str(trainer.run_dir / "checkpoints")
 
     def _save(self, trainer: Trainer) -> None:
+        path = step_path(self._directory(trainer), trainer.step)
         # Resumed from one that was saved after an epoch's last step, that epoch's end is simply run again.
         if self._saved_at_step != trainer.step:
-            self._saved(trainer, trainer.save_checkpoint(self._directory(trainer)))
+            path = trainer.save_checkpoint(self._directory(trainer))
+        self._saved(trainer, path)
 
     def _saved(self, trainer: Trainer, path: str) -> None:
         self._saved_at_step = trainer.step
