@@ -135,11 +135,11 @@ def test_a_broken_exchange_nobody_explains_is_reported_itself(launch_script: Lau
 
 def test_a_killed_worker_is_named_with_its_step_and_last_words(launch_script: Launch) -> None:
     done = launch_script(
-        f"""
+        """
         import os, signal, time, shoal
         from shoal.cluster import session
         session.begin_call("fit", "")
-        session.report(phase="fit", epoch=1, num_epochs=1, step=30, num_steps=99, loss=0.5, metrics={{}}, samples=30,
+        session.report(phase="fit", epoch=1, num_epochs=1, step=30, num_steps=99, loss=0.5, metrics={}, samples=30,
                        samples_per_s=1.0, eta_s=None)
         session.saved("runs/x/step-20", 20)
         if shoal.rank() == 1:

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 from launched import Launched
-from waiting import wait_until
 
 from shoal.cluster.api import resume_config
 from shoal.core.errors import Interrupted
+from waiting import wait_until
 
 Launch = Callable[..., Launched]
 AtFile = Callable[[Path, Callable[[], object]], None]

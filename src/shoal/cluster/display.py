@@ -144,6 +144,7 @@ class LiveDisplay(Display):
     def close(self) -> None:
         """Leave the last table standing."""
         self._draw()
+        self._newest.clear()
         self._num_lines = 0
 
     @contextlib.contextmanager
@@ -261,9 +262,18 @@ class _Encoding(io.RawIOBase):
 class _Above(io.TextIOBase):
     """Stands in for sys.stdout or sys.stderr: whole lines go above the table."""
 
-    def __init__(self, show: Callable[[bytes], None], instead_of: object) -> None:
-        self._show, self._partial = show, ""
-        self.encoding = getattr(instead_of, "encoding", "utf-8")
+    encoding = "utf-8"
+
+    def __init__(self, show: Callable[[bytes], None], instead_of: TextIO) -> None:
+        self._show, self._instead_of, self._partial = show, instead_of, ""
+
+    def fileno(self) -> int:
+        """Of the stream it stands in for."""
+        return self._instead_of.fileno()
+
+    def isatty(self) -> bool:
+        """As the stream it stands in for."""
+        return self._instead_of.isatty()
 
     def write(self, text: str) -> int:
         """Show the lines that `text` completes."""

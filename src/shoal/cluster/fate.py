@@ -162,6 +162,9 @@ class Patience:
     exit_s: float = 30.0
     """From the last script's end to the end of its process."""
 
+    reap_s: float = 10.0
+    """From the kill to the news of it. Longer only where the kernel itself is stuck, in a dead disk say."""
+
 
 class Fate:
     """The end of one job, or that there is none yet."""
@@ -175,11 +178,12 @@ class Fate:
         self._alive: set[int] = set()
         self._suspicion: tuple[Failed, float] | None = None  # a broken exchange, and until when it may wait
         self._kill_at: float | None = None
+        self._give_up_at: float | None = None
 
     @property
     def deadline(self) -> float | None:
         """When a Tick has something to do, if nothing else happens before."""
-        times = [self._kill_at, self._suspicion[1] if self._suspicion else None]
+        times = [self._kill_at, self._give_up_at, self._suspicion[1] if self._suspicion else None]
         return min((at for at in times if at is not None), default=None)
 
     @property
@@ -199,6 +203,8 @@ class Fate:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event; return what must now be done, in order."""
+        if self.phase is Phase.ENDED:
+            return []
         match event:
             case Started(rank):
                 self._alive.add(rank)
@@ -245,7 +251,7 @@ class Fate:
         if not self._alive:
             if self._suspicion and self.cause is None:
                 self.cause = self._suspicion[0]  # nobody is left who could explain it
-            self.phase, self._kill_at, self._suspicion = Phase.ENDED, None, None
+            self.phase, self._kill_at, self._give_up_at, self._suspicion = Phase.ENDED, None, None, None
         return actions
 
     def _explains(self, rank: int, code: int) -> bool:
@@ -262,7 +268,7 @@ class Fate:
             return []
         if self.phase is Phase.RUNNING:
             return self._leave(signum, now)
-        return self._kill_all()  # asked again, or while it ends anyway: now
+        return self._kill_all(now)  # asked again, or while it ends anyway: now
 
     def _leave(self, signum: signal.Signals, now: float) -> list[Action]:
         self.cause, self.phase = Left(signum), Phase.LEAVING
@@ -283,9 +289,12 @@ class Fate:
                 self.cause = Left(self.cause.signum, late)
             elif self.cause is None:
                 self.cause = Stuck(late)
-            return self._kill_all()
+            return self._kill_all(now)
+        if self._give_up_at is not None and now >= self._give_up_at:
+            self.phase, self._give_up_at = Phase.ENDED, None
         return []
 
-    def _kill_all(self) -> list[Action]:
+    def _kill_all(self, now: float) -> list[Action]:
         self._kill_at, self._suspicion, self.phase = None, None, Phase.ENDING
+        self._give_up_at = now + self._patience.reap_s
         return [Kill(tuple(sorted(self._alive)))]

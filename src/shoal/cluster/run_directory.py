@@ -15,6 +15,7 @@ the events mean or how a checkpoint is made.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -22,7 +23,7 @@ import os
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -62,7 +63,7 @@ class RunDirectory:
     def __init__(self, path: Path, lock_fd: int) -> None:
         self.path = path
         self._lock_fd = lock_fd
-        self._events: TextIO | None = None
+        self._events: BinaryIO | None = None
 
     @property
     def name(self) -> str:
@@ -130,7 +131,7 @@ class RunDirectory:
                 (self.path / folder).mkdir(exist_ok=True)
             (self.path / "summary.json").unlink(missing_ok=True)  # of the ended job; this one has not ended
             write_atomically(self.path / "config.json", msgspec.json.encode(config))
-            self._events = open(self.path / "events.jsonl", "a", buffering=1)  # noqa: SIM115  closed in close()
+            self._events = open(self.path / "events.jsonl", "ab", buffering=0)  # noqa: SIM115  closed in close()
         except OSError as error:
             self.close()
             if is_new:
@@ -143,18 +144,17 @@ class RunDirectory:
         if self._events is None:
             return
         line = {"time": time.time(), "monotonic": time.monotonic(), "event": kind, **facts}
-        try:
-            self._events.write(json.dumps(line) + "\n")
-        except OSError:
-            self._events = None
+        with contextlib.suppress(OSError):
+            self._events.write(json.dumps(line).encode() + b"\n")
 
     def log_path(self, rank: int) -> Path:
         """Where a worker's output is kept."""
         return self.path / "logs" / f"worker-{rank}.log"
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json: the job has ended."""
-        write_atomically(self.path / "summary.json", json.dumps(summary).encode())
+        """Write summary.json: the job has ended. On a full disk there is none, as after a kill."""
+        with contextlib.suppress(OSError):
+            write_atomically(self.path / "summary.json", json.dumps(summary).encode())
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -249,7 +249,14 @@ def _first_free(base: Path, stem: str) -> Path:
             return path
 
 
+def _is_blank(path: Path) -> bool:
+    """Empty, or begun by a launch that was killed before it had written what it is."""
+    return path.is_dir() and set(os.listdir(path)) <= {"lock", "logs", "checkpoints"}
+
+
 def _refuse_other_job(path: Path, script: str) -> None:
+    if _is_blank(path):
+        return
     theirs = read_config(path).script
     if theirs != script:
         raise RunDirectoryError(

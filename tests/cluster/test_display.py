@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+
+from shoal.cluster.display import (
+    DRAW_EVERY_S,
+    LINE_EVERY_S,
+    Display,
+    LiveDisplay,
+    Quiet,
+    binary,
+    open_display,
+)
+from shoal.wire.messages import Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def at(step: int, *, rank: int = 0, epoch: int = 1, phase: str = "fit") -> Progress:
+    return Progress(rank, 1, phase, epoch, 2, step, 800, 0.5, {}, step, 10.0, None)
+
+
+def plain() -> tuple[Display, Clock, io.BytesIO]:
+    clock, err = Clock(), io.BytesIO()
+    return Display(io.BytesIO(), err, clock=clock), clock, err
+
+
+def steps_shown(err: io.BytesIO) -> list[int]:
+    return [int(step) for step in re.findall(rb"step (\d+)/", err.getvalue())]
+
+
+def test_plain_lines_come_at_beginnings_ends_and_every_few_seconds() -> None:
+    display, clock, err = plain()
+    display.update(at(1))
+    display.update(at(2))
+    clock.now += LINE_EVERY_S
+    display.update(at(50))
+    display.update(at(51))
+    display.update(at(52, epoch=2))
+    display.update(at(53, epoch=2, phase="validate"))
+    display.update(at(800, epoch=2, phase="validate"))
+    display.update(at(800, epoch=2, phase="validate"))
+    assert steps_shown(err) == [1, 50, 52, 53, 800]
+
+
+def test_the_last_state_is_shown_once_at_the_end() -> None:
+    display, _, err = plain()
+    display.update(at(1))
+    display.update(at(7))
+    display.update(at(6, rank=1))
+    display.close()
+    assert steps_shown(err) == [1, 7]
+
+
+def test_quiet_shows_the_scripts_output_alone() -> None:
+    out, err = io.BytesIO(), io.BytesIO()
+    display = open_display(out, err, quiet=True)
+    assert isinstance(display, Quiet)
+    display.update(at(1))
+    display.out(b"hello\n")
+    display.close()
+    assert (out.getvalue(), err.getvalue()) == (b"hello\n", b"")
+
+
+class Screen(io.RawIOBase):
+    """A terminal that understands just what a LiveDisplay writes: text, colours, and going up to clear."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        text = re.sub(r"\x1b\[[\d;]*m", "", data.decode())
+        if cleared := re.match(r"\x1b\[(\d+)F\x1b\[J", text):
+            del self.lines[len(self.lines) - int(cleared[1]) :]
+            text = text[cleared.end() :]
+        assert "\x1b" not in text
+        assert not text or text.endswith("\n")
+        self.lines += text.splitlines()
+        return len(data)
+
+
+def live() -> tuple[LiveDisplay, Clock, Screen]:
+    clock, screen = Clock(), Screen()
+    return LiveDisplay(screen, screen, clock=clock), clock, screen  # type: ignore[arg-type]
+
+
+def test_a_table_stays_at_the_foot_and_output_goes_above_it() -> None:
+    display, clock, screen = live()
+    display.update(at(1))
+    height = len(screen.lines)
+    for number in range(3):
+        clock.now += DRAW_EVERY_S
+        display.out(b"line %d\n" % number)
+    assert screen.lines[:3] == ["line 0", "line 1", "line 2"]
+    assert len(screen.lines) == 3 + height
+    assert any("1/800" in line for line in screen.lines[3:])
+
+
+def test_a_table_is_drawn_at_most_so_often_and_misses_nothing() -> None:
+    display, clock, screen = live()
+    display.update(at(1))
+    display.out(b"printed\n")
+    display.update(at(2))
+    assert not any("2/800" in line for line in screen.lines)
+    wait_s = display.tick()
+    assert wait_s is not None
+    clock.now += wait_s
+    assert display.tick() is None
+    assert screen.lines[0] == "printed"
+    assert any("2/800" in line for line in screen.lines)
+
+
+def test_a_table_has_a_line_per_worker_where_there_are_several() -> None:
+    display, clock, screen = live()
+    display.update(at(5))
+    assert not any("worker" in line for line in screen.lines)
+    clock.now += DRAW_EVERY_S
+    display.update(at(4, rank=1))
+    assert [line.split()[:2] for line in screen.lines if "worker" in line] == [
+        ["worker", "0"],
+        ["worker", "1"],
+    ]
+
+
+def test_the_last_table_stays_when_the_display_is_closed() -> None:
+    display, _, screen = live()
+    display.update(at(1))
+    display.update(at(800))
+    display.close()
+    display.close()
+    assert sum("800/800" in line for line in screen.lines) == 1
+
+
+def test_in_a_process_of_its_own_prints_go_above_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    display, clock, screen = live()
+    display.update(at(1))
+    clock.now += DRAW_EVERY_S
+    before = sys.stdout
+    with display.owning_prints():
+        print("first", "line")
+        print("unfinished", end="")
+    assert sys.stdout is before
+    display.close()
+    assert screen.lines[:2] == ["first line", "unfinished"]
+
+
+def test_a_reader_that_went_away_does_not_end_a_job() -> None:
+    class Gone(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise BrokenPipeError
+
+    display = Display(Gone(), io.BytesIO())
+    display.out(b"nobody reads this\n")
+
+
+def test_streams_that_only_take_text_get_text() -> None:
+    text = io.StringIO()
+    binary(text).write("grüße\n".encode())
+    assert text.getvalue() == "grüße\n"

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import signal
+
+from shoal.cluster.fate import Asked, CoordinatorExited, Exited, Fate, Patience, Started, Tick
+from shoal.cluster.outcome import Outcome, error_of, summary_of
+from shoal.core.errors import ClusterError, Interrupted, WorkerDied
+from shoal.wire.messages import Failed, Finished, Progress, Saved
+
+
+def outcome(*events: object, num_workers: int = 2) -> Outcome:
+    fate = Fate(num_workers=num_workers, patience=Patience())
+    for rank in range(num_workers):
+        fate.handle(Started(rank), 0.0)
+    for event in events:
+        fate.handle(event, 1.0)  # type: ignore[arg-type]
+    return Outcome(fate)
+
+
+def progress(rank: int, step: int) -> Progress:
+    return Progress(rank, 1, "fit", 1, 1, step, 100, 0.25, {"accuracy": 0.5}, 640, 320.0, None)
+
+
+def test_a_death_is_told_with_what_is_known_of_the_worker() -> None:
+    seen = outcome(Exited(1, -signal.SIGKILL))
+    seen.progress = {0: progress(0, 31), 1: progress(1, 30)}
+    seen.checkpoint = Saved(0, "runs/x/checkpoints/step-20", 20)
+    seen.last_lines = {1: ["out of memory"]}
+    error = error_of(seen, num_workers=2, run="runs/x")
+    assert isinstance(error, WorkerDied)
+    assert (error.rank, error.how, error.step, error.log) == (
+        1,
+        "was killed by SIGKILL",
+        30,
+        ["out of memory"],
+    )
+    assert "go on with `shoal resume runs/x`" in str(error)
+
+
+def test_an_interruption_is_told_with_the_step_and_checkpoint_of_rank_0() -> None:
+    said = Failed(0, "shoal", "Interrupted", "", "", 130, '{"step": 40, "checkpoint": "x/step-40"}')
+    other = Failed(1, "shoal", "Interrupted", "", "", 130, '{"step": 40}')
+    seen = outcome(Asked(signal.SIGINT), other, Exited(1, 130), said, Exited(0, 130))
+    error = error_of(seen, num_workers=2, run="runs/x")
+    assert isinstance(error, Interrupted)
+    assert (error.step, error.checkpoint, error.exit_code) == (40, "x/step-40", 130)
+
+
+def test_processes_that_outlive_their_script_are_named() -> None:
+    seen = outcome(Finished(0, 0, 0.0, 0, {}), Finished(1, 0, 0.0, 0, {}), Exited(0, 0))
+    seen.fate.handle(Tick(), 1000.0)
+    error = error_of(seen, num_workers=2, run="x")
+    assert isinstance(error, ClusterError)
+    assert "worker 1 did not exit" in str(error)
+
+
+def test_the_coordinators_end_is_told() -> None:
+    error = error_of(outcome(CoordinatorExited(-11)), num_workers=2, run="x")
+    assert str(error).startswith("the coordinator was killed by SIGSEGV")
+
+
+def test_a_summary_has_the_totals_of_a_finished_run() -> None:
+    seen = outcome(Finished(0, 1000, 4.0, 10, {"loss": 0.1}))
+    seen.progress = {0: progress(0, 9)}
+    summary = summary_of(seen, started=1.0, ended=9.0, exit=0)
+    assert summary["samples_per_s"] == 250.0
+    assert (summary["steps"], summary["metrics"], summary["exit"], summary["restarts"]) == (
+        10,
+        {"loss": 0.1},
+        0,
+        0,
+    )
+
+
+def test_a_summary_of_an_unfinished_run_says_how_far_it_came() -> None:
+    seen = outcome()
+    seen.progress = {0: progress(0, 9)}
+    summary = summary_of(seen, started=1.0, ended=9.0)
+    assert (summary["steps"], summary["samples"], summary["seconds"]) == (9, 640, 2.0)
+    assert summary["metrics"] == {"accuracy": 0.5, "loss": 0.25}
+
+
+def test_a_summary_of_a_run_that_never_stepped_is_all_zeros() -> None:
+    summary = summary_of(outcome(), started=1.0, ended=9.0)
+    assert (summary["steps"], summary["samples"], summary["samples_per_s"]) == (0, 0, 0.0)
