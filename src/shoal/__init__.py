@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from shoal.train.custom import reduce as reduce
     from shoal.train.custom import setup as setup
     from shoal.train.custom import should_stop as should_stop
-    from shoal.train.trainer import History as History
+    from shoal.train.history import History as History
     from shoal.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Dataset": "shoal.data",
-    "History": "shoal.train.trainer",
+    "History": "shoal.train.history",
     "RunResult": "shoal.cluster.api",
     "ShoalError": "shoal.core.errors",
     "Trainer": "shoal.train.trainer",
