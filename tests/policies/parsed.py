@@ -31,7 +31,7 @@ class Module:
         return parts[0] if len(parts) > 1 else ""
 
     def imports(self, *, at_start_only: bool = False) -> Iterator[tuple[str, int]]:
-        """(dotted name, line) of everything imported: `from a import b` gives a.b.
+        """(dotted name, line) of everything imported: `from a import b` gives a.b, and so does `shoal.b`.
 
         With `at_start_only`, what runs when the module is imported: not in functions, not under TYPE_CHECKING.
         """
@@ -42,6 +42,8 @@ class Module:
                 case ast.ImportFrom(module=module, names=names, level=level):
                     start = "." * level + (module or "")
                     yield from ((f"{start}.{name.name}", node.lineno) for name in names)
+                case ast.Attribute(value=ast.Name(id="shoal"), attr=attribute):  # loads it where it is lazy
+                    yield f"shoal.{attribute}", node.lineno
                 case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]) if _called(func) in (
                     "import_module",
                     "__import__",

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 # torch's collectives of objects send pickles; torch.save writes one.
 PICKLING_CALLS = {"torch.load", "torch.save", "torch.jit.load", "torch.package"}
-PICKLING_ENDINGS = ("_object", "_object_list", "objects_list")
+PICKLING_COLLECTIVES = {f"{verb}_object" for verb in ("all_gather", "gather")} | {
+    f"{verb}_object_list" for verb in ("broadcast", "scatter", "send", "recv")
+}
 EXECUTING_CALLS = {"eval", "exec", "__import__"}
 
 
@@ -64,7 +66,7 @@ def _executing(tree: ast.Module) -> Iterator[tuple[str, int]]:
             case ast.Call(func=func, keywords=keywords):
                 called = ast.unparse(func)
                 by_name = called in PICKLING_CALLS or called in EXECUTING_CALLS
-                if by_name or ("." in called and called.endswith(PICKLING_ENDINGS)):
+                if by_name or called.rpartition(".")[2] in PICKLING_COLLECTIVES:
                     yield f"{called}(...)", node.lineno
                 if any(key.arg == "allow_pickle" and ast.unparse(key.value) != "False" for key in keywords):
                     yield f"{called}(allow_pickle=...)", node.lineno

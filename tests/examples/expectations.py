@@ -1,0 +1,91 @@
+"""What each example must print when run small: that it ran, and that it learnt something real."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.data import generated
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A script, the arguments that make it quick, and what its output has to show."""
+
+    name: str
+    args: list[str]
+    check: Callable[[str], None]
+    exact: bool
+    """No layer mixes the batch or draws random numbers: the numbers printed are the same at any number of workers."""
+
+    @property
+    def script(self) -> Path:
+        return FOLDER / f"{self.name}.py"
+
+
+def numbers(pattern: str, output: str) -> list[float]:
+    """Every number that the pattern's groups catch, in order."""
+    found = re.findall(pattern, output)
+    assert found, f"nothing like {pattern!r} in:\n{output}"
+    return [float(number) for match in found for number in (match if isinstance(match, tuple) else (match,))]
+
+
+def falls(losses: list[float], by: float) -> None:
+    assert losses[-1] < losses[0] - by, f"the loss should fall by {by}: {losses}"
+
+
+def check_clicks(output: str) -> None:
+    auc, best = numbers(r"AUC ([\d.]+) of ([\d.]+) possible", output)
+    assert best == round(generated.best_auc(num_ids=5000), 4)
+    assert 0.68 < auc < best
+    assert numbers(r"accuracy ([\d.]+)", output)[0] > 0.74
+
+
+def check_resnet(output: str) -> None:
+    falls(numbers(r"loss ([\d.]+)", output), by=0.5)
+    assert numbers(r"validation accuracy ([\d.]+)", output)[-1] > 0.25  # chance is 0.1
+
+
+def check_char_gpt(output: str) -> None:
+    falls([float(loss) for loss in re.findall(r"\d\.\d{4}", output.splitlines()[0])], by=0.3)
+    loss, best = numbers(r"loss ([\d.]+), best possible ([\d.]+)", output)
+    assert best == round(generated.best_loss(16), 4)
+    assert best < loss < 2.9  # ln 32 is 3.47
+
+
+def check_vae(output: str) -> None:
+    falls([float(loss) for loss in re.findall(r"\d+\.\d{3}", output.splitlines()[0])], by=20)
+    assert numbers(r"([\d.]+)% of the pictures' variance", output)[0] > 20
+
+
+def check_custom_loop(output: str) -> None:
+    falls(numbers(r"loss ([\d.]+)", output), by=0.5)
+    assert numbers(r"accuracy ([\d.]+)", output)[-1] > 0.5
+
+
+EXAMPLES = [
+    Example(
+        "clicks",
+        ["--samples", "12000", "--ids", "5000", "--batch", "250", "--out", "out/clicks"],
+        check_clicks,
+        exact=True,
+    ),
+    Example(
+        "resnet",
+        ["--samples", "500", "--epochs", "3", "--batch", "32", "--width", "4", "--size", "16"],
+        check_resnet,
+        exact=False,
+    ),
+    Example(
+        "char_gpt",
+        ["--samples", "700", "--length", "16", "--dim", "32", "--layers", "1"],
+        check_char_gpt,
+        exact=True,
+    ),
+    Example("vae", ["--samples", "2000", "--size", "8"], check_vae, exact=False),
+    Example("custom_loop", ["--samples", "1000"], check_custom_loop, exact=True),
+]
