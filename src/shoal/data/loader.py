@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from shoal.core.errors import DataError
 from shoal.data.collate import Collate
 from shoal.data.feed import Cut, EvenCut, Feed, IndexedFeed, Share, make_slice
-from shoal.data.loader_options import LoaderOptions, identity
+from shoal.data.loader_options import LoaderOptions, identity, start_pass
 from shoal.data.order import Order
 from shoal.data.reader import Reader, Request
 from shoal.data.samplers import Drawn, DrawnCut, order_of, seed_with
@@ -79,8 +79,7 @@ class LoaderFeed(IndexedFeed):
         if self._options.persistent:
             self._kept = loader, outbox
         waiting = outbox.send(requests)
-        # Here, not in the generator: the processes belong to the thread that starts them and end with it.
-        return self._receive(iter(loader), outbox, waiting)
+        return self._receive(start_pass(loader), outbox, waiting)
 
     def _receive(
         self, batches: Iterator[Tree], outbox: _Requests, waiting: deque[tuple[Share, Request]]

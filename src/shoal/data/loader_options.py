@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,24 @@ class _ProcessInit:
             # The user's function finds the user's dataset, not what shoal put around it.
             object.__setattr__(get_worker_info(), "dataset", self._dataset)
             self._worker_init_fn(number)
+
+
+def start_pass(loader: DataLoader[Any]) -> Iterator[Any]:
+    """One pass over a loader, whose processes start now and end with it, unless they are meant to stay.
+
+    Now, not at the first batch: to the kernel they are children of the thread
+    that starts them, which must not be one that only reads ahead.
+    """
+    return _until_end(iter(loader))
+
+
+def _until_end(batches: Any) -> Iterator[Any]:
+    try:
+        yield from batches
+    finally:
+        # Left to the garbage collector after an exception, torch takes 5 s over this.
+        if getattr(batches, "_workers", None) and not batches._persistent_workers:
+            batches._shutdown_workers()
 
 
 def identity(batch: Any) -> Any:

@@ -18,7 +18,7 @@ from shoal.core.errors import DataError, EmptyDataset
 from shoal.core.seeds import mix
 from shoal.data.collate import Collate
 from shoal.data.feed import Share, check_call
-from shoal.data.loader_options import LoaderOptions
+from shoal.data.loader_options import LoaderOptions, start_pass
 from shoal.data.order import Order
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.slice import Slice
@@ -115,8 +115,7 @@ class StreamFeed:
                 batch_size=size or None,
                 drop_last=self._drop_last,
             )
-            # Here, not in the generator: the processes belong to the thread that starts them and end with it.
-            items = iter(loader)
+            items = start_pass(loader)
         return self._slices(items, generators, epoch=epoch, start=start, position=position)
 
     def _slices(
