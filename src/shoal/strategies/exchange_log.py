@@ -1,0 +1,71 @@
+"""Where a rank stands among its numbered exchanges, and what it may answer from memory.
+
+Pure: no group, no socket, no tensor arithmetic. `together.py` runs exchanges
+and feeds this; the simulator runs it by the thousand. Numbers count from 0
+and never start again within a job.
+
+    anchor ──▶ exchange ──▶ exchange ──▶ ... ──▶ anchor
+      │           │ its result is kept until the next anchor
+      └ from here a replacement can run forward
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a rank tells of itself when its view is over."""
+
+    num_finished: int
+    """How many exchanges it has finished: the number of the next one."""
+
+
+@dataclass(slots=True)
+class ExchangeLog:
+    """Counts exchanges and keeps the results since the last anchor.
+
+    A rank that follows a donor gets `inherit`; from then on `recall` answers
+    the exchanges that the donor had finished already.
+    """
+
+    num_finished: int = 0
+    anchored_at: int = 0
+    results: dict[int, Any] = field(default_factory=dict)
+    _inherited: dict[int, Any] = field(default_factory=dict)
+
+    def anchor(self) -> None:
+        """A place from which a replacement could start. What came before is not needed any more."""
+        self.anchored_at = self.num_finished
+        self.results.clear()
+
+    def recall(self) -> tuple[bool, Any]:
+        """Whether the next exchange is already known, and its result. A known one counts as finished by this."""
+        if self.num_finished not in self._inherited:
+            return False, None
+        result = self._inherited.pop(self.num_finished)
+        self.finish(result)
+        return True, result
+
+    def finish(self, result: Any) -> None:
+        """The next exchange is done, with this result."""
+        self.results[self.num_finished] = result
+        self.num_finished += 1
+
+    def legacy(self, since: int) -> dict[int, Any]:
+        """The results that a rank which has finished `since` exchanges lacks."""
+        return {number: result for number, result in self.results.items() if number >= since}
+
+    def inherit(self, results: dict[int, Any], *, starts_at: int | None = None) -> None:
+        """Take over a donor's results; a replacement also starts at the donor's anchor."""
+        if starts_at is not None:
+            self.num_finished = self.anchored_at = starts_at
+            self.results.clear()
+        self._inherited = {number: result for number, result in results.items() if number >= self.num_finished}
+
+    @property
+    def is_catching_up(self) -> bool:
+        """True while exchanges are answered from what was inherited."""
+        return bool(self._inherited)
