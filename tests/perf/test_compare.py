@@ -97,6 +97,7 @@ def test_rounding_noise_around_zero_is_not_a_difference_but_a_real_one_is() -> N
     assert compare(noise, noise | {"bias": np.array([-2e-17])}).beyond(1e-9) == []
     (found,) = compare(noise, noise | {"bias": np.array([1e-8])}).beyond(1e-9)
     assert found.name == "bias"
+    assert found.scale == 0.5  # the median of 1e-8, 0.5 and 1
 
 
 def test_losses_count_and_another_number_of_steps_is_said() -> None:

@@ -27,20 +27,17 @@ def shoal(tmp_path: Path) -> Shoal:
     return run
 
 
-def test_run_gives_the_script_its_arguments_and_leaves_a_finished_run(shoal: Shoal) -> None:
+def test_run_gives_the_script_its_arguments_and_ends_with_its_exit_code(shoal: Shoal) -> None:
     script = """
         import sys, shoal
         print(shoal.rank(), shoal.num_workers(), sys.argv[1:])
+        sys.exit(7)
     """
     done = shoal("run", "-n", "2", "--name", "words", "train.py", "--lr", "0.1", "-n", "5", script=script)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 7, done.stderr
     assert done.stdout == "0 2 ['--lr', '0.1', '-n', '5']\n"
     (run,) = json.loads(shoal("status", "--json").stdout)
-    assert (run["name"], run["state"], run["strategy"], run["workers"]) == ("words", "finished", "ddp", 2)
-
-
-def test_the_exit_code_is_the_scripts_own(shoal: Shoal) -> None:
-    assert shoal("run", "train.py", script="raise SystemExit(7)").returncode == 7
+    assert (run["name"], run["state"], run["strategy"], run["workers"]) == ("words", "failed", "ddp", 2)
 
 
 def test_a_failing_script_shows_its_traceback_once_and_no_launcher_frames(shoal: Shoal) -> None:

@@ -75,7 +75,7 @@ def test_a_plain_model_is_equal_and_one_process_needs_no_slices(verify: Verify, 
 @pytest.mark.parametrize("workers", ["2", "3", "4"])
 def test_batchnorm_and_dropout_are_named_and_compared_slice_by_slice(verify: Verify, workers: str) -> None:
     result = verify(
-        "train(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)))",
+        "train(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)), batch=19)",
         "-n",
         workers,
     )

@@ -23,7 +23,7 @@ def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
     """For the shell: names of the runs there are."""
     from shoal.cli.runs import names
 
-    return [name for name in names(ctx.params.get("run_dir") or Path("runs")) if name.startswith(incomplete)]
+    return [name for name in names(Path(ctx.params.get("run_dir") or "runs")) if name.startswith(incomplete)]
 
 
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file to run.", show_default=False)]

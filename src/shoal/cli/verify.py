@@ -8,7 +8,6 @@ same warm parent, and shows how far the weights came apart. What decides is
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -120,7 +119,6 @@ class VerifyRuns:
         config = replace(self.config, name=f"verify-{self.num_runs}", verify=plan)
         if not spread:
             config = replace(config, workers=1, strategy="single")
-        begin = time.perf_counter()
         with open(Path(self.config.run_dir) / "output", "wb") as said:
             result = launch(config, warm=self.warm, stdout=said, stderr=said)
         if result.exit_code:
@@ -132,10 +130,7 @@ class VerifyRuns:
                 "called Trainer.fit nor stepped the optimizer that shoal.setup returned. Nothing was changed; check "
                 "that it trains when it is run with these arguments."
             )
-        typer.echo(
-            f"{dtype}: {dump.num_steps} steps {_how(config, num_slices)} in {time.perf_counter() - begin:.1f} s",
-            err=True,
-        )
+        typer.echo(f"{dtype}: {dump.num_steps} steps {_how(config, num_slices)}", err=True)
         return dump
 
 
@@ -189,7 +184,7 @@ def verdict(outcome: Outcome, config: LaunchConfig, *, asked_steps: int, toleran
         for mix in outcome.mixes:
             yield f"  {mix.layer} ({mix.kind}) {mix.why}"
     elif outcome.whole is not None and outcome.sliced:
-        worst = max(outcome.whole.tensors, key=lambda tensor: tensor.relative)
+        worst = outcome.whole.worst
         yield (
             "Something in the model or the loss mixes the batch, or draws random numbers, without being a layer that "
             f"is known for it: against one process with whole batches {worst.name} differs by {worst.relative:.1e}. "
@@ -200,13 +195,13 @@ def verdict(outcome: Outcome, config: LaunchConfig, *, asked_steps: int, toleran
     if not beyond:
         yield (
             f"equal: {spread} computes what one process does. The largest difference in float64 is "
-            f"{outcome.float64.worst:.1e} (tolerance {tolerance:.0e}), in float32 {outcome.float32.worst:.1e}."
+            f"{outcome.float64.worst.relative:.1e} (tolerance {tolerance:.0e}), in float32 {outcome.float32.worst.relative:.1e}."
         )
         return
     shown = ", ".join(f"{found.name} {found.note or f'by {found.relative:.1e}'}" for found in beyond[:3])
     yield (
         f"not equal: {spread} computes something else than one process. {len(beyond)} of "
-        f"{len(outcome.float64.tensors) + 1} values differ by more than {tolerance:.0e} in float64: {shown}"
+        f"{len(outcome.float64.all)} rows differ by more than {tolerance:.0e} in float64: {shown}"
         f"{' ...' if len(beyond) > 3 else ''}. In float64 that is not rounding: look for what depends on the rank or on "
         "how the batch is cut."
     )

@@ -7,7 +7,7 @@ file, runs nothing, and knows numpy but not torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -25,8 +25,8 @@ class Difference:
     absolute: float
     """Largest |a - b|; infinite where one side has no such tensor, another shape, or a NaN the other has not."""
 
-    largest: float
-    """Largest finite |value| of either side: what `absolute` is set against."""
+    scale: float
+    """What `absolute` is set against: the tensor's largest finite |value| on either side, or more; see `compare`."""
 
     num_nonfinite: int = 0
     """Values that are not finite, and the same on both sides. They count as equal, and ought to be named."""
@@ -36,57 +36,38 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The difference as a part of the tensor's largest value."""
-        if self.absolute == 0:
-            return 0.0
-        return self.absolute / self.largest if self.largest > 0 else float("inf")
+        """The difference as a part of `scale`."""
+        return self.absolute / self.scale if self.absolute > 0 and self.scale > 0 else self.absolute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two runs set against each other: every tensor, and the losses of the steps.
-
-    A tensor that training left at rounding noise around zero (a bias before a
-    BatchNorm, say) would always differ from itself by 100 %. So a difference
-    counts only where it is also large against a typical tensor of the model.
-    """
+    """Two runs set against each other."""
 
     tensors: tuple[Difference, ...]
     """From the largest relative difference to the smallest."""
 
     losses: Difference
+    """Of all steps."""
 
     @property
-    def worst(self) -> float:
-        """The largest relative difference of all that is more than rounding noise around zero."""
-        floor = self.typical
-        return max(
-            (
-                difference.absolute / max(difference.largest, floor)
-                for difference in (*self.tensors, self.losses)
-                if difference.absolute > 0
-            ),
-            default=0.0,
-        )
+    def all(self) -> tuple[Difference, ...]:
+        """Tensors first, losses last."""
+        return (*self.tensors, self.losses)
 
     @property
-    def typical(self) -> float:
-        """The median of the tensors' largest values."""
-        return median([tensor.largest for tensor in self.tensors] or [0.0])
+    def worst(self) -> Difference:
+        """What differs most."""
+        return max(self.all, key=lambda difference: difference.relative)
 
     def beyond(self, tolerance: float) -> list[Difference]:
-        """What differs by more than `tolerance`, losses last. Empty: the runs are equal."""
-        floor = self.typical
-        return [
-            difference
-            for difference in (*self.tensors, self.losses)
-            if not difference.absolute <= tolerance * max(difference.largest, floor)
-        ]
+        """What differs by more than `tolerance`. Empty: the runs are equal."""
+        return [difference for difference in self.all if not difference.relative <= tolerance]
 
     @property
     def nonfinite(self) -> list[Difference]:
         """What holds values that are not finite, the same on both sides."""
-        return [difference for difference in (*self.tensors, self.losses) if difference.num_nonfinite]
+        return [difference for difference in self.all if difference.num_nonfinite]
 
 
 def compare(
@@ -96,19 +77,25 @@ def compare(
     losses: Sequence[float] = (),
     reference_losses: Sequence[float] = (),
 ) -> Comparison:
-    """Set one run's tensors and losses against another's."""
-    tensors = []
+    """Set one run's tensors and losses against another's.
+
+    A tensor that training left at rounding noise around zero (a bias before a
+    BatchNorm, say) would differ from itself by 100 %. So no difference is set
+    against less than the largest value of a typical tensor: their median.
+    """
+    found = []
     for name in sorted(state.keys() | reference.keys()):
         if name in state and name in reference:
-            tensors.append(difference(name, state[name], reference[name]))
+            found.append(difference(name, state[name], reference[name]))
         else:
-            side = "in the workers" if name in state else "in one process"
-            tensors.append(_incomparable(name, f"only {side}"))
-    tensors.sort(key=lambda tensor: (-tensor.relative, -tensor.absolute, tensor.name))
+            found.append(_incomparable(name, f"only in {'the workers' if name in state else 'one process'}"))
     if len(losses) == len(reference_losses):
         loss = difference("loss", np.asarray(losses, np.float64), np.asarray(reference_losses, np.float64))
     else:
         loss = _incomparable("loss", f"{len(losses)} steps against {len(reference_losses)}")
+    typical = median([tensor.scale for tensor in found] or [0.0])
+    *tensors, loss = (replace(each, scale=max(each.scale, typical)) for each in (*found, loss))
+    tensors.sort(key=lambda tensor: (-tensor.relative, -tensor.absolute, tensor.name))
     return Comparison(tensors=tuple(tensors), losses=loss)
 
 
@@ -130,7 +117,7 @@ def difference(name: str, a: Array, b: Array) -> Difference:
     return Difference(
         name=name,
         absolute=float(gap.max(initial=0.0)),
-        largest=float(finite.max(initial=0.0)),
+        scale=float(finite.max(initial=0.0)),
         num_nonfinite=int((same & ~np.isfinite(wide_a)).sum()),
     )
 
@@ -141,4 +128,4 @@ def _wide(array: Array) -> Array:
 
 
 def _incomparable(name: str, note: str) -> Difference:
-    return Difference(name=name, absolute=float("inf"), largest=0.0, note=note)
+    return Difference(name=name, absolute=float("inf"), scale=0.0, note=note)
