@@ -93,10 +93,12 @@ class Single:
         statistics = self._statistics
         before = statistics.flat() if statistics else None
         averaged = torch.zeros_like(before) if before is not None else None
+        counts = statistics.counts()
         results = []
         for rank, part in enumerate(batch.cut(self._num_slices)):
             if before is not None:
                 statistics.write(before)
+                statistics.write_counts(counts)
             results.append(self._compute.forward_backward(part, rank=rank, step=self.step))
             if averaged is not None:
                 averaged += statistics.flat() * (part.num_local / part.num_global)

@@ -17,10 +17,13 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers: list[Tensor] = []
+        self._counters: list[Tensor] = []
         for module in model.modules():
             if isinstance(module, _BatchNorm) and module.running_mean is not None:
                 assert module.running_var is not None
                 self._buffers += [module.running_mean, module.running_var]
+                if module.num_batches_tracked is not None:
+                    self._counters.append(module.num_batches_tracked)
 
     def __bool__(self) -> bool:
         return bool(self._buffers)
@@ -35,3 +38,12 @@ class RunningStatistics:
         for buffer in self._buffers:
             buffer.copy_(flat[at : at + buffer.numel()].view(buffer.shape))
             at += buffer.numel()
+
+    def counts(self) -> list[Tensor]:
+        """A copy of how many batches each layer has seen. Every worker counts alike, so these need no average."""
+        return [counter.clone() for counter in self._counters]
+
+    def write_counts(self, counts: list[Tensor]) -> None:
+        """Set them back, for the next slice of the same batch."""
+        for counter, count in zip(self._counters, counts, strict=True):
+            counter.copy_(count)
