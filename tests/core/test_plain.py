@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
@@ -22,6 +22,7 @@ values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(values)
 def test_every_value_comes_back_as_it_went_in(value: Any) -> None:
     text = json.dumps(to_plain(value, "value"), allow_nan=False)

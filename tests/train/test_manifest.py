@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import CheckpointDamaged, CheckpointError
@@ -32,6 +32,7 @@ def test_any_json_reader_can_read_it() -> None:
     assert json.loads(TEXT, parse_constant=refuse)["pieces"][0]["offset"] == [2, 0]
 
 
+@settings(deadline=None)
 @given(st.integers(0, len(TEXT) * 8 - 1))
 def test_every_flipped_bit_is_noticed(bit: int) -> None:
     damaged = bytearray(TEXT)
@@ -40,6 +41,7 @@ def test_every_flipped_bit_is_noticed(bit: int) -> None:
         manifest.decode(bytes(damaged), "here")
 
 
+@settings(deadline=None)
 @given(st.integers(0, len(TEXT) - 1))
 def test_every_torn_end_is_noticed(length: int) -> None:
     with pytest.raises(CheckpointDamaged, match=f"is torn: after {length} bytes"):

@@ -9,6 +9,7 @@ business, how a directory appears at once is `checkpoint_storage.py`'s.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -96,8 +97,12 @@ def open_checkpoint(url: str | os.PathLike[str], *, verify: bool = True) -> Chec
             else f"it has no {manifest.NAME}, so it was never finished"
         )
         raise NoCheckpoint(path=place.url, reason=reason)
-    with place.open(manifest.NAME) as source:
-        described = manifest.decode(source.read(), place.url)
+    try:
+        with place.open(manifest.NAME) as source:
+            text = source.read()
+    except OSError as error:
+        raise CheckpointDamaged(path=place.url, problem=f"{manifest.NAME} cannot be read: {error}") from error
+    described = manifest.decode(text, place.url)
     for name, record in described.files.items():
         problem = _problem(place, name, record, verify)
         if problem is not None:
@@ -130,6 +135,7 @@ class Pieces(Mapping[str, Tensor]):
     def __init__(self, place: Place, described: Manifest) -> None:
         self._place = place
         self._num_bytes = {name: record.bytes for name, record in described.files.items()}
+        self._entries: dict[str, dict[str, safetensors_file.Entry]] = {}
         self._parts: dict[str, list[PieceRecord]] = {}
         for record in described.pieces:
             self._parts.setdefault(record.name, []).append(record)
@@ -166,8 +172,11 @@ class Pieces(Mapping[str, Tensor]):
     def _read(self, record: PieceRecord) -> Tensor:
         try:
             with self._place.open(record.file) as source:
-                entries = safetensors_file.read_header(source, self._num_bytes[record.file])
-                entry = entries[record.key]
+                if record.file not in self._entries:
+                    self._entries[record.file] = safetensors_file.read_header(
+                        source, self._num_bytes[record.file]
+                    )
+                entry = self._entries[record.file][record.key]
                 if (list(entry.shape), entry.dtype) != (
                     record.shape,
                     safetensors_file.dtype_of(record.dtype),
@@ -247,12 +256,10 @@ def _problem(place: Place, name: str, record: FileRecord, verify: bool) -> str |
 
 def _reason(error: Exception, place: Place, needed_bytes: int) -> str:
     said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    if place.local is None:
+    if place.local is None or not isinstance(error, OSError) or error.errno != errno.ENOSPC:
         return said
     there = next((path for path in place.local.parents if path.exists()), Path("/"))
     free_bytes = shutil.disk_usage(there).free
-    if free_bytes >= needed_bytes:
-        return said
     return f"{said} ({needed_bytes / 2**20:.1f} MiB are needed and {free_bytes / 2**20:.1f} MiB are free in {there})"
 
 
