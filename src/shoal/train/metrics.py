@@ -34,7 +34,7 @@ from shoal.train.metric_state import Part
 from shoal.train.named_metrics import check_name, named_metric
 
 Gather = Callable[[Tensor | None], list[Tensor]]
-"""Every rank's tensor, in rank order; collective."""
+"""Every rank's tensor, in rank order; collective. It is always given bytes on the CPU."""
 
 Specs = Sequence[str | Metric | MetricCollection] | Mapping[str, Metric]
 
@@ -166,7 +166,7 @@ class MetricSet:
         if self._num_updates:
             for name, metric in self._live.items():
                 own.tensors.update(metric_state.read(name, metric))
-        packed = metric_state.pack([own, *self._inherited]).to(self._device)
+        packed = metric_state.pack([own, *self._inherited])
         return [part for each in gather(packed) for part in metric_state.unpack(each)]
 
     def _know(self, task: Task) -> None:
