@@ -20,9 +20,11 @@ from shoal.core.errors import (
 def raised_by(source: str, tmp_path: Path) -> BaseException:
     script = tmp_path / "script.py"
     script.write_text(source)
-    with pytest.raises(BaseException) as caught:
+    try:
         runpy.run_path(str(script), run_name="__main__")
-    return caught.value
+    except BaseException as error:
+        return error
+    raise AssertionError("the script did not raise")
 
 
 def frames(error: BaseException) -> list[str]:
@@ -119,14 +121,10 @@ def test_leaving_with_a_code_is_an_error_of_its_own() -> None:
 
 
 def test_an_error_raised_from_a_broken_exchange_is_blamed_on_the_peer() -> None:
-    try:
-        try:
-            raise PeerLost(rank=0, operation="step 3", reason="reset")
-        except PeerLost:
-            raise ValueError("while handling it")  # noqa: B904  the context is what is tested
-    except ValueError as error:
-        assert failure.describe(error, rank=0).kind == "peer"
-    assert failure.describe(ValueError(), rank=0).kind == "script"
+    later = ValueError("while handling it")
+    later.__context__ = PeerLost(rank=0, operation="step 3", reason="reset")
+    assert failure.describe(later, rank=0).kind == "peer"
+    assert failure.describe(ValueError("by itself"), rank=0).kind == "script"
 
 
 def test_ctrl_c_is_an_interruption_by_the_signal_that_asked() -> None:

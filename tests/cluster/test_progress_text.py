@@ -16,8 +16,9 @@ from shoal.wire.messages import Progress
         (999, "999"),
         (999.9, "1.00 k"),
         (71_340, "71.3 k"),
-    ]
-    + [(2.5e6, "2.50 M"), (3e9, "3.00 G")],
+        (2.5e6, "2.50 M"),
+        (3e9, "3.00 G"),
+    ],
 )
 def test_rates_have_three_digits(per_s: float, text: str) -> None:
     assert progress_text.rate(per_s) == text

@@ -131,7 +131,7 @@ def test_a_place_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [None, "mine"])
 def test_a_place_that_takes_no_writing_is_refused_and_left_as_it_was(name: str | None) -> None:
     # /proc takes no files from anybody, root included.
-    with pytest.raises(RunDirectoryError, match="cannot be (written|made)"):
+    with pytest.raises(RunDirectoryError, match=r"cannot be (written|made)"):
         claim(Path("/proc/self/fdinfo"), name)
 
 

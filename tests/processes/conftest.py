@@ -9,6 +9,7 @@
                                        exists. A script says "now" by `touch`ing a file; nobody sleeps.
     supervisor_process(source, ...)    the same job under a supervisor of its own: for killing it.
                                        It imports torch, so it takes seconds; use it for little else.
+                                       terminal=fd gives it a controlling terminal, for Ctrl-C.
     warm_parent                        the one warm parent of the whole test session.
 
 Every test in this folder is checked: after it there is no new child process,
@@ -21,11 +22,13 @@ is `tmp_path / "x"` in the test.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import subprocess
 import sys
 import tempfile
+import termios
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -147,7 +150,9 @@ def at_file() -> Iterator[Callable[[Path, Callable[[], object]], None]]:
 def supervisor_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(source: str | Path, *, workers: int = 1, **options: Any) -> subprocess.Popen[bytes]:
+    def start(
+        source: str | Path, *, workers: int = 1, terminal: int | None = None, **options: Any
+    ) -> subprocess.Popen[bytes]:
         options |= {
             "script": str(script_at(source, tmp_path)),
             "workers": workers,
@@ -162,9 +167,12 @@ def supervisor_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
             process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 cwd=tmp_path,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if terminal is None else terminal,
                 stdout=log,
                 stderr=log,
+                start_new_session=True,
+                # A session's first terminal is the one that Ctrl-C comes from.
+                preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             )
         started.append(process)
         return process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,7 +203,12 @@ def test_a_killed_coordinator_ends_the_job_by_its_name(launch_script: Launch) ->
 def test_a_killed_warm_parent_takes_its_children_and_is_named(tmp_path: Path, at_file: AtFile) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'now')!r}).touch()\n{WAIT}")
-    with WarmParent() as warm:
+    # In a thread that ends: the kernel tells a child of that as if its parent had died.
+    started: list[WarmParent] = []
+    thread = threading.Thread(target=lambda: started.append(WarmParent()))
+    thread.start()
+    thread.join()
+    with started[0] as warm:
         at_file(tmp_path / "now", lambda: os.kill(warm.pid, signal.SIGKILL))
         config = LaunchConfig(script=str(script), workers=2, run_dir=str(tmp_path / "runs"), quiet=True)
         result = launch(config, warm=warm)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pty
 import signal
 import subprocess
 import time
@@ -104,6 +106,42 @@ def test_before_its_first_call_a_script_leaves_at_once(
     )
     assert isinstance(done.error, Interrupted)
     assert done.exit_code == 130
+
+
+def test_a_rank_that_waits_for_another_at_a_call_leaves_at_once(
+    launch_script: Launch, at_file: AtFile, tmp_path: Path
+) -> None:
+    at_file(tmp_path / "loading", ask(signal.SIGINT))
+    done = launch_script(
+        """
+        import pathlib, time, shoal
+        from shoal.cluster import session
+        if shoal.rank() == 1:
+            pathlib.Path("loading").touch()
+            time.sleep(600)
+        session.begin_call("fit", "")
+        """,
+        workers=2,
+    )
+    assert isinstance(done.error, Interrupted)
+    assert "did not leave in time" not in str(done.error)
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_supervisor_alone(
+    supervisor_process: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    keyboard, terminal = pty.openpty()
+    try:
+        process = supervisor_process(TRAINING, workers=2, terminal=terminal)
+        assert wait_until((tmp_path / "at-work-1").exists, 60.0), (tmp_path / "supervisor.log").read_text()
+        os.write(keyboard, b"\x03")
+        assert process.wait(20.0) == 130
+    finally:
+        os.close(keyboard)
+        os.close(terminal)
+    assert (tmp_path / "supervisor.log").read_text().count(ONCE) == 1
+    exits = [json.loads(line) for line in (tmp_path / "runs/script-1/events.jsonl").read_text().splitlines()]
+    assert [event["code"] for event in exits if event["event"] == "worker-exited"] == [130, 130]
 
 
 def test_a_worker_asked_by_somebody_else_takes_the_job_with_it(launch_script: Launch) -> None:

@@ -76,8 +76,8 @@ class Display:
 
     def close(self) -> None:
         """Show the last state, and nothing after it."""
-        last = self._newest.get(0)
-        if last is not None and last is not self._shown:
+        last, shown = self._newest.get(0), self._shown
+        if last and shown and (last.call, last.phase, last.step) != (shown.call, shown.phase, shown.step):
             self.note(progress_text.line(last))
 
     @contextlib.contextmanager

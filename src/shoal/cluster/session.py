@@ -31,6 +31,7 @@ class _Session:
     begin_call: Callable[[int, str, str], None] | None = None
     sink: Callable[[Progress], None] | None = None
     num_calls: int = 0
+    num_begun: int = 0  # calls that every rank makes; one less than num_calls while it waits for the others
     stop: str | None = None
     report_at: float = 0.0
     reported: tuple[str, int] = ("", -1)
@@ -65,7 +66,13 @@ def begin_call(kind: str, detail: str) -> int:
     _session.num_calls += 1
     if _session.begin_call is not None:
         _session.begin_call(_session.num_calls, kind, detail)
+    _session.num_begun = _session.num_calls
     return _session.num_calls
+
+
+def is_inside_call() -> bool:
+    """Whether somebody may look at `stop_requested`: not before the first call, nor while waiting for other ranks."""
+    return 0 < _session.num_begun == _session.num_calls
 
 
 def num_calls() -> int:

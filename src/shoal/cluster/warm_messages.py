@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+from array import array
 from typing import TypeVar
 
 import msgspec
@@ -91,13 +92,19 @@ def receive_report(sock: socket.socket) -> Report | None:
 
 
 def _receive(sock: socket.socket, decoder: msgspec.json.Decoder[T]) -> tuple[T, list[int]] | None:
+    # Not socket.recv_fds: in Python 3.11 it drops the flag that keeps descriptors from a child's children.
+    room = socket.CMSG_SPACE(MAX_FDS * array("i").itemsize)
     try:
-        packet, fds, _, _ = socket.recv_fds(sock, MAX_PACKET_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        packet, ancillary, _, _ = sock.recvmsg(MAX_PACKET_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError:
         return None
     if not packet:
         return None
-    return decoder.decode(packet), list(fds)
+    fds = array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data)
+    return decoder.decode(packet), fds.tolist()
 
 
 def memfd_with(content: bytes) -> int:

@@ -183,8 +183,7 @@ def _import_everything() -> float:
         os.environ[name] = "1"
     started = time.monotonic()
     for name in roles.PRELOAD:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
+        importlib.import_module(name)
     # What is imported stays: the collector need not walk it, nor write to its pages, in any child.
     gc.collect()
     gc.freeze()

@@ -58,8 +58,8 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     # The coordinator's socket has no name in the file system: this descriptor is the way to it.
     job = replace(spec.job, coordinator=f"/proc/self/fd/{fds['coordinator']}")
     session.attach(rank=job.rank, status=socket.socket(fileno=fds["status"]))
-    _heed_signals()
     try:
+        _heed_signals()
         _enter(spec, job)
         # Kept to the end: what the script made must not be taken apart before the exit handlers have run.
         _kept = _run_with_the_others(spec.script, job)
@@ -122,11 +122,11 @@ def _run_with_the_others(script: str, job: Job) -> dict[str, object]:
 
 
 def _heed_signals() -> None:
-    """Being asked to leave is a wish; before the first call into shoal nobody would act on it, so leave there."""
+    """Being asked to leave is a wish. Where nobody would act on it, break off."""
 
     def on_leave(signum: int, frame: FrameType | None) -> None:
         session.request_stop(_LEAVE[signal.Signals(signum)])
-        if session.num_calls() == 0:
+        if not session.is_inside_call():
             raise KeyboardInterrupt
 
     for signum in _LEAVE:

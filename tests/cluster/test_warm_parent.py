@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from shoal.cluster import warm_messages
+from shoal.cluster.warm_messages import Exited, Fork, Forked, NotForked, Ready, Signal
+from shoal.cluster.warm_parent import WarmParentLoop
+
+MESSAGES = [
+    Fork("worker", "shoal worker 0 [x]", ["spec", "stdout"]),
+    Signal(12, signal.SIGTERM),
+    Ready(2.5),
+    Forked(12),
+    NotForked("no"),
+    Exited(12, -9),
+]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_arrives_as_it_was_sent(
+    pair: tuple[socket.socket, socket.socket], message: Fork | Signal | Ready | Forked | NotForked | Exited
+) -> None:
+    ours, theirs = pair
+    warm_messages.send(ours, message)
+    if isinstance(message, Fork | Signal):
+        assert warm_messages.receive_command(theirs) == (message, [])
+    else:
+        assert warm_messages.receive_report(theirs) == message
+
+
+def test_descriptors_travel_with_a_message_and_are_closed_on_exec(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = pair
+    memory = warm_messages.memfd_with(b"what to do" * 100_000)
+    warm_messages.send(ours, Fork("worker", "", ["spec"]), [memory])
+    os.close(memory)
+    received = warm_messages.receive_command(theirs)
+    assert received is not None
+    (fd,) = received[1]
+    assert not os.get_inheritable(fd)
+    with open(fd, "rb") as file:
+        assert file.read() == b"what to do" * 100_000
+
+
+def test_an_end_that_closed_is_none(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    ours.close()
+    assert warm_messages.receive_command(theirs) is None
+
+
+def test_a_process_with_a_second_thread_refuses_to_fork(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    try:
+        loop = WarmParentLoop(theirs)
+        warm_messages.send(ours, Fork("worker", "", []))
+        assert loop._serve()
+        refused = warm_messages.receive_report(ours)
+        loop._selector.close()
+    finally:
+        release.set()
+        thread.join()
+    assert isinstance(refused, NotForked)
+    assert "threads" in refused.reason
