@@ -15,14 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What a rank tells of itself when its view is over."""
-
-    num_finished: int
-    """How many exchanges it has finished: the number of the next one."""
-
-
 @dataclass(slots=True)
 class ExchangeLog:
     """Counts exchanges and keeps the results since the last anchor.
@@ -54,9 +46,18 @@ class ExchangeLog:
         self.results[self.num_finished] = result
         self.num_finished += 1
 
-    def legacy(self, since: int) -> dict[int, Any]:
-        """The results that a rank which has finished `since` exchanges lacks."""
-        return {number: result for number, result in self.results.items() if number >= since}
+    @property
+    def num_known(self) -> int:
+        """Exchanges whose outcome this rank holds: finished, or inherited and not run through yet.
+
+        This is what a rank tells when its view is over. Its weights stand
+        after all of them, so a rank that was behind never runs one again.
+        """
+        return self.num_finished + len(self._inherited)
+
+    def legacy(self) -> dict[int, Any]:
+        """Every result since the anchor: what a follower needs to run forward from there."""
+        return {**self.results, **self._inherited}
 
     def inherit(self, results: dict[int, Any], *, starts_at: int | None = None) -> None:
         """Take over a donor's results; a replacement also starts at the donor's anchor."""
