@@ -162,6 +162,21 @@ def test_time_is_told_by_rank_zero_and_a_wish_is_all_it_takes(run_dir: Path) -> 
     assert wishes == []
 
 
+def test_a_timed_checkpoint_elsewhere_does_not_stand_for_the_best_one(run_dir: Path, tmp_path: Path) -> None:
+    callback = ModelCheckpoint(every_s=1e-9, best="val_loss", directory=tmp_path / "mine")
+    fit(build(callback), epochs=1)
+    assert callback.best_path == str(tmp_path / "mine" / "step-000000005")
+    assert open_checkpoint(callback.best_path).progress["step"] == 5
+
+
+def test_the_best_of_another_value_is_not_taken_over() -> None:
+    before = ModelCheckpoint(best="val_loss")
+    before.best_path = "saved/step-000000005"
+    after = ModelCheckpoint(best="val_auroc")
+    after.load_state(before.state())
+    assert after.best_path is None
+
+
 def test_an_hour_is_not_over_in_a_second(run_dir: Path) -> None:
     fit(build(ModelCheckpoint(every_s=3600)), epochs=1)
     assert not (run_dir / "checkpoints").exists()

@@ -67,7 +67,7 @@ class ModelCheckpoint(Callback):
         self._every_steps, self._every_s, self._every_epochs = every_steps, every_s, every_epochs
         self._keep_last = keep_last
         self._monitor = Monitor(best, mode=mode) if best is not None else None
-        self._saved_at_step: int | None = None
+        self._saved_path: str | None = None
         self._saved_at_s = 0.0
 
     @property
@@ -78,7 +78,7 @@ class ModelCheckpoint(Callback):
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Start the clock."""
         self._saved_at_s = time.monotonic()
-        self._saved_at_step = None
+        self._saved_path = None
 
     def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
         """Save by steps; wish for it by time."""
@@ -112,8 +112,9 @@ class ModelCheckpoint(Callback):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on with the best so far."""
-        if self._monitor is not None and state["monitor"] is not None:
-            self._monitor.load_state(state["monitor"])
+        monitored = state["monitor"]
+        if self._monitor is not None and monitored is not None and monitored["name"] == self._monitor.name:
+            self._monitor.load_state(monitored)
             self.best_path = state["best_path"]
 
     def _directory(self, trainer: Trainer) -> str:
@@ -122,12 +123,12 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: Trainer) -> None:
         path = step_path(self._directory(trainer), trainer.step)
         # Resumed from one that was saved after an epoch's last step, that epoch's end is simply run again.
-        if self._saved_at_step != trainer.step:
+        if self._saved_path != path:
             path = trainer.save_checkpoint(self._directory(trainer))
         self._saved(trainer, path)
 
     def _saved(self, trainer: Trainer, path: str) -> None:
-        self._saved_at_step = trainer.step
+        self._saved_path = path
         self._saved_at_s = time.monotonic()
         if trainer.rank == 0:
             directory = path.rstrip("/").rpartition("/")[0]
