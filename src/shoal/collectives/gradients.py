@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.collectives.layout import Bucket, Item, lay_out
 from shoal.collectives.native import Native
-from shoal.core.errors import TrainingError
+from shoal.core.errors import PeerLost, TrainingError
 
 
 class GradientExchange:
@@ -26,10 +26,8 @@ class GradientExchange:
     its gradients come in: the collectives of a group are matched by order.
     """
 
-    def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], native: Native, *, sparse: frozenset[str]
-    ) -> None:
-        self._native = native
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], *, sparse: frozenset[str]) -> None:
+        self._native: Native | None = None
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._sparse = [index for index, name in enumerate(self._names) if name in sparse]
@@ -49,49 +47,55 @@ class GradientExchange:
                 self._views[index] = self._memory[number][offset : offset + parameter.numel()].view(
                     parameter.shape
                 )
-        self._armed = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
             if index in self._place
         ]
-        self._clear()
+        self.abandon()
 
-    def arm(self) -> None:
-        """From now on gradients are final: the next backward is the step's last."""
-        self._armed = True
+    def arm(self, native: Native) -> None:
+        """From now on gradients are final: the next backward is the step's last, and they leave through `native`."""
+        self._native = native
 
     def finish(self) -> None:
         """Send what has not left yet, wait for all, and put the sums in place of the gradients.
 
-        A parameter that no rank used keeps `grad=None` on all of them.
+        A parameter that no rank used keeps `grad=None` on all of them. Until
+        the very last sum is there, every gradient is this rank's own.
         """
+        native = self._native
+        assert native is not None
+        if self._is_broken:
+            raise PeerLost(rank=native.rank, operation="the exchange of gradients", reason="a peer went away")
         for index in self._place:
             if index not in self._filled:
                 self._fill(index)
-        self._send_full()
-        sparse_sums = [self._sum_sparse(index) for index in self._sparse]
+        self._send_full(native)
+        sparse_sums = [self._sum_sparse(index, native) for index in self._sparse]
         for work in self._works:
-            self._native.finish(work, "the exchange of gradients")
+            native.finish(work, "the exchange of gradients")
         for number, bucket in enumerate(self.layout):
             used = self._memory[number][bucket.numel :].tolist()
             for position, index in enumerate(bucket.indices):
                 self._parameters[index].grad = self._views[index] if used[position] else None
         for index, summed in zip(self._sparse, sparse_sums, strict=True):
             self._parameters[index].grad = summed
-        self._clear()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget what is under way, and the group with it. The gradients stay: they can be sent again."""
+        self._native = None
+        self._is_broken = False
+        self._filled: set[int] = set()
+        self._missing = [len(bucket.indices) for bucket in self.layout]
+        self._next = 0
+        self._works: list[Any] = []
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
-
-    def _clear(self) -> None:
-        self._armed = False
-        self._filled: set[int] = set()
-        self._missing = [len(bucket.indices) for bucket in self.layout]
-        self._next = 0
-        self._works: list[Any] = []
 
     def _allocate(self, bucket: Bucket) -> Tensor:
         like = self._parameters[bucket.indices[0]]
@@ -99,9 +103,13 @@ class GradientExchange:
 
     def _hook(self, index: int) -> Any:
         def ready(parameter: Tensor) -> None:
-            if self._armed:
+            if self._native is not None and not self._is_broken:
                 self._fill(index)
-                self._send_full()
+                try:
+                    self._send_full(self._native)
+                except PeerLost:
+                    # Backward goes on: what this rank contributes must be whole before it can be sent again.
+                    self._is_broken = True
 
         return ready
 
@@ -128,12 +136,12 @@ class GradientExchange:
             )
         self._memory[number][flag] = 0.0 if gradient is None else 1.0
 
-    def _send_full(self) -> None:
+    def _send_full(self, native: Native) -> None:
         while self._next < len(self.layout) and self._missing[self._next] == 0:
-            self._works.append(self._native.start_all_reduce(self._memory[self._next]))
+            self._works.append(native.start_all_reduce(self._memory[self._next]))
             self._next += 1
 
-    def _sum_sparse(self, index: int) -> Tensor | None:
+    def _sum_sparse(self, index: int, native: Native) -> Tensor | None:
         """All ranks' rows side by side, each rank's own duplicates merged before they travel."""
         parameter = self._parameters[index]
         gradient = parameter.grad
@@ -150,12 +158,12 @@ class GradientExchange:
             rows, values = merged.indices()[0], merged.values()
         # One number more than the rows: -1 says that this rank did not use the table at all.
         mine = torch.tensor([rows.numel() if gradient is not None else -1], device=parameter.device)
-        counts = [int(count) for count in self._native.all_gather(mine)]
+        counts = [int(count) for count in native.all_gather(mine)]
         longest = max(counts)
         if longest < 0:
             return None
-        all_rows = self._native.all_gather(_padded(rows, longest))
-        all_values = self._native.all_gather(_padded(values, longest))
+        all_rows = native.all_gather(_padded(rows, longest))
+        all_values = native.all_gather(_padded(values, longest))
         kept = [max(count, 0) for count in counts]
         return torch.sparse_coo_tensor(
             torch.cat([part[:count] for part, count in zip(all_rows, kept, strict=True)]).unsqueeze(0),

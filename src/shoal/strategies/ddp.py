@@ -13,18 +13,20 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from shoal.cluster.rendezvous import group
 from shoal.collectives.gather import gather_any, sum_in_rank_order
 from shoal.collectives.gradients import GradientExchange
 from shoal.collectives.native import Native
-from shoal.core.errors import ModelsDiffer
+from shoal.core.errors import ModelsDiffer, PeerLost
 from shoal.core.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.strategies.compute import Compute
+from shoal.strategies.heritage import Part
+from shoal.strategies.optimizer_state import optimizer_settings
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
-from shoal.strategies.state import load_state, state_pieces
+from shoal.strategies.state import MODEL, load_state, state_pieces
 from shoal.strategies.statistics import RunningStatistics
+from shoal.strategies.together import together
 from shoal.strategies.update import update
 from shoal.strategies.verdict import contribution, decide
 
@@ -36,36 +38,39 @@ class Ddp:
         self._rank, self._num_workers = job.rank, job.num_workers
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
-        group()
-        self._native = Native(rank=job.rank, num_workers=job.num_workers)
+        self.together = together()
         self._exchange: GradientExchange | None = None
+        self._prepared_at: int | None = None
+        self._buffers_before: dict[str, torch.Tensor] = {}
 
     def prepare(self, job: TrainJob) -> None:
         """Check that all ranks built the same model, give everybody rank 0's weights, lay out the buckets."""
         self._job = job
         job.model.to(job.device)
-        self._refuse_different_models(job.model)
-        with torch.no_grad():
-            for tensor in job.model.state_dict().values():
-                if isinstance(tensor, torch.Tensor):
-                    self._native.broadcast(tensor)
         self._compute = Compute(job, check_loss=True)
         self._statistics = RunningStatistics(job.model)
         self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
             trainable = [(name, p) for name, p in job.model.named_parameters() if p.requires_grad]
-            self._exchange = GradientExchange(trainable, self._native, sparse=_sparse_parameters(job.model))
+            self._exchange = GradientExchange(trainable, sparse=_sparse_parameters(job.model))
+        if self.together.hold(job.number, self) and self._was_prepared_before_the_anchor:
+            return  # a replacement: the others did this long ago, and it has their weights
+        self._refuse_different_models(job.model)
+        self.together.exchange(self._broadcast)
+        self._prepared_at = self.together.num_finished
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; they leave bucket by bucket while backward runs."""
-        assert self._exchange is not None
+        if self.together.next_is_known:
+            return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
+        # What a donor hands over is the state as of the last commit; forward writes into buffers before the next one.
+        self._buffers_before = {name: buffer.clone() for name, buffer in self._job.model.named_buffers()}
         self._num_global = batch.num_global
         share = batch.num_local / batch.num_global
-        contributed = self._compute.forward_backward(
-            batch, rank=self._rank, step=self.step, before_backward=lambda loss: self._announce(loss, share)
+        return self._compute.forward_backward(
+            batch, rank=self._rank, step=self.step, before_backward=lambda loss: self._contribute(loss, share)
         )
-        return contributed
 
     def adopt(self, batch: Slice) -> None:
         """Take gradients of the slice's mean that the user's own backward computed, weighted by its samples."""
@@ -73,22 +78,15 @@ class Ddp:
         share = batch.num_local / batch.num_global
         for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad = (
-                    parameter.grad * share if share else None
-                )  # a borrowed sample gives nothing, NaN or not
-        self._announce(LossSum(torch.zeros(()), float(batch.num_local), None), share)
+                # A borrowed sample gives nothing, NaN or not.
+                parameter.grad = parameter.grad * share if share else None
+        self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None), share)
 
     def commit(self) -> Verdict:
         """Finish the exchange, then clip, decide and update alike on every rank."""
-        assert self._exchange is not None
-        assert self.optimizer is not None
-        self._native.finish(self._vector_work, "the exchange of losses and counts")
-        self._exchange.finish()
-        if self._statistics:
-            self._native.finish(self._statistics_work, "the exchange of BatchNorm statistics")
-            self._statistics.write(self._statistics_sum)
-        verdict = update(self._job, self.optimizer, self._parameters, decide(self._vector), self._num_global)
-        self.step += 1
+        verdict: Verdict = self.together.exchange(
+            self._finish, self._exchange_again, conclude=self._update, abandon=self._abandon
+        )
         return verdict
 
     def forward(self, batch: Slice) -> Tree:
@@ -97,11 +95,13 @@ class Ddp:
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in rank order."""
-        return sum_in_rank_order(self._native, values)
+        summed: torch.Tensor = self.together.exchange(lambda native: sum_in_rank_order(native, values))
+        return summed
 
     def gather(self, value: torch.Tensor | None) -> list[torch.Tensor]:
         """Every rank's tensor, in rank order."""
-        return gather_any(self._native, value)
+        gathered: list[torch.Tensor] = self.together.exchange(lambda native: gather_any(native, value))
+        return gathered
 
     def state(self) -> Iterator[Piece]:
         """Model and optimizer, whole: every rank holds all of it."""
@@ -111,21 +111,86 @@ class Ddp:
         """Take over weights and optimizer state; every rank reads the same pieces."""
         load_state(self._job.model, self.optimizer, pieces)
 
-    def _announce(self, loss: LossSum, share: float) -> None:
+    # ---- what is handed to a rank that is behind ------------------------------------------------
+
+    def give(self) -> Part:
+        """Weights, optimizer and buffers as of the last commit."""
+        tensors = {piece.name: piece.tensor for piece in self.state()}
+        tensors |= {MODEL + name: buffer for name, buffer in self._buffers_before.items() if MODEL + name in tensors}
+        settings = optimizer_settings(self._job.model, self.optimizer) if self.optimizer is not None else None
+        return Part({"step": self.step, "prepared_at": self._prepared_at, "optimizer": settings}, tensors)
+
+    def take(self, part: Part) -> None:
+        """Stand where the donor stands."""
+        self.step, self._prepared_at = part.plain["step"], part.plain["prepared_at"]
+        self.load(PieceReader(part.tensors, part.plain["optimizer"]))
+        self._buffers_before = {}
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @property
+    def _was_prepared_before_the_anchor(self) -> bool:
+        return self._prepared_at is not None and self._prepared_at <= self.together.anchored_at
+
+    # ---- the exchange of a commit ---------------------------------------------------------------
+
+    def _contribute(self, loss: LossSum, share: float) -> None:
         """Everything but the gradients is known now: send it, so that it travels under the backward."""
-        assert self._exchange is not None
-        self._vector = contribution(
+        self._my_vector = contribution(
             rank=self._rank,
             num_workers=self._num_workers,
             loss_total=float(loss.total),
             count=loss.count,
             wishes=self._job.wishes,
         )
-        self._vector_work = self._native.start_all_reduce(self._vector)
+        self._my_statistics = self._statistics.flat() * share if self._statistics else None
+        try:
+            self._announce(self.together.native)
+        except PeerLost:
+            self._is_broken = True  # backward first: commit will send it all again
+
+    def _announce(self, native: Native) -> None:
+        """Send copies: what this rank contributes stays apart from the sums."""
+        assert self._exchange is not None
+        self._is_broken = False
+        self._vector = self._my_vector.clone()
+        self._works = [native.start_all_reduce(self._vector)]
+        if self._my_statistics is not None:
+            self._statistics_sum = self._my_statistics.clone()
+            self._works.append(native.start_all_reduce(self._statistics_sum))
+        self._exchange.arm(native)
+
+    def _finish(self, native: Native) -> None:
+        assert self._exchange is not None
+        if self._is_broken:
+            raise PeerLost(rank=self._rank, operation="the exchange of losses", reason="a peer went away")
+        for work in self._works:
+            native.finish(work, "the exchange of losses and statistics")
+        self._exchange.finish()
+
+    def _exchange_again(self, native: Native) -> None:
+        self._announce(native)
+        self._finish(native)
+
+    def _abandon(self) -> None:
+        assert self._exchange is not None
+        self._works = []
+        self._exchange.abandon()
+
+    def _update(self, _: None) -> Verdict:
+        assert self.optimizer is not None
         if self._statistics:
-            self._statistics_sum = self._statistics.flat() * share
-            self._statistics_work = self._native.start_all_reduce(self._statistics_sum)
-        self._exchange.arm()
+            self._statistics.write(self._statistics_sum)
+        verdict = update(self._job, self.optimizer, self._parameters, decide(self._vector), self._num_global)
+        self._works, self._buffers_before = [], {}
+        self.step += 1
+        return verdict
+
+    def _broadcast(self, native: Native) -> None:
+        with torch.no_grad():
+            for tensor in self._job.model.state_dict().values():
+                if isinstance(tensor, torch.Tensor):
+                    native.broadcast(tensor)
 
     def _refuse_different_models(self, model: nn.Module) -> None:
         mine = {
@@ -134,7 +199,7 @@ class Ddp:
             if isinstance(t, torch.Tensor)
         }
         raw = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        described = [json.loads(bytes(part.tolist())) for part in gather_any(self._native, raw)]
+        described = [json.loads(bytes(part.tolist())) for part in self.gather(raw)]
         for rank, other in enumerate(described):
             differences = [
                 f"'{name}' is {described[0].get(name, 'absent')} on rank 0 and {other.get(name, 'absent')} on rank {rank}"

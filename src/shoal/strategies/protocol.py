@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from torch import nn
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.strategies.loss import LossRule
+
+if TYPE_CHECKING:
+    from shoal.strategies.together import Together
 
 
 @dataclass(slots=True)
@@ -59,6 +62,9 @@ class TrainJob:
 
     compile: bool = False
     """Compile the model."""
+
+    number: int = 0
+    """Which Trainer or loop of the script this is, counted from 0: ranks hand its state over by it."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0
@@ -137,6 +143,9 @@ class Strategy(Protocol):
 
     step: int
     """Steps committed so far; seeds are drawn from it."""
+
+    together: Together | None
+    """Where a strategy's exchanges survive the death of a rank: what it needs to hand over; None in one process."""
 
     def prepare(self, job: TrainJob) -> None:
         """Take over model and optimizer; refuse, by layer, what cannot be run."""

@@ -1,0 +1,268 @@
+"""One process's place in the group: numbered exchanges that survive the death of a rank.
+
+See docs/adr/0007-recovery.md for the protocol. A strategy runs everything it
+does over the group through `exchange`; if that breaks, the view is over: the
+group is left, a new one is formed with the replacement in it, whoever is
+behind takes the donor's state, and the exchange is run again from what was
+contributed. Nobody above this file notices more than a longer wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from shoal.cluster import session
+from shoal.cluster.rendezvous import form_group, leave_group
+from shoal.collectives.native import Native
+from shoal.core import job as jobs
+from shoal.core.errors import PeerLost
+from shoal.strategies import heritage
+from shoal.strategies.exchange_log import ExchangeLog
+from shoal.strategies.heritage import Heritage, Part
+
+T = TypeVar("T")
+
+_MAX_KEPT = 100_000  # results of reductions between steps, kept for a replacement
+
+
+class Holder(Protocol):
+    """Somebody whose state a replacement needs: a strategy with its model and optimizer."""
+
+    def give(self) -> Part:
+        """The state as of the last commit."""
+
+    def take(self, part: Part) -> None:
+        """Stand where the giver stood."""
+
+
+class Together:
+    """The group of this process's job, through all its views."""
+
+    def __init__(self) -> None:
+        self._job = jobs.current()
+        self._view = 0
+        self._native: Native | None = None
+        self._log = ExchangeLog()
+        self._holders: dict[int, Holder] = {}
+        self._call, self._call_is_over = 0, True
+        self._anchor: Callable[[], dict[str, Any]] = dict
+        self._results: dict[str, Any] = {}
+        self._heritage: Heritage | None = None  # until this process stands at the anchor it was given
+        session.when_regrouping(self.regroup)
+
+    # ---- exchanges ------------------------------------------------------------------------------
+
+    @property
+    def native(self) -> Native:
+        """The collectives of the present view."""
+        if self._native is None:
+            self._enter()
+        assert self._native is not None
+        return self._native
+
+    def exchange(
+        self,
+        first: Callable[[Native], T],
+        again: Callable[[Native], T] | None = None,
+        *,
+        conclude: Callable[[T], Any] = lambda result: result,
+        abandon: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Run the next exchange to its end, through however many views; returns what `conclude` made of it.
+
+        `first` may only finish what is already under way; `again` runs all of
+        it anew from what this rank contributed. `conclude` changes state, and
+        counts as part of the exchange: an exchange whose outcome was taken
+        from the donor is not concluded, the donor's state came with it.
+        `abandon` drops every reference to the group that broke.
+        """
+        attempt = first
+        _ = self.native
+        while True:
+            known, result = self._log.recall()
+            if known:
+                self._caught_up()
+                return result
+            try:
+                done = attempt(self.native)
+            except PeerLost:
+                # Nothing here may keep the exception: it holds the old group, and with it everybody that waits on it.
+                pass
+            else:
+                result = conclude(done)
+                self._log.finish(result)
+                return result
+            abandon()
+            self.regroup()
+            attempt = again or first
+
+    @property
+    def next_is_known(self) -> bool:
+        """True when the next exchange will be answered from the donor's log: nothing needs to be computed for it."""
+        return self._log.is_catching_up
+
+    def remembered(self, key: str, run: Callable[[], Any]) -> Any:
+        """Run something of the script's own between steps, once: a replacement is given the result."""
+        if self._heritage is not None and key in self._heritage.results:
+            return self._heritage.results[key]
+        result = run()
+        if len(self._results) < _MAX_KEPT:
+            self._results[key] = result
+        return result
+
+    def forget(self, prefix: str) -> None:
+        """Results under this prefix will not be asked for again."""
+        for key in [key for key in self._results if key.startswith(prefix)]:
+            del self._results[key]
+
+    # ---- anchors and calls ----------------------------------------------------------------------
+
+    def begin_call(self, number: int) -> tuple[bool, Any]:
+        """A call begins: whether it is finished already, and with what result."""
+        _ = self.native
+        if self._heritage is not None:
+            given = self._heritage
+            finished = number < given.call or (number == given.call and given.call_is_over)
+            if finished:
+                if number == given.call:
+                    self._stand_at_anchor()
+                return True, given.results.get(f"call/{number}")
+            if not given.anchor:  # anchored at this call's very begin
+                self._stand_at_anchor()
+            return False, None
+        self._call, self._call_is_over = number, False
+        self._note(dict)
+        return False, None
+
+    def end_call(self, number: int, result: Any) -> None:
+        """A call is over; its result is kept for a replacement."""
+        self._call, self._call_is_over = number, True
+        self._results[f"call/{number}"] = result
+        self._note(dict)
+
+    def anchor(self, state: Callable[[], dict[str, Any]]) -> None:
+        """From here a replacement can run the present call forward, given what `state` then answers."""
+        if self._heritage is None:
+            self._note(state)
+
+    @property
+    def anchored_at(self) -> int:
+        """Number of the first exchange after the anchor."""
+        return self._log.anchored_at
+
+    @property
+    def num_finished(self) -> int:
+        """How many exchanges this process has run through."""
+        return self._log.num_finished
+
+    def inherited_anchor(self) -> dict[str, Any] | None:
+        """In a replacement, once: the state noted at the anchor from which it runs on."""
+        if self._heritage is None:
+            return None
+        state = self._heritage.anchor
+        self._stand_at_anchor()
+        return state
+
+    def hold(self, number: int, holder: Holder) -> bool:
+        """Take part in what is handed over; True when the holder's own state was just taken from a donor."""
+        self._holders[number] = holder
+        if self._heritage is not None and number in self._heritage.parts:
+            holder.take(self._heritage.parts.pop(number))
+            return True
+        return False
+
+    @property
+    def is_replacement(self) -> bool:
+        """True while this process runs towards the anchor it was given."""
+        return self._heritage is not None
+
+    # ---- views ----------------------------------------------------------------------------------
+
+    def regroup(self) -> None:
+        """The view is over: form the next one, and let those who are behind catch up."""
+        while True:
+            self._native = None
+            leave_group()
+            try:
+                self._enter()
+                return
+            except PeerLost:
+                continue  # somebody died while the view was formed: it is over, too
+
+    def _enter(self) -> None:
+        fresh = self._view == 0
+        formed = session.enter_view(
+            view_left=self._view, finished=-1 if fresh else self._log.num_known, call=session.num_calls()
+        )
+        self._view = formed.view
+        form_group(self._job, formed.view)
+        native = Native(rank=self._job.rank, num_workers=self._job.num_workers)
+        if formed.donor >= 0:
+            self._hand_over(native, formed.donor, behind=fresh or self._log.num_known < formed.finished, fresh=fresh)
+        self._native = native
+
+    def _hand_over(self, native: Native, donor: int, *, behind: bool, fresh: bool) -> None:
+        standing = torch.tensor([int(behind)])
+        needy = [rank for rank, flag in enumerate(native.all_gather(standing)) if int(flag)]
+        if self._job.rank == donor:
+            given = self._give() if needy else None
+            for rank in needy:
+                assert given is not None
+                heritage.send(native, given, rank)
+        elif behind:
+            taken = heritage.receive(native, donor)
+            if fresh:
+                self._heritage = taken
+                self._log.inherit(taken.log, starts_at=taken.anchored_at)
+                for number, holder in self._holders.items():
+                    holder.take(taken.parts.pop(number))
+            else:
+                for number, part in taken.parts.items():
+                    self._holders[number].take(part)
+                self._log.inherit(taken.log)
+        with native.during("agreeing that everybody has what it needs"):
+            native.all_gather(standing)
+
+    def _give(self) -> Heritage:
+        if self._heritage is not None:  # a replacement that has not reached its anchor passes on what it was given
+            given = self._heritage
+            given.parts |= {number: holder.give() for number, holder in self._holders.items()}
+            return given
+        return Heritage(
+            anchored_at=self._log.anchored_at,
+            call=self._call,
+            call_is_over=self._call_is_over,
+            anchor=self._anchor(),
+            log=self._log.legacy(),
+            results=self._results,
+            parts={number: holder.give() for number, holder in self._holders.items()},
+        )
+
+    def _note(self, state: Callable[[], dict[str, Any]]) -> None:
+        self._log.anchor()
+        self._anchor = state
+
+    def _stand_at_anchor(self) -> None:
+        given, self._heritage = self._heritage, None
+        assert given is not None
+        self._call, self._call_is_over = given.call, given.call_is_over
+        self._anchor, self._results = lambda: given.anchor, given.results
+        self._caught_up()
+
+    def _caught_up(self) -> None:
+        if self._heritage is None and not self._log.is_catching_up:
+            session.live()
+
+
+_together: Together | None = None
+
+
+def together() -> Together:
+    """The one of this process."""
+    global _together
+    if _together is None:
+        _together = Together()
+    return _together
