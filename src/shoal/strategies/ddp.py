@@ -51,6 +51,7 @@ class Ddp:
                     self._native.broadcast(tensor)
         self._compute = Compute(job, check_loss=True)
         self._statistics = RunningStatistics(job.model)
+        self._kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
@@ -61,6 +62,8 @@ class Ddp:
         """Compute this rank's gradients; they leave bucket by bucket while backward runs."""
         assert self._exchange is not None
         self._num_global = batch.num_global
+        if self._statistics and self._job.on_nonfinite == "skip":
+            self._kept = self._statistics.keep()
         share = batch.num_local / batch.num_global
         contributed = self._compute.forward_backward(
             batch, rank=self._rank, step=self.step, before_backward=lambda loss: self._announce(loss, share)
@@ -88,6 +91,8 @@ class Ddp:
             self._native.finish(self._statistics_work, "the exchange of BatchNorm statistics")
             self._statistics.write(self._statistics_sum)
         verdict = update(self._job, self.optimizer, self._parameters, decide(self._vector), self._num_global)
+        if self._kept is not None and not verdict.applied:
+            self._statistics.take_back(self._kept)
         self.step += 1
         return verdict
 
@@ -128,8 +133,9 @@ class Ddp:
         self._exchange.arm()
 
     def _refuse_different_models(self, model: nn.Module) -> None:
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         mine = {
-            name: f"{tuple(t.shape)} {t.dtype}"
+            name: f"{tuple(t.shape)} {t.dtype}" + (", frozen" if name in frozen else "")
             for name, t in model.state_dict().items()
             if isinstance(t, torch.Tensor)
         }
@@ -141,6 +147,8 @@ class Ddp:
                 for name in dict.fromkeys([*described[0], *other])
                 if described[0].get(name) != other.get(name)
             ]
+            if not differences and list(other) != list(described[0]):
+                differences = ["its parameters come in another order"]
             if differences:
                 raise ModelsDiffer(rank=rank, differences=differences)
 

@@ -36,12 +36,15 @@ class Single:
         job.model.to(job.device)
         self._compute = Compute(job, check_loss=self._num_slices > 1 or job.num_micro > 1)
         self._statistics = RunningStatistics(job.model)
+        self._kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute the gradients of the whole batch."""
+        if self._statistics and self._job.on_nonfinite == "skip":
+            self._kept = self._statistics.keep()
         if self._num_slices == 1:
             self._contributed = self._compute.forward_backward(batch, rank=0, step=self.step)
         else:
@@ -66,6 +69,8 @@ class Single:
             wishes=job.wishes,
         )
         verdict = update(job, self.optimizer, self._parameters, decide(vector), self._num_global)
+        if self._kept is not None and not verdict.applied:
+            self._statistics.take_back(self._kept)
         self.step += 1
         return verdict
 
