@@ -8,6 +8,7 @@ import pytest
 
 from shoal.cluster.display import (
     DRAW_EVERY_S,
+    EPOCH_LINE_EVERY_S,
     LINE_EVERY_S,
     Display,
     LiveDisplay,
@@ -46,10 +47,12 @@ def test_plain_lines_come_at_beginnings_ends_and_every_few_seconds() -> None:
     clock.now += LINE_EVERY_S
     display.update(at(50))
     display.update(at(51))
-    display.update(at(52, epoch=2))
-    display.update(at(53, epoch=2, phase="validate"))
-    display.update(at(800, epoch=2, phase="validate"))
-    display.update(at(800, epoch=2, phase="validate"))
+    display.update(at(51, epoch=2))  # an epoch of no length
+    clock.now += EPOCH_LINE_EVERY_S
+    display.update(at(52, epoch=3))
+    display.update(at(53, epoch=3, phase="validate"))
+    display.update(at(800, epoch=3, phase="validate"))
+    display.update(at(800, epoch=3, phase="validate"))
     assert steps_shown(err) == [1, 50, 52, 53, 800]
 
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from shoal.perf.equality import Dump, Mix, check, read_dump
@@ -61,14 +64,17 @@ def test_a_difference_that_the_slices_explain_is_equal_and_said_to_be_sliced() -
     assert outcome.equal
     assert outcome.sliced
     assert outcome.mixes == ()
-    assert outcome.float32.beyond(1e-9) == []
+    assert outcome.whole is not None
+    assert outcome.whole.float64.worst().absolute == 1.0
+    assert outcome.judged.float32.beyond(1e-9) == []
 
 
 def test_a_difference_that_nothing_explains_is_shown_against_the_plain_reference() -> None:
     outcome = check(Script(workers=1.0, whole=1.5, slices=1.7), num_workers=3, tolerance=1e-9)
     assert not outcome.equal
     assert not outcome.sliced
-    assert outcome.float64.tensors[0].absolute == 0.5
+    assert outcome.whole is None
+    assert outcome.judged.float64.tensors[0].absolute == 0.5
 
 
 def test_named_layers_do_not_excuse_a_difference() -> None:
@@ -87,7 +93,45 @@ def test_float32_does_not_decide() -> None:
 
     outcome = check(Rounded(workers=1.0, whole=1.0, slices=1.0), num_workers=2, tolerance=1e-9)
     assert outcome.equal
-    assert outcome.float32.tensors[0].absolute > 1e-4
+    assert outcome.judged.float32.tensors[0].absolute > 1e-4
+
+
+class Noisy(Script):
+    """The weight is equal; the bias goes where rounding leads it, by so much in float64 and in float32."""
+
+    def __init__(self, *, float64: float, float32: float) -> None:
+        super().__init__(workers=1.0, whole=1.0, slices=1.0)
+        self.noise = {"float64": float64, "float32": float32}
+
+    def __call__(self, dtype: str, *, spread: bool, num_slices: int = 1) -> Dump:
+        dump = super().__call__(dtype, spread=spread, num_slices=num_slices)
+        bias = np.array([0.2 + (self.noise[dtype] if spread else 0.0)], dtype)
+        return replace(dump, state={**dump.state, "bias": bias})
+
+
+def test_what_shrinks_with_the_precision_is_rounding_and_named() -> None:
+    script = Noisy(float64=3e-8, float32=0.1)
+    outcome = check(script, num_workers=3, tolerance=1e-9)
+    assert outcome.equal
+    assert not outcome.sliced
+    assert [found.name for found in outcome.judged.rounding] == ["bias"]
+    assert len(script.asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("float64", "float32"),
+    [
+        (0.1, 0.1),  # a mistake is as large in any precision
+        (3e-8, 3e-8),  # also a small one
+        (3e-8, 1e-7),  # which float32 cannot see
+        (3e-5, 0.1),  # or which it sees beside noise
+        (math.nan, math.nan),
+    ],
+)
+def test_what_does_not_shrink_is_a_difference(float64: float, float32: float) -> None:
+    outcome = check(Noisy(float64=float64, float32=float32), num_workers=3, tolerance=1e-9)
+    assert [found.name for found in outcome.judged.differing] == ["bias"]
+    assert outcome.judged.rounding == ()
 
 
 def test_a_dump_reads_back_with_nan_losses(tmp_path: Path) -> None:

@@ -167,7 +167,25 @@ def test_fewer_steps_than_asked_for_are_said(verify: Verify) -> None:
 def test_a_tolerance_below_rounding_finds_rounding(verify: Verify) -> None:
     result = verify(f"train({MLP})", "-n", "3", "--tolerance", "0")
     assert result.exit_code == 1
-    assert "differ by more than 0e+00 in float64" in told(result)
+    assert "Beyond the tolerance of 0e+00" in told(result)
+
+
+def test_a_bias_that_only_rounding_moves_is_named_and_counts_as_equal(verify: Verify) -> None:
+    # BatchNorm takes the bias out again, so its gradient is rounding; Adam makes steps of full length of it.
+    result = verify(
+        """
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        trainer = shoal.Trainer(
+            model, loss=nn.CrossEntropyLoss(), optimizer=lambda params: torch.optim.Adam(params, lr=0.05, eps=1e-10)
+        )
+        trainer.fit(data.batch(19), epochs=2)
+        """,
+        "-n",
+        "3",
+    )
+    assert result.exit_code == 0, result.output
+    assert "0.bias differs by" in told(result)
+    assert "count as equal" in told(result)
 
 
 def test_a_script_that_never_trains_is_told_so(verify: Verify) -> None:

@@ -8,7 +8,7 @@ same warm parent, and shows how far the weights came apart. What decides is
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shoal.cluster.api import LaunchConfig
     from shoal.cluster.warm_client import WarmParent
     from shoal.perf.compare import Difference
-    from shoal.perf.equality import Dump, Outcome
+    from shoal.perf.equality import Dump, Judged, Outcome
 
 EXAMPLES = (
     "\b\n"
@@ -91,7 +91,7 @@ def verify(
                 VerifyRuns(config, warm, num_steps=steps), num_workers=workers, tolerance=tolerance
             )
     screen = console()
-    screen.print(table(outcome))
+    screen.print(table(outcome.judged))
     for line in verdict(outcome, config, asked_steps=steps, tolerance=tolerance):
         screen.print(line, soft_wrap=not screen.is_terminal)
     raise typer.Exit(0 if outcome.equal else 1)
@@ -140,7 +140,7 @@ def _how(config: LaunchConfig, num_slices: int) -> str:
     return f"in one process, as {num_slices} slices in turn" if num_slices > 1 else "in one process"
 
 
-def table(outcome: Outcome) -> Table:
+def table(judged: Judged) -> Table:
     """The parameters that differ most, in float64 and float32, and the losses."""
     from rich import box
     from rich.table import Table
@@ -149,13 +149,13 @@ def table(outcome: Outcome) -> Table:
     drawn.add_column("parameter or buffer", overflow="fold")
     for column in ("float64", "relative", "float32", "relative"):
         drawn.add_column(column, justify="right", no_wrap=True)
-    beside = {tensor.name: tensor for tensor in outcome.float32.tensors}
-    for tensor in outcome.float64.tensors[:MAX_ROWS]:
+    beside = {tensor.name: tensor for tensor in judged.float32.tensors}
+    for tensor in judged.float64.tensors[:MAX_ROWS]:
         drawn.add_row(tensor.name, *_cells(tensor), *_cells(beside.get(tensor.name)))
-    if len(outcome.float64.tensors) > MAX_ROWS:
-        drawn.add_row(f"and {len(outcome.float64.tensors) - MAX_ROWS} that differ less")
+    if len(judged.float64.tensors) > MAX_ROWS:
+        drawn.add_row(f"and {len(judged.float64.tensors) - MAX_ROWS} that differ less")
     drawn.add_section()
-    drawn.add_row("loss of a step", *_cells(outcome.float64.losses), *_cells(outcome.float32.losses))
+    drawn.add_row("loss of a step", *_cells(judged.float64.losses), *_cells(judged.float32.losses))
     return drawn
 
 
@@ -169,39 +169,50 @@ def _cells(difference: Difference | None) -> tuple[str, str]:
 
 def verdict(outcome: Outcome, config: LaunchConfig, *, asked_steps: int, tolerance: float) -> Iterator[str]:
     """What the numbers say, in sentences; the last one answers the question."""
+    float64, float32 = outcome.judged.float64, outcome.judged.float32
+    in_turn = f"one process ran the {config.workers} workers' slices in turn, with the workers' seeds"
     if outcome.num_steps < asked_steps:
         yield f"The script trains for {outcome.num_steps} steps; {asked_steps} were asked for."
-    for found in outcome.float64.nonfinite:
+    for found in float64.nonfinite:
         yield (
             f"{found.name} holds {found.num_nonfinite} values that are not finite, the same ones on both sides. "
             "They count as equal."
         )
     if outcome.mixes:
-        yield (
-            f"Some layers see the slice of a batch and not the batch, so one process ran the {config.workers} workers' "
-            "slices in turn, with the workers' seeds:"
-        )
+        yield f"Some layers see the slice of a batch and not the batch, so {in_turn}:"
         for mix in outcome.mixes:
             yield f"  {mix.layer} ({mix.kind}) {mix.why}"
-    elif outcome.whole is not None and outcome.sliced:
-        worst = outcome.whole.worst
+    elif outcome.whole is not None:
+        worst = outcome.whole.float64.worst()
         yield (
-            "Something in the model or the loss mixes the batch, or draws random numbers, without being a layer that "
-            f"is known for it: against one process with whole batches {worst.name} differs by {worst.relative:.1e}. "
-            f"So one process ran the {config.workers} workers' slices in turn, with the workers' seeds."
+            "Something in the model or the loss mixes the batch, without being a layer that is known for it: against "
+            f"one process with whole batches {worst.name} differs by {worst.relative:.1e}. So {in_turn}."
+        )
+    if outcome.judged.rounding:
+        yield (
+            f"{_listed(outcome.judged.rounding)} in float64, and count as equal: they differ far more in float32, so "
+            "the difference shrinks with the precision, as rounding does and a mistake does not. Their gradient is "
+            "zero but for rounding (a bias before a BatchNorm, say), and the optimizer enlarges what is left."
         )
     spread = f"{config.strategy} on {config.workers} worker{'s' if config.workers > 1 else ''}"
-    beyond = outcome.float64.beyond(tolerance)
-    if not beyond:
+    if outcome.equal:
+        explained = {found.name for found in outcome.judged.rounding}
         yield (
-            f"equal: {spread} computes what one process does. The largest difference in float64 is "
-            f"{outcome.float64.worst.relative:.1e} (tolerance {tolerance:.0e}), in float32 {outcome.float32.worst.relative:.1e}."
+            f"equal: {spread} computes what one process does. The largest {'other ' if explained else ''}difference is "
+            f"{float64.worst(leaving_out=explained).relative:.1e} in float64 (tolerance {tolerance:.0e}) and "
+            f"{float32.worst(leaving_out=explained).relative:.1e} in float32."
         )
-        return
-    shown = ", ".join(f"{found.name} {found.note or f'by {found.relative:.1e}'}" for found in beyond[:3])
-    yield (
-        f"not equal: {spread} computes something else than one process. {len(beyond)} of "
-        f"{len(outcome.float64.all)} rows differ by more than {tolerance:.0e} in float64: {shown}"
-        f"{' ...' if len(beyond) > 3 else ''}. In float64 that is not rounding: look for what depends on the rank or on "
-        "how the batch is cut."
+    else:
+        yield (
+            f"not equal: {spread} computes something else than one process. Beyond the tolerance of {tolerance:.0e} are "
+            f"{len(outcome.judged.differing)} of {len(float64.all)} rows: {_listed(outcome.judged.differing)} in float64, "
+            "which is not rounding. Look for what depends on the rank, or on how the batch is cut."
+        )
+
+
+def _listed(differences: Sequence[Difference]) -> str:
+    shown = [f"{found.name} {found.note or f'differs by {found.relative:.1e}'}" for found in differences[:3]]
+    more = [f"{len(differences) - 3} more"] if len(differences) > 3 else []
+    return " and ".join(
+        [", ".join((shown + more)[:-1]), (shown + more)[-1]] if len(shown + more) > 1 else shown
     )

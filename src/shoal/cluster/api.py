@@ -296,10 +296,11 @@ def _open_run(config: LaunchConfig, described: RunConfig) -> RunDirectory:
 
 
 def _first_words(run: RunDirectory, described: RunConfig, cores: int) -> str:
-    workers = _count(described.workers, "worker")
-    words = f"{_shown(run.path)}: {workers}, {described.strategy}, {_count(described.threads, 'thread')} each"
+    workers, threads = _count(described.workers, "worker"), _count(described.threads, "thread")
+    each = " each" if described.workers > 1 else ""
+    words = f"{_shown(run.path)}: {workers}, {described.strategy}, {threads}{each}"
     if described.workers > cores:
-        words += f"; {workers} share {_count(cores, 'core')} and take turns"
+        words += f"; they share {_count(cores, 'core')} and take turns"
     return words
 
 

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 5.0
 """Between two plain lines of the same phase."""
 
+EPOCH_LINE_EVERY_S = 1.0
+"""Between two plain lines of different epochs: short epochs need not fill a page."""
+
 DRAW_EVERY_S = 0.125
 
 
@@ -87,13 +90,11 @@ class Display:
 
     def _show(self, progress: Progress) -> None:
         now, shown = self._clock(), self._shown
-        begins = shown is None or (shown.call, shown.phase, shown.epoch) != (
-            progress.call,
-            progress.phase,
-            progress.epoch,
-        )
+        waited_s = now - self._shown_at
+        begins = shown is None or (shown.call, shown.phase) != (progress.call, progress.phase)
+        turns = shown is not None and shown.epoch != progress.epoch and waited_s >= EPOCH_LINE_EVERY_S
         ends = progress.step == progress.num_steps and (shown is None or shown.step != progress.step)
-        if begins or ends or now >= self._shown_at + LINE_EVERY_S:
+        if begins or turns or ends or waited_s >= LINE_EVERY_S:
             self._shown, self._shown_at = progress, now
             self.note(progress_text.line(progress))
 
@@ -301,4 +302,4 @@ def _terminal_size(stream: BinaryIO) -> tuple[int, int]:
         size = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
         return 80, 24
-    return size.columns, size.lines
+    return size.columns or 80, size.lines or 24  # a terminal nobody looks at may say 0

@@ -195,7 +195,8 @@ class Supervisor:
                 self._run.event("saved", rank=message.rank, path=message.path, step=message.step)
             case Failed():
                 worker.log.write(message.traceback.encode(errors="replace"))
-                self._run.event("worker-failed", rank=message.rank, error=message.error)
+                kind = "worker-left" if message.error == "Interrupted" else "worker-failed"
+                self._run.event(kind, rank=message.rank, error=message.error)
                 self._feed(message)
             case Finished():
                 self._feed(message)

@@ -62,7 +62,9 @@ def concatenate(trees: list[Tree]) -> Tree:
     """One tree whose tensors are those of `trees` joined along the first dim."""
     first = trees[0]
     if isinstance(first, torch.Tensor):
-        return first if len(trees) == 1 else torch.cat(trees)
+        if len(trees) == 1:
+            return first
+        return torch.cat(trees) if first.dim() else torch.stack(trees)  # a number each, as an auxiliary loss
     if isinstance(first, dict):
         return {key: concatenate([tree[key] for tree in trees]) for key in first}
     if isinstance(first, (tuple, list)):

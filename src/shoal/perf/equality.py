@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shoal.perf.compare import Array, Comparison, compare
+from shoal.perf.compare import Array, Comparison, Difference, compare, hangs_on_rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,52 +61,86 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The answer, and everything it rests on."""
+class Judged:
+    """The spread run set against one reference."""
 
-    equal: bool
     float64: Comparison
     """Decides: what is left in float64 is not rounding."""
 
     float32: Comparison
     """Stands beside it, to show what rounding does."""
 
+    differing: tuple[Difference, ...]
+    """What is beyond the tolerance in float64. Empty: equal."""
+
+    rounding: tuple[Difference, ...]
+    """What is beyond it only because training enlarged rounding; see `compare.hangs_on_rounding`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The answer, and everything it rests on."""
+
+    judged: Judged
+    """Against the reference that counts."""
+
     sliced: bool
-    """The reference ran the workers' slices in turn with the workers' seeds."""
+    """That reference ran the workers' slices in turn with the workers' seeds."""
 
     mixes: tuple[Mix, ...]
-    """Why it did: the layers that were named. Empty while `sliced`: something did that has no name."""
+    """Why it did: the layers that were named."""
 
-    whole: Comparison | None = None
-    """Float64 against whole batches, where those were tried first and the slices explain the difference."""
+    whole: Judged | None
+    """Against whole batches, where no layer was named and only the slices are equal: something mixes unnamed."""
 
     num_steps: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether the workers compute what one process does."""
+        return not self.judged.differing
 
 
 def check(run: Run, *, num_workers: int, tolerance: float) -> Outcome:
     """Run the script spread and in one process, in float64 and float32, and compare."""
-    spread = run("float64", spread=True)
-    sliced = bool(spread.mixes)
-    reference = run("float64", spread=False, num_slices=num_workers if sliced else 1)
-    float64 = _compare(spread, reference)
-    equal, whole = not float64.beyond(tolerance), None
-    if not equal and not sliced and num_workers > 1:
-        # A loss over pairs of the batch, a layer of the user's own: unnamed, but what it computes per slice is what
-        # one process computes per slice.
-        by_slice = _compare(spread, run("float64", spread=False, num_slices=num_workers))
-        if not by_slice.beyond(tolerance):
-            whole, float64, sliced, equal = float64, by_slice, True, True
-    float32 = _compare(
-        run("float32", spread=True), run("float32", spread=False, num_slices=num_workers if sliced else 1)
-    )
+    spread64 = run("float64", spread=True)
+    spread32: Dump | None = None
+
+    def against(num_slices: int) -> Judged:
+        nonlocal spread32
+        reference = run("float64", spread=False, num_slices=num_slices)
+        spread32 = spread32 or run("float32", spread=True)
+        return judge(
+            _compare(spread64, reference),
+            _compare(spread32, run("float32", spread=False, num_slices=num_slices)),
+            tolerance=tolerance,
+        )
+
+    sliced = bool(spread64.mixes)
+    judged, whole = against(num_workers if sliced else 1), None
+    if judged.differing and not sliced and num_workers > 1:
+        # A loss over pairs of the batch, a layer of the user's own: unnamed, but what the workers compute of their
+        # slices may be what one process computes of them.
+        by_slice = against(num_workers)
+        if not by_slice.differing:
+            judged, whole, sliced = by_slice, judged, True
     return Outcome(
-        equal=equal,
+        judged=judged, sliced=sliced, mixes=spread64.mixes, whole=whole, num_steps=spread64.num_steps
+    )
+
+
+def judge(float64: Comparison, float32: Comparison, *, tolerance: float) -> Judged:
+    """Tell what differs in float64 from what only hangs on rounding."""
+    beside = {difference.name: difference for difference in float32.all}
+    beyond = float64.beyond(tolerance)
+    rounding = [
+        found for found in beyond if found.name in beside and hangs_on_rounding(found, beside[found.name])
+    ]
+    return Judged(
         float64=float64,
         float32=float32,
-        sliced=sliced,
-        mixes=spread.mixes,
-        whole=whole,
-        num_steps=spread.num_steps,
+        differing=tuple(found for found in beyond if found not in rounding),
+        rounding=tuple(rounding),
     )
 
 

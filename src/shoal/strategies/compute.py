@@ -7,10 +7,11 @@ what is seeded and in which precision; exchanges nothing and updates nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.core.seeds import mix
 from shoal.data.slice import Slice, split_target
@@ -30,8 +31,12 @@ class Compute:
         self._must_check_loss = check_loss
         self._on_cuda = job.device.type == "cuda"
         self._frozen: list[nn.Module] = []
+        self._batchnorms = [module for module in job.model.modules() if isinstance(module, _BatchNorm)]
         if job.compile:
             job.model.compile()
+        # Left unsaid, torch warns about it at the first update of sparse rows; said, it stays as it was.
+        if not torch.sparse.check_sparse_tensor_invariants.is_enabled():  # type: ignore[no-untyped-call]
+            torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
 
     def forward_backward(
         self, batch: Slice, *, rank: int, step: int, before_backward: Callable[[LossSum], None] | None = None
@@ -53,10 +58,10 @@ class Compute:
             self._seed(mix(job.seed, rank, step, number))
             inputs, target = split_target(self._placed(piece.batch))
             with self._autocast():
-                output = self._call(inputs)
+                output = self._output(inputs, piece)
                 total, piece_count = job.loss(output, target, max(piece.num_local, 1), piece.num_global)
-            if self._must_check_loss:
-                job.loss.check(output, target, max(piece.num_local, 1))
+            if self._must_check_loss and piece.num_local > 1:  # one sample has no halves
+                job.loss.check(output, target, piece.num_local)
                 self._must_check_loss = False
             if not piece.borrowed:
                 totals.append(total.detach())
@@ -78,6 +83,33 @@ class Compute:
         self._seed(mix(self._job.seed, rank, _EVALUATION + batch.start))
         with torch.no_grad(), self._autocast():
             return self._call(split_target(self._placed(batch.batch))[0])
+
+    def _output(self, inputs: Tree, piece: Slice) -> Tree:
+        try:
+            with self._batchnorm_at_rest() if piece.borrowed else contextlib.nullcontext():
+                return self._call(inputs)
+        except ValueError as error:
+            if "more than 1 value per channel" in str(error):
+                error.add_note(
+                    f"This worker had {piece.num_local} sample to normalise, of a batch of {piece.num_global}. Leave a "
+                    "last batch out that is not full with batch(..., drop_last=True), or use larger batches, fewer "
+                    "workers or less accumulation."
+                )
+            raise
+
+    @contextlib.contextmanager
+    def _batchnorm_at_rest(self) -> Iterator[None]:
+        """For a borrowed sample: BatchNorm takes no batch of one, and should keep nothing of it but the count."""
+        training = [module for module in self._batchnorms if module.training]
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+                if module.num_batches_tracked is not None:
+                    module.num_batches_tracked.add_(1)
 
     def _train_mode(self) -> None:
         model = self._job.model

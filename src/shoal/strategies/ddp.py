@@ -26,7 +26,7 @@ from shoal.strategies.optimizer_state import optimizer_settings
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.strategies.state import MODEL, load_state, state_pieces
 from shoal.strategies.statistics import RunningStatistics
-from shoal.strategies.together import together
+from shoal.strategies.together import Together, together
 from shoal.strategies.update import update
 from shoal.strategies.verdict import contribution, decide
 
@@ -38,7 +38,8 @@ class Ddp:
         self._rank, self._num_workers = job.rank, job.num_workers
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
-        self.together = together()
+        self.together: Together | None = together()
+        self._together = together()
         self._exchange: GradientExchange | None = None
         self._prepared_at: int | None = None
         self._buffers_before: dict[str, torch.Tensor] = {}
@@ -54,26 +55,34 @@ class Ddp:
             self.optimizer = job.build_optimizer(job.model)
             trainable = [(name, p) for name, p in job.model.named_parameters() if p.requires_grad]
             self._exchange = GradientExchange(trainable, sparse=_sparse_parameters(job.model))
-        if self.together.hold(job.number, self) and self._was_prepared_before_the_anchor:
+        if self._together.hold(job.number, self) and self._was_prepared_before_the_anchor:
             return  # a replacement: the others did this long ago, and it has their weights
         self._refuse_different_models(job.model)
-        self.together.exchange(self._broadcast)
-        self._prepared_at = self.together.num_finished
+        self._together.exchange(self._broadcast)
+        self._prepared_at = self._together.num_finished
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; they leave bucket by bucket while backward runs."""
-        if self.together.next_is_known:
+        if self._together.next_is_known:
             return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
-        # What a donor hands over is the state as of the last commit; forward writes into buffers before the next one.
-        self._buffers_before = {name: buffer.clone() for name, buffer in self._job.model.named_buffers()}
+        self.about_to_run()
         self._num_global = batch.num_global
         share = batch.num_local / batch.num_global
         return self._compute.forward_backward(
             batch, rank=self._rank, step=self.step, before_backward=lambda loss: self._contribute(loss, share)
         )
 
+    def about_to_run(self) -> None:
+        """Keep the buffers as they are at the last commit: a forward writes into them before the next one.
+
+        A donor hands these over, and a step that is left out goes back to them.
+        """
+        self._buffers_before = {name: buffer.clone() for name, buffer in self._job.model.named_buffers()}
+
     def adopt(self, batch: Slice) -> None:
         """Take gradients of the slice's mean that the user's own backward computed, weighted by its samples."""
+        if self._together.next_is_known:
+            return
         self._num_global = batch.num_global
         share = batch.num_local / batch.num_global
         for parameter in self._parameters:
@@ -84,7 +93,7 @@ class Ddp:
 
     def commit(self) -> Verdict:
         """Finish the exchange, then clip, decide and update alike on every rank."""
-        verdict: Verdict = self.together.exchange(
+        verdict: Verdict = self._together.exchange(
             self._finish, self._exchange_again, conclude=self._update, abandon=self._abandon
         )
         return verdict
@@ -95,12 +104,12 @@ class Ddp:
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in rank order."""
-        summed: torch.Tensor = self.together.exchange(lambda native: sum_in_rank_order(native, values))
+        summed: torch.Tensor = self._together.exchange(lambda native: sum_in_rank_order(native, values))
         return summed
 
     def gather(self, value: torch.Tensor | None) -> list[torch.Tensor]:
         """Every rank's tensor, in rank order."""
-        gathered: list[torch.Tensor] = self.together.exchange(lambda native: gather_any(native, value))
+        gathered: list[torch.Tensor] = self._together.exchange(lambda native: gather_any(native, value))
         return gathered
 
     def state(self) -> Iterator[Piece]:
@@ -130,7 +139,7 @@ class Ddp:
 
     @property
     def _was_prepared_before_the_anchor(self) -> bool:
-        return self._prepared_at is not None and self._prepared_at <= self.together.anchored_at
+        return self._prepared_at is not None and self._prepared_at <= self._together.anchored_at
 
     # ---- the exchange of a commit ---------------------------------------------------------------
 
@@ -145,7 +154,7 @@ class Ddp:
         )
         self._my_statistics = self._statistics.flat() * share if self._statistics else None
         try:
-            self._announce(self.together.native)
+            self._announce(self._together.native)
         except PeerLost:
             self._is_broken = True  # backward first: commit will send it all again
 
@@ -182,6 +191,10 @@ class Ddp:
         if self._statistics:
             self._statistics.write(self._statistics_sum)
         verdict = update(self._job, self.optimizer, self._parameters, decide(self._vector), self._num_global)
+        if not verdict.applied:  # a step that is left out leaves no trace
+            for name, buffer in self._job.model.named_buffers():
+                if name in self._buffers_before:
+                    buffer.copy_(self._buffers_before[name])
         self._works, self._buffers_before = [], {}
         self.step += 1
         return verdict
@@ -193,8 +206,9 @@ class Ddp:
                     native.broadcast(tensor)
 
     def _refuse_different_models(self, model: nn.Module) -> None:
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         mine = {
-            name: f"{tuple(t.shape)} {t.dtype}"
+            name: f"{tuple(t.shape)} {t.dtype}" + (", frozen" if name in frozen else "")
             for name, t in model.state_dict().items()
             if isinstance(t, torch.Tensor)
         }
@@ -206,6 +220,8 @@ class Ddp:
                 for name in dict.fromkeys([*described[0], *other])
                 if described[0].get(name) != other.get(name)
             ]
+            if not differences and list(other) != list(described[0]):
+                differences = ["its parameters come in another order"]
             if differences:
                 raise ModelsDiffer(rank=rank, differences=differences)
 

@@ -175,5 +175,8 @@ class Strategy(Protocol):
 class TakesGradients(Protocol):
     """A strategy that also serves loops of the user's own."""
 
+    def about_to_run(self) -> None:
+        """The user's loop takes a slice: what follows runs the model, up to the next commit."""
+
     def adopt(self, batch: Slice) -> None:
         """Take the gradients of the slice's mean loss, which the user's own backward left in the parameters."""

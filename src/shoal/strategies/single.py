@@ -38,18 +38,24 @@ class Single:
         job.model.to(job.device)
         self._compute = Compute(job, check_loss=self._num_slices > 1 or job.num_micro > 1)
         self._statistics = RunningStatistics(job.model)
+        self._kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute the gradients of the whole batch."""
+        if self._statistics and self._job.on_nonfinite == "skip":
+            self._kept = self._statistics.keep()
         if self._num_slices == 1:
             self._contributed = self._compute.forward_backward(batch, rank=0, step=self.step)
         else:
             self._contributed = self._slice_by_slice(batch)
         self._num_global = batch.num_global
         return self._contributed
+
+    def about_to_run(self) -> None:
+        """Nothing to keep: nobody else needs this process's state."""
 
     def adopt(self, batch: Slice) -> None:
         """Take gradients that the user's own backward computed."""
@@ -68,6 +74,8 @@ class Single:
             wishes=job.wishes,
         )
         verdict = update(job, self.optimizer, self._parameters, decide(vector), self._num_global)
+        if self._kept is not None and not verdict.applied:
+            self._statistics.take_back(self._kept)
         self.step += 1
         return verdict
 

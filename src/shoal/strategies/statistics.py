@@ -39,6 +39,15 @@ class RunningStatistics:
             buffer.copy_(flat[at : at + buffer.numel()].view(buffer.shape))
             at += buffer.numel()
 
+    def keep(self) -> tuple[Tensor, list[Tensor]]:
+        """Everything as it stands: taken before a forward that may turn out to be left out."""
+        return self.flat(), self.counts()
+
+    def take_back(self, kept: tuple[Tensor, list[Tensor]]) -> None:
+        """As if there had been no forward since `keep`."""
+        self.write(kept[0])
+        self.write_counts(kept[1])
+
     def counts(self) -> list[Tensor]:
         """A copy of how many batches each layer has seen. Every worker counts alike, so these need no average."""
         return [counter.clone() for counter in self._counters]

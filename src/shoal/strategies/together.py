@@ -50,6 +50,7 @@ class Together:
         self._call, self._call_is_over = 0, True
         self._anchor: Callable[[], dict[str, Any]] = dict
         self._results: dict[str, Any] = {}
+        self.was_given_state = False
         self._heritage: Heritage | None = None  # until this process stands at the anchor it was given
         session.when_regrouping(self.regroup)
 
@@ -127,7 +128,7 @@ class Together:
             given = self._heritage
             finished = number < given.call or (number == given.call and given.call_is_over)
             if finished:
-                if number == given.call:
+                if number == given.call and not given.anchor:
                     self._stand_at_anchor()
                 return True, given.results.get(f"call/{number}")
             if not given.anchor:  # anchored at this call's very begin
@@ -165,6 +166,10 @@ class Together:
         state = self._heritage.anchor
         self._stand_at_anchor()
         return state
+
+    def waiting_anchor(self) -> dict[str, Any] | None:
+        """In a replacement: the state noted at the anchor it is on its way to."""
+        return self._heritage.anchor if self._heritage is not None else None
 
     def hold(self, number: int, holder: Holder) -> bool:
         """Take part in what is handed over; True when the holder's own state was just taken from a donor."""
@@ -215,6 +220,7 @@ class Together:
         elif behind:
             taken = heritage.receive(native, donor)
             if fresh:
+                self.was_given_state = True
                 self._heritage = taken
                 self._log.inherit(taken.log, starts_at=taken.anchored_at)
                 for number, holder in self._holders.items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +19,8 @@ from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.strategies.compute import place
 from shoal.strategies.protocol import LossSum, Verdict
+from shoal.train import anchoring
+from shoal.train.anchoring import Place
 from shoal.train.callbacks.base import StepLogs
 from shoal.train.evaluation import evaluate
 from shoal.train.history import History
@@ -30,22 +31,6 @@ if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
 
 _REPORT_EVERY_S = 0.1
-
-
-@dataclass(slots=True)
-class Position:
-    """Where training stands: what a checkpoint must hold to go on, at any number of workers."""
-
-    epoch: int = 0
-    next_index: int = 0
-    """Position within the epoch of the first sample not trained yet."""
-
-    step: int = 0
-    samples: int = 0
-    loss_total: float = 0.0
-    """Sum and count of the running epoch's loss."""
-
-    loss_count: float = 0.0
 
 
 class FitLoop:
@@ -60,6 +45,7 @@ class FitLoop:
         last_step: int | None,
         validation: Batches | None,
         history: History,
+        place: Place = Place(),
     ) -> None:
         self._trainer = trainer
         self._batches = batches
@@ -70,7 +56,8 @@ class FitLoop:
         self._history = history
         self._position = trainer.position
         self._rank, self._num_workers = trainer.rank, trainer.num_workers
-        self._over = False
+        self._place = place
+        self._over = place.over
         self._log: MetricsLog | None = None
         self._started_at = self._reported_at = time.monotonic()
         self._started_samples, self._first_step = self._position.samples, self._position.step
@@ -82,6 +69,8 @@ class FitLoop:
             self._log = MetricsLog(trainer.run_dir / "metrics.jsonl", from_step=position.step)
         try:
             self._each(lambda callback: callback.on_fit_begin(trainer))
+            if self._place.is_epoch_end:  # the others are there already
+                self._end_epoch(halfway=self._place.halfway)
             while not self._over and not self._reached_the_end():
                 self._run_epoch()
             self._each(lambda callback: callback.on_fit_end(trainer))
@@ -97,10 +86,11 @@ class FitLoop:
         return self._last_epoch is not None and position.epoch >= self._last_epoch
 
     def _run_epoch(self) -> None:
-        position = self._position
+        trainer, position = self._trainer, self._position
         for part in self._batches.slices(
             epoch=position.epoch, start=position.next_index, rank=self._rank, num_workers=self._num_workers
         ):
+            anchoring.note(trainer, Place())
             self._run_step(part)
             if self._over:
                 break
@@ -108,6 +98,7 @@ class FitLoop:
             raise EmptyDataset(what="fit")
         # Stopped halfway, the position stays where it is: the next fit, or a resumed job, goes on from there.
         halfway = self._over and self._batches.num_steps(self._num_workers, start=position.next_index) != 0
+        anchoring.note(trainer, Place(is_epoch_end=True, halfway=halfway, over=self._over))
         self._end_epoch(halfway=halfway)
 
     def _run_step(self, part: Slice) -> None:

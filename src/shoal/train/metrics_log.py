@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import IO, Any
-
-_FLUSH_EVERY_S = 0.5
-
 
 class MetricsLog:
     """Appends lines; a resumed run first drops the lines after the step it goes on from."""
@@ -17,16 +13,11 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _drop_after(path, from_step)
-        self._file: IO[str] = path.open("a", encoding="utf-8")
-        self._flushed_at = time.monotonic()
+        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)  # a killed worker has written its lines
 
     def write(self, line: dict[str, Any]) -> None:
         """Add one step."""
         self._file.write(json.dumps(line) + "\n")
-        now = time.monotonic()
-        if now - self._flushed_at > _FLUSH_EVERY_S:
-            self._file.flush()
-            self._flushed_at = now
 
     def close(self) -> None:
         """Flush and end."""

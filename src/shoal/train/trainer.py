@@ -26,12 +26,15 @@ from shoal.strategies.loss import loss_rule
 from shoal.strategies.mixing import describe_mixing, mixing_layers
 from shoal.strategies.protocol import Strategy, TrainJob, Wishes
 from shoal.train import saving
+from shoal.train.anchoring import Place, inherit
+from shoal.train.call import Call, next_number
 from shoal.train.callbacks.base import Callback
 from shoal.train.evaluation import evaluate, predict
 from shoal.train.history import History
 from shoal.train.interrupts import asked_to_leave, signals_finish_the_step
-from shoal.train.loop import FitLoop, Position
+from shoal.train.loop import FitLoop
 from shoal.train.metrics import MetricSet
+from shoal.train.position import Position
 from shoal.train.progress import drawn_here
 from shoal.train.verification import Verification
 
@@ -98,6 +101,7 @@ class Trainer:
         self.newest_checkpoint: str | None = None
         self.histories: list[History] = []
         self.fit_began_at = (0, 0)
+        self.fit_began_s, self.fit_began_samples = 0.0, 0
         self.data_description: dict[str, Any] = {}
         self._model_or_factory = model
         self._optimizer_or_factory = optimizer
@@ -122,6 +126,8 @@ class Trainer:
         self.callbacks_here = [c for c in self.callbacks if c.ranks == "every" or self.rank == 0]
         self.verification = Verification(self.job.verify, rank=self.rank) if self.job.verify else None
         self._strategy: Strategy | None = None
+        self._is_prepared = False
+        self.number = next_number()
         self._logged: dict[str, float] = {}
         self._in_fit = False
         self._progress = progress
@@ -154,28 +160,35 @@ class Trainer:
         validation = (
             as_batches(validation_data, default_seed=self.seed) if validation_data is not None else None
         )
-        self._begin("fit", f"epochs={epochs}, max_steps={max_steps}, samples={batches.num_samples}")
-        resumed = saving.resume(self, batches, "auto" if self.job.resume and resume is None else resume)
+        call = self._begin("fit", f"epochs={epochs}, max_steps={max_steps}, samples={batches.num_samples}")
+        if call.is_over:
+            self.histories.append(History(call.result))
+            return self.histories[-1]
+        given = inherit(self)
+        resumed = saving.resume(self, batches, self._resume_from(resume)) if given is None else None
         if resumed is not None and resumed.finished is not None:
-            return resumed.finished
-        if resumed is None:
+            return call.end(resumed.finished, kept=resumed.finished.epochs)
+        going_on = given or resumed
+        if going_on is None:
             self.position.loss_total = self.position.loss_count = 0.0
             self.train_metrics.reset()
-        first = resumed.first if resumed is not None else (self.position.epoch, self.position.step)
-        self.fit_began_at = first
-        self.data_description = batches.describe()
-        history = resumed.history if resumed is not None else History()
+        history = going_on.history if going_on is not None else History()
         self.histories.append(history)
+        self.fit_began_at = going_on.first if going_on is not None else (self.position.epoch, self.position.step)
+        self.fit_began_s = given.began_at if given is not None else time.monotonic()
+        self.fit_began_samples = given.began_samples if given is not None else self.position.samples
+        began_step = self.position.step if given is None else self.fit_began_at[1]
+        self.data_description = batches.describe()
         self.wishes.stop = False
         loop = FitLoop(
             self,
             batches,
-            last_epoch=first[0] + epochs if epochs is not None else None,
-            last_step=first[1] + max_steps if max_steps is not None else None,
+            last_epoch=self.fit_began_at[0] + epochs if epochs is not None else None,
+            last_step=self.fit_began_at[1] + max_steps if max_steps is not None else None,
             validation=validation,
             history=history,
+            place=given.place if given is not None else Place(),
         )
-        began_at, began_samples, began_step = time.monotonic(), self.position.samples, self.position.step
         self._in_fit = True
         try:
             with signals_finish_the_step(), drawn_here(self.job, wanted=self._progress):
@@ -189,20 +202,22 @@ class Trainer:
             self._in_fit = False
             session.summary(
                 metrics=history.epochs[-1] if history.epochs else {},
-                samples=self.position.samples - began_samples,
-                seconds=time.monotonic() - began_at,
+                samples=self.position.samples - self.fit_began_samples,
+                seconds=time.monotonic() - self.fit_began_s,
                 steps=self.position.step - began_step,
             )
         if self.verification is not None:
             self.verification.end(self.model)
-        return history
+        return call.end(history, kept=history.epochs)
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Mean loss and metrics over all of `data`, equal on every rank."""
         batches = as_batches(data, default_seed=self.seed)
-        self._begin("evaluate", f"samples={batches.num_samples}")
+        call = self._begin("evaluate", f"samples={batches.num_samples}")
+        if call.is_over:
+            return dict(call.result)
         with drawn_here(self.job, wanted=self._progress):
-            return evaluate(
+            measured = evaluate(
                 self.strategy,
                 self.train_job,
                 batches,
@@ -211,29 +226,37 @@ class Trainer:
                 num_workers=self.num_workers,
                 tick=self._reporter("evaluate", batches),
             )
+        return call.end(measured, kept=dict(measured))
 
     def predict(self, data: Any) -> Tree:
         """The model's outputs for all of `data`, in the order of the data, the same on every rank."""
         batches = as_batches(data, default_seed=self.seed)
-        self._begin("predict", f"samples={batches.num_samples}")
+        call = self._begin("predict", f"samples={batches.num_samples}")
+        if call.is_over:
+            return call.result
         with drawn_here(self.job, wanted=self._progress):
-            return predict(
+            predicted = predict(
                 self.strategy,
                 batches,
                 rank=self.rank,
                 num_workers=self.num_workers,
                 tick=self._reporter("predict", batches),
             )
+        return call.end(predicted)
 
     def save(self, path: str | Path) -> None:
         """Write the model to a directory: model.safetensors, which anything can read, and manifest.json."""
-        self._begin("save", str(path))
-        saving.save_model(self, str(path))
+        call = self._begin("save", str(path))
+        if not call.is_over:
+            saving.save_model(self, str(path))
+            call.end(None)
 
     def load(self, path: str | Path) -> None:
         """Take over the weights of a directory that `save` or a checkpoint wrote, under any strategy."""
-        self._begin("load", str(path))
-        saving.load_model(self, str(path))
+        call = self._begin("load", str(path))
+        if not call.is_over:
+            saving.load_model(self, str(path))
+            call.end(None)
 
     def stop(self) -> None:
         """End the running fit. Decided with the next commit, so that all ranks end after the same step."""
@@ -280,7 +303,10 @@ class Trainer:
     def strategy(self) -> Strategy:
         """The prepared strategy."""
         if self._strategy is None:
-            self._strategy = self._prepare()
+            self._strategy = create(self.job)
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._prepare(self._strategy)
         return self._strategy
 
     @property
@@ -309,7 +335,7 @@ class Trainer:
         logged, self._logged = self._logged, {}
         return logged
 
-    def _prepare(self) -> Strategy:
+    def _prepare(self, strategy: Strategy) -> None:
         model = self._model_or_factory
         if not isinstance(model, nn.Module):
             torch.manual_seed(mix(self.seed))
@@ -324,17 +350,16 @@ class Trainer:
             build_optimizer=self._build_optimizer if self._optimizer_or_factory is not None else None,
             device=self._device,
             seed=self.seed,
+            number=self.number,
             wishes=self.wishes,
             **settings,  # type: ignore[arg-type]
         )
-        strategy = create(self.job)
         strategy.prepare(self.train_job)
         if self.num_workers > 1 and self.rank == 0:
             for note in describe_mixing(mixing_layers(model)):
                 print(f"note: {note}", file=sys.stderr, flush=True)
         if self._scheduler_factory is not None and strategy.optimizer is not None:
             self._scheduler = self._scheduler_factory(strategy.optimizer)
-        return strategy
 
     def _build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         given = self._optimizer_or_factory
@@ -349,7 +374,7 @@ class Trainer:
             )
         return given
 
-    def _begin(self, kind: str, detail: str) -> None:
+    def _begin(self, kind: str, detail: str) -> Call:
         """Number this call, make sure that all ranks make it, and get everything ready."""
         if self._in_fit:
             raise ConfigError(
@@ -359,8 +384,13 @@ class Trainer:
         asked = asked_to_leave()
         if asked is not None:
             raise Interrupted(signal_name=asked, step=self.step, checkpoint=self.newest_checkpoint)
-        session.begin_call(kind, detail)
-        _ = self.strategy
+        number = session.begin_call(kind, detail)
+        if self._strategy is None:
+            self._strategy = create(self.job)
+        call = Call(number, self._strategy.together)
+        if not call.is_over:
+            _ = self.strategy
+        return call
 
     def _reporter(self, phase: str, batches: Batches) -> Callable[[Any], None]:
         began_at, samples = time.monotonic(), 0
@@ -388,6 +418,12 @@ class Trainer:
             )
 
         return tick
+
+
+    def _resume_from(self, asked: str | None) -> str | None:
+        """A resumed job goes on from its newest checkpoint, and so does a restarted one that nobody hands state to."""
+        alone = self.job.incarnation > 0 and not (self.strategy.together and self.strategy.together.was_given_state)
+        return "auto" if asked is None and (self.job.resume or alone) else asked
 
 
 def _default_device(num_workers: int, rank: int) -> torch.device:

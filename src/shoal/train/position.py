@@ -1,0 +1,21 @@
+"""Where training stands: what a checkpoint must hold to go on, at any number of workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Position:
+    """A place in the data, and what was counted on the way there."""
+
+    epoch: int = 0
+    next_index: int = 0
+    """Position within the epoch of the first sample not trained yet."""
+
+    step: int = 0
+    samples: int = 0
+    loss_total: float = 0.0
+    """Sum and count of the running epoch's loss."""
+
+    loss_count: float = 0.0
