@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -22,20 +23,20 @@ from torch import Tensor, nn
 from shoal.cluster import session
 from shoal.core import job as jobs
 from shoal.core.errors import ConfigError
+from shoal.core.seeds import mix
 from shoal.data.batches import Batches, as_batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.strategies import create
-from shoal.strategies.compute import place
+from shoal.strategies.compute import place, seed_all
 from shoal.strategies.loss import loss_rule
 from shoal.strategies.protocol import Strategy, TakesGradients, TrainJob, Wishes
+from shoal.train.calls import described
 from shoal.train.interrupts import asked_to_leave
 from shoal.train.verification import Verification
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Model = TypeVar("Model", bound=nn.Module)
-
-_loop: CustomLoop | None = None
 
 
 class WorkerData:
@@ -43,13 +44,16 @@ class WorkerData:
 
     def __init__(self, loop: CustomLoop, batches: Batches) -> None:
         self._loop, self._batches = loop, batches
+        self._seed = torch.initial_seed()
         self.epoch = 0
 
     def __iter__(self) -> Iterator[Tree]:
         job = self._loop.job
         epoch, self.epoch = self.epoch, self.epoch + 1
         for part in self._batches.slices(epoch=epoch, start=0, rank=job.rank, num_workers=job.num_workers):
-            self._loop.slice = part
+            _script.slice = part
+            if job.num_workers > 1:  # else every worker would draw the same dropout as the others
+                seed_all(mix(self._seed, job.rank, epoch, part.start), self._loop.device)
             yield place(part.batch, self._loop.device, self._loop.dtype)
 
     def __len__(self) -> int:
@@ -65,10 +69,9 @@ class CustomLoop:
     def __init__(self) -> None:
         self.job = jobs.current()
         self.strategy: Strategy = create(self.job)
-        self.slice: Slice | None = None
         self.device = torch.device("cpu")
         self.dtype: torch.dtype | None = None
-        self.ended = False
+        self.optimizer: torch.optim.Optimizer | None = None
         self._wishes = Wishes()
         self._verification = Verification(self.job.verify, rank=self.job.rank) if self.job.verify else None
         self._committing = False
@@ -79,7 +82,7 @@ class CustomLoop:
             self._verification.cast(model)
             self.dtype = self._verification.dtype
         self.device = next((p.device for p in model.parameters()), self.device)
-        self._model = model
+        self.model, self.optimizer = model, optimizer
         self.strategy.prepare(
             TrainJob(
                 model=model,
@@ -106,30 +109,55 @@ class CustomLoop:
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def _commit(self) -> None:
-        if self.slice is None:
+        if _script.slice is None:
             raise ConfigError(
                 "optimizer.step() was called before the first batch was taken from the data that shoal.setup returned. "
                 "Loop over that data: `for x, y in data:`."
             )
         self._wishes.leave = asked_to_leave() is not None
         adopting: TakesGradients = self.strategy  # type: ignore[assignment]
-        adopting.adopt(self.slice)
+        adopting.adopt(_script.slice)
         self._committing = True
         try:
             verdict = self.strategy.commit()
         finally:
             self._committing = False
-        self.ended = self.ended or verdict.leave
+        _script.ended = _script.ended or verdict.leave
         if self._verification is not None:
-            self._verification.count(self._model, verdict.loss)
+            self._verification.count(self.model, verdict.loss)
+
+
+@dataclass(slots=True)
+class _Script:
+    """What the loops of a script share: one model may be trained after another, or two in turn on one batch."""
+
+    loops: list[CustomLoop] = field(default_factory=list)
+    slice: Slice | None = None
+    """The one taken last, from whichever data."""
+
+    ended: bool = False
+
+
+_script = _Script()
 
 
 def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimizer, WorkerData]:
-    """Spread an ordinary training loop: returns the same model and optimizer, and this worker's part of the data."""
+    """Spread an ordinary training loop: returns the same model and optimizer, and this worker's part of the data.
+
+    May be called again: for another model, or with the same two for other data.
+    """
     batches = as_batches(data, default_seed=jobs.current().seed)
-    session.begin_call("setup", f"samples={batches.num_samples}")
-    loop = _current_loop()
-    loop.take(model, optimizer)
+    session.begin_call("setup", described(batches))
+    loop = next((loop for loop in _script.loops if loop.optimizer is optimizer), None)
+    if loop is None:
+        loop = CustomLoop()
+        loop.take(model, optimizer)
+        _script.loops.append(loop)
+    elif loop.model is not model:
+        raise ConfigError(
+            "shoal.setup was given an optimizer that it already has, with another model. Nothing was changed; build an "
+            "optimizer for each model."
+        )
     return model, optimizer, WorkerData(loop, batches)
 
 
@@ -147,8 +175,7 @@ def mean(total: Tensor, count: Tensor | float) -> Tensor:
     Use it where slices count differently, as under a mask:
     `shoal.mean((losses * mask).sum(), mask.sum()).backward()`.
     """
-    loop = _current_loop()
-    part = loop.slice
+    part = _script.slice
     if part is None:
         raise ConfigError("shoal.mean was called before the first batch was taken from shoal.setup's data.")
     everywhere = reduce(float(count))
@@ -159,11 +186,10 @@ def mean(total: Tensor, count: Tensor | float) -> Tensor:
 
 def should_stop() -> bool:
     """True once somebody asked the job to leave; decided with a step, so it turns true on all ranks at once."""
-    return _current_loop().ended
+    return _script.ended
 
 
 def _current_loop() -> CustomLoop:
-    global _loop
-    if _loop is None:
-        _loop = CustomLoop()
-    return _loop
+    if not _script.loops:
+        _script.loops.append(CustomLoop())  # a script may reduce before it trains
+    return _script.loops[-1]

@@ -117,7 +117,7 @@ class FitLoop:
         verdict = strategy.commit()
         trainer.wishes.checkpoint = False
         if verdict.applied:
-            trainer.advance_scheduler("step")
+            trainer.advance_scheduler("step", {"loss": verdict.loss})
             self._count(part, contributed, verdict)
         else:
             self._leave_out(part, verdict)
@@ -170,7 +170,8 @@ class FitLoop:
         theirs = self._batches.slices(
             epoch=part.epoch, start=part.start, rank=rank, num_workers=self._num_workers
         )
-        return list(next(iter(theirs)).indices)
+        found = next(iter(theirs), None)
+        return list(found.indices) if found is not None else []
 
     def _write_down(self, part: Slice, verdict: Verdict) -> None:
         trainer, position = self._trainer, self._position

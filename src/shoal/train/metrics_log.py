@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -21,8 +22,12 @@ class MetricsLog:
         self._flushed_at = time.monotonic()
 
     def write(self, line: dict[str, Any]) -> None:
-        """Add one step."""
-        self._file.write(json.dumps(line) + "\n")
+        """Add one step. What is not a finite number is null: NaN is no JSON."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in line.items()
+        }
+        self._file.write(json.dumps(finite) + "\n")
         now = time.monotonic()
         if now - self._flushed_at > _FLUSH_EVERY_S:
             self._file.flush()

@@ -27,6 +27,7 @@ from shoal.strategies.mixing import describe_mixing, mixing_layers
 from shoal.strategies.protocol import Strategy, TrainJob, Wishes
 from shoal.train import saving
 from shoal.train.callbacks.base import Callback
+from shoal.train.calls import described
 from shoal.train.evaluation import evaluate, predict
 from shoal.train.history import History
 from shoal.train.interrupts import asked_to_leave, signals_finish_the_step
@@ -86,6 +87,10 @@ class Trainer:
         _check_choice("scheduler_every", scheduler_every, ("step", "epoch"))
         _check_choice("precision", precision, ("float32", "bf16"))
         _check_choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
+        _check_callable("model", model, "an nn.Module, or a function that builds one", nn.Module)
+        if optimizer is not None:
+            hint = "a function such as lambda params: torch.optim.Adam(params), or a torch optimizer"
+            _check_callable("optimizer", optimizer, hint, torch.optim.Optimizer)
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"accumulate must be a positive integer, got {accumulate!r}.")
         if clip_norm is not None and not clip_norm > 0:
@@ -154,13 +159,17 @@ class Trainer:
         validation = (
             as_batches(validation_data, default_seed=self.seed) if validation_data is not None else None
         )
-        self._begin("fit", f"epochs={epochs}, max_steps={max_steps}, samples={batches.num_samples}")
+        limits = f"epochs={epochs}, max_steps={max_steps}"
+        against = f", validation: {described(validation)}" if validation is not None else ""
+        self._begin("fit", f"{limits}, {described(batches)}{against}")
         resumed = saving.resume(self, batches, "auto" if self.job.resume and resume is None else resume)
         if resumed is not None and resumed.finished is not None:
             return resumed.finished
         if resumed is None:
             self.position.loss_total = self.position.loss_count = 0.0
             self.train_metrics.reset()
+            if batches.describe() != self.data_description:
+                self.position.next_index = 0  # a place in other data means nothing in these
         first = resumed.first if resumed is not None else (self.position.epoch, self.position.step)
         self.fit_began_at = first
         self.data_description = batches.describe()
@@ -183,7 +192,7 @@ class Trainer:
         except Interrupted as interrupted:
             if self.job.launched:
                 raise
-            print(interrupted, flush=True)
+            print(f"{interrupted} Go on with fit(..., resume='auto').", file=sys.stderr, flush=True)
             raise SystemExit(interrupted.exit_code) from None
         finally:
             self._in_fit = False
@@ -200,7 +209,7 @@ class Trainer:
     def evaluate(self, data: Any) -> dict[str, float]:
         """Mean loss and metrics over all of `data`, equal on every rank."""
         batches = as_batches(data, default_seed=self.seed)
-        self._begin("evaluate", f"samples={batches.num_samples}")
+        self._begin("evaluate", described(batches))
         with drawn_here(self.job, wanted=self._progress):
             return evaluate(
                 self.strategy,
@@ -215,7 +224,7 @@ class Trainer:
     def predict(self, data: Any) -> Tree:
         """The model's outputs for all of `data`, in the order of the data, the same on every rank."""
         batches = as_batches(data, default_seed=self.seed)
-        self._begin("predict", f"samples={batches.num_samples}")
+        self._begin("predict", described(batches))
         with drawn_here(self.job, wanted=self._progress):
             return predict(
                 self.strategy,
@@ -294,13 +303,12 @@ class Trainer:
         """The scheduler, if one was given."""
         return self._scheduler
 
-    def advance_scheduler(self, moment: str, logs: dict[str, float] | None = None) -> None:
-        """Step the scheduler, if this is its moment."""
+    def advance_scheduler(self, moment: str, logs: dict[str, float]) -> None:
+        """Step the scheduler, if this is its moment; one that watches a plateau watches val_loss, else the loss."""
         if self._scheduler is None or moment != self._scheduler_every:
             return
         if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            logs = logs or {}
-            self._scheduler.step(logs.get("val_loss", logs.get("loss", 0.0)))
+            self._scheduler.step(logs["val_loss"] if "val_loss" in logs else logs["loss"])
         else:
             self._scheduler.step()
 
@@ -314,6 +322,10 @@ class Trainer:
         if not isinstance(model, nn.Module):
             torch.manual_seed(mix(self.seed))
             model = model()
+            if not isinstance(model, nn.Module):
+                raise ConfigError(
+                    f"the function given as model= returned a {type(model).__name__}, not an nn.Module."
+                )
         settings = dict(self._settings)
         if self.verification is not None:
             self.verification.cast(model)
@@ -340,7 +352,12 @@ class Trainer:
         given = self._optimizer_or_factory
         if not isinstance(given, torch.optim.Optimizer):
             assert given is not None
-            return given([p for p in model.parameters() if p.requires_grad])
+            built = given([p for p in model.parameters() if p.requires_grad])
+            if not isinstance(built, torch.optim.Optimizer):
+                raise ConfigError(
+                    f"the function given as optimizer= returned a {type(built).__name__}, not an optimizer."
+                )
+            given = built
         known = {id(parameter) for parameter in model.parameters()}
         if any(id(p) not in known for group in given.param_groups for p in group["params"]):
             raise ConfigError(
@@ -399,6 +416,11 @@ def _default_device(num_workers: int, rank: int) -> torch.device:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_callable(name: str, value: Any, hint: str, kind: type) -> None:
+    if not isinstance(value, kind) and not callable(value):
+        raise ConfigError(f"{name} must be {hint}, got {value!r}.")
 
 
 def _check_limit(name: str, value: int | None) -> None:
