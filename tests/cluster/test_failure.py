@@ -15,6 +15,7 @@ from shoal.core.errors import (
     ScriptExited,
     ScriptFailed,
 )
+from shoal.wire import codec
 
 
 def raised_by(source: str, tmp_path: Path) -> BaseException:
@@ -67,13 +68,28 @@ def test_causes_are_trimmed_too(tmp_path: Path) -> None:
 def test_an_endless_recursion_is_told_briefly(tmp_path: Path) -> None:
     told = failure.describe(raised_by("def f(x): f(x + 1)\nf(0)", tmp_path), rank=0)
     assert told.error == "RecursionError"
-    assert len(told.traceback) < failure.MAX_TRACEBACK_CHARS + 100
+    assert len(told.traceback) < failure.MAX_TEXT_CHARS + 100
 
 
 def test_a_message_without_end_is_cut_in_the_middle() -> None:
     told = failure.describe(ValueError("x" * 1_000_000), rank=0)
-    assert len(told.message) + len(told.traceback) < 3 * failure.MAX_TRACEBACK_CHARS
+    assert len(told.message) + len(told.traceback) < 3 * failure.MAX_TEXT_CHARS
     assert "characters left out" in told.message
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "error", [Mute(), ValueError("caf\udce9"), ValueError("漢" * 100_000)], ids=["mute", "bytes", "long"]
+)
+def test_whatever_an_error_says_it_fits_a_packet(error: Exception) -> None:
+    packet = b"".join(codec.encode(failure.describe(error, rank=0)))
+    assert len(packet) < 200_000
+    told, _ = codec.decode(packet)
+    assert type(error).__name__ in told.traceback  # type: ignore[attr-defined]
 
 
 def test_the_users_error_comes_back_as_its_traceback() -> None:

@@ -3,10 +3,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from shoal.cluster import session
+from shoal.cluster.client import CoordinatorClient
 from shoal.wire import codec
 from shoal.wire.messages import Finished, Message, Progress, Saved
 
@@ -68,7 +71,8 @@ def test_in_a_plain_process_progress_goes_to_whoever_listens() -> None:
 
 def test_every_call_waits_for_the_other_ranks(supervisor: socket.socket) -> None:
     agreed: list[tuple[int, str, str]] = []
-    session.agree_through(lambda number, kind, detail: agreed.append((number, kind, detail)))
+    client = SimpleNamespace(begin_call=lambda number, kind, detail: agreed.append((number, kind, detail)))
+    session.agree_through(cast(CoordinatorClient, client))
     session.begin_call("fit", "epochs=2")
     assert session.begin_call("save", "") == 2
     assert agreed == [(1, "fit", "epochs=2"), (2, "save", "")]

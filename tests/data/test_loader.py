@@ -286,6 +286,15 @@ def test_what_a_dataset_draws_at_random_is_a_function_of_the_position() -> None:
     assert noise(1, epoch=1) != whole
 
 
+def test_a_loader_with_an_iteration_of_its_own_is_refused() -> None:
+    class Mine(DataLoader):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            yield from ()
+
+    with pytest.raises(ConfigError, match="Mine has an __iter__ of its own"):
+        as_batches(Mine(Numbers(3)), default_seed=0)
+
+
 def test_a_loader_batch_smaller_than_the_workers_is_refused() -> None:
     batches = as_batches(DataLoader(TensorDataset(torch.zeros(10)), batch_size=2), default_seed=0)
     with pytest.raises(BatchTooSmall):

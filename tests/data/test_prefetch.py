@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.data import Dataset
+from shoal.core.errors import ConfigError
+from shoal.data import Batches, Dataset, as_batches
 from shoal.data.prefetch import prefetched
+from shoal.data.randomness import DrawsWatch
 
 
 def threads() -> list[threading.Thread]:
@@ -108,6 +113,53 @@ def test_reading_ahead_leaves_the_consumers_random_numbers_alone() -> None:
     torch.manual_seed(7)
     drawn = [torch.rand(()).item() for _ in data.prefetch(2)]
     assert drawn == expected
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        lambda data: data.map(lambda sample: sample + torch.rand(())).batch(10),
+        lambda data: data.batch(10).map(lambda batch: batch + torch.rand(10)),
+        lambda data: data.batch(10).map(lambda batch: batch + np.random.rand()),
+        lambda data: as_batches(DataLoader(Drawing(), batch_size=10), default_seed=0),
+    ],
+    ids=["map", "batch map", "numpy", "stream"],
+)
+def test_a_pipeline_that_draws_random_numbers_is_refused(pipeline: Callable[[Dataset], Batches]) -> None:
+    batches = pipeline(Dataset.from_arrays(torch.arange(1000.0)))
+    list(batches)
+    with pytest.raises(ConfigError, match="prefetch reads ahead in a thread"):
+        list(batches.prefetch(2))
+    assert threads() == []
+
+
+def test_a_stream_that_draws_nothing_at_first_is_the_same_when_read_ahead() -> None:
+    # To see whether it draws, its generators are drawn from: that must leave no trace.
+    def late(sample: float) -> float:
+        return sample + random.random() if sample > 50 else sample
+
+    batches = Dataset.from_torch(Counting()).map(late).batch(10)
+    assert not torch.equal(
+        next(batches.slices(epoch=0, start=60, rank=0, num_workers=1)).batch, torch.arange(60, 70)
+    )
+    plain = batches.slices(epoch=0, start=0, rank=0, num_workers=1)
+    watched = batches.slices(epoch=0, start=0, rank=0, num_workers=1)
+    with DrawsWatch() as watch:
+        first = next(watched)
+    assert not watch.drew
+    expected = [part.batch.tolist() for part in plain]
+    assert [first.batch.tolist(), *(part.batch.tolist() for part in watched)] == expected
+
+
+class Counting(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[float]:
+        return iter([float(number) for number in range(100)])
+
+
+class Drawing(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(100):
+            yield random.random()
 
 
 def _slices(batches):  # type: ignore[no-untyped-def]

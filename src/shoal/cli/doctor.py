@@ -14,7 +14,7 @@ import typer
 
 import shoal
 from shoal.cli import machine
-from shoal.cli.machine import Finding, Level, ok
+from shoal.cli.machine import Finding, Level, fail, ok
 from shoal.cli.options import RunDir
 from shoal.cli.verb import console
 from shoal.core.errors import ShoalError
@@ -81,7 +81,7 @@ def torch_and_devices() -> Iterator[Finding]:
     """What torch has, asked in a process of its own."""
     answer = machine.ask_torch()
     if isinstance(answer, str):
-        yield Finding(Level.FAIL, "torch", answer, f"{Path(sys.executable).name} -m pip install torch")
+        yield fail("torch", answer, f"{Path(sys.executable).name} -m pip install torch")
         return
     yield ok("torch", f"{answer['version']}, imported in {answer['import_s']:.1f} s")
     if answer["gloo"]:
@@ -89,8 +89,7 @@ def torch_and_devices() -> Iterator[Finding]:
             "collectives", "gloo" + (", nccl" if answer["nccl"] else " (no nccl in this build of torch)")
         )
     else:
-        yield Finding(
-            Level.FAIL,
+        yield fail(
             "collectives",
             "this build of torch has no gloo",
             "install the build of torch from PyPI",
@@ -114,9 +113,9 @@ def warm_parent() -> Finding:
                 result = launch(config, warm=warm)
                 seconds = time.perf_counter() - begin
         except ShoalError as error:
-            return Finding(Level.FAIL, "processes", str(error))
+            return fail("processes", str(error))
     if result.exit_code:
-        return Finding(Level.FAIL, "processes", f"a script that does nothing: {result.error}")
+        return fail("processes", f"a script that does nothing: {result.error}")
     return ok(
         "processes",
         f"torch and shoal imported once in {warm.import_s:.1f} s, then two workers begin and end in {seconds:.2f} s",

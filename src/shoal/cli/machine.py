@@ -25,12 +25,6 @@ from shoal.core.errors import ShoalError
 
 GIB = 1 << 30
 
-MAX_SOCKET_PATH = 107
-"""Bytes of a Unix socket's path that the kernel takes."""
-
-
-SHORTER_DIRECTORY = "set XDG_RUNTIME_DIR or TMPDIR to a short directory of your own"
-
 
 class Level(StrEnum):
     """How a finding bears on training here."""
@@ -55,6 +49,16 @@ def ok(what: str, found: str) -> Finding:
     return Finding(Level.OK, what, found)
 
 
+def warn(what: str, found: str, cure: str) -> Finding:
+    """Training works, but."""
+    return Finding(Level.WARN, what, found, cure)
+
+
+def fail(what: str, found: str, cure: str = "") -> Finding:
+    """No job can run."""
+    return Finding(Level.FAIL, what, found, cure)
+
+
 def memory() -> Finding:
     """Memory this process may use: the machine's, or its control group's limit."""
     import psutil
@@ -67,8 +71,7 @@ def memory() -> Finding:
     if limit and limit < machine.total:
         found += f" (limited by the control group; the machine has {machine.total / GIB:.1f} GiB)"
     if free < GIB:
-        return Finding(
-            Level.WARN,
+        return warn(
             "memory",
             found,
             "a worker with torch needs about 0.3 GiB before its model: close something",
@@ -77,16 +80,21 @@ def memory() -> Finding:
 
 
 def cgroup_memory_bytes() -> int | None:
-    """The memory limit of this process's control group; None where there is none."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    """The smallest memory limit of this process's control group and those around it; None where there is none."""
+    try:
+        own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()  # version 2 writes "0::/path"
+    except OSError:
+        own = "/"
+    groups = Path("/sys/fs/cgroup") / own.strip("/")
+    files = [group / "memory.max" for group in (groups, *groups.parents)]
+    limits = []
+    for path in (*files, Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         try:
-            limit = int(Path(path).read_text())
+            limits.append(int(path.read_text()))
         except (OSError, ValueError):  # no such file, or "max"
             continue
-        # Version 1 writes "no limit" as the largest multiple of a page.
-        if limit < 1 << 60:
-            return limit
-    return None
+    # Version 1 writes "no limit" as the largest multiple of a page.
+    return min((limit for limit in limits if limit < 1 << 60), default=None)
 
 
 def shared_memory() -> Finding:
@@ -102,24 +110,19 @@ def shared_memory() -> Finding:
         finally:
             os.close(descriptor)
     except (AttributeError, OSError) as error:
-        return Finding(
-            Level.FAIL, "shared memory", f"memfd_create: {error}", "shoal needs Linux 3.17 or newer"
-        )
+        return fail("shared memory", f"memfd_create: {error}", "shoal needs Linux 3.17 or newer")
     try:
         room = shutil.disk_usage("/dev/shm")
     except OSError as error:
         # Only a DataLoader's own workers use it; shoal's segments have no name.
-        return Finding(
-            Level.WARN,
+        return warn(
             "shared memory",
             f"memfd works; /dev/shm: {error}",
             "a DataLoader with num_workers > 0 needs /dev/shm: mount it, or give the container --shm-size",
         )
     found = f"memfd works; /dev/shm has {room.free / GIB:.1f} of {room.total / GIB:.1f} GiB free"
     if room.free < GIB // 4:
-        return Finding(
-            Level.WARN, "shared memory", found, "a DataLoader with num_workers > 0 may run out: --shm-size=1g"
-        )
+        return warn("shared memory", found, "a DataLoader with num_workers > 0 may run out: --shm-size=1g")
     return ok("shared memory", found)
 
 
@@ -133,8 +136,7 @@ def loopback() -> Finding:
                 with accepted:
                     _say_something(client, accepted)
     except OSError as error:
-        return Finding(
-            Level.FAIL,
+        return fail(
             "loopback",
             f"bind, connect on 127.0.0.1: {error}",
             "bring the interface up: ip link set lo up",
@@ -156,9 +158,7 @@ def runtime_directory() -> Finding:
             with accepted:
                 _say_something(client, accepted)
     except (ShoalError, OSError) as error:
-        return Finding(
-            Level.FAIL, what, str(error), "set XDG_RUNTIME_DIR or TMPDIR to a short directory of your own"
-        )
+        return fail(what, str(error), "set XDG_RUNTIME_DIR or TMPDIR to a short directory of your own")
     finally:
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
@@ -180,17 +180,14 @@ def disk(run_dir: Path) -> Finding:
             pass
         free = shutil.disk_usage(home).free
     except OSError as error:
-        return Finding(
-            Level.FAIL,
+        return fail(
             "disk",
             f"{run_dir} cannot be written: {error.strerror}",
             "choose another with --run-dir",
         )
     found = f"{run_dir} has {free / GIB:.1f} GiB free"
     if free < GIB:
-        return Finding(
-            Level.WARN, "disk", found, "checkpoints may not fit: make room, or choose another --run-dir"
-        )
+        return warn("disk", found, "checkpoints may not fit: make room, or choose another --run-dir")
     return ok("disk", found)
 
 
@@ -198,8 +195,7 @@ def descriptors() -> Finding:
     """Open files a process may have: each worker costs the supervisor a few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < 256:
-        return Finding(
-            Level.WARN,
+        return warn(
             "open files",
             f"{soft}",
             f"raise it: ulimit -n {min(hard, 4096) if hard > 0 else 4096}",

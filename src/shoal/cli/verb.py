@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,12 +31,8 @@ class Verb(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse, and turn click's list of possible options into a question."""
-        given = list(args)
-        try:
+        with _suggesting_options(list(args), self.get_params(ctx)):
             return super().parse_args(ctx, args)
-        except Exception as error:
-            _suggest_option(error, given, self.get_params(ctx))
-            raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Usage in the notation of the README: `[OPTIONS] SCRIPT [ARGS]...`."""
@@ -46,13 +44,9 @@ class Verbs(TyperGroup):
     """All of them. Every ShoalError of a verb ends here, as its paragraph and its exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As for a verb: the options before it are checked in the same way."""
-        given = list(args)
-        try:
+        """As for a verb, with the options that stand before it."""
+        with _suggesting_options(list(args), self.get_params(ctx)):
             return super().parse_args(ctx, args)
-        except Exception as error:
-            _suggest_option(error, given, self.get_params(ctx))
-            raise
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb; no traceback for what a user can cause."""
@@ -99,13 +93,17 @@ def did_you_mean(word: str, known: list[str]) -> str:
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
-def _suggest_option(error: Exception, args: list[str], params: list[Any]) -> None:
-    """Complete click's "No such option" in place. Other errors stay as they are."""
-    misspelt = getattr(error, "option_name", None)
-    if not hasattr(error, "possibilities") or misspelt is None:
-        return
-    # `-strategy` is read as `-s -t -r ...`, and the error names only `-s`: go back to what was typed.
-    typed = next((arg for arg in args if arg.startswith(misspelt)), misspelt).split("=")[0]
-    known = [name for param in params for name in param.opts if param.param_type_name == "option"]
-    error.possibilities = None
-    error.message = f"No such option: {typed}.{did_you_mean('--' + typed.lstrip('-'), known)}"  # type: ignore[attr-defined]  # click's
+@contextmanager
+def _suggesting_options(args: list[str], params: list[Any]) -> Iterator[None]:
+    """Complete click's "No such option" with the one that was meant. Other errors stay as they are."""
+    try:
+        yield
+    except Exception as error:
+        misspelt: str | None = getattr(error, "option_name", None)
+        if misspelt is not None and hasattr(error, "possibilities"):
+            # `-strategy` is read as `-s -t -r ...`, and the error names only `-s`: go back to what was typed.
+            typed = next((arg for arg in args if arg.startswith(misspelt)), misspelt).split("=")[0]
+            known = [name for param in params for name in param.opts if param.param_type_name == "option"]
+            meant = did_you_mean("--" + typed.lstrip("-"), known)
+            vars(error).update(possibilities=None, message=f"No such option: {typed}.{meant}")
+        raise

@@ -16,13 +16,17 @@ from shoal.wire.messages import (
     BeginCall,
     CallGranted,
     CallRefused,
+    EnterView,
     Join,
     Joined,
     JoinRefused,
     Leave,
     Message,
+    Regroup,
     ScriptEnded,
     StoreRefused,
+    ViewFormed,
+    ViewRefused,
     WaitExpired,
 )
 
@@ -30,6 +34,14 @@ GRACE_S = 5.0
 """The coordinator ends a wait at its deadline; a client that hears nothing for so much longer gives up on it."""
 
 A = TypeVar("A", bound=Message)
+
+
+class Regrouping(Exception):
+    """Not an error: somebody waits to enter a view. Leave `view`, enter the next one, and ask again."""
+
+    def __init__(self, view: int) -> None:
+        self.view = view
+        super().__init__(f"somebody waits for this rank to leave view {view}")
 
 
 class CoordinatorClient:
@@ -88,19 +100,33 @@ class CoordinatorClient:
             case WaitExpired(waited_for, waited_s, missing):
                 setting = f"join_timeout_s (now {self.join_timeout_s:g} s)"
                 raise WaitTimedOut(operation=waited_for, waited_s=waited_s, missing=missing, setting=setting)
-            case JoinRefused(reason) | StoreRefused(reason):
+            case Regroup(view):
+                raise Regrouping(view)
+            case JoinRefused(reason) | StoreRefused(reason) | ViewRefused(reason):
                 raise ClusterError(
                     f"the coordinator refused {operation}: {reason}. Nothing was changed by it."
                 )
         return answer
 
     def begin_call(self, number: int, kind: str, detail: str) -> None:
-        """Return once all ranks have begun this call, the `number`-th (from 1) of their scripts."""
+        """Return once all ranks have begun this call, the `number`-th (from 1) of their scripts.
+
+        Raises Regrouping where somebody waits to enter a view: enter it, then ask again.
+        """
         self._ask(BeginCall(self.rank, number, kind, detail), CallGranted, self.join_timeout_s + GRACE_S)
 
     def end_script(self, num_calls: int) -> None:
-        """Return once all ranks have reached the end of their scripts, after as many calls."""
+        """Return once all ranks have reached the end of their scripts, after as many calls. Raises Regrouping too."""
         self._ask(ScriptEnded(self.rank, num_calls), Leave, self.join_timeout_s + GRACE_S)
+
+    def enter_view(self, *, view_left: int, finished: int, call: int) -> ViewFormed:
+        """Wait until every rank has come to the next view, and return it.
+
+        `view_left` is 0 and `finished` -1 for a process that was in no view yet;
+        `call` is the newest call it has begun.
+        """
+        enter = EnterView(self.rank, self.incarnation, view_left, finished, call)
+        return self._ask(enter, ViewFormed, self.join_timeout_s + GRACE_S)
 
     def close(self) -> None:
         """Leave the conversation; a thread that waits for an answer is woken by it. Closing twice is fine."""

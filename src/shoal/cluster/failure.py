@@ -18,8 +18,8 @@ from shoal.core import errors
 from shoal.core.errors import CoordinatorLost, Interrupted, PeerLost, ScriptExited, ScriptFailed, ShoalError
 from shoal.wire.messages import Failed
 
-MAX_TRACEBACK_CHARS = 30_000
-"""Fits a packet. The beginning and the end are kept: the middle of a recursion says nothing new."""
+MAX_TEXT_CHARS = 12_000
+"""Of each text of a Failed, which must fit a packet. The middle is left out: that of a recursion says nothing new."""
 
 _SHOAL = os.path.dirname(os.path.abspath(shoal.__file__)) + os.sep
 _RUNPY = "<frozen runpy>"
@@ -40,7 +40,7 @@ def describe(error: BaseException, *, rank: int, stop: str | None = None) -> Fai
         rank=rank,
         kind=kind,  # type: ignore[arg-type]  # one of the three literals
         error=type(told).__name__,
-        message=_cut(str(told)),
+        message=_cut(_words(told)),
         traceback=_cut(user_traceback(error)),
         exit_code=code,
         facts=_plain_facts(told),
@@ -119,17 +119,22 @@ def _plain_facts(error: BaseException) -> str:
     if not isinstance(error, ShoalError):
         return "{}"
     try:
-        return _cut_facts(json.dumps(vars(error)))
+        facts = json.dumps(vars(error))
     except (TypeError, ValueError):
         return "{}"
+    return facts if len(facts) <= MAX_TEXT_CHARS else "{}"
 
 
-def _cut_facts(facts: str) -> str:
-    return facts if len(facts) <= MAX_TRACEBACK_CHARS else "{}"
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # the user's own __str__
+        return f"<its text cannot be had: {type(broken).__name__}>"
 
 
 def _cut(text: str) -> str:
-    if len(text) <= MAX_TRACEBACK_CHARS:
+    text = text.encode(errors="backslashreplace").decode()  # a file's name in it need not be text
+    if len(text) <= MAX_TEXT_CHARS:
         return text
-    half = MAX_TRACEBACK_CHARS // 2
+    half = MAX_TEXT_CHARS // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

@@ -19,6 +19,9 @@ from typing import Protocol
 
 MAX_LINE_BYTES = 64 * 1024
 READ_BYTES = 64 * 1024
+MAX_LAST_READS = 16
+"""More than a pipe can hold: what comes after that was written by somebody else."""
+
 TAIL_BYTES = 8 * 1024
 """Of a log, kept at hand for `last_lines`."""
 
@@ -120,8 +123,9 @@ class Pipe:
 
     def close(self) -> None:
         """Hand on all that is left. The worker must be dead: what it wrote is in the pipe already."""
-        while self.pump():
-            pass
+        for _ in range(MAX_LAST_READS):
+            if not self.pump():
+                break
         if self._show and self._cutter:
             self._show(self._cutter.flush())
         os.close(self._fd)

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from shoal.cluster.client import CoordinatorClient, Regrouping
 from shoal.wire import codec
-from shoal.wire.messages import Failed, Finished, Message, Progress, Saved
+from shoal.wire.messages import Failed, Finished, Live, Message, Progress, Saved, ViewFormed
 
 REPORT_EVERY_S = 0.1
 """Progress is told at most so often, except where a phase or an epoch begins or ends."""
@@ -28,7 +29,9 @@ SEND_TIMEOUT_S = 10.0
 class _Session:
     rank: int = 0
     status: socket.socket | None = None
-    begin_call: Callable[[int, str, str], None] | None = None
+    client: CoordinatorClient | None = None
+    regroup: Callable[[], None] | None = None
+    is_live: bool = True
     sink: Callable[[Progress], None] | None = None
     num_calls: int = 0
     num_begun: int = 0  # calls that every rank makes; one less than num_calls while it waits for the others
@@ -44,15 +47,29 @@ class _Session:
 _session = _Session()
 
 
-def attach(*, rank: int, status: socket.socket) -> None:
-    """Speak to the supervisor through `status` from now on. Called once, by the launcher."""
+def attach(*, rank: int, status: socket.socket, is_live: bool = True) -> None:
+    """Speak to the supervisor through `status` from now on. Called once, by the launcher.
+
+    Not `is_live`: a replacement, which has nothing new to say before it has caught up.
+    """
     global _session
-    _session = _Session(rank=rank, status=status, sink=lambda progress: _send(progress, wait=False))
+    _session = _Session(
+        rank=rank, status=status, is_live=is_live, sink=lambda progress: _send(progress, wait=False)
+    )
 
 
-def agree_through(begin_call: Callable[[int, str, str], None]) -> None:
-    """Let `begin_call` wait for the other ranks at every numbered call. Called once, by the launcher."""
-    _session.begin_call = begin_call
+def agree_through(client: CoordinatorClient) -> None:
+    """Let the coordinator compare every numbered call with the other ranks'. Called once, by the launcher."""
+    _session.client = client
+
+
+def regroup_through(regroup: Callable[[], None] | None) -> None:
+    """Call `regroup` where a wait for the others is cut short because somebody waits to enter a view.
+
+    It leaves this process's group, enters the next view (`enter_view`), and
+    returns when what a view needs is done; the wait then begins again.
+    """
+    _session.regroup = regroup
 
 
 def listen(sink: Callable[[Progress], None] | None) -> None:
@@ -64,10 +81,48 @@ def listen(sink: Callable[[Progress], None] | None) -> None:
 def begin_call(kind: str, detail: str) -> int:
     """Count a call into shoal, and wait until every rank makes the same one. The calls count from 1."""
     _session.num_calls += 1
-    if _session.begin_call is not None:
-        _session.begin_call(_session.num_calls, kind, detail)
+    if (client := _session.client) is not None:
+        _through_regroups(lambda: client.begin_call(_session.num_calls, kind, detail))
     _session.num_begun = _session.num_calls
     return _session.num_calls
+
+
+def end_script() -> None:
+    """Wait until every rank has reached the end of its script."""
+    if (client := _session.client) is not None:
+        _through_regroups(lambda: client.end_script(_session.num_calls))
+    live()
+
+
+def enter_view(*, view_left: int, finished: int) -> ViewFormed:
+    """Wait for all ranks at the next view. In a plain process there is one view, and nobody to wait for."""
+    if (client := _session.client) is None:
+        return ViewFormed(view=view_left + 1, donor=-1, finished=-1, call=0, incarnations=[0])
+    return client.enter_view(view_left=view_left, finished=finished, call=_session.num_begun)
+
+
+def is_live() -> bool:
+    """False in a replacement that has not caught up: what it does was done before."""
+    return _session.is_live
+
+
+def live() -> None:
+    """A replacement has caught up: from here on it is heard and seen like the others. Calling it twice is fine."""
+    if not _session.is_live:
+        _session.is_live = True
+        _send(Live(rank=_session.rank))
+
+
+def _through_regroups(wait: Callable[[], None]) -> None:
+    while True:
+        try:
+            return wait()
+        except Regrouping:
+            if _session.regroup is None:
+                raise
+            regroup = _session.regroup
+        # Outside of the handler: whatever of the old group the exception's frames hold is let go first.
+        regroup()
 
 
 def is_inside_call() -> bool:

@@ -179,9 +179,8 @@ class Supervisor:
             return False
         if not packet:
             return False
-        with contextlib.suppress(
-            WireError
-        ):  # no message of ours: a script wrote to a descriptor it did not open
+        # What is no message comes from a script that wrote to a descriptor it did not open.
+        with contextlib.suppress(WireError):
             self._told(worker, codec.decode(packet)[0])
         return True
 
@@ -213,9 +212,8 @@ class Supervisor:
                 with contextlib.suppress(KeyError):  # its other end may have been closed before
                     self._selector.unregister(fd)
             _close(worker)
-            self.outcome.last_lines[worker.rank] = failure.without_launcher(worker.log.last_lines())[
-                -NUM_LAST_LINES:
-            ]
+            last_lines = failure.without_launcher(worker.log.last_lines())
+            self.outcome.last_lines[worker.rank] = last_lines[-NUM_LAST_LINES:]
             self._run.event("worker-exited", rank=worker.rank, code=code)
             self._feed(fate.Exited(worker.rank, code))
 
@@ -227,42 +225,33 @@ class Supervisor:
 
     def _feed(self, event: fate.Event) -> None:
         """Tell the job's fate what happened, and do what it asks for."""
-        pids = {worker.rank: pid for pid, worker in self._workers.items()}
         for action in self._fate.handle(event, time.monotonic()):
             match action:
                 case fate.AskToLeave(ranks, signum):
-                    for rank in ranks:
-                        self._warm.signal(pids[rank], LEAVE_SIGNALS[signum])
+                    self._signal(ranks, LEAVE_SIGNALS[signum])
                 case fate.Kill(ranks):
-                    for rank in ranks:
-                        self._warm.signal(pids[rank], signal.SIGKILL)
+                    self._signal(ranks, signal.SIGKILL)
+
+    def _signal(self, ranks: tuple[int, ...], signum: signal.Signals) -> None:
+        for pid, worker in self._workers.items():
+            if worker.rank in ranks:
+                self._warm.signal(pid, signum)
 
     # ---- ending ---------------------------------------------------------------------------------
 
     def _end_everything(self) -> None:
         """Nobody is left behind, whatever brought us here."""
-        if self._coordinator is not None:
-            self._warm.signal(self._coordinator, signal.SIGTERM)
-        for pid in self._workers:
+        living = [*self._workers, *([self._coordinator] if self._coordinator is not None else [])]
+        for pid in living:
+            # The coordinator holds nothing that it would have to write down.
             self._warm.signal(pid, signal.SIGKILL)
-        try:
-            self._await_exits(REAP_TIMEOUT_S / 2)
-            for pid in self._living():
-                self._warm.signal(pid, signal.SIGKILL)
-            self._await_exits(REAP_TIMEOUT_S)
-        except ClusterError:
-            self._coordinator = None  # the warm parent is gone, and with it all its children
+        deadline = time.monotonic() + REAP_TIMEOUT_S
+        # Where the warm parent is gone, so are all its children.
+        with contextlib.suppress(ClusterError):
+            while (self._workers or self._coordinator) and (left_s := deadline - time.monotonic()) > 0:
+                self._turn(left_s)
         for worker in self._workers.values():
             _close(worker)
-        self._workers.clear()
-
-    def _living(self) -> list[int]:
-        return [*self._workers, *([self._coordinator] if self._coordinator is not None else [])]
-
-    def _await_exits(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self._living() and (left_s := deadline - time.monotonic()) > 0:
-            self._turn(left_s)
 
 
 @contextlib.contextmanager

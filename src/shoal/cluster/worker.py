@@ -57,7 +57,7 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     spec = _decode(spec_bytes)
     # The coordinator's socket has no name in the file system: this descriptor is the way to it.
     job = replace(spec.job, coordinator=f"/proc/self/fd/{fds['coordinator']}")
-    session.attach(rank=job.rank, status=socket.socket(fileno=fds["status"]))
+    session.attach(rank=job.rank, status=socket.socket(fileno=fds["status"]), is_live=not job.incarnation)
     try:
         _heed_signals()
         _enter(spec, job)
@@ -66,14 +66,20 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
         session.finished()
         code = 0
     except BaseException as error:
-        if isinstance(error, SystemExit) and isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-        told = failure.describe(error, rank=job.rank, stop=session.stop_requested())
-        session.failed(told)
-        code = told.exit_code
+        _ignore_signals()
+        code = _tell(error, job.rank)
     _ignore_signals()
     _clean_up()
     return code
+
+
+def _tell(error: BaseException, rank: int) -> int:
+    """Tell the supervisor what ended the script; returns the exit code that goes with it."""
+    if isinstance(error, SystemExit) and isinstance(error.code, str):
+        print(error.code, file=sys.stderr)
+    told = failure.describe(error, rank=rank, stop=session.stop_requested())
+    session.failed(told)
+    return told.exit_code
 
 
 def _enter(spec: WorkerSpec, job: Job) -> None:
@@ -110,14 +116,14 @@ def _run_with_the_others(script: str, job: Job) -> dict[str, object]:
         num_workers=job.num_workers,
         join_timeout_s=job.join_timeout_s,
     )
-    session.agree_through(client.begin_call)
+    session.agree_through(client)
     script_globals: dict[str, object] = {}
     try:
         script_globals = runpy.run_path(script, run_name="__main__")
     except SystemExit as left:
         if failure.exit_code_of(left):
             raise  # sys.exit() without a reason is an ordinary end
-    client.end_script(session.num_calls())
+    session.end_script()
     return script_globals
 
 

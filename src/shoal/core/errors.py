@@ -272,7 +272,8 @@ class CallsDiffer(ClusterError):
         listed = ", ".join(f"rank {rank} {call}" for rank, call in sorted(calls.items()))
         super().__init__(
             f"the ranks disagree about call {number} into shoal: {listed}. Nothing of that call was done. Every rank runs "
-            "the whole script: keep fit, evaluate, predict, save and load out of `if shoal.rank() == 0`."
+            "the whole script: keep fit, evaluate, predict, save and load out of `if shoal.rank() == 0`, and give every rank "
+            "the same data."
         )
 
 
@@ -318,7 +319,7 @@ class Interrupted(ShoalError):
         self.signal_name, self.step, self.checkpoint, self.run = signal_name, step, checkpoint, run
         self.exit_code = {"SIGTERM": 143, "SIGHUP": 129}.get(signal_name, 130)
         at = f" after step {step}" if step is not None else ""
-        saved = f"; the state is saved in {checkpoint}" if checkpoint else ""
+        saved = f"; the newest checkpoint is {checkpoint}" if checkpoint else ""
         resume = f" Go on with `shoal resume {run}`." if run and checkpoint else ""
         super().__init__(f"stopped by {signal_name}{at}{saved}.{resume}")
 

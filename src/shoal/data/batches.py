@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
 
 from shoal.core.errors import ConfigError
 from shoal.core.seeds import mix
@@ -51,10 +52,10 @@ class Batches:
     def prefetch(self, num_ahead: int = 2) -> Batches:
         """Read up to `num_ahead` batches ahead, in a thread.
 
-        The stages before it then run beside the training step. If they draw
-        from the global generators, use a DataLoader with num_workers instead:
-        a thread shares those with the training step, and such draws would not
-        be repeatable.
+        The stages before it then run beside the training step. They must not
+        draw random numbers, whose generators a thread shares with that step:
+        such a pipeline is refused when it is first read, and belongs into a
+        DataLoader with processes.
 
             data.shuffle(seed=0).batch(1024).prefetch(4)
         """
@@ -117,9 +118,11 @@ def as_batches(data: Any, *, default_seed: int) -> Batches:
         return data
     if isinstance(data, DataLoader):
         return Batches(feed_of(data, default_seed=default_seed))
-    if hasattr(data, "batch"):
+    from shoal.data.dataset import Dataset  # which is built on Batches
+
+    if isinstance(data, Dataset):
         cure = "Say how many samples one update takes: data.batch(1024)."
-    elif isinstance(data, Dataset):
+    elif isinstance(data, TorchDataset):
         cure = "Put it in a DataLoader, or write shoal.Dataset.from_torch(data).batch(1024)."
     else:
         cure = "For tensors and arrays, write shoal.Dataset.from_arrays((inputs, target)).batch(1024)."
@@ -141,8 +144,10 @@ class _MapBatches:
         self._fn, self._seed = fn, seed
 
     def __call__(self, slices: Iterator[Slice]) -> Iterator[Slice]:
+        generators = PrivateGenerators(self._seed)
         for part in slices:
-            with PrivateGenerators(mix(self._seed, part.epoch, part.start + part.first)):
+            with generators:
+                generators.reseed(mix(self._seed, part.epoch, part.start + part.first))
                 batch = self._fn(part.batch)
             yield replace(part, batch=batch)
 

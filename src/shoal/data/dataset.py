@@ -44,7 +44,10 @@ class Dataset:
 
     def __init__(self, source: Source | Stream, order: Order | None = None) -> None:
         self._source = source
-        self._order = order or (InOrder(source.num_samples) if isinstance(source, Source) else None)
+        self._access: tuple[Reader, Order] | None = None
+        if isinstance(source, Source):
+            order = order or InOrder(source.num_samples)
+            self._access = Reader(source, seed=order.seed), order
 
     @classmethod
     def from_arrays(cls, arrays: Tree) -> Dataset:
@@ -61,7 +64,9 @@ class Dataset:
     def from_function(cls, fn: Callable[[NDArray[np.int64]], Tree], num_samples: int) -> Dataset:
         """Samples computed from their index: `fn` takes an array of indices and returns their batch.
 
-        Dataset.from_function(lambda i: (torch.tensor(i % 10).float(), torch.tensor(i % 2)), 1_000_000)
+        What it returns is a tensor or array, or a dict or tuple of them, with one row per index.
+
+            Dataset.from_function(lambda i: (torch.tensor(i % 10).float(), torch.tensor(i % 2)), 1_000_000)
         """
         return cls(FunctionSource(fn, whole_number("from_function(num_samples=)", num_samples, at_least=0)))
 
@@ -107,12 +112,15 @@ class Dataset:
         """
         if isinstance(self._source, Stream):
             return Dataset(self._source.map(fn))
-        return Dataset(Mapped(self._source, fn), self._order)
+        _, order = self._random_access("map")
+        return Dataset(Mapped(self._source, fn), order)
 
     def shuffle(self, seed: int = 0) -> Dataset:
         """Another order each epoch, a function of (seed, epoch).
 
-        data.shuffle(seed=0)
+        Nothing is stored, whatever the size: the order is computed.
+
+            data.shuffle(seed=0)
         """
         _, order = self._random_access("shuffle")
         return Dataset(self._source, Shuffled(order, whole_number("shuffle(seed=)", seed)))
@@ -125,7 +133,7 @@ class Dataset:
 
             train, validation, test = data.split(0.8, 0.1, 0.1, seed=0)
         """
-        source, order = self._random_access("split")
+        _, order = self._random_access("split")
         if isinstance(order, Shuffled):
             raise ConfigError(
                 "split after shuffle would move samples between the parts from epoch to epoch, test data into training. "
@@ -136,7 +144,7 @@ class Dataset:
         sizes = part_sizes(order.num_samples, parts)
         begins = [sum(sizes[:number]) for number in range(len(sizes))]
         return tuple(
-            Dataset(source, Part(order, begin=begin, num_samples=size, split_seed=seed))
+            Dataset(self._source, Part(order, begin=begin, num_samples=size, split_seed=seed))
             for begin, size in zip(begins, sizes, strict=True)
         )
 
@@ -160,24 +168,23 @@ class Dataset:
                     description=self._source.describe(),
                 )
             )
-        source, order = self._random_access("batch")
-        cut = EvenCut(size, per_worker=per_worker, drop_last=drop_last)
-        return Batches(IndexedFeed(Reader(source, seed=order.seed), order, cut))
+        reader, order = self._random_access("batch")
+        return Batches(IndexedFeed(reader, order, EvenCut(size, per_worker=per_worker, drop_last=drop_last)))
 
     def __len__(self) -> int:
-        if self._order is None:
+        if self._access is None:
             raise TypeError("a stream has no length before it has been read")
-        return self._order.num_samples
+        return self._access[1].num_samples
 
     def __getitem__(self, position: int) -> Any:
         """The sample at a position of the first epoch; negative positions count from the end."""
-        source, order = self._random_access("indexing")
+        reader, order = self._random_access("indexing")
         at = operator.index(position)
         at = at + len(self) if at < 0 else at
         if not 0 <= at < len(self):
             raise IndexError(f"position {position} of a dataset of {len(self)} samples")
         [index] = order.indices(range(at, at + 1), 0)
-        return Reader(source, seed=order.seed).sample(int(index), epoch=0, position=at)
+        return reader.sample(int(index), epoch=0, position=at)
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._source, Stream):
@@ -185,16 +192,16 @@ class Dataset:
         return (self[position] for position in range(len(self)))
 
     def __repr__(self) -> str:
-        what = "a stream" if self._order is None else f"{len(self)} samples"
-        stages = [*self._source.describe(), *(self._order.describe() if self._order else ())]
+        what = "a stream" if self._access is None else f"{len(self)} samples"
+        stages = [*self._source.describe(), *(self._access[1].describe() if self._access else ())]
         names = [stage.get("source") or stage.get("stage") for stage in stages]
         return f"Dataset({what}: {' > '.join(str(name) for name in names)})"
 
-    def _random_access(self, what: str) -> tuple[Source, Order]:
-        """Source and order, or a refusal for a stream."""
-        if isinstance(self._source, Stream) or self._order is None:
+    def _random_access(self, what: str) -> tuple[Reader, Order]:
+        """Reader and order, or a refusal for a stream."""
+        if self._access is None:
             raise ConfigError(
                 f"{what} needs random access, and an IterableDataset is a stream: it can only be read from its beginning. "
                 "Nothing was read; shuffle inside the dataset, or give a map-style dataset with __getitem__ and __len__."
             )
-        return self._source, self._order
+        return self._access

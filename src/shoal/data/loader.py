@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from shoal.core.errors import DataError
+from shoal.core.errors import ConfigError, DataError
 from shoal.data.collate import Collate
 from shoal.data.feed import Cut, EvenCut, Feed, IndexedFeed, Share, make_slice
 from shoal.data.loader_options import LoaderOptions, identity, start_pass
@@ -35,6 +35,12 @@ def feed_of(loader: DataLoader[Any], *, default_seed: int) -> Feed:
     a batch sampler's batches are the global batches; with `batch_size=None`
     each item is one.
     """
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise ConfigError(
+            f"{type(loader).__name__} has an __iter__ of its own, and shoal reads the dataset of a DataLoader itself, each "
+            "worker its part: what that method does would be left out. Give a plain DataLoader, and do the rest in its "
+            "collate_fn, or in a map: shoal.Dataset.from_torch(loader).map(fn)."
+        )
     seed = seed_with(default_seed, loader.generator)
     options = LoaderOptions.of(loader)
     is_stream = isinstance(loader.dataset, IterableDataset)

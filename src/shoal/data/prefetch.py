@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from shoal.data.randomness import ReadAhead
+from shoal.core.errors import ConfigError
+from shoal.data.randomness import DrawsWatch, ReadAhead
 
 T = TypeVar("T")
 
@@ -15,15 +16,30 @@ T = TypeVar("T")
 def prefetched(items: Iterator[T], num_ahead: int) -> Iterator[T]:
     """The same items in the same order, up to `num_ahead` of them read before they are asked for.
 
-    The thread starts with the first item and is gone when the iterator is
-    exhausted, closed or dropped. An exception of `items` is raised where the
-    item it prevented would have been.
+    The first item is read by the consumer itself: if foreign code draws random
+    numbers for it, a thread would share the global generators with the
+    training step, and that is refused. The thread starts then and is gone when
+    the iterator is exhausted, closed or dropped. An exception of `items` is
+    raised where the item it prevented would have been.
     """
+    with DrawsWatch() as watch:
+        try:
+            first = next(items)
+        except StopIteration:
+            return
+    if watch.drew:
+        raise ConfigError(
+            "prefetch reads ahead in a thread, and the stages before it draw from the global random generators of torch, "
+            "numpy or Python, which the training step uses at the same time: neither could be repeated. Nothing was "
+            "trained; take prefetch out, or read in processes, with a DataLoader of num_workers=2."
+        )
     shelf = _Shelf(num_ahead)
     thread = ReadAhead(target=_fill, args=(shelf, items), name="shoal-prefetch", daemon=True)
     del items  # the thread's alone, so that it is also closed there
     thread.start()
     try:
+        yield first
+        del first
         while True:
             kind, value = shelf.take()
             if kind == "end":

@@ -38,57 +38,97 @@ class PrivateGenerators:
     """
 
     def __init__(self, seed: int) -> None:
+        self.drew = False
+        """Set once foreign code has been seen to draw from these generators."""
         self._seed = seed
-        self._numpy = np.random.MT19937(0)
-        self._own: tuple[Any, torch.Tensor] | None = None
+        self._own: tuple[Any, torch.Tensor, np.random.BitGenerator] | None = None
 
     def __enter__(self) -> PrivateGenerators:
-        if isinstance(threading.current_thread(), ReadAhead):
+        if _is_reading_ahead():
             return self
-        self._outer_python = random.getstate()
-        self._outer_torch = torch.default_generator.get_state()
-        self._outer_numpy = np.random.mtrand.get_bit_generator()
-        np.random.mtrand.set_bit_generator(self._numpy)
+        self._outer = (
+            random.getstate(),
+            torch.default_generator.get_state(),
+            np.random.mtrand.get_bit_generator(),
+        )
         if self._own is None:
+            np.random.mtrand.set_bit_generator(np.random.MT19937(0))
             self.reseed(self._seed)
         else:
-            random.setstate(self._own[0])
-            torch.default_generator.set_state(self._own[1])
+            _install(self._own)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(threading.current_thread(), ReadAhead):
+        if _is_reading_ahead():
             return
-        self._own = random.getstate(), torch.default_generator.get_state()
-        random.setstate(self._outer_python)
-        torch.default_generator.set_state(self._outer_torch)
-        np.random.mtrand.set_bit_generator(self._outer_numpy)
+        if _watch is not None and error is None:
+            self.drew = self.drew or self.were_used()
+            _watch.drew |= self.drew
+        self._own = (
+            random.getstate(),
+            torch.default_generator.get_state(),
+            np.random.mtrand.get_bit_generator(),
+        )
+        _install(self._outer)
 
     def reseed(self, seed: int) -> None:
         """Start all three anew. Only while entered."""
-        if isinstance(threading.current_thread(), ReadAhead):
+        if _is_reading_ahead():
             return
+        self._seed = seed
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
         torch.default_generator.manual_seed(seed)
 
     def were_used(self) -> bool:
-        """Whether anybody drew since `reseed(0)`. Only while entered; draws itself, so reseed before going on."""
-        if isinstance(threading.current_thread(), ReadAhead):
+        """Whether anybody drew since they were seeded. Only while entered."""
+        if _is_reading_ahead():
             return False
         number = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
-        return (random.random(), np.random.random_sample(), number) != _first_numbers()
+        if (random.random(), np.random.random_sample(), number) != _first_numbers(self._seed):
+            return True
+        self.reseed(self._seed)  # looking has drawn from them; as nobody else did, this undoes it
+        return False
 
 
-@functools.cache
-def _first_numbers() -> tuple[float, float, float]:
-    """What generators of seed 0 give first."""
-    number = torch.empty((), dtype=torch.int64, device="cpu").random_(
-        generator=torch.Generator().manual_seed(0)
-    )
-    return random.Random(0).random(), np.random.RandomState(0).random_sample(), number.item()
+def _is_reading_ahead() -> bool:
+    return isinstance(threading.current_thread(), ReadAhead)
+
+
+def _install(state: tuple[Any, torch.Tensor, np.random.BitGenerator]) -> None:
+    random.setstate(state[0])
+    torch.default_generator.set_state(state[1])
+    np.random.mtrand.set_bit_generator(state[2])
+
+
+@functools.lru_cache(maxsize=8)
+def _first_numbers(seed: int) -> tuple[float, float, float]:
+    """What generators of this seed give first."""
+    generator = torch.Generator().manual_seed(seed)
+    number = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item()
+    return random.Random(seed).random(), np.random.RandomState(seed & 0xFFFFFFFF).random_sample(), number
+
+
+class DrawsWatch:
+    """Sees whether any foreign code draws random numbers while it is entered."""
+
+    drew = False
+
+    def __enter__(self) -> DrawsWatch:
+        global _watch
+        _watch = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        global _watch
+        _watch = None
+
+
+_watch: DrawsWatch | None = None
 
 
 def seeded_generator(*parts: int) -> torch.Generator:

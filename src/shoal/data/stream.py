@@ -93,7 +93,8 @@ class StreamFeed:
     def describe(self) -> dict[str, Any]:
         """Source, sizes and seed."""
         sizes = {"batch_size": self._size, "per_worker": self._per_worker, "drop_last": self._drop_last}
-        return {"stages": self._description, **sizes, "seed": self.seed}
+        stages = [*self._description, *(self._order.describe() if self._order else ())]
+        return {"stages": stages, **sizes, "seed": self.seed}
 
     def slices(self, *, epoch: int, start: int, rank: int, num_workers: int) -> Iterator[Slice]:
         """This rank's part of each global batch, from position `start` on, which is reached by reading."""

@@ -29,7 +29,6 @@ class Compute:
         self._job = job
         self._call = ModelCall(job.model)
         self._must_check_loss = check_loss
-        self._on_cuda = job.device.type == "cuda"
         self._frozen: list[nn.Module] = []
         self._batchnorms = [module for module in job.model.modules() if isinstance(module, _BatchNorm)]
         if job.compile:
@@ -55,7 +54,7 @@ class Compute:
         outputs: list[Tree] = []
         count = 0.0
         for number, piece in enumerate(pieces):
-            self._seed(mix(job.seed, rank, step, number))
+            seed_all(mix(job.seed, rank, step, number), job.device)
             inputs, target = split_target(self._placed(piece.batch))
             with self._autocast():
                 output = self._output(inputs, piece)
@@ -80,7 +79,7 @@ class Compute:
     def forward(self, batch: Slice, *, rank: int) -> Tree:
         """The outputs of a slice in evaluation mode, without gradients."""
         self._evaluation_mode()
-        self._seed(mix(self._job.seed, rank, _EVALUATION + batch.start))
+        seed_all(mix(self._job.seed, rank, _EVALUATION + batch.start), self._job.device)
         with torch.no_grad(), self._autocast():
             return self._call(split_target(self._placed(batch.batch))[0])
 
@@ -125,12 +124,6 @@ class Compute:
             self._frozen = [module for module in model.modules() if not module.training]
             model.eval()
 
-    def _seed(self, seed: int) -> None:
-        # Not torch.manual_seed: it seeds every backend there is, at a hundred times the price.
-        torch.default_generator.manual_seed(seed)
-        if self._on_cuda:
-            torch.cuda.manual_seed(seed)
-
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self._job.autocast is None:
             return contextlib.nullcontext()
@@ -138,6 +131,14 @@ class Compute:
 
     def _placed(self, batch: Tree) -> Tree:
         return place(batch, self._job.device, self._job.cast_inputs)
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    """Seed the generators that a model on `device` draws from."""
+    # Not torch.manual_seed: it seeds every backend there is, at a hundred times the price.
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def place(batch: Tree, device: torch.device, dtype: torch.dtype | None = None) -> Tree:

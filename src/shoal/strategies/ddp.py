@@ -125,7 +125,9 @@ class Ddp:
     def give(self) -> Part:
         """Weights, optimizer and buffers as of the last commit."""
         tensors = {piece.name: piece.tensor for piece in self.state()}
-        tensors |= {MODEL + name: buffer for name, buffer in self._buffers_before.items() if MODEL + name in tensors}
+        tensors |= {
+            MODEL + name: buffer for name, buffer in self._buffers_before.items() if MODEL + name in tensors
+        }
         settings = optimizer_settings(self._job.model, self.optimizer) if self.optimizer is not None else None
         return Part({"step": self.step, "prepared_at": self._prepared_at, "optimizer": settings}, tensors)
 

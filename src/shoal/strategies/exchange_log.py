@@ -5,7 +5,7 @@ and feeds this; the simulator runs it by the thousand. Numbers count from 0
 and never start again within a job.
 
     anchor ──▶ exchange ──▶ exchange ──▶ ... ──▶ anchor
-      │           │ its result is kept until the next anchor
+      │           │ its result is kept until the next anchor; the last one until the next exchange
       └ from here a replacement can run forward
 """
 
@@ -29,9 +29,11 @@ class ExchangeLog:
     _inherited: dict[int, Any] = field(default_factory=dict)
 
     def anchor(self) -> None:
-        """A place from which a replacement could start. What came before is not needed any more."""
+        """A place from which a replacement could start. What came before is needed only by who is one behind."""
         self.anchored_at = self.num_finished
-        self.results.clear()
+        last = self.num_finished - 1
+        # Another survivor may still wait for this one: we finished it and went on, it did not.
+        self.results = {last: self.results[last]} if last in self.results else {}
 
     def recall(self) -> tuple[bool, Any]:
         """Whether the next exchange is already known, and its result. A known one counts as finished by this."""
@@ -56,7 +58,7 @@ class ExchangeLog:
         return self.num_finished + len(self._inherited)
 
     def legacy(self) -> dict[int, Any]:
-        """Every result since the anchor: what a follower needs to run forward from there."""
+        """Every result since the anchor, and the last before it: what a follower needs to run forward."""
         return {**self.results, **self._inherited}
 
     def inherit(self, results: dict[int, Any], *, starts_at: int | None = None) -> None:
@@ -64,7 +66,11 @@ class ExchangeLog:
         if starts_at is not None:
             self.num_finished = self.anchored_at = starts_at
             self.results.clear()
-        self._inherited = {number: result for number, result in results.items() if number >= self.num_finished}
+            self._inherited.clear()
+        # On top of what is still to be recalled: a second donor may come before the first one's results are used.
+        self._inherited |= {
+            number: result for number, result in results.items() if number >= self.num_finished
+        }
 
     @property
     def is_catching_up(self) -> bool:

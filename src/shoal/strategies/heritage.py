@@ -60,7 +60,9 @@ class Heritage:
 def send(native: Native, heritage: Heritage, rank: int) -> None:
     """Give the heritage to `rank`, which must be in `receive`."""
     fields = {field.name: getattr(heritage, field.name) for field in dataclasses.fields(heritage)}
-    fields["parts"] = {owner: {"plain": part.plain, "tensors": part.tensors} for owner, part in heritage.parts.items()}
+    fields["parts"] = {
+        owner: {"plain": part.plain, "tensors": part.tensors} for owner, part in heritage.parts.items()
+    }
     packed, tensors = _pack(fields)
     header = json.dumps(
         {"plain": packed, "tensors": [[str(t.dtype), list(t.shape)] for t in tensors]}
@@ -103,7 +105,10 @@ def _pack(value: Any) -> tuple[Any, list[Tensor]]:
             tensors.append(value)
             return {"~": "tensor", "at": len(tensors) - 1}
         if isinstance(value, Verdict):
-            return {"~": "verdict", "fields": walk({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})}
+            return {
+                "~": "verdict",
+                "fields": walk({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}),
+            }
         if isinstance(value, tuple):
             return {"~": "tuple", "items": [walk(item) for item in value]}
         if isinstance(value, list):

@@ -9,6 +9,7 @@ contributed. Nobody above this file notices more than a longer wait.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -44,15 +45,17 @@ class Together:
     def __init__(self) -> None:
         self._job = jobs.current()
         self._view = 0
+        self._stands = False  # whether it holds state that counts: from view 1 on, or since a donor gave it
         self._native: Native | None = None
         self._log = ExchangeLog()
         self._holders: dict[int, Holder] = {}
         self._call, self._call_is_over = 0, True
         self._anchor: Callable[[], dict[str, Any]] = dict
         self._results: dict[str, Any] = {}
+        self._moments: Counter[str] = Counter()
         self.was_given_state = False
         self._heritage: Heritage | None = None  # until this process stands at the anchor it was given
-        session.when_regrouping(self.regroup)
+        session.regroup_through(self.regroup)
 
     # ---- exchanges ------------------------------------------------------------------------------
 
@@ -105,19 +108,20 @@ class Together:
         """True when the next exchange will be answered from the donor's log: nothing needs to be computed for it."""
         return self._log.is_catching_up
 
-    def remembered(self, key: str, run: Callable[[], Any]) -> Any:
-        """Run something of the script's own between steps, once: a replacement is given the result."""
+    def remembered(self, moment: str, run: Callable[[], Any]) -> Any:
+        """Run something of the script's own between steps, once: a replacement is given the result.
+
+        The same moment may come several times; each is remembered for itself.
+        """
+        moment = f"call {session.num_calls()}, {moment}"
+        self._moments[moment] += 1
+        key = f"{moment} #{self._moments[moment]}"
         if self._heritage is not None and key in self._heritage.results:
             return self._heritage.results[key]
         result = run()
         if len(self._results) < _MAX_KEPT:
             self._results[key] = result
         return result
-
-    def forget(self, prefix: str) -> None:
-        """Results under this prefix will not be asked for again."""
-        for key in [key for key in self._results if key.startswith(prefix)]:
-            del self._results[key]
 
     # ---- anchors and calls ----------------------------------------------------------------------
 
@@ -198,16 +202,19 @@ class Together:
                 continue  # somebody died while the view was formed: it is over, too
 
     def _enter(self) -> None:
-        fresh = self._view == 0
+        fresh = not self._stands
         formed = session.enter_view(
-            view_left=self._view, finished=-1 if fresh else self._log.num_known, call=session.num_calls()
+            view_left=0 if fresh else self._view, finished=-1 if fresh else self._log.num_known
         )
-        self._view = formed.view
+        if not fresh:
+            self._view = formed.view
         form_group(self._job, formed.view)
         native = Native(rank=self._job.rank, num_workers=self._job.num_workers)
         if formed.donor >= 0:
-            self._hand_over(native, formed.donor, behind=fresh or self._log.num_known < formed.finished, fresh=fresh)
-        self._native = native
+            behind = fresh or self._log.num_known < formed.finished
+            self._hand_over(native, formed.donor, behind=behind, fresh=fresh)
+        # Only now: a process that was given nothing yet enters the next view as fresh as this one.
+        self._stands, self._view, self._native = True, formed.view, native
 
     def _hand_over(self, native: Native, donor: int, *, behind: bool, fresh: bool) -> None:
         standing = torch.tensor([int(behind)])
@@ -220,7 +227,7 @@ class Together:
         elif behind:
             taken = heritage.receive(native, donor)
             if fresh:
-                self.was_given_state = True
+                self._stands = self.was_given_state = True
                 self._heritage = taken
                 self._log.inherit(taken.log, starts_at=taken.anchored_at)
                 for number, holder in self._holders.items():
@@ -233,7 +240,9 @@ class Together:
             native.all_gather(standing)
 
     def _give(self) -> Heritage:
-        if self._heritage is not None:  # a replacement that has not reached its anchor passes on what it was given
+        if (
+            self._heritage is not None
+        ):  # a replacement that has not reached its anchor passes on what it was given
             given = self._heritage
             given.parts |= {number: holder.give() for number, holder in self._holders.items()}
             return given

@@ -32,6 +32,9 @@ class Place:
     """The fit ends with this epoch."""
 
 
+BEFORE_A_STEP = Place()
+
+
 @dataclass(frozen=True, slots=True)
 class Inherited:
     """Where a replaced worker's fit goes on."""
@@ -51,14 +54,18 @@ def note(trainer: Trainer, place: Place) -> None:
     optimizer, scheduler = trainer.strategy.optimizer, trainer.scheduler
     assert optimizer is not None
     position = dataclasses.replace(trainer.position)
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
     schedule = scheduler.state_dict() if scheduler is not None else None
     callbacks = [callback.state() for callback in trainer.callbacks]
     lengths = [len(history.epochs) for history in trainer.histories]
     skipped, newest = trainer.num_skipped_steps, trainer.newest_checkpoint
 
     def state() -> dict[str, Any]:
-        histories = [history.epochs[:length] for history, length in zip(trainer.histories, lengths, strict=True)]
+        histories = [
+            history.epochs[:length] for history, length in zip(trainer.histories, lengths, strict=True)
+        ]
         return {
             "place": dataclasses.asdict(place),
             "position": dataclasses.asdict(position),

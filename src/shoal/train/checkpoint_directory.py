@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from itertools import count
 
 from shoal.core.errors import CheckpointDamaged, ConfigError, NoCheckpoint
 from shoal.train import manifest
@@ -61,6 +62,24 @@ def prune(directory: str | os.PathLike[str], keep_last: int, protect: Iterable[s
     for place in going:
         remove(place)
     return [place.url for place in going]
+
+
+def set_aside(directory: str | os.PathLike[str], *, after_step: int) -> str | None:
+    """Move checkpoints of later steps into a folder `before-<n>` of their own; return it, None when there are none.
+
+    Whoever has just saved a step cannot have written a later one: those are
+    of a run that began here earlier. Left in place, they would be the newest.
+    """
+    place = Place.at(directory)
+    names = place.names()
+    later = [name for name in names if (step := step_of(name)) is not None and step > after_step]
+    if not later:
+        return None
+    aside = place.child(next(name for n in count(1) if (name := f"before-{n}") not in names))
+    place.fs.makedirs(aside.path, exist_ok=True)
+    for name in later:
+        place.fs.mv(place.child(name).path, aside.child(name).path, recursive=True)
+    return aside.url
 
 
 def _steps(directory: str | os.PathLike[str]) -> list[Place]:

@@ -20,7 +20,7 @@ from shoal.data.slice import Slice
 from shoal.strategies.compute import place
 from shoal.strategies.protocol import LossSum, Verdict
 from shoal.train import anchoring
-from shoal.train.anchoring import Place
+from shoal.train.anchoring import BEFORE_A_STEP, Place
 from shoal.train.callbacks.base import StepLogs
 from shoal.train.evaluation import evaluate
 from shoal.train.history import History
@@ -45,7 +45,7 @@ class FitLoop:
         last_step: int | None,
         validation: Batches | None,
         history: History,
-        place: Place = Place(),
+        place: Place = BEFORE_A_STEP,
     ) -> None:
         self._trainer = trainer
         self._batches = batches
@@ -90,7 +90,7 @@ class FitLoop:
         for part in self._batches.slices(
             epoch=position.epoch, start=position.next_index, rank=self._rank, num_workers=self._num_workers
         ):
-            anchoring.note(trainer, Place())
+            anchoring.note(trainer, BEFORE_A_STEP)
             self._run_step(part)
             if self._over:
                 break
@@ -108,7 +108,7 @@ class FitLoop:
         verdict = strategy.commit()
         trainer.wishes.checkpoint = False
         if verdict.applied:
-            trainer.advance_scheduler("step")
+            trainer.advance_scheduler("step", {"loss": verdict.loss})
             self._count(part, contributed, verdict)
         else:
             self._leave_out(part, verdict)
@@ -161,7 +161,8 @@ class FitLoop:
         theirs = self._batches.slices(
             epoch=part.epoch, start=part.start, rank=rank, num_workers=self._num_workers
         )
-        return list(next(iter(theirs)).indices)
+        found = next(iter(theirs), None)
+        return list(found.indices) if found is not None else []
 
     def _write_down(self, part: Slice, verdict: Verdict) -> None:
         trainer, position = self._trainer, self._position

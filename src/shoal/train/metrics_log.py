@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import IO, Any
+
 
 class MetricsLog:
     """Appends lines; a resumed run first drops the lines after the step it goes on from."""
@@ -13,11 +15,16 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _drop_after(path, from_step)
-        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)  # a killed worker has written its lines
+        # By lines: what a killed worker wrote is written.
+        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Add one step."""
-        self._file.write(json.dumps(line) + "\n")
+        """Add one step. What is not a finite number is null: NaN is no JSON."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in line.items()
+        }
+        self._file.write(json.dumps(finite) + "\n")
 
     def close(self) -> None:
         """Flush and end."""

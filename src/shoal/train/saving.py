@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.cluster import session
-from shoal.core.errors import CheckpointDamaged, CheckpointError, NoCheckpoint
+from shoal.core.errors import CheckpointDamaged, CheckpointError, NoCheckpoint, OptimizerMismatch
 from shoal.data.batches import Batches
 from shoal.strategies.optimizer_state import optimizer_settings
 from shoal.strategies.protocol import Piece, PieceReader
 from shoal.strategies.state import MODEL
 from shoal.train.callbacks.model_checkpoint import ModelCheckpoint
 from shoal.train.checkpoint import Checkpoint, check_fits, open_checkpoint, write_checkpoint
-from shoal.train.checkpoint_directory import newest_checkpoint, step_path
+from shoal.train.checkpoint_directory import newest_checkpoint, set_aside, step_path
 from shoal.train.history import History
 from shoal.train.scheduler_state import load_scheduler, scheduler_state
 
@@ -60,11 +60,15 @@ def load_model(trainer: Trainer, path: str) -> None:
 
 def save_checkpoint(trainer: Trainer, directory: str | None) -> str:
     """Everything needed to go on, at any number of workers."""
-    path = step_path(directory or str(trainer.run_dir / "checkpoints"), trainer.step)
+    home = directory or str(trainer.run_dir / "checkpoints")
+    path = step_path(home, trainer.step)
     strategy = trainer.strategy
     pieces = [*strategy.state(), *_metric_pieces(trainer)]
     if trainer.rank == 0:
         write_checkpoint(path, pieces, progress=_progress(trainer), previous=trainer.newest_checkpoint)
+        moved = set_aside(home, after_step=trainer.step)
+        if moved is not None:
+            print(f"checkpoints of an earlier run were moved to {moved}", file=sys.stderr, flush=True)
         session.saved(path, trainer.step)
     trainer.newest_checkpoint = path
     return path
@@ -85,12 +89,13 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resum
         raise NoCheckpoint(
             path=found.path, reason="it holds weights only, as Trainer.save writes them; use load() for those"
         )
-    number = len(trainer.histories)
-    if number < progress["fit"]["number"]:
+    number, saved_number = len(trainer.histories), progress["fit"]["number"]
+    # Found, a checkpoint says which fit of the script it is of; named, it is meant for this one.
+    if resume_from == "auto" and number < saved_number:
         finished = History(progress["histories"][number])
         trainer.histories.append(finished)
         return Resumed(history=finished, first=(0, 0), finished=finished)
-    if number > progress["fit"]["number"]:
+    if resume_from == "auto" and number > saved_number:
         return None  # this fit began after the checkpoint was written: it goes on from the one before it
     _check_data(batches, progress, found.path)
     _load(trainer, found, with_optimizer=True)
@@ -106,13 +111,13 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resum
     kept = {
         name.removeprefix(_METRICS): found.pieces[name] for name in found.pieces if name.startswith(_METRICS)
     }
-    trainer.train_metrics.load_state(kept, trainer.rank)
+    trainer.train_metrics.load_state(kept, trainer.rank, trainer.num_workers)
     trainer.newest_checkpoint = found.path
     if trainer.rank == 0:
         at = f"step {trainer.step:,}, epoch {trainer.epoch + 1}, sample {trainer.position.next_index:,}"
         print(f"going on from {found.path}: {at}", file=sys.stderr, flush=True)
     return Resumed(
-        history=History(progress["histories"][number]),
+        history=History(progress["histories"][saved_number]),
         first=(progress["fit"]["first_epoch"], progress["fit"]["first_step"]),
     )
 
@@ -164,7 +169,10 @@ def _load(trainer: Trainer, checkpoint: Checkpoint, *, with_optimizer: bool) -> 
     }
     check_fits(expected, checkpoint.pieces, checkpoint.path)
     settings = checkpoint.progress.get("optimizer") if with_optimizer else None
-    trainer.strategy.load(PieceReader(checkpoint.pieces, settings))
+    try:
+        trainer.strategy.load(PieceReader(checkpoint.pieces, settings))
+    except OptimizerMismatch as error:  # raised where the file's name is not known
+        raise OptimizerMismatch(path=checkpoint.path, problem=error.problem) from None
 
 
 def _check_data(batches: Batches, progress: dict[str, Any], path: str) -> None:

@@ -26,9 +26,9 @@ from shoal.strategies.loss import loss_rule
 from shoal.strategies.mixing import describe_mixing, mixing_layers
 from shoal.strategies.protocol import Strategy, TrainJob, Wishes
 from shoal.train import saving
-from shoal.train.anchoring import Place, inherit
-from shoal.train.call import Call, next_number
+from shoal.train.anchoring import BEFORE_A_STEP, inherit
 from shoal.train.callbacks.base import Callback
+from shoal.train.calls import Call, described, next_number
 from shoal.train.evaluation import evaluate, predict
 from shoal.train.history import History
 from shoal.train.interrupts import asked_to_leave, signals_finish_the_step
@@ -89,6 +89,10 @@ class Trainer:
         _check_choice("scheduler_every", scheduler_every, ("step", "epoch"))
         _check_choice("precision", precision, ("float32", "bf16"))
         _check_choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
+        _check_callable("model", model, "an nn.Module, or a function that builds one", nn.Module)
+        if optimizer is not None:
+            hint = "a function such as lambda params: torch.optim.Adam(params), or a torch optimizer"
+            _check_callable("optimizer", optimizer, hint, torch.optim.Optimizer)
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"accumulate must be a positive integer, got {accumulate!r}.")
         if clip_norm is not None and not clip_norm > 0:
@@ -160,7 +164,9 @@ class Trainer:
         validation = (
             as_batches(validation_data, default_seed=self.seed) if validation_data is not None else None
         )
-        call = self._begin("fit", f"epochs={epochs}, max_steps={max_steps}, samples={batches.num_samples}")
+        limits = f"epochs={epochs}, max_steps={max_steps}"
+        against = f", validation: {described(validation)}" if validation is not None else ""
+        call = self._begin("fit", f"{limits}, {described(batches)}{against}")
         if call.is_over:
             self.histories.append(History(call.result))
             return self.histories[-1]
@@ -172,12 +178,16 @@ class Trainer:
         if going_on is None:
             self.position.loss_total = self.position.loss_count = 0.0
             self.train_metrics.reset()
+            if batches.describe() != self.data_description:
+                self.position.next_index = 0  # a place in other data means nothing in these
         history = going_on.history if going_on is not None else History()
         self.histories.append(history)
-        self.fit_began_at = going_on.first if going_on is not None else (self.position.epoch, self.position.step)
+        self.fit_began_at = (
+            going_on.first if going_on is not None else (self.position.epoch, self.position.step)
+        )
         self.fit_began_s = given.began_at if given is not None else time.monotonic()
         self.fit_began_samples = given.began_samples if given is not None else self.position.samples
-        began_step = self.position.step if given is None else self.fit_began_at[1]
+        began_step = self.fit_began_at[1] if given is not None else self.position.step
         self.data_description = batches.describe()
         self.wishes.stop = False
         loop = FitLoop(
@@ -187,7 +197,7 @@ class Trainer:
             last_step=self.fit_began_at[1] + max_steps if max_steps is not None else None,
             validation=validation,
             history=history,
-            place=given.place if given is not None else Place(),
+            place=given.place if given is not None else BEFORE_A_STEP,
         )
         self._in_fit = True
         try:
@@ -196,7 +206,7 @@ class Trainer:
         except Interrupted as interrupted:
             if self.job.launched:
                 raise
-            print(interrupted, flush=True)
+            print(f"{interrupted} Go on with fit(..., resume='auto').", file=sys.stderr, flush=True)
             raise SystemExit(interrupted.exit_code) from None
         finally:
             self._in_fit = False
@@ -213,7 +223,7 @@ class Trainer:
     def evaluate(self, data: Any) -> dict[str, float]:
         """Mean loss and metrics over all of `data`, equal on every rank."""
         batches = as_batches(data, default_seed=self.seed)
-        call = self._begin("evaluate", f"samples={batches.num_samples}")
+        call = self._begin("evaluate", described(batches))
         if call.is_over:
             return dict(call.result)
         with drawn_here(self.job, wanted=self._progress):
@@ -231,7 +241,7 @@ class Trainer:
     def predict(self, data: Any) -> Tree:
         """The model's outputs for all of `data`, in the order of the data, the same on every rank."""
         batches = as_batches(data, default_seed=self.seed)
-        call = self._begin("predict", f"samples={batches.num_samples}")
+        call = self._begin("predict", described(batches))
         if call.is_over:
             return call.result
         with drawn_here(self.job, wanted=self._progress):
@@ -320,13 +330,12 @@ class Trainer:
         """The scheduler, if one was given."""
         return self._scheduler
 
-    def advance_scheduler(self, moment: str, logs: dict[str, float] | None = None) -> None:
-        """Step the scheduler, if this is its moment."""
+    def advance_scheduler(self, moment: str, logs: dict[str, float]) -> None:
+        """Step the scheduler, if this is its moment; one that watches a plateau watches val_loss, else the loss."""
         if self._scheduler is None or moment != self._scheduler_every:
             return
         if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            logs = logs or {}
-            self._scheduler.step(logs.get("val_loss", logs.get("loss", 0.0)))
+            self._scheduler.step(logs["val_loss"] if "val_loss" in logs else logs["loss"])
         else:
             self._scheduler.step()
 
@@ -340,6 +349,10 @@ class Trainer:
         if not isinstance(model, nn.Module):
             torch.manual_seed(mix(self.seed))
             model = model()
+            if not isinstance(model, nn.Module):
+                raise ConfigError(
+                    f"the function given as model= returned a {type(model).__name__}, not an nn.Module."
+                )
         settings = dict(self._settings)
         if self.verification is not None:
             self.verification.cast(model)
@@ -365,7 +378,12 @@ class Trainer:
         given = self._optimizer_or_factory
         if not isinstance(given, torch.optim.Optimizer):
             assert given is not None
-            return given([p for p in model.parameters() if p.requires_grad])
+            built = given([p for p in model.parameters() if p.requires_grad])
+            if not isinstance(built, torch.optim.Optimizer):
+                raise ConfigError(
+                    f"the function given as optimizer= returned a {type(built).__name__}, not an optimizer."
+                )
+            given = built
         known = {id(parameter) for parameter in model.parameters()}
         if any(id(p) not in known for group in given.param_groups for p in group["params"]):
             raise ConfigError(
@@ -419,10 +437,11 @@ class Trainer:
 
         return tick
 
-
     def _resume_from(self, asked: str | None) -> str | None:
         """A resumed job goes on from its newest checkpoint, and so does a restarted one that nobody hands state to."""
-        alone = self.job.incarnation > 0 and not (self.strategy.together and self.strategy.together.was_given_state)
+        alone = self.job.incarnation > 0 and not (
+            self.strategy.together and self.strategy.together.was_given_state
+        )
         return "auto" if asked is None and (self.job.resume or alone) else asked
 
 
@@ -435,6 +454,11 @@ def _default_device(num_workers: int, rank: int) -> torch.device:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_callable(name: str, value: Any, hint: str, kind: type) -> None:
+    if not isinstance(value, kind) and not callable(value):
+        raise ConfigError(f"{name} must be {hint}, got {value!r}.")
 
 
 def _check_limit(name: str, value: int | None) -> None:

@@ -28,8 +28,10 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 class Join(Message, frozen=True, tag="join"):
     """Worker to coordinator: "I am this rank", the first sentence of every connection.
 
-    Answered by Joined or JoinRefused. Repeating it is safe: a process may hold
-    several connections. A newer incarnation closes the connections of the older.
+    Answered by Joined or JoinRefused, or by Leave where a replacement comes
+    after all ranks have ended their scripts. Repeating it is safe: a process
+    may hold several connections. A newer incarnation closes the connections
+    of the older.
     """
 
     rank: Count
@@ -39,7 +41,7 @@ class Join(Message, frozen=True, tag="join"):
 
 
 class Joined(Message, frozen=True, tag="joined"):
-    """Coordinator to worker: "you are in", and the view it joins."""
+    """Coordinator to worker: "you are in", and the view there is; 0 before the first was formed."""
 
     view: Count
 
@@ -56,9 +58,10 @@ class JoinRefused(Message, frozen=True, tag="join-refused"):
 class BeginCall(Message, frozen=True, tag="begin-call"):
     """Worker to coordinator: "my script calls into shoal"; `number` counts the calls from 1.
 
-    Answered when all ranks have begun the call, by CallGranted; by CallRefused
-    where ranks differ, by WaitExpired where some never come. Repeating it is
-    safe: a call already granted is granted again.
+    Answered when all ranks have begun the call, by CallGranted; by Regroup
+    where somebody waits to enter a view, by CallRefused where ranks differ, by
+    WaitExpired where some never come. Repeating it is safe: a call already
+    granted is granted again.
     """
 
     rank: Count
@@ -83,8 +86,9 @@ class CallRefused(Message, frozen=True, tag="call-refused"):
 class ScriptEnded(Message, frozen=True, tag="script-ended"):
     """Worker to coordinator: "my script is at its end, after so many calls".
 
-    Answered by Leave once all ranks are, by CallRefused where another rank
-    calls on, by WaitExpired where some never come. Repeating it is safe.
+    Answered by Leave once all ranks are, by Regroup where somebody waits to
+    enter a view, by CallRefused where another rank calls on, by WaitExpired
+    where some never come. Repeating it is safe.
     """
 
     rank: Count
@@ -101,6 +105,87 @@ class WaitExpired(Message, frozen=True, tag="wait-expired"):
     operation: str
     waited_s: float
     missing: list[str]  # "rank 2 (never joined)"; for the store, the keys nobody set
+
+
+# ---- views ---------------------------------------------------------------------------------------
+
+
+class EnterView(Message, frozen=True, tag="enter-view"):
+    """Worker to coordinator: "I have left this view, after so many exchanges, and wait for the next".
+
+    Answered by ViewFormed when every rank has come in its newest incarnation,
+    by ViewRefused where that cannot be, by WaitExpired where some never come
+    and nobody may be replaced. Repeating it is safe: whoever is in the view
+    already is told of it again.
+    """
+
+    rank: Count
+    incarnation: Count
+    view_left: Count  # 0: never was in one
+    finished: Annotated[int, msgspec.Meta(ge=-1)]  # exchanges finished; -1: none, and no state either
+    call: Count  # the newest call this rank has begun; 0: none
+
+
+class ViewFormed(Message, frozen=True, tag="view-formed"):
+    """Coordinator to worker and to supervisor: "this is the view now, and this is who has the newest state"."""
+
+    view: Count
+    donor: Annotated[int, msgspec.Meta(ge=-1)]  # -1: nobody has state
+    finished: Annotated[int, msgspec.Meta(ge=-1)]  # exchanges the donor has finished; -1 without one
+    call: Count  # the newest call the donor has begun
+    incarnations: list[Count]  # by rank
+
+
+class ViewRefused(Message, frozen=True, tag="view-refused"):
+    """Coordinator to worker: "you cannot be in the next view", and why: replaced, or ranks too far apart."""
+
+    reason: str
+
+
+class Regroup(Message, frozen=True, tag="regroup"):
+    """Coordinator to worker, instead of an answer to BeginCall or ScriptEnded: "somebody waits to enter a view".
+
+    The worker leaves `view`, enters the next one, and asks again.
+    """
+
+    view: Count
+
+
+# ---- the supervisor's line to the coordinator ------------------------------------------------------
+
+
+class Watch(Message, frozen=True, tag="watch"):
+    """Supervisor to coordinator: "tell me what I must know", the first sentence of its connection.
+
+    Answered by Watching; then Suspect and ViewFormed come as they happen.
+    Repeating it is safe, and how the supervisor sees that somebody answers.
+    """
+
+
+class Watching(Message, frozen=True, tag="watching"):
+    """Coordinator to supervisor: "I am at work", and the view there is."""
+
+    view: Count
+
+
+class Suspect(Message, frozen=True, tag="suspect"):
+    """Coordinator to supervisor: "this process keeps the others waiting; it must be killed".
+
+    Said again to whoever watches anew, until a newer incarnation has joined.
+    """
+
+    rank: Count
+    incarnation: Count
+    why: str
+    waited_s: float
+
+
+class Reaped(Message, frozen=True, tag="reaped"):
+    """Supervisor to coordinator: "this process is dead". Never answered; repeating it is safe."""
+
+    rank: Count
+    incarnation: Count
+    code: int  # minus the signal that killed it
 
 
 # ---- store ---------------------------------------------------------------------------------------
@@ -134,30 +219,40 @@ class StoreWait(Message, frozen=True, tag="store-wait"):
 
 
 class StoreAdd(Message, frozen=True, tag="store-add"):
-    """Worker to coordinator: "add to this decimal counter". Answered by StoreCount. A repeat counts twice."""
+    """Worker to coordinator: "add to this decimal counter". Answered by StoreCount.
+
+    Repeating it is safe with a `client` and its `serial`: the newest answer
+    of every client is kept, and given again. Without (0) it counts twice.
+    """
 
     key: str
     amount: int
+    client: Count = 0
+    serial: Count = 0
 
 
 class StoreAppend(Message, frozen=True, tag="store-append"):
-    """Worker to coordinator: "add these bytes to the end". Answered by StoreDone. A repeat appends twice."""
+    """Worker to coordinator: "add these bytes to the end". Answered by StoreDone. Repeating it: as with StoreAdd."""
 
     key: str
     value: bytes
+    client: Count = 0
+    serial: Count = 0
 
 
 class StoreCompareSet(Message, frozen=True, tag="store-compare-set"):
     """Worker to coordinator: "replace the value if it is `expected`; an empty `expected` also means absent".
 
     Answered by StoreValues with the one value there is now (or `expected`,
-    where the key is absent and stays so: torch's rule). Repeating it is safe
-    as long as nobody sets the value back.
+    where the key is absent and stays so: torch's rule). Repeating it: as with
+    StoreAdd; without a `client`, safe as long as nobody sets the value back.
     """
 
     key: str
     expected: bytes
     desired: bytes
+    client: Count = 0
+    serial: Count = 0
 
 
 class StoreCheck(Message, frozen=True, tag="store-check"):
@@ -167,9 +262,11 @@ class StoreCheck(Message, frozen=True, tag="store-check"):
 
 
 class StoreDelete(Message, frozen=True, tag="store-delete"):
-    """Worker to coordinator: "forget this key". Answered by StoreFlag: was it there? A repeat answers no."""
+    """Worker to coordinator: "forget this key". Answered by StoreFlag: was it there? Repeating it: as with StoreAdd."""
 
     key: str
+    client: Count = 0
+    serial: Count = 0
 
 
 class StoreNumKeys(Message, frozen=True, tag="store-num-keys"):
@@ -240,8 +337,17 @@ class Failed(Message, frozen=True, tag="failed"):
     facts: str = "{}"  # the error's attributes, as a JSON object: their shapes differ from error to error
 
 
+class Live(Message, frozen=True, tag="live"):
+    """Worker to supervisor: "I have caught up; what I say from now on is news". Repeating it is safe."""
+
+    rank: Count
+
+
 class Saved(Message, frozen=True, tag="saved"):
-    """Worker to supervisor: "the checkpoint of this step is whole, at this path". Repeating it is safe."""
+    """Worker to supervisor, and on to the coordinator: "the checkpoint of this step is whole, at this path".
+
+    Repeating it is safe.
+    """
 
     rank: Count
     path: str
@@ -268,6 +374,14 @@ MESSAGES: tuple[type[Message], ...] = (
     ScriptEnded,
     Leave,
     WaitExpired,
+    EnterView,
+    ViewFormed,
+    ViewRefused,
+    Regroup,
+    Watch,
+    Watching,
+    Suspect,
+    Reaped,
     StoreSet,
     StoreGet,
     StoreWait,
@@ -284,6 +398,7 @@ MESSAGES: tuple[type[Message], ...] = (
     StoreRefused,
     Progress,
     Failed,
+    Live,
     Saved,
     Finished,
 )
