@@ -154,7 +154,7 @@ class Supervisor:
     def _turn(self, timeout_s: float | None) -> None:
         """Wait for something to happen, at most so long, and attend to it."""
         for key, _ in self._selector.select(timeout_s):
-            if self._selector.get_map().get(key.fileobj) is not key:
+            if self._selector.get_map().get(key.fd) is not key:
                 continue  # closed earlier in this turn, with its worker
             match key.data:
                 case Pipe() as pipe:

@@ -134,6 +134,7 @@ def _become_child(parent: int, run: Callable[[], int]) -> None:
             os._exit(1)
         os.setsid()  # a terminal's Ctrl-C is for the supervisor alone
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         code = run()
     except BaseException:
