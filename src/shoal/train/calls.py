@@ -1,9 +1,23 @@
-"""What a call says of its data when it is compared over the ranks: enough that ranks which differ hear in what."""
+"""The data a call is given: refused before anything runs, and described so that ranks which differ hear in what."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from shoal.core import job as jobs
-from shoal.data.batches import Batches
+from shoal.core.errors import BatchTooSmall, EmptyDataset
+from shoal.data.batches import Batches, as_batches
+
+
+def batches_of(data: Any, *, what: str, seed: int) -> Batches:
+    """What was handed to `what` as batches. Validation data is looked at here too, not after an epoch of training."""
+    batches = as_batches(data, default_seed=seed)
+    if batches.num_samples == 0:
+        raise EmptyDataset(what=what)
+    size = batches.batch_size(jobs.num_workers())
+    if 0 < size < jobs.num_workers():
+        raise BatchTooSmall(batch_size=size, num_workers=jobs.num_workers())
+    return batches
 
 
 def described(batches: Batches) -> str:

@@ -24,14 +24,14 @@ from shoal.cluster import session
 from shoal.core import job as jobs
 from shoal.core.errors import ConfigError
 from shoal.core.seeds import mix
-from shoal.data.batches import Batches, as_batches
+from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.strategies import create
 from shoal.strategies.compute import place, seed_all
 from shoal.strategies.loss import loss_rule
 from shoal.strategies.protocol import Strategy, TakesGradients, TrainJob, Wishes
-from shoal.train.calls import described
+from shoal.train.calls import batches_of, described
 from shoal.train.interrupts import asked_to_leave
 from shoal.train.verification import Verification
 
@@ -146,7 +146,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
 
     May be called again: for another model, or with the same two for other data.
     """
-    batches = as_batches(data, default_seed=jobs.current().seed)
+    batches = batches_of(data, what="setup", seed=jobs.current().seed)
     session.begin_call("setup", described(batches))
     loop = next((loop for loop in _script.loops if loop.optimizer is optimizer), None)
     if loop is None:
