@@ -64,6 +64,8 @@ def main() -> None:
                 break
         loss_sum, num_right, num_samples = shoal.reduce(total).tolist()
         print(f"epoch {epoch}: loss {loss_sum / num_samples:.4f}, accuracy {num_right / num_samples:.3f}")
+        if shoal.should_stop():
+            break
 
 
 if __name__ == "__main__":
