@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from shoal.cluster import failure, fate, output
+from shoal.cluster.coordination import CoordinationConfig
 from shoal.cluster.coordinator_process import CoordinatorSpec
 from shoal.cluster.display import Display
 from shoal.cluster.fate import LEAVE_SIGNALS, Fate, Patience
@@ -94,7 +95,8 @@ class Supervisor:
 
     def _start_coordinator(self, listener: socket.socket) -> None:
         job = self._spec.job
-        told = CoordinatorSpec(num_workers=job.num_workers, join_timeout_s=job.join_timeout_s)
+        config = CoordinationConfig(num_workers=job.num_workers, join_timeout_s=job.join_timeout_s)
+        told = CoordinatorSpec(config=config)
         with open(self._run.path / "logs" / "coordinator.log", "ab") as log:
             self._coordinator = self._warm.fork(
                 "coordinator",
