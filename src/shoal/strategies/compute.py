@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.core.seeds import mix
