@@ -157,6 +157,10 @@ class Coordination:
                 return self._join(client, me, message, now)
             case _ if me.rank < 0:
                 return [Drop(client, f"it says {type(message).__name__} before it has joined")]
+            case BeginCall() | ScriptEnded() if client < self._callers.get(me.rank, 0):
+                return [self._overtaken(client)]
+            case EnterView() if client < self._enterers.get(me.rank, 0):
+                return [self._overtaken(client)]
             case BeginCall(rank, number, kind, detail) if rank == me.rank:
                 self._callers[rank] = client
                 self._membership.spoke(rank, now)
@@ -316,6 +320,11 @@ class Coordination:
             self._clients[client].has_asked = False
         return Answer(client, message)
 
+    def _overtaken(self, client: int) -> Drop:
+        # Its line broke, it asked again on a new one, and only now the old question arrives. Nobody reads the answer
+        # there; to take it for the newest would leave the one who waits on the new line without.
+        return Drop(client)
+
     def _to_caller(self, rank: int, message: Message) -> Answer:
         return self._answer(self._callers.get(rank, 0), message)
 
@@ -328,7 +337,13 @@ class Coordination:
 
 def _entered(message: EnterView, now: float) -> views.Entered:
     return views.Entered(
-        message.rank, message.incarnation, message.view_left, message.finished, message.call, now
+        message.rank,
+        message.incarnation,
+        message.view_left,
+        message.finished,
+        message.call,
+        now,
+        message.waited_s,
     )
 
 

@@ -27,6 +27,10 @@ MAX_APART = 1
 """Survivors finish the same exchanges in the same order, so one may be ahead of another by one and no more."""
 
 
+TIME_TO_COME_S = 2.0
+"""From the moment one rank has left a view, however long it had waited before: for the others to notice, and leave."""
+
+
 class Phase(StrEnum):
     """Where the ranks stand between two views."""
 
@@ -54,6 +58,7 @@ class Entered:
     finished: int  # exchanges; -1: none, and no state either
     call: int
     at: float
+    waited_s: float = 0.0  # already, in the exchange that broke
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +216,11 @@ class Views:
 
     def _form(self) -> list[Action]:
         waiting = dict(sorted(self._waiting.items()))
+        # A replacement whose donor died before it gave anything has left the view too, and still has no state.
         survivors = {
-            rank: each for rank, each in waiting.items() if self.view and each.view_left == self.view
+            rank: each
+            for rank, each in waiting.items()
+            if each.finished >= 0 and self.view and each.view_left == self.view
         }
         finished = [each.finished for each in survivors.values()]
         if survivors and max(finished) - min(finished) > MAX_APART:
@@ -225,7 +233,7 @@ class Views:
             self._move(Phase.REFUSED)
             return [Refuse(rank, self._refused) for rank in waiting]
         most = max(finished, default=-1)
-        donor = min((rank for rank, each in survivors.items() if each.finished == most >= 0), default=-1)
+        donor = min((rank for rank, each in survivors.items() if each.finished == most), default=-1)
         self._formed = FormView(
             view=self.view + 1,
             donor=donor,
@@ -276,7 +284,9 @@ class Views:
         ]
 
     def _since(self) -> float:
-        return min(each.at for each in self._waiting.values())
+        """Since when the most patient of them waits. Time spent in a broken exchange counts, save a moment to come."""
+        most_s = max(0.0, self._patience_s - TIME_TO_COME_S)
+        return min(each.at - min(each.waited_s, most_s) for each in self._waiting.values())
 
     @property
     def _operation(self) -> str:
