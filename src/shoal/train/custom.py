@@ -46,12 +46,14 @@ class WorkerData:
         self._loop, self._batches = loop, batches
         self._seed = torch.initial_seed()
         self.epoch = 0
+        self.num_local = 0
+        """Samples of this worker's own in the batch given last; 0 where one was borrowed, which nobody should count."""
 
     def __iter__(self) -> Iterator[Tree]:
         job = self._loop.job
         epoch, self.epoch = self.epoch, self.epoch + 1
         for part in self._batches.slices(epoch=epoch, start=0, rank=job.rank, num_workers=job.num_workers):
-            _script.slice = part
+            _script.slice, self.num_local = part, part.num_local
             if job.num_workers > 1:  # else every worker would draw the same dropout as the others
                 seed_all(mix(self._seed, job.rank, epoch, part.start), self._loop.device)
             yield place(part.batch, self._loop.device, self._loop.dtype)
@@ -178,7 +180,7 @@ def mean(total: Tensor, count: Tensor | float) -> Tensor:
     part = _script.slice
     if part is None:
         raise ConfigError("shoal.mean was called before the first batch was taken from shoal.setup's data.")
-    everywhere = reduce(float(count))
+    everywhere = reduce(float(count) if part.num_local else 0.0)  # what was borrowed is counted where it belongs
     # optimizer.step weights this rank by its share of the samples; take that out again.
     share = part.num_local / part.num_global
     return total / (everywhere * share) if share and everywhere else total * 0.0
