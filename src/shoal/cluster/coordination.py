@@ -205,15 +205,20 @@ class Coordination:
         if me.rank >= 0 or me.is_watching:
             return [Drop(client, f"it joins a second time, as rank {join.rank}")]
         known = self._membership.members.get(join.rank)
+        if (
+            known is not None
+            and join.incarnation > known.incarnation
+            and self._calls.phase is calls.Phase.ENDED
+        ):
+            # A replacement for a process that was let go before it was killed: nothing is left to do. It is not
+            # admitted, so that it hears the same when it has to ask again.
+            return [self._answer(client, Leave())]
         reason = self._membership.admit(join, now)
         if reason is not None:
             return [self._answer(client, JoinRefused(reason)), Drop(client, reason)]
         me.rank, me.incarnation = join.rank, join.incarnation
         if known is not None and known.incarnation == join.incarnation:
             return [self._answer(client, Joined(self._membership.view))]
-        if known is not None and self._calls.phase is calls.Phase.ENDED:
-            # A replacement for a process that was let go before it was killed: nothing is left to do.
-            return [self._answer(client, Leave())]
         self._calls.handle(calls.Joined(join.rank))
         return [
             Remember(join),
