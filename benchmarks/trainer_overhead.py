@@ -47,7 +47,7 @@ def compare(
     theirs_model = build()
     theirs_optimizer = optimizer(theirs_model.parameters())
     torch.manual_seed(0)
-    trainer = shoal.Trainer(build(), loss=loss, optimizer=optimizer)
+    trainer = shoal.Trainer(build(), loss=loss, optimizer=optimizer, device="cpu", progress=False)
     data = shoal.Dataset.from_arrays((inputs, target)).shuffle(seed=0).batch(batch)
     values = alternate(
         lambda: timed(lambda: trainer.fit(data, max_steps=steps)),

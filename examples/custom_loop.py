@@ -1,19 +1,20 @@
 """An ordinary training loop, spread over workers without the Trainer.
 
-The same loop in plain PyTorch differs by these lines:
+Four lines are not plain PyTorch's:
 
     + import shoal
       model = nn.Sequential(...)
-      optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-      data = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
+      optimizer = torch.optim.Adam(model.parameters())
+      data = DataLoader(dataset, batch_size=64, shuffle=True)       # or Dataset.batch(64), as below
     + model, optimizer, data = shoal.setup(model, optimizer, data)
-      for x, y in data:                     # each worker sees its slice of each batch of 64
+      for x, y in data:                  # this worker's slice of each batch of 64
           optimizer.zero_grad()
           loss = loss_fn(model(x), y)
           loss.backward()
-          optimizer.step()                  # gradients are exchanged here: one update on all workers
-    +     total += shoal.reduce(loss.detach() * len(y))     # over all workers
-    +     if shoal.should_stop(): break                     # Ctrl-C, the same step on all workers
+          optimizer.step()               # exchanges the gradients: one update, the same on every worker
+          total += loss.item() * len(y)
+    +     if shoal.should_stop(): break  # Ctrl-C: true after the same step on every worker
+    + total = shoal.reduce(total)        # the sum over all workers
 
     python examples/custom_loop.py
     shoal run -n 2 examples/custom_loop.py
@@ -63,6 +64,8 @@ def main() -> None:
                 break
         loss_sum, num_right, num_samples = shoal.reduce(total).tolist()
         print(f"epoch {epoch}: loss {loss_sum / num_samples:.4f}, accuracy {num_right / num_samples:.3f}")
+        if shoal.should_stop():
+            break
 
 
 if __name__ == "__main__":

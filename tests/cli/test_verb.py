@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from shoal.cli import app
 from shoal.cli.verb import did_you_mean, paragraph
-from shoal.core.errors import ConfigError, ScriptFailed
+from shoal.core.errors import ConfigError, Interrupted, ScriptFailed
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,11 @@ def test_lines_that_belong_to_a_message_stay_lines() -> None:
 def test_a_traceback_of_the_script_comes_first_and_as_it_is() -> None:
     error = ScriptFailed(rank=0, traceback='Traceback:\n  File "train.py", line 1\nValueError: ' + "x" * 300)
     assert paragraph(error).startswith('Traceback:\n  File "train.py", line 1\nValueError: xxx')
+
+
+def test_leaving_when_asked_to_is_not_called_an_error() -> None:
+    asked = Interrupted(signal_name="SIGINT", step=7, checkpoint="runs/x/checkpoints/step-000000007")
+    assert paragraph(asked).startswith("stopped by SIGINT after step 7;")
 
 
 def test_nothing_close_is_not_guessed() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from shoal.cluster.client import CoordinatorClient
+from shoal.cluster.coordination import CoordinationConfig
 from shoal.cluster.coordinator import Coordinator
 from shoal.wire import unix
 
@@ -43,9 +46,10 @@ def start() -> Iterator[Callable[..., Running]]:
     directory = unix.runtime_dir()
     stops: list[Callable[[], None]] = []
 
-    def start(num_workers: int = 2, join_timeout_s: float = 30.0) -> Running:
+    def start(num_workers: int = 2, join_timeout_s: float = 30.0, **options: Any) -> Running:
         path = str(directory / f"c{len(stops)}")
-        coordinator = Coordinator(unix.listen(path), num_workers=num_workers, join_timeout_s=join_timeout_s)
+        config = CoordinationConfig(num_workers=num_workers, join_timeout_s=join_timeout_s, **options)
+        coordinator = Coordinator(unix.listen(path), config, supervisor=os.getpid())
         ours, theirs = socket.socketpair()
         thread = threading.Thread(target=coordinator.serve, kwargs={"until_readable": theirs})
         thread.start()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,19 @@ def test_a_folder_that_is_gone_is_refused(tmp_path: Path) -> None:
     script.touch()
     with pytest.raises(ConfigError, match="does not exist"):
         launch(LaunchConfig(script=str(script), cwd=str(tmp_path / "gone")))
+
+
+def test_more_workers_than_open_files_allow_are_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with pytest.raises(ConfigError, match="ulimit -n"):
+            launch(LaunchConfig(script=str(script), workers=100, run_dir=str(tmp_path / "runs")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_only_a_run_can_be_resumed(tmp_path: Path) -> None:

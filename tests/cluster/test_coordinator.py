@@ -66,7 +66,7 @@ def both(pool: ThreadPoolExecutor, first: Callable[[], Any], second: Callable[[]
 
 def test_a_worker_that_joins_learns_the_view(start: Start) -> None:
     with start().client(rank=1) as client:
-        assert client.view == 1
+        assert client.view == 0  # none was formed yet
 
 
 def test_one_process_may_hold_several_connections(start: Start) -> None:
@@ -175,7 +175,7 @@ def test_a_waiting_client_that_vanishes_leaves_nothing_behind(start: Start) -> N
         sock.close()
         while len(running.coordinator._connections) > 1:
             other.request(StoreNumKeys(), 5.0)
-        assert running.coordinator._store.deadline is None
+        assert running.coordinator._coordination.deadline is None
 
 
 # ---- strangers ------------------------------------------------------------------------------------
@@ -261,12 +261,12 @@ def test_nobody_at_the_path_is_one_error(start: Start) -> None:
         pass
 
 
-def test_an_answer_that_does_not_come_closes_the_connection_for_good(start: Start) -> None:
+def test_an_answer_that_comes_late_is_not_taken_for_the_next_one(start: Start) -> None:
     with start().client(rank=0) as client:
         with pytest.raises(WaitTimedOut, match="the coordinator"):
-            client.request(StoreWait(["never"], 1000.0), timeout_s=0.05)
-        with pytest.raises(CoordinatorLost, match="the connection is closed"):
-            client.request(StoreNumKeys(), 5.0)
+            client.request(StoreWait(["late"], 1000.0), timeout_s=0.05)
+        client.request(StoreSet({"late": b""}), 5.0)
+        assert client.request(StoreNumKeys(), 5.0) == StoreCount(1)
 
 
 def test_what_is_too_large_to_say_is_refused_and_the_conversation_goes_on(start: Start) -> None:
@@ -301,9 +301,12 @@ def mute() -> Iterator[tuple[str, threading.Event, threading.Event]]:
     directory.rmdir()
 
 
-def test_a_coordinator_that_goes_away_in_the_middle_of_a_wait_is_noticed_at_once(mute: Any) -> None:
+def test_a_coordinator_that_goes_away_in_the_middle_of_a_wait_and_stays_away_is_lost(mute: Any) -> None:
     path, heard, hang_up = mute
-    with ThreadPoolExecutor() as pool, closing(CoordinatorClient(path, 0, num_workers=2)) as client:
+    with (
+        ThreadPoolExecutor() as pool,
+        closing(CoordinatorClient(path, 0, num_workers=2, join_timeout_s=30.0, reconnect_s=0.1)) as client,
+    ):
         waiting = pool.submit(client.begin_call, 1, "fit", "")
         heard.wait(60.0)
         hang_up.set()

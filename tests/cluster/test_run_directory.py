@@ -159,8 +159,8 @@ def test_a_disk_that_takes_no_more_events_does_not_end_a_job(
 
 def test_a_new_run_in_an_old_directory_has_no_summary_yet(tmp_path: Path) -> None:
     with claim(tmp_path, "mine") as run:
-        run.write_summary({"exit": 0})
-        assert json.loads((run.path / "summary.json").read_text()) == {"exit": 0}
+        run.write_summary({"exit": 0, "loss": float("nan")})
+        assert (run.path / "summary.json").read_text() == '{"exit":0,"loss":null}'
     with claim(tmp_path, "mine") as run:
         assert not (run.path / "summary.json").exists()
 

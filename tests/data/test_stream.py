@@ -83,6 +83,18 @@ def test_a_stream_that_shuffles_gives_every_rank_the_same_order(num_workers: int
     assert seen(read(batches, num_workers=num_workers, epoch=1, start=13)) == whole[1][13:]
 
 
+def test_what_a_collate_function_draws_does_not_make_the_ranks_read_different_streams() -> None:
+    def jitter(samples: list[int]) -> tuple[torch.Tensor, list[float]]:
+        return torch.tensor(samples), [random.random() for _ in samples]
+
+    batches = as_batches(DataLoader(Buffered(40), batch_size=5, collate_fn=jitter), default_seed=1)
+    by_rank = [list(batches.slices(epoch=0, start=0, rank=rank, num_workers=3)) for rank in range(3)]
+    numbers = [int(n) for step in zip(*by_rank, strict=True) for p in step for n in p.batch[0][: p.num_local]]
+    assert sorted(numbers) == list(range(40))
+    resumed = list(batches.slices(epoch=0, start=15, rank=1, num_workers=3))
+    assert [part.batch[1] for part in resumed] == [part.batch[1] for part in by_rank[1][3:]]
+
+
 def test_a_loader_over_a_stream_keeps_batch_size_and_drop_last() -> None:
     batches = as_batches(DataLoader(Counting(10), batch_size=4, drop_last=True), default_seed=0)
     assert seen(read(batches, num_workers=2)) == list(range(8))

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from parsed import Module
+from parsed import Module
 
 PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 # torch's collectives of objects send pickles; torch.save writes one.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
-
-if TYPE_CHECKING:
-    from parsed import Module
+from parsed import PACKAGE, Module
 
 LAYERS = (
     {"cli"},
@@ -32,29 +31,59 @@ RUN_IN_WORKERS = {"shoal.cluster.worker", "shoal.cluster.store", "shoal.cluster.
 
 
 def test_imports_point_downwards_only(modules: list[Module]) -> None:
-    wrong = []
-    for module in modules:
-        if module.name in FACADES:
-            continue
-        for name, line in module.imports():
-            parts = name.split(".")
-            if name.startswith("."):
-                wrong.append(f"{module.where}:{line} imports {name} relatively")
-            # Anybody may ask the package itself for its __version__ or __file__.
-            if (
-                parts[0] != "shoal"
-                or len(parts) == 1
-                or parts[1].startswith("__")
-                or parts[1] == module.folder
-            ):
-                continue
-            if HEIGHT.get(parts[1], 1) >= HEIGHT[module.folder]:
-                wrong.append(f"{module.where}:{line} imports {name}")
+    wrong = [line for module in modules if module.name not in FACADES for line in _upward(module)]
     order = " > ".join(", ".join(sorted(folders)) for folders in LAYERS)
     assert not wrong, (
         f"imports point downwards only, also inside functions ({order}). Move what is shared down, or pass it in "
         "as an argument:\n" + "\n".join(wrong)
     )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import shoal.train.trainer",
+        "from shoal.train import trainer",
+        "from shoal import Trainer",
+        "from shoal import callbacks",
+        "import shoal\nshoal.Trainer",
+        "def f():\n    import shoal.cli.run",
+        "import importlib\nimportlib.import_module('shoal.train.trainer')",
+        "from . import trainer",
+        "from shoal.collectives import gather",
+    ],
+)
+def test_each_way_of_looking_up_is_seen(source: str) -> None:
+    assert list(_upward(_in_data(source)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import shoal\nshoal.__version__",
+        "from shoal.core import errors",
+        "from shoal.data import tree",
+        "import torch",
+    ],
+)
+def test_looking_down_is_allowed(source: str) -> None:
+    assert not list(_upward(_in_data(source)))
+
+
+def _in_data(source: str) -> Module:
+    return Module(PACKAGE / "data" / "imagined.py", "shoal.data.imagined", source, ast.parse(source))
+
+
+def _upward(module: Module) -> Iterator[str]:
+    for name, line in module.imports():
+        parts = name.split(".")
+        if name.startswith("."):
+            yield f"{module.where}:{line} imports {name} relatively"
+        # Anybody may ask the package itself for its __version__ or __file__.
+        if parts[0] != "shoal" or len(parts) == 1 or parts[1].startswith("__") or parts[1] == module.folder:
+            continue
+        if HEIGHT.get(parts[1], 1) >= HEIGHT[module.folder]:
+            yield f"{module.where}:{line} imports {name}"
 
 
 def test_every_folder_has_its_place_among_the_layers(modules: list[Module]) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from parsed import Module
+from parsed import Module
 
 MAX_LINES = 450
 MAX_EXAMPLE_LINES = 100
@@ -16,7 +14,11 @@ CONFIG_ENDINGS = ("Config", "Plan", "Job")
 
 
 def test_no_file_or_folder_is_named_after_nothing(modules: list[Module]) -> None:
-    vague = [module.where for module in modules if VAGUE_NAMES & set(module.name.strip("_").split("."))]
+    vague = [
+        module.where
+        for module in modules
+        if VAGUE_NAMES & {part.strip("_") for part in module.name.split(".")}
+    ]
     assert not vague, (
         f"{vague}: such a name says nothing about what is inside. Name the idea, or move the code to it."
     )

@@ -45,6 +45,14 @@ def test_a_rank_that_catches_up_can_be_donor_itself() -> None:
     assert [third.recall() for _ in range(4)] == [(True, "a"), (True, "b"), (True, "c"), (False, None)]
 
 
+def test_a_replacement_hands_on_the_result_from_before_its_anchor() -> None:
+    donor, behind, replacement = finished("a", "b"), finished("a"), ExchangeLog()
+    donor.anchor()
+    replacement.inherit(donor.legacy(), starts_at=donor.anchored_at)  # and the donor dies
+    behind.inherit(replacement.legacy())
+    assert behind.recall() == (True, "b")
+
+
 def test_a_second_donor_adds_to_what_is_still_to_be_recalled() -> None:
     log = ExchangeLog()
     log.inherit({0: "a", 1: "b"}, starts_at=0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shoal.core.errors import ScriptFailed, ShoalError
+from shoal.core.errors import Interrupted, ScriptFailed, ShoalError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,8 +74,9 @@ def paragraph(error: ShoalError) -> str:
     if isinstance(error, ScriptFailed):
         return str(error)
     width = min(shutil.get_terminal_size().columns, 110)
+    label = "" if isinstance(error, Interrupted) else "error: "  # it did what it was asked to
     first, *rest = str(error).splitlines() or [""]
-    wrapped = textwrap.fill(f"error: {first}", width, break_long_words=False, break_on_hyphens=False)
+    wrapped = textwrap.fill(label + first, width, break_long_words=False, break_on_hyphens=False)
     return "\n".join([wrapped, *rest])
 
 

@@ -18,7 +18,7 @@ import typer
 from shoal.cli.options import Script, Strategy, Workers
 from shoal.cli.verb import console, leave
 from shoal.core import strategy_names
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ClusterError, ConfigError
 from shoal.core.job import VerifyPlan
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ EXAMPLES = (
 
 MAX_ROWS = 12
 """Parameters shown: those that differ most."""
+
+MAX_LOG_CHARS = 4000
+"""Of the coordinator's last words, where a run ended with it."""
 
 
 def verify(
@@ -122,6 +125,10 @@ class VerifyRuns:
         with open(Path(self.config.run_dir) / "output", "wb") as said:
             result = launch(config, warm=self.warm, stdout=said, stderr=said)
         if result.exit_code:
+            # The error may point to this log, which goes with the temporary directory.
+            log = result.run_dir / "logs" / "coordinator.log"
+            if isinstance(result.error, ClusterError) and log.exists():
+                typer.echo(log.read_text(errors="replace")[-MAX_LOG_CHARS:], err=True, nl=False)
             leave(result)
         dump = read_dump(dump_to)
         if dump is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import resource
 import secrets
 import sys
 import time
@@ -26,6 +27,7 @@ from setproctitle import setproctitle
 import shoal
 from shoal.cluster.display import Display, binary, open_display
 from shoal.cluster.fate import Fate, Patience
+from shoal.cluster.launch_config import LaunchConfig
 from shoal.cluster.outcome import Outcome, error_of, summary_of
 from shoal.cluster.run_directory import RunConfig, RunDirectory, Versions, read_config
 from shoal.cluster.supervisor import Supervisor
@@ -34,82 +36,15 @@ from shoal.cluster.warm_client import WarmParent
 from shoal.cluster.worker import WorkerSpec
 from shoal.core import strategy_names
 from shoal.core.errors import ClusterError, ConfigError, ScriptNotFound, ShoalError
-from shoal.core.job import Job, VerifyPlan
+from shoal.core.job import Job
 
-MAX_WORKERS = 1024
-"""On one host. Beyond it a number is a slip of the hand."""
+FILES_PER_WORKER = 4
+"""A worker's stdout, stderr, status and log."""
 
+SPARE_FILES = 32
+"""For what does not grow with the workers, and the other ends while one of them is started."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchConfig:
-    """One job, as its user asked for it. Refuses at birth what cannot be meant."""
-
-    script: str
-    """Path of the Python file to run."""
-
-    args: tuple[str, ...] = ()
-    """What the script finds in sys.argv[1:]."""
-
-    workers: int = 1
-    """How many workers share one global batch."""
-
-    strategy: str | None = None
-    """How the model is spread. None: "single" for one worker, "ddp" for more."""
-
-    name: str | None = None
-    """Name of the run. None: the script's name and the first free number."""
-
-    run_dir: str = "runs"
-    """Where run directories are made."""
-
-    seed: int | None = None
-    """Seeds the script's global generators alike on every rank. None: drawn, and written in config.json."""
-
-    step_timeout_s: float = 300.0
-    """How long a rank waits for the others within one step before it gives up and names them."""
-
-    join_timeout_s: float = 120.0
-    """How long ranks wait for each other at a call into shoal."""
-
-    grace_s: float = 60.0
-    """How long workers that were asked to leave may take to finish their step and save."""
-
-    resume: bool = False
-    """Go on from the newest checkpoint of the run directory, which must exist. See `resume_config`."""
-
-    cwd: str | None = None
-    """Folder the script runs in. None: where we are."""
-
-    verify: VerifyPlan | None = None
-    """What `shoal verify` asks of the run."""
-
-    quiet: bool = False
-    """No progress; the script's own output stays."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.workers <= MAX_WORKERS:
-            raise ConfigError(
-                f"{self.workers} workers cannot be started: give a number from 1 to {MAX_WORKERS} with -n. "
-                "Nothing was started."
-            )
-        for name in ("step_timeout_s", "join_timeout_s", "grace_s"):
-            if not 0 < getattr(self, name) < 1e9:
-                raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)}.")
-        if self.seed is not None and not 0 <= self.seed < 1 << 63:
-            raise ConfigError(f"seed must be from 0 to 2^63-1, got {self.seed}.")
-        if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
-            raise ConfigError(
-                f"'{self.name}' cannot name a run: it becomes a folder's name. Nothing was started; use --run-dir for "
-                "the place and --name for the name."
-            )
-        try:
-            "\0".join([self.script, *self.args, self.name or "", self.run_dir]).encode()
-        except UnicodeEncodeError:
-            raise ConfigError(
-                "a path or an argument of this job is not valid UTF-8, so it cannot be written down in config.json. "
-                "Nothing was started; rename it."
-            ) from None
-        strategy_names.choose(self.strategy, self.workers)
+__all__ = ["LaunchConfig", "RunResult", "launch", "resume_config", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +82,7 @@ def launch(
     """
     cores = available_cores()
     described = _describe(config, cores)
+    _refuse_more_than_can_be_opened(config.workers)
     with _open_run(config, described) as run:
         display = open_display(stdout or binary(sys.stdout), stderr or binary(sys.stderr), quiet=config.quiet)
         if set_title:
@@ -258,6 +194,9 @@ def _run_job(
 
 def _describe(config: LaunchConfig, cores: int) -> RunConfig:
     """The job with everything settled that the config left open."""
+    cwd = os.path.abspath(config.cwd) if config.cwd else _here()
+    if not os.path.isdir(cwd):
+        raise ConfigError(f"the folder the script is to run in, {cwd}, does not exist. Nothing was started.")
     script = os.path.abspath(config.script)
     if not os.path.isfile(script):
         folder, name = os.path.split(script)
@@ -265,9 +204,6 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         guess = get_close_matches(name, scripts, n=1)
         here = os.path.dirname(config.script)
         raise ScriptNotFound(script=config.script, guess=os.path.join(here, guess[0]) if guess else None)
-    cwd = os.path.abspath(config.cwd or os.getcwd())
-    if not os.path.isdir(cwd):
-        raise ConfigError(f"the folder the script is to run in, {cwd}, does not exist. Nothing was started.")
     return RunConfig(
         script=script,
         args=list(config.args),
@@ -285,6 +221,16 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         started=time.time(),
         resumed=config.resume,
     )
+
+
+def _refuse_more_than_can_be_opened(num_workers: int) -> None:
+    needed = len(os.listdir("/proc/self/fd")) + FILES_PER_WORKER * num_workers + SPARE_FILES
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and needed > allowed:
+        raise ConfigError(
+            f"{num_workers} workers take {needed} open files, and this process may have {allowed}. Nothing was started; "
+            f"raise the limit with `ulimit -n {needed}`, or use fewer workers."
+        )
 
 
 def _open_run(config: LaunchConfig, described: RunConfig) -> RunDirectory:
@@ -312,6 +258,15 @@ def _shown(path: Path) -> str:
     """As short as it can be typed from here."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the folder we are in no longer exists. Nothing was started; cd to another."
+        ) from None
 
 
 def _entries(folder: str) -> list[str]:

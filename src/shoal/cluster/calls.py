@@ -1,25 +1,30 @@
 """Which call into shoal the ranks may make next, decided from what each says it is about to do.
 
-Pure: no clock, no socket, no thread. `coordinator.py` feeds events in and
+Pure: no clock, no socket, no thread. `coordination.py` feeds events in and
 carries out the actions that come back.
 
     RUNNING ──a rank begins the next call, or ends its script──▶ GATHERING
        ▲                                                            │
        ├──all began it, alike: granted to all───────────────────────┤
        │                                                            ├──all ended──────────▶ ENDED
-       └──whoever waited is gone────────────────────────────────────┤
+       └──whoever waited is gone, or is called away to a view───────┤
                                                                     ├──ranks differ───────▶ REFUSED
                                                                     └──timeout_s is over──▶ EXPIRED
 
 The last three are final: whatever a rank still asks is answered at once, in
-the same sense, so that nobody waits for a job that is over.
+the same sense, so that nobody waits for a job that is over. Where processes
+can be replaced (`membership` is given) there is no EXPIRED: whoever keeps the
+others waiting is suspected, and they wait for its replacement.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
+
+from shoal.cluster.membership import Late, Membership
 
 
 class Phase(StrEnum):
@@ -82,7 +87,19 @@ class Tick:
     at: float
 
 
-Event: TypeAlias = Joined | Began | Ended | Gone | Tick
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """Somebody waits to enter a view: whoever waits here, or would, must go there first."""
+
+    view: int  # to be left
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The view is formed: calls go on."""
+
+
+Event: TypeAlias = Joined | Began | Ended | Gone | Tick | Recalled | Resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +136,24 @@ class LetGo:
     rank: int
 
 
-Action: TypeAlias = Grant | Refuse | Expire | LetGo
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """Tell `rank` to leave `view`, enter the next one, and ask again."""
+
+    rank: int
+    view: int
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """Others wait too long for this process: it must be killed, so that another can take its place."""
+
+    late: Late
+    why: str
+    waited_s: float
+
+
+Action: TypeAlias = Grant | Refuse | Expire | LetGo | Regroup | Suspect
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +187,20 @@ class Calls:
     through the script.
     """
 
-    def __init__(self, *, num_workers: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        membership: Membership | None = None,
+        record: Sequence[tuple[str, str] | None] = (),
+    ) -> None:
+        """`record` is what was granted before, where a coordinator goes on after its own death; None: the end."""
         self.num_workers, self.timeout_s = num_workers, timeout_s
-        self.phase = Phase.RUNNING
-        self._record: list[_Wish] = []
+        self._membership = membership
+        self._record = [_Wish(number, call) for number, call in enumerate(record, start=1)]
+        self.phase = Phase.ENDED if self._record and self._record[-1].call is None else Phase.RUNNING
+        self._recalled_from: int | None = None  # the view that all must leave first
         self._waiting: dict[int, _Waiter] = {}
         self._connected: dict[int, bool] = {}
         self._refused = Refuse(-1, 0, {})  # what every rank hears in REFUSED
@@ -168,10 +212,20 @@ class Calls:
         return len(self._record) - (self.phase is Phase.ENDED)
 
     @property
+    def record(self) -> list[tuple[str, str] | None]:
+        """What was granted, in order: (kind, detail) of each call, None for the end of the script."""
+        return [wish.call for wish in self._record]
+
+    @property
     def deadline(self) -> float | None:
         """When a Tick will have something to do, if nothing happens before."""
-        return (
-            min(waiter.since for waiter in self._waiting.values()) + self.timeout_s if self._waiting else None
+        if not self._waiting:
+            return None
+        since = min(waiter.since for waiter in self._waiting.values())
+        if self._membership is None:
+            return since + self.timeout_s
+        return min(
+            self._membership.due(rank, since=since, patience_s=self.timeout_s) for rank in self._missing()
         )
 
     def handle(self, event: Event) -> list[Action]:
@@ -191,7 +245,19 @@ class Calls:
                 return []
             case Tick(at):
                 deadline = self.deadline
-                return self._expire(at) if deadline is not None and at >= deadline else []
+                if deadline is None or at < deadline:
+                    return []
+                return self._expire(at) if self._membership is None else self._suspect(self._membership, at)
+            case Recalled(view):
+                self._recalled_from = view
+                waiting = sorted(self._waiting)
+                if waiting:
+                    self._waiting.clear()
+                    self._move(Phase.RUNNING)
+                return [Regroup(rank, view) for rank in waiting]
+            case Resumed():
+                self._recalled_from = None
+                return []
 
     def _ask(self, rank: int, wish: _Wish, at: float) -> list[Action]:
         self._connected[rank] = True
@@ -204,6 +270,9 @@ class Calls:
             return [self._from_record(rank, wish)]
         if self.phase is Phase.ENDED:
             return [Refuse(rank, wish.number, self._all_did(self._record[-1]) | {rank: str(wish)})]
+
+        if self._recalled_from is not None:
+            return [Regroup(rank, self._recalled_from)]
 
         if self.phase is Phase.RUNNING:
             self._move(Phase.GATHERING)
@@ -234,8 +303,22 @@ class Calls:
         self._move(Phase.REFUSED)
         return [replace(self._refused, rank=rank, calls=dict(calls)) for rank in calls]
 
+    def _suspect(self, membership: Membership, at: float) -> list[Action]:
+        since = min(waiter.since for waiter in self._waiting.values())
+        operation = next(iter(self._waiting.values())).wish.operation
+        actions: list[Action] = []
+        for rank in self._missing():
+            late = membership.late(rank, since=since, patience_s=self.timeout_s, now=at)
+            if late is not None:
+                why = f"the others waited {at - since:.1f} s for {self._describe(rank)} at {operation}"
+                actions.append(Suspect(late, why, at - since))
+        return actions
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.num_workers) if rank not in self._waiting]
+
     def _expire(self, at: float) -> list[Action]:
-        missing = tuple(self._describe(rank) for rank in range(self.num_workers) if rank not in self._waiting)
+        missing = tuple(self._describe(rank) for rank in self._missing())
         waiters = sorted(self._waiting.items())
         self._gave_up = tuple(
             f"rank {rank} (gave up after {at - waiter.since:.1f} s)" for rank, waiter in waiters
@@ -245,6 +328,8 @@ class Calls:
         return [Expire(rank, waiter.wish.operation, at - waiter.since, missing) for rank, waiter in waiters]
 
     def _describe(self, rank: int) -> str:
+        if self._membership is not None and (known := self._membership.whereabouts(rank)):
+            return f"rank {rank} ({known})"
         if rank not in self._connected:
             return f"rank {rank} (never joined)"
         if not self._connected[rank]:

@@ -1,10 +1,10 @@
 """The coordinator: hears every worker and decides nothing by itself.
 
-A thin shell around `membership.py`, `calls.py` and `store_table.py`: one
-thread, sockets that never block, a clock. Each connection asks one thing at a
-time. What a stranger sends (bytes that are no message, a message out of
-place) closes its own connection, is counted, and reaches none of the three.
-How it becomes a process is `coordinator_process.py`'s business.
+A thin shell around `coordination.py`: one thread, sockets that never block, a
+clock, and a journal that is written before anybody is answered. What a
+stranger sends (bytes that are no message, a message out of place) closes its
+own connection, is counted, and reaches nothing else. How it becomes a process
+is `coordinator_process.py`'s business.
 """
 
 from __future__ import annotations
@@ -14,28 +14,17 @@ import resource
 import selectors
 import socket
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.cluster import calls, store_table
-from shoal.cluster.calls import Calls
-from shoal.cluster.membership import Membership
-from shoal.cluster.store_table import StoreTable
+from shoal.cluster.coordination import Action, Coordination, CoordinationConfig, Drop, Remember
+from shoal.cluster.memory import Entry, Memory
+from shoal.cluster.store_table import Answer
 from shoal.core.errors import WireError
 from shoal.wire import unix
 from shoal.wire.codec import Decoder, encode
-from shoal.wire.messages import (
-    BeginCall,
-    CallGranted,
-    CallRefused,
-    Join,
-    Joined,
-    JoinRefused,
-    Leave,
-    Message,
-    ScriptEnded,
-    StoreRefused,
-    WaitExpired,
-)
+from shoal.wire.messages import Message, StoreRefused
 
 MAX_UNSENT_BYTES = 32 << 20
 """A client that leaves more than this unread is dropped."""
@@ -45,34 +34,40 @@ RECEIVE_BYTES = 64 * 1024
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """One client. `rank` is -1 until it has joined."""
+    """One client's socket."""
 
     number: int
     sock: socket.socket
     since: float
-    rank: int = -1
-    incarnation: int = -1
-    has_asked: bool = False  # and was not answered yet
     is_writing: bool = False  # the socket would not take all of `unsent`
     decoder: Decoder = field(default_factory=Decoder)
     unsent: bytearray = field(default_factory=bytearray)
 
 
 class Coordinator:
-    """Moves messages between connections and the pure parts, and deadlines between the clock and them.
+    """Moves messages between connections and the pure part, and deadlines between the clock and it.
 
     One thread runs everything, so nothing here takes a lock; nothing blocks
-    but `select`, and that only until the next deadline.
+    but `select`, and that only until the next deadline. What happened in one
+    turn is written down together, then answered: so many a promise costs one
+    write.
     """
 
-    def __init__(self, listener: socket.socket, *, num_workers: int, join_timeout_s: float) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        config: CoordinationConfig,
+        *,
+        memory: Memory | None = None,
+        write: Callable[[Sequence[Entry]], None] | None = None,
+        supervisor: int = 0,
+    ) -> None:
+        """`write` is the journal's; without one nothing is kept. `supervisor` is the process that may watch."""
         self.num_refused, self.last_refusal = 0, ""
-        self._join_timeout_s = join_timeout_s
-        self._membership = Membership(num_workers=num_workers)
-        self._calls = Calls(num_workers=num_workers, timeout_s=join_timeout_s)
-        self._store = StoreTable()
+        self._config, self._write, self._supervisor = config, write, supervisor
+        self._coordination = Coordination(config, memory, now=time.monotonic())
+        self._due: deque[Action] = deque()  # decided in this turn, not yet done
         self._connections: dict[int, _Connection] = {}
-        self._callers: dict[int, int] = {}  # rank -> the connection on which it makes its calls
         self._num_accepted = 0
         num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_connections = (1 << 20 if num_files == resource.RLIM_INFINITY else num_files) - 32
@@ -93,6 +88,7 @@ class Coordinator:
                 elif key.data.number in self._connections:  # not dropped earlier in this round
                     self._attend(key.data, mask)
             self._tick()
+            self._carry_out()
 
     def close(self) -> None:
         """Close every socket."""
@@ -106,7 +102,7 @@ class Coordinator:
 
     def _accept(self) -> None:
         try:
-            sock, _ = unix.accept(self._listener)
+            sock, peer = unix.accept(self._listener)
         except WireError as error:
             self._count_refusal(error.problem)
             return
@@ -122,6 +118,7 @@ class Coordinator:
         connection = _Connection(self._num_accepted, sock, time.monotonic())
         self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
+        self._coordination.connected(connection.number, is_supervisor=peer.pid == self._supervisor)
 
     def _attend(self, connection: _Connection, mask: int) -> None:
         try:
@@ -133,8 +130,7 @@ class Coordinator:
                     self._drop(connection)
                     return
                 for message, _ in connection.decoder.feed(data):
-                    if connection.number in self._connections:  # an answer may have ended it
-                        self._hear(connection, message)
+                    self._due += self._coordination.hear(connection.number, message, time.monotonic())
         except WireError as error:
             self._count_refusal(error.problem)
             self._drop(connection)
@@ -147,7 +143,6 @@ class Coordinator:
         connection = self._connections.get(number)
         if connection is None:
             return
-        connection.has_asked = False
         try:
             connection.unsent += b"".join(encode(message))
         except WireError as error:
@@ -173,86 +168,48 @@ class Coordinator:
             return
         self._selector.unregister(connection.sock)
         connection.sock.close()
-        self._store.handle(store_table.Gone(connection.number))
-        if self._callers.get(connection.rank) == connection.number:
-            del self._callers[connection.rank]
-            self._calls.handle(calls.Gone(connection.rank))
+        self._due += self._coordination.gone(connection.number)
 
     def _count_refusal(self, reason: str) -> None:
         self.num_refused += 1
         self.last_refusal = reason
 
-    # ---- messages -------------------------------------------------------------------------------
+    # ---- decisions ------------------------------------------------------------------------------
 
-    def _hear(self, connection: _Connection, message: Message) -> None:
-        if connection.has_asked:
-            raise WireError("it asks before it was answered")
-        connection.has_asked = True
-        now = time.monotonic()
-        match message:
-            case Join():
-                self._join(connection, message)
-            case _ if connection.rank < 0:
-                raise WireError(f"it says {type(message).__name__} before it has joined")
-            case BeginCall(rank, number, kind, detail) if rank == connection.rank:
-                self._callers[rank] = connection.number
-                self._carry_out(self._calls.handle(calls.Began(rank, number, kind, detail, now)))
-            case ScriptEnded(rank, num_calls) if rank == connection.rank:
-                self._callers[rank] = connection.number
-                self._carry_out(self._calls.handle(calls.Ended(rank, num_calls, now)))
-            case _ if isinstance(message, store_table.Request):
-                self._pass_on(self._store.handle(store_table.Asked(connection.number, message, now)))
-            case _:
-                raise WireError(f"rank {connection.rank} says {message}, which is not for it to say")
-
-    def _join(self, connection: _Connection, join: Join) -> None:
-        if connection.rank >= 0:
-            raise WireError(f"it joins a second time, as rank {join.rank}")
-        reason = self._membership.admit(join)
-        if reason is not None:
-            self._count_refusal(reason)
-            self._answer(connection.number, JoinRefused(reason))
-            self._drop(connection)
-            return
-        connection.rank, connection.incarnation = join.rank, join.incarnation
-        for other in list(self._connections.values()):
-            if self._membership.is_fenced(other.rank, other.incarnation):
-                self._drop(other)
-        self._calls.handle(calls.Joined(join.rank))
-        self._answer(connection.number, Joined(self._membership.view))
-
-    def _carry_out(self, actions: list[calls.Action]) -> None:
-        for action in actions:
-            number = self._callers.get(action.rank, 0)
-            match action:
-                case calls.Grant():
-                    self._answer(number, CallGranted(action.number))
-                case calls.Refuse():
-                    self._answer(number, CallRefused(action.number, action.calls))
-                case calls.Expire():
-                    self._answer(number, WaitExpired(action.operation, action.waited_s, list(action.missing)))
-                case calls.LetGo():
-                    self._answer(number, Leave())
-
-    def _pass_on(self, answers: list[store_table.Answer]) -> None:
-        for answer in answers:
-            self._answer(answer.client, answer.message)
-
-    # ---- time -----------------------------------------------------------------------------------
+    def _carry_out(self) -> None:
+        """Do what was decided in this turn: first write it down, then say it."""
+        while self._due:
+            actions, self._due = self._due, deque()
+            entries = [action.entry for action in actions if isinstance(action, Remember)]
+            if entries and self._write is not None:
+                self._write(entries)
+            for action in actions:
+                match action:
+                    case Answer(client, message):
+                        self._answer(client, message)
+                    case Drop(client, problem) if client in self._connections:
+                        if problem is not None:
+                            self._count_refusal(problem)
+                        self._drop(self._connections[client])
 
     def _wait_s(self) -> float | None:
         """How long nothing can happen of itself."""
-        joins = [each.since + self._join_timeout_s for each in self._connections.values() if each.rank < 0]
-        deadlines = [
-            each for each in (self._calls.deadline, self._store.deadline, *joins) if each is not None
-        ]
+        deadlines = [each.since + self._config.join_timeout_s for each in self._strangers()]
+        if self._coordination.deadline is not None:
+            deadlines.append(self._coordination.deadline)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self._carry_out(self._calls.handle(calls.Tick(now)))
-        self._pass_on(self._store.handle(store_table.Tick(now)))
-        for each in list(self._connections.values()):
-            if each.rank < 0 and now >= each.since + self._join_timeout_s:
+        self._due += self._coordination.tick(now)
+        for each in self._strangers():
+            if now >= each.since + self._config.join_timeout_s:
                 self._count_refusal(f"it was connected for {now - each.since:.0f} s and never joined")
                 self._drop(each)
+
+    def _strangers(self) -> list[_Connection]:
+        return [
+            each
+            for each in self._connections.values()
+            if not self._coordination.has_introduced_itself(each.number)
+        ]

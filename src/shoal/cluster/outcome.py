@@ -53,8 +53,8 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
             )
         case fate.CoordinatorDied(code):
             return ClusterError(
-                f"the coordinator {how_it_ended(code, finished=True)}, so the workers were stopped. "
-                + _go_on(checkpoint, run)
+                f"the coordinator {how_it_ended(code, finished=True)}, so the workers were stopped; its last words, if "
+                f"any, are in {run}/logs/coordinator.log. {_go_on(checkpoint, run)}"
             )
         case fate.Left(signum, late):
             return _interrupted(outcome, signum, late, run)

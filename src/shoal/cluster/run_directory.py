@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import time
 from pathlib import Path
@@ -145,7 +144,7 @@ class RunDirectory:
             return
         line = {"time": time.time(), "monotonic": time.monotonic(), "event": kind, **facts}
         with contextlib.suppress(OSError):
-            self._events.write(json.dumps(line).encode() + b"\n")
+            self._events.write(msgspec.json.encode(line) + b"\n")
 
     def log_path(self, rank: int) -> Path:
         """Where a worker's output is kept."""
@@ -154,7 +153,8 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json: the job has ended. On a full disk there is none, as after a kill."""
         with contextlib.suppress(OSError):
-            write_atomically(self.path / "summary.json", json.dumps(summary).encode())
+            # msgspec, because a loss that is NaN becomes null: JSON has no other word for it.
+            write_atomically(self.path / "summary.json", msgspec.json.encode(summary))
 
     def close(self) -> None:
         """Let go of the directory."""

@@ -7,6 +7,8 @@ wait in here never holds up a call.
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -58,6 +60,8 @@ class ShoalStore(Store):
         super().__init__()
         self.set_timeout(timeout)
         self._clones: list[ShoalStore] = []
+        self._number = secrets.randbits(62) + 1
+        self._serials = itertools.count(1)
         self._client = CoordinatorClient(
             path, rank, incarnation, num_workers=num_workers, join_timeout_s=timeout.total_seconds()
         )
@@ -86,15 +90,16 @@ class ShoalStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to the counter `key` and return what it is then."""
-        return self._ask(StoreAdd(key, amount), StoreCount).value
+        return self._ask(StoreAdd(key, amount, *self._once()), StoreCount).value
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add `value` to the end of what `key` holds."""
-        self._ask(StoreAppend(key, _bytes(value)), StoreDone)
+        self._ask(StoreAppend(key, _bytes(value), *self._once()), StoreDone)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set `key` to `desired` if it holds `expected`; return what it holds then."""
-        return self._ask(StoreCompareSet(key, _bytes(expected), _bytes(desired)), StoreValues).values[0]
+        change = StoreCompareSet(key, _bytes(expected), _bytes(desired), *self._once())
+        return self._ask(change, StoreValues).values[0]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Are all `keys` there?"""
@@ -102,7 +107,7 @@ class ShoalStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """Forget `key`; was it there?"""
-        return self._ask(StoreDelete(key), StoreFlag).value
+        return self._ask(StoreDelete(key, *self._once()), StoreFlag).value
 
     def num_keys(self) -> int:
         """How many keys there are, of all views and groups."""
@@ -130,6 +135,10 @@ class ShoalStore(Store):
         self._client.close()
         for clone in self._clones:
             clone.close()
+
+    def _once(self) -> tuple[int, int]:
+        """Names a request, so that one which is repeated after the coordinator's death is not done twice."""
+        return self._number, next(self._serials)
 
     def _ask(self, message: Message, expected: type[A], timeout_s: float | None = None) -> A:
         try:

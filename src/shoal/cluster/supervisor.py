@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from shoal.cluster import failure, fate, output
+from shoal.cluster.coordination import CoordinationConfig
 from shoal.cluster.coordinator_process import CoordinatorSpec
 from shoal.cluster.display import Display
 from shoal.cluster.fate import LEAVE_SIGNALS, Fate, Patience
@@ -34,8 +35,8 @@ from shoal.core.errors import ClusterError, WireError
 from shoal.wire import codec, unix
 from shoal.wire.messages import Failed, Finished, Message, Progress, Saved
 
-REAP_TIMEOUT_S = 10.0
-"""From SIGKILL to the news of it. Longer only where the kernel itself is stuck (a dead disk)."""
+REAP_TIMEOUT_S = 5.0
+"""From a signal to the news of a death. Longer only where the kernel itself is stuck, in a dead disk say."""
 
 MAX_STATUS_BYTES = 256 * 1024
 
@@ -94,7 +95,8 @@ class Supervisor:
 
     def _start_coordinator(self, listener: socket.socket) -> None:
         job = self._spec.job
-        told = CoordinatorSpec(num_workers=job.num_workers, join_timeout_s=job.join_timeout_s)
+        config = CoordinationConfig(num_workers=job.num_workers, join_timeout_s=job.join_timeout_s)
+        told = CoordinatorSpec(config=config)
         with open(self._run.path / "logs" / "coordinator.log", "ab") as log:
             self._coordinator = self._warm.fork(
                 "coordinator",
@@ -154,7 +156,7 @@ class Supervisor:
     def _turn(self, timeout_s: float | None) -> None:
         """Wait for something to happen, at most so long, and attend to it."""
         for key, _ in self._selector.select(timeout_s):
-            if self._selector.get_map().get(key.fileobj) is not key:
+            if self._selector.get_map().get(key.fd) is not key:
                 continue  # closed earlier in this turn, with its worker
             match key.data:
                 case Pipe() as pipe:
@@ -241,15 +243,19 @@ class Supervisor:
 
     def _end_everything(self) -> None:
         """Nobody is left behind, whatever brought us here."""
-        living = [*self._workers, *([self._coordinator] if self._coordinator is not None else [])]
-        for pid in living:
-            # The coordinator holds nothing that it would have to write down.
+        for pid in self._workers:
             self._warm.signal(pid, signal.SIGKILL)
-        deadline = time.monotonic() + REAP_TIMEOUT_S
         # Where the warm parent is gone, so are all its children.
         with contextlib.suppress(ClusterError):
-            while (self._workers or self._coordinator) and (left_s := deadline - time.monotonic()) > 0:
-                self._turn(left_s)
+            for signum in (
+                signal.SIGTERM,
+                signal.SIGKILL,
+            ):  # the coordinator may have something to write down
+                if self._coordinator is not None:
+                    self._warm.signal(self._coordinator, signum)
+                deadline = time.monotonic() + REAP_TIMEOUT_S
+                while (self._workers or self._coordinator) and (left_s := deadline - time.monotonic()) > 0:
+                    self._turn(left_s)
         for worker in self._workers.values():
             _close(worker)
 

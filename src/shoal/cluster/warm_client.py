@@ -101,7 +101,7 @@ class WarmParent:
     def wait_ready(self) -> None:
         """Wait until it can fork; at once when it already could."""
         while not self.is_ready:
-            if select.select([self._sock], [], [], self.seconds_to_start())[0]:
+            if self._has_news(self.seconds_to_start()):
                 self._receive()
 
     def fork(self, role: str, *, title: str, spec: bytes, fds: Mapping[str, int]) -> int:
@@ -124,7 +124,7 @@ class WarmParent:
 
     def exits(self) -> list[Exited]:
         """Deaths since the last look, in order. ClusterError when the warm parent itself is gone."""
-        while select.select([self._sock], [], [], 0)[0]:
+        while self._has_news(0.0):
             self._receive()
         exited = list(self._exited)
         self._exited.clear()
@@ -160,9 +160,14 @@ class WarmParent:
         """The answer to a fork. Deaths that come before it are kept for `exits`."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
-            if select.select([self._sock], [], [], left_s)[0] and (answer := self._receive()):
+            if self._has_news(left_s) and (answer := self._receive()):
                 return answer
         raise _timed_out(operation, timeout_s)
+
+    def _has_news(self, timeout_s: float) -> bool:
+        poll = select.poll()  # unlike select(), it takes descriptors of any number
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(1000 * timeout_s))
 
     def _receive(self) -> Forked | NotForked | None:
         report = warm_messages.receive_report(self._sock)

@@ -31,7 +31,13 @@ from types import FrameType
 from shoal.cluster import roles, warm_messages
 from shoal.cluster.warm_messages import Exited, Fork, Forked, NotForked, Ready, Signal
 
+FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
+"""jemalloc, which pyarrow brings where it is installed, stops and restarts its thread around a fork."""
+
 PR_SET_PDEATHSIG = 1
+
+HANDLED = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+"""What the warm parent has its own mind about. Its children begin with the system's."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -78,19 +84,23 @@ class WarmParentLoop:
         return True
 
     def _fork(self, command: Fork, fds: list[int]) -> None:
-        num_threads = len(os.listdir("/proc/self/task"))
-        if num_threads != 1:
-            reason = f"the warm parent has {num_threads} threads; a fork would copy one and leave the others' locks shut"
+        others = _other_threads()
+        if others:
+            reason = f"the warm parent has more threads than one ({', '.join(others)}); a fork would leave their locks shut"
             warm_messages.send(self._commands, NotForked(reason))
             return
         me = os.getpid()
+        # A signal must not find the child with its parent's handlers: it waits until they are gone.
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         try:
             pid = os.fork()
+            if pid == 0:
+                _become_child(me, lambda: self._run_role(command, fds))
         except OSError as error:
             warm_messages.send(self._commands, NotForked(f"the system refused a process: {error}"))
             return
-        if pid == 0:
-            _become_child(me, lambda: self._run_role(command, fds))
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         # Opened before anybody can reap the child, so it cannot mean another process.
         self._pidfds[pid] = os.pidfd_open(pid)
         self._selector.register(self._pidfds[pid], selectors.EVENT_READ, pid)
@@ -133,8 +143,9 @@ def _become_child(parent: int, run: Callable[[], int]) -> None:
         if os.getppid() != parent:  # it died before the kernel was told
             os._exit(1)
         os.setsid()  # a terminal's Ctrl-C is for the supervisor alone
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for signum in HANDLED:
+            signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         code = run()
     except BaseException:
         traceback.print_exc()
@@ -143,6 +154,16 @@ def _become_child(parent: int, run: Callable[[], int]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _other_threads() -> list[str]:
+    """Names of threads beside this one that a fork would lose."""
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        if int(thread) != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as comm:
+                names.append(comm.read().strip())
+    return [name for name in names if name not in FORK_SAFE_THREADS]
 
 
 def _kill_group(pid: int) -> None:

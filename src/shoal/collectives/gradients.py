@@ -50,7 +50,6 @@ class GradientExchange:
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
-            if index in self._place
         ]
         self.abandon()
 
@@ -71,16 +70,16 @@ class GradientExchange:
         for index in self._place:
             if index not in self._filled:
                 self._fill(index)
+        self._filled.update(self._sparse)
         self._send_full(native)
-        sparse_sums = [self._sum_sparse(index, native) for index in self._sparse]
         for work in self._works:
             native.finish(work, "the exchange of gradients")
         for number, bucket in enumerate(self.layout):
             used = self._memory[number][bucket.numel :].tolist()
             for position, index in enumerate(bucket.indices):
                 self._parameters[index].grad = self._views[index] if used[position] else None
-        for index, summed in zip(self._sparse, sparse_sums, strict=True):
-            self._parameters[index].grad = summed
+        for index, rows in zip(self._sparse, self._tables, strict=True):
+            self._parameters[index].grad = rows.to(self._parameters[index].device) if rows._nnz() else None
         self.abandon()
 
     def abandon(self) -> None:
@@ -91,6 +90,7 @@ class GradientExchange:
         self._missing = [len(bucket.indices) for bucket in self.layout]
         self._next = 0
         self._works: list[Any] = []
+        self._tables: list[Tensor] = []
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -114,6 +114,9 @@ class GradientExchange:
         return ready
 
     def _fill(self, index: int) -> None:
+        if index not in self._place:  # a table: its rows are taken when they leave
+            self._filled.add(index)
+            return
         number, _, position = self._place[index]
         if index in self._filled:
             raise TrainingError(
@@ -137,45 +140,31 @@ class GradientExchange:
         self._memory[number][flag] = 0.0 if gradient is None else 1.0
 
     def _send_full(self, native: Native) -> None:
+        """Start what is due: buckets in their order, then tables in theirs."""
         while self._next < len(self.layout) and self._missing[self._next] == 0:
             self._works.append(native.start_all_reduce(self._memory[self._next]))
             self._next += 1
+        while self._next == len(self.layout) and len(self._tables) < len(self._sparse):
+            index = self._sparse[len(self._tables)]
+            if index not in self._filled:
+                return
+            self._tables.append(self._rows(index))
+            self._works.append(native.start_all_reduce(self._tables[-1]))
 
-    def _sum_sparse(self, index: int, native: Native) -> Tensor | None:
-        """All ranks' rows side by side, each rank's own duplicates merged before they travel."""
+    def _rows(self, index: int) -> Tensor:
+        """This rank's rows of a table, its own duplicates merged before they travel; none where it was not used."""
         parameter = self._parameters[index]
         gradient = parameter.grad
-        if gradient is not None and gradient.layout is not torch.sparse_coo:
+        if gradient is None:
+            empty = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
+            rows = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64), empty, parameter.shape, check_invariants=False
+            )
+            return rows.coalesce()
+        if gradient.layout is not torch.sparse_coo:
             raise TrainingError(
                 f"'{self._names[index]}' is the weight of an embedding with sparse=True, but its gradient is dense "
                 "(the weight is also used elsewhere). Nothing was applied; build the layer with sparse=False."
             )
-        if gradient is None:
-            rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
-            values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
-        else:
-            merged = gradient.coalesce()
-            rows, values = merged.indices()[0], merged.values()
-        # One number more than the rows: -1 says that this rank did not use the table at all.
-        mine = torch.tensor([rows.numel() if gradient is not None else -1], device=parameter.device)
-        counts = [int(count) for count in native.all_gather(mine)]
-        longest = max(counts)
-        if longest < 0:
-            return None
-        all_rows = native.all_gather(_padded(rows, longest))
-        all_values = native.all_gather(_padded(values, longest))
-        kept = [max(count, 0) for count in counts]
-        return torch.sparse_coo_tensor(
-            torch.cat([part[:count] for part, count in zip(all_rows, kept, strict=True)]).unsqueeze(0),
-            torch.cat([part[:count] for part, count in zip(all_values, kept, strict=True)]),
-            parameter.shape,
-            check_invariants=False,
-        )
-
-
-def _padded(tensor: Tensor, length: int) -> Tensor:
-    if tensor.shape[0] == length:
-        return tensor.contiguous()
-    padded = tensor.new_zeros((length, *tensor.shape[1:]))
-    padded[: tensor.shape[0]] = tensor
-    return padded
+        merged = gradient.coalesce()
+        return (merged.clone() if merged is gradient else merged).cpu()

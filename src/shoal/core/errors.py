@@ -27,6 +27,7 @@
     │   ├── WaitTimedOut
     │   │   └── StoreWaitTimedOut  (cluster/store.py: it is torch's DistStoreError too)
     │   ├── CoordinatorLost
+    │   ├── JournalFailed
     │   └── WireError
     └── Interrupted                Ctrl-C or SIGTERM: the step was finished, saved   exit 130, 143
 
@@ -296,6 +297,17 @@ class CoordinatorLost(ClusterError):
         super().__init__(
             f"{operation} lost the coordinator: {reason}. Checkpoints written so far are whole; if the job "
             "itself was not stopped, start it again with `shoal resume`."
+        )
+
+
+class JournalFailed(ClusterError):
+    """The coordinator cannot write down, or read, what it promises."""
+
+    def __init__(self, *, path: str, problem: str) -> None:
+        self.path, self.problem = path, problem
+        super().__init__(
+            f"the coordinator cannot go on with its journal {path}: {problem}. Checkpoints written so far are whole; make "
+            "room, or move a damaged journal away, then go on with `shoal resume`."
         )
 
 

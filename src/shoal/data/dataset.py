@@ -156,20 +156,14 @@ class Dataset:
             data.shuffle(seed=0).batch(1024)
         """
         size = whole_number("batch(size)", size, at_least=1)
+        cut = EvenCut(size, per_worker=per_worker, drop_last=drop_last)
         if isinstance(self._source, Stream):
+            description = self._source.describe()
             return Batches(
-                StreamFeed(
-                    self._source,
-                    collate=Collate(),
-                    seed=0,
-                    batch_size=size,
-                    per_worker=per_worker,
-                    drop_last=drop_last,
-                    description=self._source.describe(),
-                )
+                StreamFeed(self._source, cut=cut, collate=Collate(), seed=0, description=description)
             )
         reader, order = self._random_access("batch")
-        return Batches(IndexedFeed(reader, order, EvenCut(size, per_worker=per_worker, drop_last=drop_last)))
+        return Batches(IndexedFeed(reader, order, cut))
 
     def __len__(self) -> int:
         if self._access is None:

@@ -48,10 +48,9 @@ def feed_of(loader: DataLoader[Any], *, default_seed: int) -> Feed:
     if is_stream or batch_sampler is None:
         return StreamFeed(
             loader.dataset,
+            cut=None if loader.batch_size is None else EvenCut(loader.batch_size, drop_last=loader.drop_last),
             collate=Collate(loader.collate_fn),
             seed=seed,
-            batch_size=loader.batch_size,
-            drop_last=loader.drop_last,
             order=None if is_stream else order_of(loader.sampler, seed=seed),
             options=options,
             description=[{"source": "stream", "dataset": type(loader.dataset).__qualname__}],

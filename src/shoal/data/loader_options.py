@@ -7,6 +7,8 @@ DataLoader for it with the user's own settings.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -71,7 +73,13 @@ class LoaderOptions:
         inner_dataset: Any = None,
     ) -> DataLoader[Any]:
         """A loader for `dataset`, whose processes die with this one. `inner_dataset` is what its author knows."""
-        init = _ProcessInit(self.worker_init_fn, dataset if inner_dataset is None else inner_dataset)
+        context = self.multiprocessing_context or multiprocessing
+        init = ProcessInit(
+            self.worker_init_fn,
+            dataset=dataset if inner_dataset is None else inner_dataset,
+            # A fork server stands between its children and this process; it ends by itself.
+            parent_pid=None if context.get_start_method() == "forkserver" else os.getpid(),
+        )
         return DataLoader(
             dataset,
             batch_size=batch_size,
@@ -89,16 +97,21 @@ class LoaderOptions:
         )
 
 
-class _ProcessInit:
+class ProcessInit:
     """The first thing a DataLoader's process runs: shoal's own care, then the user's function."""
 
-    def __init__(self, worker_init_fn: Callable[[int], None] | None, dataset: Any) -> None:
-        self._worker_init_fn, self._dataset = worker_init_fn, dataset
+    def __init__(
+        self, worker_init_fn: Callable[[int], None] | None, *, dataset: Any, parent_pid: int | None
+    ) -> None:
+        self._worker_init_fn, self._dataset, self._parent_pid = worker_init_fn, dataset, parent_pid
 
     def __call__(self, number: int) -> None:
+        """Set up process `number` of its loader."""
         if sys.platform == "linux":
-            # torch looks for its parent every 5 s; the kernel tells at once.
+            # torch looks for its parent every 5 s, between samples; the kernel tells at once.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if self._parent_pid not in (None, os.getppid()):
+            os._exit(1)  # it died before the kernel was asked; torch would take whoever inherited us for it
         # Ctrl-C reaches the whole terminal, but the step under way still needs its batches: the parent decides.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # The parent may have taught SIGTERM to finish a step first, and a forked child inherits that.

@@ -12,12 +12,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 from torch.utils.data import IterableDataset
 
 from shoal.core.errors import DataError, EmptyDataset
 from shoal.core.seeds import mix
 from shoal.data.collate import Collate
-from shoal.data.feed import Share, check_call
+from shoal.data.feed import EvenCut, Share, check_call
 from shoal.data.loader_options import LoaderOptions, start_pass
 from shoal.data.order import Order
 from shoal.data.randomness import PrivateGenerators
@@ -67,33 +68,29 @@ class StreamFeed:
         self,
         dataset: Any,
         *,
+        cut: EvenCut | None,
         collate: Collate,
         seed: int,
-        batch_size: int | None,
-        per_worker: bool = False,
-        drop_last: bool = False,
         order: Order | None = None,
         options: LoaderOptions | None = None,
         description: list[dict[str, Any]],
     ) -> None:
-        self._dataset, self._collate, self.seed = dataset, collate, seed
-        self._size, self._per_worker, self._drop_last = batch_size, per_worker, drop_last
+        """Without a `cut`, items are batches already; with an `order`, they are read by index."""
+        self._dataset, self._cut, self._collate, self.seed = dataset, cut, collate, seed
         self._order, self._options = order, options or LoaderOptions()
         self._description = description
 
     def batch_size(self, num_workers: int) -> int:
         """Samples of one global batch; 0 where the items are batches already."""
-        if self._size is None:
-            return 0
-        return self._size * num_workers if self._per_worker else self._size
+        return 0 if self._cut is None else self._cut.batch_size(num_workers)
 
     def num_steps(self, num_workers: int, start: int) -> None:
         """Only reading can tell."""
 
     def describe(self) -> dict[str, Any]:
         """Source, sizes and seed."""
-        sizes = {"batch_size": self._size, "per_worker": self._per_worker, "drop_last": self._drop_last}
         stages = [*self._description, *(self._order.describe() if self._order else ())]
+        sizes = {"batch_size": None} if self._cut is None else self._cut.describe()
         return {"stages": stages, **sizes, "seed": self.seed}
 
     def slices(self, *, epoch: int, start: int, rank: int, num_workers: int) -> Iterator[Slice]:
@@ -106,15 +103,23 @@ class StreamFeed:
         if size and not self._options.num_processes:
             # Samples come one by one, so the beginning can be left out at any sample and need not be collated.
             dataset, position = _Tail(dataset, start), start
-        generators = PrivateGenerators(mix(self.seed, epoch))
+        seed = mix(self.seed, epoch)
+        generators = PrivateGenerators(seed)
         with generators:
             loader = self._options.open(
                 dataset,
-                seed=mix(self.seed, epoch),
-                collate_fn=_CutCollate(self._collate, rank, num_workers, items_are_batches=not size),
-                sampler=None if self._order is None else self._indices(epoch),
+                seed=seed,
+                collate_fn=_CutCollate(
+                    self._collate,
+                    rank=rank,
+                    num_workers=num_workers,
+                    items_are_batches=self._cut is None,
+                    seed=seed,
+                    position=position,
+                ),
+                sampler=None if self._order is None else _indices(self._order, epoch),
                 batch_size=size or None,
-                drop_last=self._drop_last,
+                drop_last=self._cut is not None and self._cut.drop_last,
             )
             items = start_pass(loader)
         return self._slices(items, generators, epoch=epoch, start=start, position=position)
@@ -157,10 +162,10 @@ class StreamFeed:
         if position == 0:
             raise EmptyDataset(what="batch() (a stream, read to its end)")
 
-    def _indices(self, epoch: int) -> Iterable[Any]:
-        assert self._order is not None
-        indices = self._order.indices(range(self._order.length(epoch)), epoch)
-        return indices if isinstance(indices, (range, list)) else indices.tolist()
+
+def _indices(order: Order, epoch: int) -> Iterable[Any]:
+    indices = order.indices(range(order.length(epoch)), epoch)
+    return indices.tolist() if isinstance(indices, np.ndarray) else indices
 
 
 class _Tail(IterableDataset[Any]):
@@ -174,28 +179,52 @@ class _Tail(IterableDataset[Any]):
 
 
 class _CutCollate:
-    """Collates only this rank's part of a global batch, wherever the loader reads."""
+    """Collates only this rank's part of a global batch, wherever the loader reads.
 
-    def __init__(self, collate: Collate, rank: int, num_workers: int, *, items_are_batches: bool) -> None:
+    Ranks collate different samples, so what a collate function draws at random
+    must not come out of the generators from which the stream itself draws, or
+    the ranks would soon read different streams.
+    """
+
+    def __init__(
+        self,
+        collate: Collate,
+        *,
+        rank: int,
+        num_workers: int,
+        items_are_batches: bool,
+        seed: int,
+        position: int,
+    ) -> None:
         self._collate, self._rank, self._num_workers = collate, rank, num_workers
         self._items_are_batches = items_are_batches
+        self._seed, self._position = seed, position
+        self._generators = PrivateGenerators(seed)
 
     def __call__(self, read: Any) -> tuple[Tree, Share]:
-        if not self._items_are_batches:
-            share = Share.of(0, len(read), self._rank, self._num_workers)
-            return self._collate(read[share.begin : share.end]), share
-        batch = self._collate(read)
+        with self._generators:
+            self._generators.reseed(mix(self._seed, self._position, self._rank))
+            batch, share = self._cut_batch(read) if self._items_are_batches else self._cut_samples(read)
+        self._position += share.num_global
+        return batch, share
+
+    def _cut_samples(self, samples: list[Any]) -> tuple[Tree, Share]:
+        share = Share.of(0, len(samples), self._rank, self._num_workers)
+        return self._collate(samples[share.begin : share.end]), share
+
+    def _cut_batch(self, item: Any) -> tuple[Tree, Share]:
+        batch = self._collate(item)
         share = Share.of(0, _num_rows(batch), self._rank, self._num_workers)
         return map_tensors(lambda tensor: tensor[share.begin : share.end], batch), share
 
 
 def _num_rows(batch: Tree) -> int:
     shapes = [tuple(tensor.shape) for tensor in tensors(batch)]
-    lengths = {shape[0] if shape else None for shape in shapes}
-    if len(lengths) != 1 or None in lengths or 0 in lengths:
+    lengths = {shape[:1] for shape in shapes}
+    if len(lengths) != 1 or lengths & {(), (0,)}:
         raise DataError(
             "the DataLoader has batch_size=None, so each item is taken as a global batch and cut by its first dimension, "
             f"but the tensors of one item have the shapes {shapes}. Let every tensor have one row per sample, or give "
             "the DataLoader a batch_size."
         )
-    return int(lengths.pop() or 0)
+    return shapes[0][0]

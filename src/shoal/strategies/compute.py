@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.core.seeds import mix
@@ -29,7 +29,6 @@ class Compute:
         self._job = job
         self._call = ModelCall(job.model)
         self._must_check_loss = check_loss
-        self._frozen: list[nn.Module] = []
         self._batchnorms = [module for module in job.model.modules() if isinstance(module, _BatchNorm)]
         if job.compile:
             job.model.compile()
@@ -48,7 +47,8 @@ class Compute:
         last backward, when everything but the gradients is known.
         """
         job = self._job
-        self._train_mode()
+        if not job.model.training:
+            job.model.train()
         pieces = batch.cut(job.num_micro)
         totals: list[Tensor] = []
         outputs: list[Tree] = []
@@ -78,9 +78,8 @@ class Compute:
 
     def forward(self, batch: Slice, *, rank: int) -> Tree:
         """The outputs of a slice in evaluation mode, without gradients."""
-        self._evaluation_mode()
         seed_all(mix(self._job.seed, rank, _EVALUATION + batch.start), self._job.device)
-        with torch.no_grad(), self._autocast():
+        with self._evaluation_mode(), torch.no_grad(), self._autocast():
             return self._call(split_target(self._placed(batch.batch))[0])
 
     def _output(self, inputs: Tree, piece: Slice) -> Tree:
@@ -110,19 +109,17 @@ class Compute:
                 if module.num_batches_tracked is not None:
                     module.num_batches_tracked.add_(1)
 
-    def _train_mode(self) -> None:
-        model = self._job.model
-        if not model.training:
-            model.train()
-            for module in self._frozen:
-                module.training = False
-
-    def _evaluation_mode(self) -> None:
-        model = self._job.model
-        if model.training:
-            # Parts the user keeps in evaluation mode while training (a frozen BatchNorm) go back to it.
-            self._frozen = [module for module in model.modules() if not module.training]
-            model.eval()
+    @contextlib.contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        """Every part in evaluation mode, then each as it was: a frozen BatchNorm among those that train stays frozen."""
+        training = [module for module in self._job.model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self._job.autocast is None:

@@ -65,8 +65,9 @@ class ExchangeLog:
         """Take over a donor's results; a replacement also starts at the donor's anchor."""
         if starts_at is not None:
             self.num_finished = self.anchored_at = starts_at
-            self.results.clear()
             self._inherited.clear()
+            # Not for itself: it may be the donor of the next view, and another may be still one behind.
+            self.results = {number: result for number, result in results.items() if number < starts_at}
         # On top of what is still to be recalled: a second donor may come before the first one's results are used.
         self._inherited |= {
             number: result for number, result in results.items() if number >= self.num_finished

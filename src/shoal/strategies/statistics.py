@@ -16,11 +16,13 @@ class RunningStatistics:
     """The running statistics of a model, as one flat vector."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._modules: list[_BatchNorm] = []
         self._buffers: list[Tensor] = []
         self._counters: list[Tensor] = []
         for module in model.modules():
             if isinstance(module, _BatchNorm) and module.running_mean is not None:
                 assert module.running_var is not None
+                self._modules.append(module)
                 self._buffers += [module.running_mean, module.running_var]
                 if module.num_batches_tracked is not None:
                     self._counters.append(module.num_batches_tracked)
@@ -33,10 +35,11 @@ class RunningStatistics:
         return torch.cat([buffer.detach().reshape(-1).to(torch.float64) for buffer in self._buffers])
 
     def write(self, flat: Tensor) -> None:
-        """Put values in the order of `flat` back in place."""
+        """Put values in the order of `flat` back in place. A frozen layer keeps its own: an average would round them."""
         at = 0
-        for buffer in self._buffers:
-            buffer.copy_(flat[at : at + buffer.numel()].view(buffer.shape))
+        for number, buffer in enumerate(self._buffers):
+            if self._modules[number // 2].training:
+                buffer.copy_(flat[at : at + buffer.numel()].view(buffer.shape))
             at += buffer.numel()
 
     def keep(self) -> tuple[Tensor, list[Tensor]]:

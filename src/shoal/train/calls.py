@@ -1,4 +1,4 @@
-"""A call of the script into shoal: what ranks compare before it, and whether it is over before it begins.
+"""A call of the script into shoal: what it is given, what ranks compare before it, and whether it is over already.
 
 A replacement runs the script from the top; calls that the others have
 finished return their result, without work.
@@ -10,7 +10,8 @@ import itertools
 from typing import Any, TypeVar
 
 from shoal.core import job as jobs
-from shoal.data.batches import Batches
+from shoal.core.errors import BatchTooSmall, EmptyDataset
+from shoal.data.batches import Batches, as_batches
 from shoal.strategies.together import Together
 
 R = TypeVar("R")
@@ -40,6 +41,17 @@ class Call:
 def next_number() -> int:
     """The number of one more Trainer or loop: the same on every rank, since all run the same script."""
     return next(_numbers)
+
+
+def batches_of(data: Any, *, what: str, seed: int) -> Batches:
+    """What was handed to `what` as batches. Validation data is looked at here too, not after an epoch of training."""
+    batches = as_batches(data, default_seed=seed)
+    if batches.num_samples == 0:
+        raise EmptyDataset(what=what)
+    size = batches.batch_size(jobs.num_workers())
+    if 0 < size < jobs.num_workers():
+        raise BatchTooSmall(batch_size=size, num_workers=jobs.num_workers())
+    return batches
 
 
 def described(batches: Batches) -> str:

@@ -24,7 +24,7 @@ from shoal.cluster import session
 from shoal.core import job as jobs
 from shoal.core.errors import ConfigError
 from shoal.core.seeds import mix
-from shoal.data.batches import Batches, as_batches
+from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.strategies import create
@@ -32,7 +32,7 @@ from shoal.strategies.compute import place, seed_all
 from shoal.strategies.loss import loss_rule
 from shoal.strategies.protocol import Strategy, TakesGradients, TrainJob, Wishes
 from shoal.train import resuming
-from shoal.train.calls import Call, described, next_number
+from shoal.train.calls import Call, batches_of, described, next_number
 from shoal.train.interrupts import asked_to_leave
 from shoal.train.verification import Verification
 
@@ -48,6 +48,8 @@ class WorkerData:
         self._number = next_number()
         self._seed = torch.initial_seed()
         self.epoch = 0
+        self.num_local = 0
+        """Samples of this worker's own in the batch given last; 0 where one was borrowed, which nobody should count."""
 
     def __iter__(self) -> Iterator[Tree]:
         job = self._loop.job
@@ -60,6 +62,7 @@ class WorkerData:
                 epoch=epoch, start=start, rank=job.rank, num_workers=job.num_workers
             ):
                 _script.slice, _script.between = part, None
+                self.num_local = part.num_local
                 for loop in _script.loops:
                     loop.about_to_run()
                 resuming.note(self._number, part, self._loop.strategy, _script.optimizers)
@@ -176,7 +179,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
 
     May be called again: for another model, or with the same two for other data.
     """
-    batches = as_batches(data, default_seed=jobs.current().seed)
+    batches = batches_of(data, what="setup", seed=jobs.current().seed)
     number = session.begin_call("setup", described(batches))
     loop = next((loop for loop in _script.loops if loop.optimizer is optimizer), None)
     if loop is None:
@@ -216,7 +219,9 @@ def mean(total: Tensor, count: Tensor | float) -> Tensor:
     part = _script.slice
     if part is None:
         raise ConfigError("shoal.mean was called before the first batch was taken from shoal.setup's data.")
-    everywhere = reduce(float(count))
+    everywhere = reduce(
+        float(count) if part.num_local else 0.0
+    )  # what was borrowed is counted where it belongs
     # optimizer.step weights this rank by its share of the samples; take that out again.
     share = part.num_local / part.num_global
     return total / (everywhere * share) if share and everywhere else total * 0.0

@@ -73,6 +73,8 @@ class FitLoop:
                 self._end_epoch(halfway=self._place.halfway)
             while not self._over and not self._reached_the_end():
                 self._run_epoch()
+            if position.next_index and position.measured_at != position.step:
+                self._finish_epoch()  # resumed from a checkpoint of the very last step: what comes after it is left
             self._each(lambda callback: callback.on_fit_end(trainer))
         finally:
             if self._log is not None:
@@ -96,9 +98,14 @@ class FitLoop:
                 break
         if position.next_index == 0:
             raise EmptyDataset(what="fit")
+        self._finish_epoch()
+
+    def _finish_epoch(self) -> None:
         # Stopped halfway, the position stays where it is: the next fit, or a resumed job, goes on from there.
-        halfway = self._over and self._batches.num_steps(self._num_workers, start=position.next_index) != 0
-        anchoring.note(trainer, Place(is_epoch_end=True, halfway=halfway, over=self._over))
+        ended = self._over or self._reached_the_end()
+        left = self._batches.num_steps(self._num_workers, start=self._position.next_index)
+        halfway = ended and left != 0
+        anchoring.note(self._trainer, Place(is_epoch_end=True, halfway=halfway, over=self._over))
         self._end_epoch(halfway=halfway)
 
     def _run_step(self, part: Slice) -> None:
@@ -224,6 +231,7 @@ class FitLoop:
         trainer, position = self._trainer, self._position
         logs = self._measure_epoch()
         self._history.append(logs)
+        position.measured_at = position.step
         if not halfway:
             trainer.train_metrics.reset()
             position.loss_total = position.loss_count = 0.0

@@ -7,14 +7,18 @@ import math
 from pathlib import Path
 from typing import IO, Any
 
+_written_here: set[Path] = set()
+"""Files that this process has begun: a second Trainer of a script adds to what the first one wrote."""
+
 
 class MetricsLog:
-    """Appends lines; a resumed run first drops the lines after the step it goes on from."""
+    """Appends lines; the first of a process drops those after the step it goes on from, which an earlier run left."""
 
     def __init__(self, path: Path, *, from_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if path.exists() and path not in _written_here:
             _drop_after(path, from_step)
+        _written_here.add(path)
         # By lines: what a killed worker wrote is written.
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
 

@@ -19,3 +19,5 @@ class Position:
     """Sum and count of the running epoch's loss."""
 
     loss_count: float = 0.0
+    measured_at: int = -1
+    """The step up to which the running epoch, whole or cut short, is in the history."""

@@ -105,9 +105,7 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resum
     trainer.num_skipped_steps = progress["skipped_steps"]
     if trainer.scheduler is not None and progress["scheduler"] is not None:
         load_scheduler(trainer.scheduler, progress["scheduler"])
-    for callback, state in zip(trainer.callbacks, progress["callbacks"], strict=False):
-        if state["callback"] == type(callback).__name__:
-            callback.load_state(state["state"])
+    _load_callbacks(trainer, progress["callbacks"])
     kept = {
         name.removeprefix(_METRICS): found.pieces[name] for name in found.pieces if name.startswith(_METRICS)
     }
@@ -173,6 +171,16 @@ def _load(trainer: Trainer, checkpoint: Checkpoint, *, with_optimizer: bool) -> 
         trainer.strategy.load(PieceReader(checkpoint.pieces, settings))
     except OptimizerMismatch as error:  # raised where the file's name is not known
         raise OptimizerMismatch(path=checkpoint.path, problem=error.problem) from None
+
+
+def _load_callbacks(trainer: Trainer, saved: list[dict[str, Any]]) -> None:
+    """By class, the first to the first: a script may have more or fewer of them than the one that saved."""
+    left = list(saved)
+    for callback in trainer.callbacks:
+        own = next((entry for entry in left if entry["callback"] == type(callback).__name__), None)
+        if own is not None:
+            left.remove(own)
+            callback.load_state(own["state"])
 
 
 def _check_data(batches: Batches, progress: dict[str, Any], path: str) -> None:

@@ -19,7 +19,7 @@ from shoal.cluster import session
 from shoal.core import job as jobs
 from shoal.core.errors import ConfigError, Interrupted
 from shoal.core.seeds import mix
-from shoal.data.batches import Batches, as_batches
+from shoal.data.batches import Batches
 from shoal.data.tree import Tree
 from shoal.strategies import create
 from shoal.strategies.loss import loss_rule
@@ -28,7 +28,7 @@ from shoal.strategies.protocol import Strategy, TrainJob, Wishes
 from shoal.train import saving
 from shoal.train.anchoring import BEFORE_A_STEP, inherit
 from shoal.train.callbacks.base import Callback
-from shoal.train.calls import Call, described, next_number
+from shoal.train.calls import Call, batches_of, described, next_number
 from shoal.train.evaluation import evaluate, predict
 from shoal.train.history import History
 from shoal.train.interrupts import asked_to_leave, signals_finish_the_step
@@ -160,10 +160,10 @@ class Trainer:
             )
         if epochs is None and max_steps is None:
             epochs = 1
-        batches = as_batches(data, default_seed=self.seed)
-        validation = (
-            as_batches(validation_data, default_seed=self.seed) if validation_data is not None else None
-        )
+        batches = batches_of(data, what="fit", seed=self.seed)
+        validation = None
+        if validation_data is not None:
+            validation = batches_of(validation_data, what="validation_data", seed=self.seed)
         limits = f"epochs={epochs}, max_steps={max_steps}"
         against = f", validation: {described(validation)}" if validation is not None else ""
         call = self._begin("fit", f"{limits}, {described(batches)}{against}")
@@ -222,7 +222,7 @@ class Trainer:
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Mean loss and metrics over all of `data`, equal on every rank."""
-        batches = as_batches(data, default_seed=self.seed)
+        batches = batches_of(data, what="evaluate", seed=self.seed)
         call = self._begin("evaluate", described(batches))
         if call.is_over:
             return dict(call.result)
@@ -240,7 +240,7 @@ class Trainer:
 
     def predict(self, data: Any) -> Tree:
         """The model's outputs for all of `data`, in the order of the data, the same on every rank."""
-        batches = as_batches(data, default_seed=self.seed)
+        batches = batches_of(data, what="predict", seed=self.seed)
         call = self._begin("predict", described(batches))
         if call.is_over:
             return call.result

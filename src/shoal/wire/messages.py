@@ -171,13 +171,14 @@ class Watching(Message, frozen=True, tag="watching"):
 class Suspect(Message, frozen=True, tag="suspect"):
     """Coordinator to supervisor: "this process keeps the others waiting; it must be killed".
 
-    Said again to whoever watches anew, until a newer incarnation has joined.
+    Said again as long as they wait, and to whoever watches anew.
     """
 
     rank: Count
     incarnation: Count
     why: str
     waited_s: float
+    lenient: bool  # it may well be at work (only a replacement waits, or it is one): kill it only if it was stopped
 
 
 class Reaped(Message, frozen=True, tag="reaped"):

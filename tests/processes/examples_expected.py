@@ -47,7 +47,7 @@ def check_clicks(output: str) -> None:
 
 def check_resnet(output: str) -> None:
     falls(numbers(r"loss ([\d.]+)", output), by=0.5)
-    assert numbers(r"validation accuracy ([\d.]+)", output)[-1] > 0.25  # chance is 0.1
+    assert numbers(r"validation accuracy ([\d.]+)", output)[-1] > 0.2  # chance is 0.1
 
 
 def check_char_gpt(output: str) -> None:
@@ -76,7 +76,7 @@ EXAMPLES = [
     ),
     Example(
         "resnet",
-        ["--samples", "500", "--epochs", "3", "--batch", "32", "--width", "4", "--size", "16"],
+        ["--samples", "1000", "--epochs", "3", "--batch", "48", "--width", "4", "--size", "16"],
         check_resnet,
         exact=False,
     ),

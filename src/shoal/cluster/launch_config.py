@@ -1,0 +1,88 @@
+"""What a user asks of a launch, and which wishes are refused before anything starts.
+
+Only what can be told from the wishes themselves: whether there is such a
+script or directory is looked up in `api.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.core import strategy_names
+from shoal.core.errors import ConfigError
+from shoal.core.job import VerifyPlan
+
+MAX_WORKERS = 1024
+"""On one host. Beyond it a number is a slip of the hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """One job, as its user asked for it. Refuses at birth what cannot be meant."""
+
+    script: str
+    """Path of the Python file to run."""
+
+    args: tuple[str, ...] = ()
+    """What the script finds in sys.argv[1:]."""
+
+    workers: int = 1
+    """How many workers share one global batch."""
+
+    strategy: str | None = None
+    """How the model is spread. None: "single" for one worker, "ddp" for more."""
+
+    name: str | None = None
+    """Name of the run. None: the script's name and the first free number."""
+
+    run_dir: str = "runs"
+    """Where run directories are made."""
+
+    seed: int | None = None
+    """Seeds the script's global generators alike on every rank. None: drawn, and written in config.json."""
+
+    step_timeout_s: float = 300.0
+    """How long a rank waits for the others within one step before it gives up and names them."""
+
+    join_timeout_s: float = 120.0
+    """How long ranks wait for each other at a call into shoal."""
+
+    grace_s: float = 60.0
+    """How long workers that were asked to leave may take to finish their step and save."""
+
+    resume: bool = False
+    """Go on from the newest checkpoint of the run directory, which must exist. See `resume_config`."""
+
+    cwd: str | None = None
+    """Folder the script runs in. None: where we are."""
+
+    verify: VerifyPlan | None = None
+    """What `shoal verify` asks of the run."""
+
+    quiet: bool = False
+    """No progress; the script's own output stays."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ConfigError(
+                f"{self.workers} workers cannot be started: give a number from 1 to {MAX_WORKERS} with -n. "
+                "Nothing was started."
+            )
+        for name in ("step_timeout_s", "join_timeout_s", "grace_s"):
+            if not 0 < getattr(self, name) < 1e9:
+                raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)}.")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"seed must be from 0 to 2^63-1, got {self.seed}.")
+        if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
+            raise ConfigError(
+                f"'{self.name}' cannot name a run: it becomes a folder's name. Nothing was started; use --run-dir for "
+                "the place and --name for the name."
+            )
+        try:
+            "\0".join([self.script, *self.args, self.name or "", self.run_dir]).encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                "a path or an argument of this job is not valid UTF-8, so it cannot be written down in config.json. "
+                "Nothing was started; rename it."
+            ) from None
+        strategy_names.choose(self.strategy, self.workers)

@@ -1,0 +1,78 @@
+"""What the coordinator must not forget: one entry for each promise, and what all of them amount to.
+
+Pure. `coordination.py` says what to remember before it is answered,
+`journal.py` writes it down, and after a death `Memory` is what the next
+coordinator begins with. Steps and clocks are not in it: they never pass
+through the coordinator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from shoal.wire.messages import Count, Join, Message, Reaped, Saved, ViewFormed
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted", tag_field="type", forbid_unknown_fields=True):
+    """All ranks make this call; or, without one, all have reached the end of the script."""
+
+    number: Count
+    call: tuple[str, str] | None  # kind and detail
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChanged:
+    """What changed in the store, and the answers that must not be given differently when asked again."""
+
+    values: dict[str, bytes | None]  # None: gone
+    answers: dict[int, tuple[int, Message]]  # by client: its newest serial, and what was answered
+
+
+Fact: TypeAlias = Join | Reaped | ViewFormed | Granted | Saved
+"""Entries that stay: the history of a job."""
+
+Entry: TypeAlias = Fact | StoreChanged
+
+
+@dataclass(slots=True)
+class Memory:
+    """The sum of all entries."""
+
+    joins: dict[int, Join] = field(default_factory=dict)
+    """The newest of each rank."""
+
+    deaths: dict[int, Reaped] = field(default_factory=dict)
+    """The newest of each rank."""
+
+    view: ViewFormed | None = None
+    calls: list[tuple[str, str] | None] = field(default_factory=list)
+    """What was granted, in order; None at the end of the script."""
+
+    checkpoint: Saved | None = None
+    store: dict[str, bytes] = field(default_factory=dict)
+    answers: dict[int, tuple[int, Message]] = field(default_factory=dict)
+
+    def take(self, entry: Entry) -> None:
+        """Add one entry."""
+        match entry:
+            case Join():
+                self.joins[entry.rank] = entry
+            case Reaped():
+                self.deaths[entry.rank] = entry
+            case ViewFormed():
+                self.view = entry
+            case Granted(number, call):
+                del self.calls[number - 1 :]
+                self.calls.append(call)
+            case Saved():
+                self.checkpoint = entry
+            case StoreChanged(values, answers):
+                for key, value in values.items():
+                    if value is None:
+                        self.store.pop(key, None)
+                    else:
+                        self.store[key] = value
+                self.answers.update(answers)

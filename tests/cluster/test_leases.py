@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.cluster.leases import (
+    Action,
+    Asked,
+    EndEpoch,
+    Event,
+    Hand,
+    Holder,
+    Lease,
+    LeaseConfig,
+    Leases,
+    LeaseState,
+    NoMore,
+    Refuse,
+    Replaced,
+    Tick,
+)
+from shoal.core.errors import ConfigError
+
+calm = settings(deadline=None)
+A, B, C = Holder(0, 0), Holder(1, 0), Holder(2, 0)
+
+
+def leases_of(
+    num_samples: int = 40, *, num_epochs: int = 1, num_ahead: int = 2, backup_after_s: float | None = None
+) -> Leases:
+    return Leases(
+        LeaseConfig(
+            num_samples=num_samples,
+            samples_per_lease=10,
+            num_epochs=num_epochs,
+            num_ahead=num_ahead,
+            backup_after_s=backup_after_s,
+        )
+    )
+
+
+def ask(by: Holder, *finished: int, at: float = 0.0) -> Asked:
+    return Asked(by, finished, at)
+
+
+def numbers(actions: list[Action]) -> list[int]:
+    (hand,) = actions
+    assert isinstance(hand, Hand)
+    return [lease.number for lease in hand.leases]
+
+
+def test_a_worker_gets_leases_ahead_and_more_for_each_it_finishes() -> None:
+    leases = leases_of()
+    assert numbers(leases.handle(ask(A))) == [0, 1]
+    assert numbers(leases.handle(ask(B))) == [2, 3]
+    assert numbers(leases.handle(ask(A, 0))) == [1]
+
+
+def test_asking_again_gives_the_same_leases() -> None:
+    leases = leases_of()
+    assert leases.handle(ask(A)) == leases.handle(ask(A))
+    leases.handle(ask(A, 0))
+    assert numbers(leases.handle(ask(A, 0))) == [1, 2]
+
+
+def test_the_last_lease_of_an_epoch_may_be_short() -> None:
+    config = LeaseConfig(num_samples=25, samples_per_lease=10, num_epochs=2)
+    assert [config.lease(number) for number in (0, 2, 3)] == [
+        Lease(0, 0, 0, 10),
+        Lease(2, 0, 20, 25),
+        Lease(3, 1, 0, 10),
+    ]
+
+
+def test_a_replaced_workers_leases_go_back_and_are_handed_out_first() -> None:
+    leases = leases_of(60)
+    leases.handle(ask(A))
+    leases.handle(ask(B))
+    assert leases.handle(Replaced(0, 1, 1.0)) == []
+    assert leases.state(0) is LeaseState.TODO
+    assert numbers(leases.handle(ask(B, 2))) == [0, 3]
+
+
+def test_a_newer_incarnation_takes_nothing_over_silently() -> None:
+    leases = leases_of()
+    leases.handle(ask(A, at=0.0))
+    assert numbers(leases.handle(ask(Holder(0, 1)))) == [0, 1]
+    assert leases.holders(0) == (Holder(0, 1),)
+
+
+def test_a_replaced_incarnation_is_refused_and_changes_nothing() -> None:
+    leases = leases_of()
+    leases.handle(ask(A))
+    leases.handle(Replaced(0, 1, 1.0))
+    (answer,) = leases.handle(ask(A, 0, 1))
+    assert isinstance(answer, Refuse)
+    assert "incarnation 1 is in, this is 0" in answer.reason
+    assert leases.state(0) is LeaseState.TODO
+
+
+def test_nobody_finishes_what_another_holds() -> None:
+    leases = leases_of()
+    leases.handle(ask(A))
+    (answer,) = leases.handle(ask(B, 0))
+    assert isinstance(answer, Refuse)
+    assert leases.state(0) is LeaseState.HELD
+
+
+def test_who_finds_nothing_waits_for_what_comes_back() -> None:
+    leases = leases_of(20)
+    leases.handle(ask(A))
+    assert leases.handle(ask(B)) == []
+    assert numbers(leases.handle(Replaced(0, 1, 5.0))) == [0, 1]
+
+
+def test_the_next_epoch_begins_when_the_last_lease_is_done() -> None:
+    leases = leases_of(20, num_epochs=2)
+    leases.handle(ask(A))
+    assert leases.handle(ask(B)) == []
+    assert numbers(leases.handle(ask(A, 0))) == [1]
+    ended, handed = leases.handle(ask(A, 1))
+    assert ended == EndEpoch(0, 0)
+    assert isinstance(handed, Hand)  # B has waited longer; nothing is left for A
+    assert (handed.to, [lease.number for lease in handed.leases]) == (B, [2, 3])
+
+
+def test_all_are_told_when_there_is_no_more() -> None:
+    leases = leases_of(10)
+    leases.handle(ask(A))
+    assert leases.handle(ask(B)) == []
+    assert leases.handle(ask(A, 0)) == [EndEpoch(0, 0), NoMore(B), NoMore(A)]
+    assert leases.handle(ask(B)) == [NoMore(B)]
+    assert leases.handle(ask(Holder(1, 3))) == [NoMore(Holder(1, 3))]
+
+
+def test_an_idle_worker_backs_up_a_slow_one_and_it_is_counted() -> None:
+    leases = leases_of(10, backup_after_s=5.0)
+    leases.handle(ask(A, at=1.0))
+    assert leases.handle(ask(B, at=2.0)) == []
+    assert leases.deadline == 6.0
+    assert leases.handle(Tick(5.9)) == []
+    assert numbers(leases.handle(Tick(6.0))) == [0]
+    assert leases.holders(0) == (A, B)
+    assert leases.handle(ask(C, at=20.0)) == []  # two are enough
+    assert leases.handle(ask(B, 0, at=21.0)) == [EndEpoch(0, 10), NoMore(C), NoMore(B)]
+    assert leases.handle(ask(A, 0, at=22.0)) == [NoMore(A)]
+
+
+def test_a_backed_up_lease_stays_held_when_one_of_two_is_replaced() -> None:
+    leases = leases_of(10, backup_after_s=1.0)
+    leases.handle(ask(A, at=0.0))
+    leases.handle(ask(B, at=1.0))
+    assert leases.handle(Replaced(0, 1, 2.0)) == []
+    assert leases.holders(0) == (B,)
+
+
+@pytest.mark.parametrize("setting", ["num_samples", "samples_per_lease", "num_epochs", "num_ahead"])
+def test_sizes_below_one_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        LeaseConfig(**({"num_samples": 1, "samples_per_lease": 1} | {setting: 0}))
+
+
+# ---- any schedule --------------------------------------------------------------------------------
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["ask", "finish", "repeat", "replace", "zombie", "tick"]), st.integers(0, 3)),
+    max_size=60,
+)
+
+
+class Worker:
+    """Runs what it was handed; may be replaced at any time."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.incarnation = rank, 0
+        self.held: list[int] = []
+
+    @property
+    def name(self) -> Holder:
+        return Holder(self.rank, self.incarnation)
+
+
+@calm
+@given(
+    steps,
+    st.integers(1, 35),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.sampled_from([None, 3.0]),
+)
+def test_every_sample_is_done_once_whatever_dies_and_a_journal_gives_the_same_state(
+    script: list[tuple[str, int]],
+    num_samples: int,
+    num_epochs: int,
+    num_ahead: int,
+    backup_after_s: float | None,
+) -> None:
+    leases = leases_of(num_samples, num_epochs=num_epochs, num_ahead=num_ahead, backup_after_s=backup_after_s)
+    workers = [Worker(rank) for rank in range(4)]
+    journal: list[Event] = []
+    done: Counter[tuple[int, int]] = Counter()
+    ended: list[int] = []
+    now = 0.0
+
+    def feed(event: Event) -> list[Action]:
+        before = {number: leases.state(number) for number in range(num_epochs * leases.config.num_leases)}
+        actions = leases.handle(event)
+        journal.append(event)
+        for action in actions:
+            match action:
+                case Hand(to, handed):
+                    assert to == workers[to.rank].name
+                    assert 0 < len(handed) <= num_ahead
+                    workers[to.rank].held = [lease.number for lease in handed]
+                case EndEpoch(epoch, num_twice):
+                    assert backup_after_s is not None or num_twice == 0
+                    ended.append(epoch)
+                case NoMore(to):
+                    workers[to.rank].held = []
+        for number, old in before.items():
+            new = leases.state(number)
+            assert len(leases.holders(number)) <= (2 if backup_after_s else 1)
+            if new is LeaseState.DONE is not old:
+                lease = leases.config.lease(number)
+                done.update((lease.epoch, sample) for sample in range(lease.start, lease.stop))
+            assert old is not LeaseState.DONE or new is LeaseState.DONE
+        return actions
+
+    for verb, rank in script:
+        worker, now = workers[rank], now + 1.0
+        match verb:
+            case "ask":
+                feed(ask(worker.name, at=now))
+            case "finish" | "repeat" if worker.held:
+                finished, *worker.held = worker.held
+                feed(ask(worker.name, finished, at=now))
+                if verb == "repeat":
+                    feed(ask(worker.name, finished, at=now))
+            case "replace":
+                worker.incarnation, worker.held = worker.incarnation + 1, []
+                feed(Replaced(rank, worker.incarnation, now))
+            case "zombie" if worker.incarnation:
+                (answer,) = feed(ask(Holder(rank, worker.incarnation - 1), 0, at=now))
+                assert isinstance(answer, Refuse)
+            case "tick":
+                feed(Tick(now))
+
+    while len(ended) < num_epochs:  # and then everybody works on
+        num_before = sum(done.values())
+        for worker in workers * 2:  # the first time it may only be handed something
+            now += 1.0
+            feed(ask(worker.name, *worker.held, at=now))
+        feed(Tick(now := now + 10.0))
+        assert sum(done.values()) > num_before, "nobody gets on"
+
+    assert ended == list(range(num_epochs))
+    assert done == Counter((epoch, sample) for epoch in range(num_epochs) for sample in range(num_samples))
+    again = leases_of(num_samples, num_epochs=num_epochs, num_ahead=num_ahead, backup_after_s=backup_after_s)
+    for event in journal:
+        again.handle(event)
+    assert vars(again) == vars(leases)

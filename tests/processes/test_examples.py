@@ -1,0 +1,89 @@
+"""Every example, in one process and in several: it runs, it learns, and it says the same at any number of workers."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from examples_expected import EXAMPLES, FOLDER, Example
+from launched import Launched
+from typer.testing import CliRunner
+
+from shoal.cli import app
+from shoal.cluster import warm_client
+from shoal.cluster.warm_client import WarmParent
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The models are tiny: beside other processes, threads that wait for each other cost more than they compute.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_every_example_is_tried() -> None:
+    assert {example.name for example in EXAMPLES} == {path.stem for path in FOLDER.glob("*.py")}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_the_example_learns_at_any_number_of_workers(
+    example: Example, launch_script: Callable[..., Launched]
+) -> None:
+    said = {workers: run(example, workers, launch_script) for workers in (1, 2, 3)}
+    for output in said.values():
+        example.check(output)
+    if example.exact:
+        # In float32 Adam and Adagrad turn the rounding of a gradient near zero into a whole first step, so this is
+        # coarse; below it is shown without rounding.
+        results = {workers: [float(n) for n in re.findall(r"\d+\.\d+", said[workers])] for workers in said}
+        assert results[2] == pytest.approx(results[1], abs=1e-2)
+        assert results[3] == pytest.approx(results[1], abs=1e-2)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_three_workers_compute_what_one_process_does(
+    example: Example, warm_parent: WarmParent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(warm_client, "WarmParent", lambda: contextlib.nullcontext(warm_parent))
+    command = ["verify", str(example.script), "-n", "3", "--steps", "5", "--", *example.args]
+    result = CliRunner().invoke(app, command, prog_name="shoal")
+    assert result.exit_code == 0, result.output
+    assert ("slices" in result.output) != example.exact, result.output
+
+
+def test_the_character_gpt_learns_in_bfloat16_with_clipping(launch_script: Callable[..., Launched]) -> None:
+    example = next(example for example in EXAMPLES if example.name == "char_gpt")
+    args = (*example.args, "--precision", "bf16", "--clip-norm", "0.5")
+    launched = launch_script(example.script, workers=2, args=args, quiet=True)
+    assert launched.exit_code == 0, launched.error
+    example.check(launched.stdout)
+
+
+def test_an_example_runs_under_plain_python_and_leaves_its_model(tmp_path: Path) -> None:
+    example = next(example for example in EXAMPLES if example.name == "clicks")
+    ran = subprocess.run(
+        [sys.executable, str(example.script), *example.args],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "Warning" not in ran.stderr
+    example.check(ran.stdout)
+    assert {path.name for path in (tmp_path / "out/clicks").iterdir()} == {
+        "model.safetensors",
+        "manifest.json",
+    }
+
+
+def run(example: Example, workers: int, launch_script: Callable[..., Launched]) -> str:
+    launched = launch_script(example.script, workers=workers, args=tuple(example.args), quiet=True)
+    assert launched.exit_code == 0, launched.error
+    assert "Warning" not in launched.stderr
+    return launched.stdout

@@ -1,0 +1,173 @@
+"""A job that stopped goes on, at any number of workers, and ends where the undisturbed one ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launched import Launched
+from safetensors.torch import load_file
+
+from shoal.cluster.api import resume_config
+from shoal.core.errors import Interrupted
+from waiting import wait_until
+
+Launch = Callable[..., Launched]
+AtFile = Callable[[Path, Callable[[], object]], None]
+Results = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+SCRIPT = Path(__file__).parent / "scripts" / "resumed.py"
+
+
+class Job:
+    """Runs the script to its end, undisturbed; or until something, and on from there."""
+
+    def __init__(self, launch: Launch, folder: Path, kind: str) -> None:
+        self._launch, self._folder, self._kind = launch, folder, kind
+
+    def run(self, name: str, *, workers: int, **files: int) -> Launched:
+        out = self._folder / f"out-{name}"
+        out.mkdir(exist_ok=True)
+        for file, number in files.items():
+            (self._folder / file.replace("_", "-")).write_text(str(number))
+        done = self._launch(SCRIPT, workers=workers, name=name, args=(str(out), self._kind), quiet=True)
+        for file in files:
+            (self._folder / file.replace("_", "-")).unlink()
+        return done
+
+    def resume(self, name: str, *, workers: int | None = None) -> Launched:
+        config = resume_config(self._folder / "runs" / name, workers=workers)
+        return self._launch(
+            Path(config.script),
+            workers=config.workers,
+            name=name,
+            args=config.args,
+            resume=True,
+            seed=config.seed,
+        )
+
+    def results(self, name: str) -> Results:
+        out = self._folder / f"out-{name}"
+        return load_file(out / "weights"), json.loads((out / "report").read_text())
+
+
+def assert_same_bits(one: Results, other: Results) -> None:
+    assert [name for name in one[0] if not torch.equal(one[0][name], other[0][name])] == []
+    assert one[1] == other[1]
+
+
+@pytest.mark.parametrize(("workers", "stop"), [(1, 6), (3, 3), (3, 7)])
+def test_at_the_same_number_of_workers_the_bits_are_those_of_an_undisturbed_job(
+    launch_script: Launch, tmp_path: Path, workers: int, stop: int
+) -> None:
+    job = Job(launch_script, tmp_path, "random")
+    assert job.run("whole", workers=workers).exit_code == 0
+    assert job.run("cut", workers=workers, stop=stop).exit_code == 0
+    resumed = job.resume("cut")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert (
+        f"going on from {tmp_path / f'runs/cut/checkpoints/step-{stop:09d}'}: step {stop}," in resumed.stderr
+    )
+    assert_same_bits(job.results("cut"), job.results("whole"))
+    lines = [json.loads(line) for line in (resumed.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 17))
+    assert json.loads((resumed.run_dir / "config.json").read_text())["resumed"] is True
+
+
+@pytest.mark.parametrize(("before", "after", "stop"), [(3, 2, 3), (2, 4, 6), (4, 1, 9)])
+def test_at_another_number_of_workers_it_ends_where_one_process_ends(
+    launch_script: Launch, tmp_path: Path, before: int, after: int, stop: int
+) -> None:
+    job = Job(launch_script, tmp_path, "plain")
+    assert job.run("one", workers=1).exit_code == 0
+    assert job.run("cut", workers=before, stop=stop).exit_code == 0
+    resumed = job.resume("cut", workers=after)
+    assert resumed.exit_code == 0, resumed.stderr
+    assert resumed.summary["workers"] == after
+    (weights, report), (expected, whole) = job.results("cut"), job.results("one")
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
+    for epochs, wanted in zip(report["histories"], whole["histories"], strict=True):
+        assert len(epochs) == len(wanted)
+        for epoch, logs in zip(epochs, wanted, strict=True):
+            assert epoch == pytest.approx(logs, rel=1e-6), "the interrupted epoch's metrics included"
+    same = ("step", "epoch", "learning rates", "without improvement")
+    assert [report[key] for key in same] == [whole[key] for key in same]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_asked_to_leave_it_finishes_the_step_saves_and_goes_on_to_the_same_bits(
+    launch_script: Launch, at_file: AtFile, tmp_path: Path, signum: signal.Signals, code: int
+) -> None:
+    job = Job(launch_script, tmp_path, "random")
+    at_file(tmp_path / "now-1", lambda: os.kill(os.getpid(), signum))
+    left = job.run("cut", workers=2, ask_at=5)
+    assert isinstance(left.error, Interrupted)
+    assert (left.exit_code, left.summary["exit"], left.error.signal_name) == (code, code, signum.name)
+    saved = tmp_path / "runs/cut/checkpoints/step-000000006"
+    assert (saved / "manifest.json").exists()
+    assert str(left.error) == (
+        f"stopped by {signum.name} after step 6; the newest checkpoint is {saved}. "
+        "Go on with `shoal resume runs/cut`."
+    )
+    assert "Traceback" not in left.stderr
+    assert not list(saved.parent.glob(".*")), "no temporary is left"
+    if signum == signal.SIGTERM:
+        return  # what comes after is the same
+    assert job.resume("cut").exit_code == 0
+    assert job.run("whole", workers=2).exit_code == 0
+    assert_same_bits(job.results("cut"), job.results("whole"))
+
+
+def test_ctrl_c_under_plain_python_is_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import pathlib, signal, time
+import torch, shoal
+from torch import nn
+
+class Now(shoal.callbacks.Callback):
+    def on_step_end(self, trainer, logs):
+        if logs.step == 2 and not pathlib.Path("again").exists():
+            caught = []
+            before = signal.getsignal(signal.SIGINT)
+            signal.signal(signal.SIGINT, lambda *args: (before(*args), caught.append(1)))
+            pathlib.Path("now").touch()
+            while not caught:
+                time.sleep(0.005)
+
+data = shoal.Dataset.from_arrays((torch.ones(40, 3), torch.ones(40, 1))).batch(8)
+trainer = shoal.Trainer(nn.Linear(3, 1), loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), callbacks=[Now()])
+trainer.fit(data, epochs=2, resume="auto")
+print("steps", trainer.step)
+"""
+    )
+    command = [sys.executable, str(script)]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert wait_until((tmp_path / "now").exists, 60.0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
+    checkpoint = "runs/train/checkpoints/step-000000003"
+    assert f"stopped by SIGINT after step 3; the newest checkpoint is {checkpoint}. Go on with fit(" in err
+    (tmp_path / "again").touch()
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (again.returncode, again.stdout) == (0, "steps 10\n"), again.stderr
+    assert f"going on from {checkpoint}: step 3, epoch 1, sample 24" in again.stderr

@@ -1,0 +1,17 @@
+"""Every test of the Trainer gets a job, a run directory and a script's state of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.core import job
+from shoal.train import custom
+
+
+@pytest.fixture(autouse=True)
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(job, "_current", job.Job(name="test", run_dir=tmp_path / "run"))
+    monkeypatch.setattr(custom, "_script", custom._Script())
+    return tmp_path / "run"
