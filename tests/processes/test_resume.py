@@ -171,3 +171,40 @@ print("steps", trainer.step)
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (again.returncode, again.stdout) == (0, "steps 10\n"), again.stderr
     assert f"going on from {checkpoint}: step 3, epoch 1, sample 24" in again.stderr
+
+
+@pytest.mark.parametrize("where", ["between calls", "in evaluate", "in predict"])
+def test_asked_outside_of_a_fit_it_leaves_and_names_the_checkpoint_there_is(
+    launch_script: Launch, at_file: AtFile, tmp_path: Path, where: str
+) -> None:
+    at_file(tmp_path / "now-1", lambda: os.kill(os.getpid(), signal.SIGINT))
+    source = """
+        import pathlib, time, torch, shoal
+        from torch import nn
+        from shoal.cluster import session
+
+        def wait(batch=None):
+            pathlib.Path(f"now-{shoal.rank()}").touch()
+            while session.stop_requested() is None:
+                time.sleep(0.005)
+            return batch
+
+        data = shoal.Dataset.from_arrays((torch.ones(40, 3), torch.ones(40, 1))).batch(8)
+        run = shoal.Trainer(nn.Linear(3, 1), loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+                            callbacks=[shoal.callbacks.ModelCheckpoint(every_steps=3)])
+        run.fit(data)
+        CALL
+        pathlib.Path("survived").touch()
+    """
+    calls = {
+        "between calls": "wait(); run.evaluate(data)",
+        "in evaluate": "run.evaluate(data.map(wait))",
+        "in predict": "run.predict(data.map(wait))",
+    }
+    done = launch_script(source.replace("CALL", calls[where]), workers=2)
+    assert isinstance(done.error, Interrupted)
+    assert done.exit_code == 130
+    assert "after step 5; the newest checkpoint is" in str(done.error)
+    assert "step-000000003. Go on with `shoal resume runs/script-1`." in str(done.error)
+    assert "did not leave in time" not in str(done.error)
+    assert not (tmp_path / "survived").exists()

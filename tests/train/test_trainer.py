@@ -148,6 +148,18 @@ def test_bf16_runs_forward_in_bf16_and_keeps_the_weights_whole() -> None:
     assert history["loss"][-1] < 0.8 * history["loss"][0]
 
 
+def test_bf16_rounds_the_layers_and_not_the_mean_of_the_loss() -> None:
+    torch.manual_seed(3)
+    model = nn.Linear(6, 4)
+    x, label = numbers(4000, 6, seed=5, dtype=torch.float32), torch.arange(4000) % 4
+    run = trainer(model, precision="bf16")
+    data = dataset(x, label).batch(1000)
+    rounded = run.predict(data)
+    assert rounded.dtype == torch.bfloat16
+    expected = float(F.cross_entropy(rounded.double(), label))
+    assert run.evaluate(data)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_compiled_model_trains_the_same_and_keeps_its_names() -> None:
     with warnings.catch_warnings():
@@ -226,6 +238,8 @@ def test_a_class_is_a_factory() -> None:
         ({"model": lambda: None}, "returned a NoneType, not an nn.Module"),
         ({"optimizer": "adam"}, "optimizer must be a function"),
         ({"optimizer": lambda params: 0.1}, "returned a float, not an optimizer"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS runs the model several times"),
+        ({"callbacks": [Callback]}, "callbacks must hold instances"),
         ({"loss": 3}, "loss must be callable"),
         ({"loss": nn.MSELoss(reduction="none")}, "reduction='none'"),
         ({"accumulate": 0}, "accumulate must be a positive integer"),

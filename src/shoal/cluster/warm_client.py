@@ -70,6 +70,11 @@ class WarmParent:
         return self._ready is not None
 
     @property
+    def has_exits(self) -> bool:
+        """Whether deaths were heard of while an answer was waited for: a selector does not tell of those."""
+        return bool(self._exited)
+
+    @property
     def import_s(self) -> float:
         """How long its imports took, once it is ready."""
         return self._ready.import_s if self._ready else 0.0

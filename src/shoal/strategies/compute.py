@@ -56,7 +56,7 @@ class Compute:
         for number, piece in enumerate(pieces):
             seed_all(mix(job.seed, rank, step, number), job.device)
             inputs, target = split_target(self._placed(piece.batch))
-            with self._autocast():
+            with autocast(self._job):
                 output = self._output(inputs, piece)
                 total, piece_count = job.loss(output, target, max(piece.num_local, 1), piece.num_global)
             if self._must_check_loss and piece.num_local > 1:  # one sample has no halves
@@ -79,7 +79,7 @@ class Compute:
     def forward(self, batch: Slice, *, rank: int) -> Tree:
         """The outputs of a slice in evaluation mode, without gradients."""
         seed_all(mix(self._job.seed, rank, _EVALUATION + batch.start), self._job.device)
-        with self._evaluation_mode(), torch.no_grad(), self._autocast():
+        with self._evaluation_mode(), torch.no_grad(), autocast(self._job):
             return self._call(split_target(self._placed(batch.batch))[0])
 
     def _output(self, inputs: Tree, piece: Slice) -> Tree:
@@ -121,13 +121,15 @@ class Compute:
             for module in training:
                 module.training = True
 
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self._job.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._job.device.type, dtype=self._job.autocast)
-
     def _placed(self, batch: Tree) -> Tree:
         return place(batch, self._job.device, self._job.cast_inputs)
+
+
+def autocast(job: TrainJob) -> contextlib.AbstractContextManager[object]:
+    """The precision in which a job runs forward and loss."""
+    if job.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(job.device.type, dtype=job.autocast)
 
 
 def seed_all(seed: int, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from shoal.core.errors import EmptyDataset, TrainingError
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice, bounds
 from shoal.data.tree import Tree, concatenate, leaves, map_tensors
-from shoal.strategies.compute import place
+from shoal.strategies.compute import autocast, place
 from shoal.strategies.protocol import Strategy, TrainJob
 from shoal.train.metrics import MetricSet
 
@@ -37,7 +37,10 @@ def evaluate(
         output = strategy.forward(part)
         if not part.borrowed:
             target = place(part.target, job.device, job.cast_inputs)
-            with torch.no_grad():
+            with (
+                torch.no_grad(),
+                autocast(job),
+            ):  # as in training: a loss rounds less than the layers before it
                 total, count = job.loss(output, target, part.num_local, part.num_global)
             sums += torch.tensor([float(total), count], dtype=torch.float64)
             metrics.update(output, target, part.num_local)

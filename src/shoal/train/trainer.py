@@ -125,6 +125,11 @@ class Trainer:
         )
         self.train_metrics = MetricSet(metrics, loss_kind=self._loss.outputs_are)
         self.evaluation_metrics = MetricSet(metrics, loss_kind=self._loss.outputs_are)
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(
+                    f"callbacks must hold instances of shoal.callbacks.Callback, got {callback!r}."
+                )
         # Those that save come last, so that what they save holds the others' state of the same moment.
         self.callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         self.callbacks_here = [c for c in self.callbacks if c.ranks == "every" or self.rank == 0]
@@ -384,6 +389,11 @@ class Trainer:
                     f"the function given as optimizer= returned a {type(built).__name__}, not an optimizer."
                 )
             given = built
+        if isinstance(given, torch.optim.LBFGS):
+            raise ConfigError(
+                "LBFGS runs the model several times per update, which no strategy can cut. Nothing was trained; use an "
+                "optimizer that steps without a closure."
+            )
         known = {id(parameter) for parameter in model.parameters()}
         if any(id(p) not in known for group in given.param_groups for p in group["params"]):
             raise ConfigError(
