@@ -41,9 +41,9 @@ def inputs(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def exchange_of(
-    model: nn.Module, native: Any, sparse: tuple[str, ...] = ("table.weight", "unseen.weight")
+    model: nn.Module, sparse: tuple[str, ...] = ("table.weight", "unseen.weight")
 ) -> Any:
-    return GradientExchange(list(model.named_parameters()), native, sparse=frozenset(sparse))
+    return GradientExchange(list(model.named_parameters()), sparse=frozenset(sparse))
 
 
 def summed(num_workers: int, step: int) -> dict[str, Tensor | None]:
@@ -58,10 +58,10 @@ def summed(num_workers: int, step: int) -> dict[str, Tensor | None]:
 def test_every_rank_holds_the_sum_and_none_where_nobody_had_a_gradient(num_workers: int) -> None:
     def run(native: Any) -> list[dict[str, Tensor | None]]:
         model = Net()
-        exchange = exchange_of(model, native)
+        exchange = exchange_of(model)
         steps = []
         for step in range(3):
-            exchange.arm()
+            exchange.arm(native)
             model(*inputs(native.rank, step), native.rank).backward()
             exchange.finish()
             steps.append(
@@ -88,9 +88,9 @@ def test_every_rank_holds_the_sum_and_none_where_nobody_had_a_gradient(num_worke
 def test_only_what_comes_after_arming_is_sent() -> None:
     def run(native: Any) -> Tensor:
         model = Net()
-        exchange = exchange_of(model, native)
+        exchange = exchange_of(model)
         model(*inputs(native.rank, 0), native.rank).backward()  # accumulates; nothing leaves yet
-        exchange.arm()
+        exchange.arm(native)
         model(*inputs(native.rank, 0), native.rank).backward()
         exchange.finish()
         assert model.first.weight.grad is not None
@@ -105,8 +105,8 @@ def test_only_what_comes_after_arming_is_sent() -> None:
 def test_a_rank_that_ran_no_backward_sends_nothing_and_gets_the_sum() -> None:
     def run(native: Any) -> dict[str, Tensor | None]:
         model = Net()
-        exchange = exchange_of(model, native)
-        exchange.arm()
+        exchange = exchange_of(model)
+        exchange.arm(native)
         if native.rank == 0:
             model(*inputs(0, 0), 0).backward()
         exchange.finish()
@@ -123,8 +123,8 @@ def test_a_rank_that_ran_no_backward_sends_nothing_and_gets_the_sum() -> None:
 def test_a_rank_keeps_its_own_contribution_apart_from_the_sum() -> None:
     def run(native: Any) -> bool:
         weight = nn.Parameter(torch.ones(2))
-        exchange = GradientExchange([("w", weight)], native, sparse=frozenset())
-        exchange.arm()
+        exchange = GradientExchange([("w", weight)], sparse=frozenset())
+        exchange.arm(native)
         (weight * (native.rank + 1)).sum().backward()
         mine = weight.grad
         assert mine is not None
@@ -138,15 +138,15 @@ def test_a_rank_keeps_its_own_contribution_apart_from_the_sum() -> None:
 def test_gradients_that_cannot_be_laid_out_are_refused_by_name() -> None:
     def dense_for_sparse(native: Any) -> None:
         model = Net()
-        exchange = exchange_of(model, native)
-        exchange.arm()
+        exchange = exchange_of(model)
+        exchange.arm(native)
         model.table.weight.sum().backward()
         exchange.finish()
 
     def sparse_for_dense(native: Any) -> None:
         model = Net()
-        exchange = exchange_of(model, native, sparse=())
-        exchange.arm()
+        exchange = exchange_of(model, sparse=())
+        exchange.arm(native)
         model(*inputs(0, 0), 0).backward()
 
     with pytest.raises(TrainingError, match=r"'table.weight' is the weight of an embedding with sparse=True"):
@@ -158,8 +158,8 @@ def test_gradients_that_cannot_be_laid_out_are_refused_by_name() -> None:
 def test_a_gradient_that_was_sent_cannot_change_any_more() -> None:
     def twice(native: Any) -> None:
         weight = nn.Parameter(torch.ones(2))
-        exchange = GradientExchange([("w", weight)], native, sparse=frozenset())
-        exchange.arm()
+        exchange = GradientExchange([("w", weight)], sparse=frozenset())
+        exchange.arm(native)
         weight.sum().backward()
         weight.sum().backward()
 
@@ -170,9 +170,9 @@ def test_a_gradient_that_was_sent_cannot_change_any_more() -> None:
 def test_closed_it_leaves_the_parameters_alone() -> None:
     def run(native: Any) -> int:
         weight = nn.Parameter(torch.ones(2))
-        exchange = GradientExchange([("w", weight)], native, sparse=frozenset())
+        exchange = GradientExchange([("w", weight)], sparse=frozenset())
         exchange.close()
-        exchange.arm()
+        exchange.arm(native)
         weight.sum().backward()
         weight.sum().backward()
         return len(weight._post_accumulate_grad_hooks or {})  # type: ignore[attr-defined]
