@@ -6,22 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import fate
-from shoal.cluster.fate import (
-    EDGES,
+from shoal.cluster.fate import EDGES, Fate, Patience, Phase
+from shoal.cluster.fate_events import (
+    Advanced,
     Asked,
     AskToLeave,
+    CaughtUp,
     CoordinatorDied,
     CoordinatorExited,
+    CoordinatorServes,
     Died,
+    Event,
     Exited,
-    Fate,
     Kill,
     Left,
-    Patience,
-    Phase,
+    Replace,
+    RestartCoordinator,
     Started,
     Stuck,
+    Suspected,
     Tick,
 )
 from shoal.wire.messages import Failed, Finished
@@ -37,8 +40,13 @@ def finished(rank: int) -> Finished:
     return Finished(rank, 0, 0.0, 0, {})
 
 
-def running(num_workers: int) -> Fate:
-    job = Fate(num_workers=num_workers, patience=PATIENCE)
+RECOVERING = Patience(
+    max_restarts=2, max_coordinator_restarts=2, grace_s=60.0, blame_s=1.0, settle_s=0.5, exit_s=30.0
+)
+
+
+def running(num_workers: int, patience: Patience = PATIENCE) -> Fate:
+    job = Fate(num_workers=num_workers, patience=patience)
     for rank in range(num_workers):
         assert job.handle(Started(rank), 0.0) == []
     return job
@@ -165,15 +173,147 @@ def test_a_process_that_outlives_its_script_is_ended() -> None:
     assert (job.cause, job.exit_code) == (Stuck((1,)), 3)
 
 
-def test_the_coordinators_death_ends_the_job_and_its_leaving_last_does_not() -> None:
-    job = running(1)
-    job.handle(failed(0, "peer", "CoordinatorLost", 3), 1.0)
-    job.handle(CoordinatorExited(-9), 1.1)
-    assert job.cause == CoordinatorDied(-9)
+def test_the_coordinators_leaving_last_is_nobodys_concern() -> None:
     done = running(1)
     for event in (finished(0), Exited(0, 0), CoordinatorExited(0)):
-        done.handle(event, 1.0)
+        assert done.handle(event, 1.0) == []
     assert done.cause is None
+
+
+# ---- going on -------------------------------------------------------------------------------------
+
+
+def recovering(num_workers: int = 2) -> Fate:
+    return running(num_workers, RECOVERING)
+
+
+@pytest.mark.parametrize("code", [-9, -11, 0, 7])
+def test_a_worker_that_dies_without_a_word_is_replaced_by_the_next_incarnation(code: int) -> None:
+    job = recovering()
+    assert job.handle(Exited(1, code), 1.0) == [Replace(Died(1, code), 1)]
+    job.handle(Started(1, 1), 1.0)
+    assert job.handle(Exited(1, code), 2.0) == [Replace(Died(1, code, num_times=2), 2)]
+    assert (job.phase, job.num_restarts) == (Phase.RUNNING, 2)
+
+
+def test_a_rank_that_dies_once_too_often_without_the_job_getting_ahead_ends_it() -> None:
+    job = recovering()
+    for incarnation in (1, 2):
+        job.handle(Exited(1, -9), 1.0)
+        job.handle(Started(1, incarnation), 1.0)
+    assert job.handle(Exited(1, -9), 2.0) == []
+    assert (job.phase, job.cause) == (Phase.ENDING, Died(1, -9, num_times=3))
+
+
+def test_deaths_are_forgotten_when_the_job_gets_ahead() -> None:
+    job = recovering()
+    for incarnation in range(1, 20):
+        assert job.handle(Exited(1, -9), 1.0) == [Replace(Died(1, -9), incarnation)]
+        job.handle(Started(1, incarnation), 1.0)
+        job.handle(Advanced(), 1.0)
+
+
+def test_all_workers_dead_at_once_are_all_replaced() -> None:
+    job = recovering(4)
+    for rank in range(4):
+        assert job.handle(Exited(rank, -9), 1.0) == [Replace(Died(rank, -9), 1)]
+        job.handle(Started(rank, 1), 1.0)
+    assert job.phase is Phase.RUNNING
+
+
+def test_the_only_worker_is_replaced_too() -> None:
+    job = recovering(1)
+    assert job.handle(Exited(0, -9), 1.0) == [Replace(Died(0, -9), 1)]
+    assert job.phase is Phase.RUNNING
+
+
+def test_a_users_exception_is_not_retried() -> None:
+    job = recovering()
+    job.handle(failed(1), 1.0)
+    assert job.handle(Exited(1, 1), 1.0) == []
+    assert job.cause == failed(1)
+
+
+def test_nobody_is_replaced_once_the_job_ends() -> None:
+    job = recovering(3)
+    job.handle(failed(1), 1.0)
+    assert job.handle(Exited(2, -9), 1.0) == []
+
+
+def test_a_broken_exchange_after_a_death_is_blamed_on_the_death() -> None:
+    job = recovering()
+    job.handle(Exited(1, -9), 1.0)
+    job.handle(Started(1, 1), 1.0)
+    job.handle(failed(0, "peer", "PeerLost", 3), 1.1)
+    job.handle(Tick(), 2.1)
+    assert job.cause == Died(1, -9)
+
+
+def test_a_suspect_is_killed_and_replaced_and_its_death_says_why() -> None:
+    job = recovering()
+    assert job.handle(Suspected(1, 0, "it slept"), 1.0) == [Kill((1,))]
+    assert job.handle(Exited(1, -9), 1.1) == [Replace(Died(1, -9, why="it slept"), 1)]
+    job.handle(Started(1, 1), 1.1)
+    assert job.handle(Suspected(1, 0, "it slept"), 1.2) == []  # the news is old
+
+
+def test_killed_after_the_end_of_every_script_is_no_failure() -> None:
+    job = recovering()
+    job.handle(finished(0), 1.0)
+    assert job.handle(Exited(1, -9), 1.0) == job.handle(Exited(0, 0), 1.1) == []
+    assert (job.phase, job.exit_code) == (Phase.ENDED, 0)
+
+
+def test_a_crash_after_the_last_word_is_a_death_with_recovery_too() -> None:
+    job = recovering(1)
+    job.handle(finished(0), 1.0)
+    job.handle(Exited(0, -11), 1.1)
+    assert job.cause == Died(0, -11, finished=True)
+
+
+def test_asked_to_leave_a_replacement_is_asked_when_it_has_caught_up() -> None:
+    job = recovering()
+    job.handle(Exited(1, -9), 1.0)
+    job.handle(Started(1, 1), 1.0)
+    assert job.handle(Asked(signal.SIGINT), 2.0) == [AskToLeave((0,), signal.SIGINT)]
+    assert job.handle(CaughtUp(1), 2.5) == [AskToLeave((1,), signal.SIGINT)]
+
+
+def test_asked_to_leave_with_nobody_but_replacements_they_are_asked() -> None:
+    job = recovering(1)
+    job.handle(Exited(0, -9), 1.0)
+    job.handle(Started(0, 1), 1.0)
+    assert job.handle(Asked(signal.SIGTERM), 2.0) == [AskToLeave((0,), signal.SIGTERM)]
+
+
+def test_a_death_while_leaving_is_replaced_so_that_the_others_can_finish_their_step() -> None:
+    job = recovering()
+    job.handle(Asked(signal.SIGINT), 2.0)
+    assert job.handle(Exited(1, -9), 2.1) == [Replace(Died(1, -9), 1)]
+
+
+def test_a_killed_coordinator_is_started_again_as_often_as_it_takes() -> None:
+    job = recovering()
+    for at in range(0, 100, 10):
+        job.handle(CoordinatorServes(), float(at))
+        assert job.handle(CoordinatorExited(-9), at + 5.0) == [RestartCoordinator()]
+    assert job.phase is Phase.RUNNING
+
+
+def test_a_coordinator_that_dies_of_being_started_ends_the_job() -> None:
+    job = recovering()
+    assert job.handle(CoordinatorExited(1), 1.0) == [RestartCoordinator()]
+    assert job.handle(CoordinatorExited(1), 1.1) == [RestartCoordinator()]
+    job.handle(CoordinatorServes(), 1.2)
+    assert job.handle(CoordinatorExited(1), 1.3) == []
+    assert job.cause == CoordinatorDied(1)
+
+
+def test_a_coordinator_that_says_it_cannot_go_on_is_believed() -> None:
+    job = recovering()
+    job.handle(CoordinatorServes(), 1.0)
+    assert job.handle(CoordinatorExited(3, is_final=True), 90.0) == []
+    assert job.cause == CoordinatorDied(3)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -192,19 +332,23 @@ EVENTS = st.one_of(
     st.builds(finished, st.integers(0, 2)),
     st.builds(Exited, st.integers(0, 2), st.sampled_from([0, 1, -9, -15])),
     st.builds(CoordinatorExited, st.just(-9)),
+    st.just(CoordinatorServes()),
+    st.just(Advanced()),
+    st.builds(CaughtUp, st.integers(0, 2)),
+    st.builds(Suspected, st.integers(0, 2), st.integers(0, 2), st.just("")),
     st.builds(Asked, st.sampled_from([signal.SIGINT, signal.SIGTERM])),
     st.just(Tick()),
 )
 
 
-@given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=25))
+@given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=25), st.sampled_from([PATIENCE, RECOVERING]))
 def test_whatever_happens_phases_follow_the_edges_and_only_the_living_are_acted_on(
-    story: list[tuple[fate.Event, float]],
+    story: list[tuple[Event, float]], patience: Patience
 ) -> None:
-    job, now, alive = running(3), 0.0, {0, 1, 2}
+    job, now, alive = running(3, patience), 0.0, {0, 1, 2}
     for event, passed_s in story:
         now += passed_s
-        if isinstance(event, Exited | Failed | Finished) and event.rank not in alive:
+        if isinstance(event, Exited | Failed | Finished | CaughtUp) and event.rank not in alive:
             continue  # the dead do not speak, nor die again
         if isinstance(event, Exited):
             alive.discard(event.rank)
@@ -214,7 +358,15 @@ def test_whatever_happens_phases_follow_the_edges_and_only_the_living_are_acted_
         if before is Phase.ENDING and not isinstance(cause, Left) and cause is not None:
             assert job.cause == cause  # told once
         for action in actions:
-            assert set(action.ranks) <= alive
+            match action:
+                case AskToLeave(ranks) | Kill(ranks):
+                    assert set(ranks) <= alive
+                case Replace(died, incarnation):
+                    assert patience is RECOVERING
+                    assert died.rank not in alive
+                    assert 0 < died.num_times <= patience.max_restarts
+                    alive.add(died.rank)
+                    assert job.handle(Started(died.rank, incarnation), now) == []
     while job.deadline is not None:  # with time alone, and nobody reaped, it comes to its end
         now = job.deadline
         job.handle(Tick(), now)

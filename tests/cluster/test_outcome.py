@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import signal
 
-from shoal.cluster.fate import Asked, CoordinatorExited, Exited, Fate, Patience, Started, Tick
+from shoal.cluster.fate import Fate, Patience
+from shoal.cluster.fate_events import Asked, CoordinatorExited, Exited, Started, Tick
 from shoal.cluster.outcome import Outcome, error_of, summary_of
 from shoal.core.errors import ClusterError, Interrupted, WorkerDied
 from shoal.wire.messages import Failed, Finished, Progress, Saved
@@ -55,8 +56,10 @@ def test_processes_that_outlive_their_script_are_named() -> None:
 
 
 def test_the_coordinators_end_is_told() -> None:
-    error = error_of(outcome(CoordinatorExited(-11)), num_workers=2, run="x")
-    assert str(error).startswith("the coordinator was killed by SIGSEGV")
+    seen = outcome(*[CoordinatorExited(-11)] * 4)
+    assert str(error_of(seen, num_workers=2, run="x")).startswith("the coordinator was killed by SIGSEGV")
+    seen.coordinator_last_lines = ["the disk is full."]
+    assert "its last words: the disk is full. " in str(error_of(seen, num_workers=2, run="x"))
 
 
 def test_a_summary_has_the_totals_of_a_finished_run() -> None:

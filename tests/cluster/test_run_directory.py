@@ -70,6 +70,7 @@ def test_what_was_launched_can_be_read_again(tmp_path: Path) -> None:
         assert {path.name for path in run.path.iterdir()} == {
             "config.json",
             "events.jsonl",
+            "journal.sqlite",
             "lock",
             "logs",
             "checkpoints",

@@ -38,8 +38,8 @@ from shoal.core import strategy_names
 from shoal.core.errors import ClusterError, ConfigError, ScriptNotFound, ShoalError
 from shoal.core.job import Job
 
-FILES_PER_WORKER = 4
-"""A worker's stdout, stderr, status and log."""
+FILES_PER_WORKER = 5
+"""A worker's stdout, stderr, status and log, and a replacement's silent output."""
 
 SPARE_FILES = 32
 """For what does not grow with the workers, and the other ends while one of them is started."""
@@ -134,6 +134,7 @@ def resume_config(run: str | os.PathLike[str], *, workers: int | None = None) ->
         step_timeout_s=before.step_timeout_s,
         join_timeout_s=before.join_timeout_s,
         grace_s=before.grace_s,
+        max_restarts=before.max_restarts,
         resume=True,
         cwd=before.cwd,
     )
@@ -162,7 +163,7 @@ def _run_job(
         args=described.args,
         num_threads=described.threads,
     )
-    patience = Patience(grace_s=config.grace_s)
+    patience = Patience(grace_s=config.grace_s, max_restarts=config.max_restarts)
     outcome = Outcome(Fate(num_workers=described.workers, patience=patience))
     error: ShoalError | None = None
     exit_code = ShoalError.exit_code
@@ -215,6 +216,7 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         step_timeout_s=config.step_timeout_s,
         join_timeout_s=config.join_timeout_s,
         grace_s=config.grace_s,
+        max_restarts=config.max_restarts,
         versions=Versions(
             python=platform.python_version(), torch=metadata.version("torch"), shoal=shoal.__version__
         ),

@@ -161,13 +161,14 @@ class CoordinatorClient:
         """Return once all ranks have reached the end of their scripts, after as many calls. Raises Regrouping too."""
         self._wait(ScriptEnded(self.rank, num_calls), Leave)
 
-    def enter_view(self, *, view_left: int, finished: int, call: int) -> ViewFormed:
+    def enter_view(self, *, view_left: int, finished: int, call: int, waited_s: float = 0.0) -> ViewFormed:
         """Wait until every rank has come to the next view, and return it.
 
         `view_left` is 0 and `finished` -1 for a process that was in no view yet;
-        `call` is the newest call it has begun.
+        `call` is the newest call it has begun, `waited_s` how long it waited for
+        the others in the exchange that broke.
         """
-        enter = EnterView(self.rank, self.incarnation, view_left, finished, call)
+        enter = EnterView(self.rank, self.incarnation, view_left, finished, call, waited_s)
         return self._wait(enter, ViewFormed)
 
     def close(self) -> None:

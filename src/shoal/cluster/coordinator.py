@@ -164,11 +164,12 @@ class Coordinator:
             self._selector.modify(connection.sock, events, connection)
 
     def _drop(self, connection: _Connection) -> None:
-        if self._connections.pop(connection.number, None) is None:
+        if connection.number not in self._connections:
             return
+        self._due += self._coordination.gone(connection.number)
         self._selector.unregister(connection.sock)
         connection.sock.close()
-        self._due += self._coordination.gone(connection.number)
+        del self._connections[connection.number]
 
     def _count_refusal(self, reason: str) -> None:
         self.num_refused += 1

@@ -1,12 +1,19 @@
-"""How a job ends: from what its workers say and how they die, to one cause.
+"""Whether a job goes on or ends: from what its workers say and how they die, to replacements, or to one cause.
 
 Pure: no clock, no process, no socket. `supervisor.py` feeds events in with
 the time at which they came and carries out the actions that come back.
 
     RUNNING ──asked to leave──▶ LEAVING ──all gone──▶ ENDED
-       │                           │
-       ├──a worker failed or died──┴──▶ ENDING ──all gone──▶ ENDED
-       └──all finished, all gone──────▶ ENDED
+     │ ▲ │                         │
+     │ │ ├──a worker failed, ──────┴──▶ ENDING ──all gone──▶ ENDED
+     │ │ │  or died once too often
+     │ │ └──all finished, all gone──────▶ ENDED
+     └─┴──a worker died: it is replaced
+
+A worker that dies without a word is replaced by the next incarnation of its
+rank. A user's exception is not retried: it would come again. Deaths are
+counted per rank and forgotten when the job gets ahead, so that only a crash
+loop ends it.
 
 A failure has consequences that look like failures: the exchange of every
 other rank breaks. So an error of kind "peer" is only believed when `blame_s`
@@ -19,16 +26,31 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
 
+from shoal.cluster.fate_events import (
+    LEAVE_SIGNALS,
+    Action,
+    Advanced,
+    Asked,
+    AskToLeave,
+    CaughtUp,
+    Cause,
+    CoordinatorDied,
+    CoordinatorExited,
+    CoordinatorServes,
+    Died,
+    Event,
+    Exited,
+    Kill,
+    Left,
+    Replace,
+    RestartCoordinator,
+    Started,
+    Stuck,
+    Suspected,
+    Tick,
+)
 from shoal.wire.messages import Failed, Finished
-
-LEAVE_SIGNALS = {
-    signal.SIGINT: signal.SIGUSR1,  # not SIGINT: a script's own idea of Ctrl-C is for when it runs alone
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGHUP: signal.SIGTERM,
-}
-"""What the supervisor was sent -> what it sends its workers."""
 
 
 class Phase(StrEnum):
@@ -48,107 +70,18 @@ EDGES = {
 }
 
 
-# ---- events --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A worker was forked."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """A worker is gone; all it said has been handled before."""
-
-    rank: int
-    code: int  # minus the signal that killed it
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorExited:
-    """The coordinator is gone."""
-
-    code: int
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The user or the system wants the job to leave."""
-
-    signum: signal.Signals
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-Event: TypeAlias = Started | Failed | Finished | Exited | CoordinatorExited | Asked | Tick
-
-
-# ---- actions -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AskToLeave:
-    """Tell these ranks to finish their step, save and leave."""
-
-    ranks: tuple[int, ...]
-    signum: signal.Signals
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """End these ranks now."""
-
-    ranks: tuple[int, ...]
-
-
-Action: TypeAlias = AskToLeave | Kill
-
-
-# ---- causes --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    """A worker ended without a word, or badly after its last one."""
-
-    rank: int
-    code: int
-    finished: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorDied:
-    """Nobody is left to agree through."""
-
-    code: int
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """The job left because it was asked to; `late` names the ranks that had to be killed."""
-
-    signum: signal.Signals
-    late: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Stuck:
-    """Scripts ended, but their processes did not."""
-
-    ranks: tuple[int, ...]
-
-
-Cause: TypeAlias = Failed | Died | CoordinatorDied | Left | Stuck
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long each wait of an ending job may take."""
+    """How often a job is helped up, and how long each wait of an ending one may take."""
+
+    max_restarts: int = 0
+    """How often a rank is replaced without the job getting ahead; the next death ends it. 0: never."""
+
+    max_coordinator_restarts: int = 3
+    """How often in a row a coordinator may die before it was at work for `steady_s`."""
+
+    steady_s: float = 1.0
+    """A coordinator that answered for so long has not died of being started."""
 
     grace_s: float = 60.0
     """From being asked to leave to being killed."""
@@ -174,8 +107,15 @@ class Fate:
         self.cause: Cause | None = None
         self.finished: dict[int, Finished] = {}
         self.failures: list[Failed] = []
+        self.num_restarts = 0
         self._num_workers, self._patience = num_workers, patience
-        self._alive: set[int] = set()
+        self._alive: dict[int, int] = {}  # rank -> incarnation
+        self._behind: set[int] = set()  # replacements that have not caught up
+        self._num_deaths: dict[int, int] = {}  # by rank, since the job last got ahead
+        self._unrecovered: Died | None = None  # the newest death since then
+        self._why_killed: dict[int, str] = {}
+        self._coordinator_served_at: float | None = None
+        self._num_coordinator_deaths = 0
         self._suspicion: tuple[Failed, float] | None = None  # a broken exchange, and until when it may wait
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
@@ -206,9 +146,20 @@ class Fate:
         if self.phase is Phase.ENDED:
             return []
         match event:
-            case Started(rank):
-                self._alive.add(rank)
+            case Started(rank, incarnation):
+                self._alive[rank] = incarnation
+                if incarnation:
+                    self._behind.add(rank)
                 return []
+            case CaughtUp(rank):
+                self._behind.discard(rank)
+                return [AskToLeave((rank,), self.cause.signum)] if isinstance(self.cause, Left) else []
+            case Advanced():
+                self._num_deaths.clear()
+                self._unrecovered = None
+                return []
+            case Suspected(rank, incarnation, why):
+                return self._suspected(rank, incarnation, why)
             case Failed():
                 return self._failed(event, now)
             case Finished():
@@ -218,8 +169,11 @@ class Fate:
                 return []
             case Exited(rank, code):
                 return self._exited(rank, code, now)
-            case CoordinatorExited(code):
-                return self._end(CoordinatorDied(code), now) if self.cause is None and self._alive else []
+            case CoordinatorServes():
+                self._coordinator_served_at = now
+                return []
+            case CoordinatorExited(code, is_final):
+                return self._coordinator_exited(code, is_final, now)
             case Asked(signum):
                 return self._asked(signum, now)
             case Tick():
@@ -243,24 +197,61 @@ class Fate:
             return []
         return self._end(failed, now)
 
+    def _suspected(self, rank: int, incarnation: int, why: str) -> list[Action]:
+        if self.phase not in (Phase.RUNNING, Phase.LEAVING) or self._alive.get(rank) != incarnation:
+            return []  # told of one that is gone, or goes anyway
+        self._why_killed[rank] = why
+        return [Kill((rank,))]
+
     def _exited(self, rank: int, code: int, now: float) -> list[Action]:
-        self._alive.discard(rank)
+        incarnation = self._alive.pop(rank, 0)
+        self._behind.discard(rank)
         actions: list[Action] = []
         if self.phase is not Phase.ENDING and not self._explains(rank, code):
-            actions = self._end(Died(rank, code, finished=rank in self.finished), now)
+            actions = self._died(rank, incarnation, code, now)
+            if any(isinstance(action, Replace) for action in actions):
+                return actions
         if not self._alive:
             if self._suspicion and self.cause is None:
-                self.cause = self._suspicion[0]  # nobody is left who could explain it
+                self.cause = (
+                    self._unrecovered or self._suspicion[0]
+                )  # nobody is left who could explain it better
             self.phase, self._kill_at, self._give_up_at, self._suspicion = Phase.ENDED, None, None, None
         return actions
 
+    def _died(self, rank: int, incarnation: int, code: int, now: float) -> list[Action]:
+        num_times = self._num_deaths[rank] = self._num_deaths.get(rank, 0) + 1
+        died = Died(rank, code, rank in self.finished, self._why_killed.pop(rank, ""), num_times)
+        # Once a rank has left, there is nobody for a replacement to take its state from, or to run with.
+        have_others_left = bool(self.finished or self.failures)
+        if num_times > self._patience.max_restarts or have_others_left:
+            return self._end(died, now)
+        if self.phase is Phase.LEAVING and not self._alive:
+            return self._end(died, now)
+        self._unrecovered = died
+        self.num_restarts += 1
+        return [Replace(died, incarnation + 1)]
+
     def _explains(self, rank: int, code: int) -> bool:
-        """Whether this end was announced, or wanted."""
+        """Whether this end was announced, or wanted, or came too late to matter."""
         if any(failed.rank == rank for failed in self.failures):
             return True
         if self.phase is Phase.LEAVING and -code in LEAVE_SIGNALS.values():
             return True  # asked before its handler was in place
+        if code == -signal.SIGKILL and self.finished and self._patience.max_restarts:
+            return True  # nobody leaves before all reach the script's end, so it had
         return code == 0 and rank in self.finished
+
+    def _coordinator_exited(self, code: int, is_final: bool, now: float) -> list[Action]:
+        served_at, self._coordinator_served_at = self._coordinator_served_at, None
+        if self.phase not in (Phase.RUNNING, Phase.LEAVING) or not self._alive:
+            return []
+        if served_at is not None and now - served_at >= self._patience.steady_s:
+            self._num_coordinator_deaths = 0
+        self._num_coordinator_deaths += 1
+        if is_final or self._num_coordinator_deaths > self._patience.max_coordinator_restarts:
+            return self._end(CoordinatorDied(code), now)
+        return [RestartCoordinator()]
 
     def _asked(self, signum: signal.Signals, now: float) -> list[Action]:
         if not self._alive:
@@ -273,7 +264,10 @@ class Fate:
     def _leave(self, signum: signal.Signals, now: float) -> list[Action]:
         self.cause, self.phase = Left(signum), Phase.LEAVING
         self._kill_at = now + self._patience.grace_s
-        return [AskToLeave(tuple(sorted(self._alive)), signum)]
+        # One wish is enough for all to leave at one step. A replacement that is not yet with them could only break
+        # off, and they would wait for it; it is asked when it has caught up.
+        ranks = self._alive.keys() - self._behind or self._alive.keys()
+        return [AskToLeave(tuple(sorted(ranks)), signum)]
 
     def _end(self, cause: Cause, now: float) -> list[Action]:
         self.cause, self.phase, self._suspicion = cause, Phase.ENDING, None
@@ -282,7 +276,7 @@ class Fate:
 
     def _tick(self, now: float) -> list[Action]:
         if self._suspicion and now >= self._suspicion[1]:
-            return self._end(self._suspicion[0], now)
+            return self._end(self._unrecovered or self._suspicion[0], now)
         if self._kill_at is not None and now >= self._kill_at and self._alive:
             late = tuple(sorted(self._alive))
             if isinstance(self.cause, Left):

@@ -15,6 +15,9 @@ from shoal.core.job import VerifyPlan
 MAX_WORKERS = 1024
 """On one host. Beyond it a number is a slip of the hand."""
 
+MAX_RESTARTS = 1000
+"""Of one worker, without a step between. Beyond it a crash loop would fill the disk with its logs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
@@ -50,6 +53,9 @@ class LaunchConfig:
     grace_s: float = 60.0
     """How long workers that were asked to leave may take to finish their step and save."""
 
+    max_restarts: int = 3
+    """How often a worker that dies is replaced without the job getting ahead. 0: its death ends the job."""
+
     resume: bool = False
     """Go on from the newest checkpoint of the run directory, which must exist. See `resume_config`."""
 
@@ -71,6 +77,8 @@ class LaunchConfig:
         for name in ("step_timeout_s", "join_timeout_s", "grace_s"):
             if not 0 < getattr(self, name) < 1e9:
                 raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)}.")
+        if not 0 <= self.max_restarts <= MAX_RESTARTS:
+            raise ConfigError(f"max_restarts must be from 0 to {MAX_RESTARTS}, got {self.max_restarts}.")
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"seed must be from 0 to 2^63-1, got {self.seed}.")
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):

@@ -11,8 +11,9 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.cluster import failure, fate
+from shoal.cluster import failure
 from shoal.cluster.fate import Fate
+from shoal.cluster.fate_events import CoordinatorDied, Died, Left, Stuck
 from shoal.core.errors import ClusterError, Interrupted, ShoalError, WorkerDied
 from shoal.wire.messages import Failed, Progress, Saved
 
@@ -31,6 +32,9 @@ class Outcome:
     last_lines: dict[int, list[str]] = field(default_factory=dict)
     """Of each rank's log, once it is gone."""
 
+    coordinator_last_lines: list[str] = field(default_factory=list)
+    """Of its log, once it is gone."""
+
 
 def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | None:
     """Why the job did not end well, as its user should read it; `run` is what `shoal resume` would be given."""
@@ -41,24 +45,29 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
             return None
         case Failed():
             return failure.to_error(cause, num_workers=num_workers)
-        case fate.Died(rank, code, finished):
+        case Died(rank, code, finished, why, num_times):
+            again = f" {num_times} times without the job getting ahead" if num_times > 1 else ""
             return WorkerDied(
                 rank=rank,
                 how=("had finished its script, then " if finished else "")
-                + how_it_ended(code, finished=finished),
+                + how_it_ended(code, finished=finished)
+                + again
+                + (f" ({why}; if it is only slow, raise step_timeout_s or join_timeout_s)" if why else ""),
                 step=outcome.progress[rank].step if rank in outcome.progress else None,
                 checkpoint=checkpoint,
                 log=outcome.last_lines.get(rank, []),
                 run=run,
             )
-        case fate.CoordinatorDied(code):
+        case CoordinatorDied(code):
+            said = " ".join(outcome.coordinator_last_lines)
             return ClusterError(
-                f"the coordinator {how_it_ended(code, finished=True)}, so the workers were stopped; its last words, if "
-                f"any, are in {run}/logs/coordinator.log. {_go_on(checkpoint, run)}"
+                f"the coordinator {how_it_ended(code, finished=True)}, so the workers were stopped; its last words"
+                + (f": {said} " if said else f", if any, are in {run}/logs/coordinator.log. ")
+                + _go_on(checkpoint, run)
             )
-        case fate.Left(signum, late):
+        case Left(signum, late):
             return _interrupted(outcome, signum, late, run)
-        case fate.Stuck(ranks):
+        case Stuck(ranks):
             return ClusterError(
                 f"the script ended on every rank, but {_workers(ranks)} did not exit and had to be killed: a thread of the "
                 "script that is not a daemon, or an exit handler, goes on. What the script wrote is there; let it end its "
@@ -75,7 +84,9 @@ def how_it_ended(code: int, *, finished: bool = False) -> str:
 
 def summary_of(outcome: Outcome, *, started: float, ended: float, **facts: Any) -> dict[str, Any]:
     """The figures of summary.json: totals as rank 0 told them, or as far as it had come."""
-    done, last = outcome.fate.finished.get(0), outcome.progress.get(0)
+    # Rank 0's word; or another's, where rank 0 was killed after its script's end and its replacement did nothing.
+    finished = sorted(outcome.fate.finished.values(), key=lambda each: (-each.steps, each.rank))
+    done, last = finished[0] if finished else None, outcome.progress.get(0)
     if done is not None:
         samples, seconds, steps, metrics = done.samples, done.seconds, done.steps, done.metrics
     elif last is not None:
@@ -92,7 +103,7 @@ def summary_of(outcome: Outcome, *, started: float, ended: float, **facts: Any) 
         "samples_per_s": samples / seconds if seconds else 0.0,
         "steps": steps,
         "metrics": metrics,
-        "restarts": 0,
+        "restarts": outcome.fate.num_restarts,
         "checkpoint": outcome.checkpoint.path if outcome.checkpoint else None,
         "started": started,
         "ended": ended,

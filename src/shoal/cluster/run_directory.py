@@ -7,6 +7,7 @@
         logs/            worker-<rank>.log: what each worker wrote
         checkpoints/     written by the Trainer
         summary.json     what came of it; appears when the job has ended
+        journal.sqlite   what the coordinator has promised
         lock             held by the live supervisor, and only by it
 
 Decides whether a directory may be used and says why not. Does not know what
@@ -26,6 +27,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from shoal.cluster import journal
 from shoal.core.errors import RunDirectoryError
 
 
@@ -51,6 +53,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: float
     join_timeout_s: float
     grace_s: float
+    max_restarts: int = 3
     versions: Versions
     started: float  # seconds since 1970
     resumed: bool = False
@@ -61,6 +64,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, lock_fd: int) -> None:
         self.path = path
+        self.launch = 0  # which launch of this run we are, from 1
         self._lock_fd = lock_fd
         self._events: BinaryIO | None = None
 
@@ -128,6 +132,7 @@ class RunDirectory:
         try:
             for folder in ("logs", "checkpoints"):
                 (self.path / folder).mkdir(exist_ok=True)
+            self.launch = journal.begin_launch(self.journal_path, num_workers=config.workers)
             (self.path / "summary.json").unlink(missing_ok=True)  # of the ended job; this one has not ended
             write_atomically(self.path / "config.json", msgspec.json.encode(config))
             self._events = open(self.path / "events.jsonl", "ab", buffering=0)  # noqa: SIM115  closed in close()
@@ -136,7 +141,17 @@ class RunDirectory:
             if is_new:
                 _remove_what_was_made(self.path)
             raise _unwritable(self.path, error) from None
+        except RunDirectoryError:
+            self.close()
+            if is_new:
+                _remove_what_was_made(self.path)
+            raise
         return self
+
+    @property
+    def journal_path(self) -> Path:
+        """Where the coordinator keeps what it promises."""
+        return self.path / journal.FILE_NAME
 
     def event(self, kind: str, **facts: Any) -> None:
         """Add a line to events.jsonl. A disk that takes no more lines does not end a job."""
@@ -251,7 +266,8 @@ def _first_free(base: Path, stem: str) -> Path:
 
 def _is_blank(path: Path) -> bool:
     """Empty, or begun by a launch that was killed before it had written what it is."""
-    return path.is_dir() and set(os.listdir(path)) <= {"lock", "logs", "checkpoints"}
+    files = {"lock", "logs", "checkpoints", journal.FILE_NAME, f"{journal.FILE_NAME}-wal"}
+    return path.is_dir() and set(os.listdir(path)) <= files
 
 
 def _refuse_other_job(path: Path, script: str) -> None:
@@ -278,6 +294,6 @@ def _remove_what_was_made(path: Path) -> None:
     for leftover in (path / "logs", path / "checkpoints"):
         if leftover.is_dir():
             leftover.rmdir()
-    for leftover in (path / "config.json", path / "events.jsonl", path / "lock"):
+    for leftover in (path / "config.json", path / "events.jsonl", path / journal.FILE_NAME, path / "lock"):
         leftover.unlink(missing_ok=True)
     path.rmdir()

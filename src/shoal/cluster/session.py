@@ -9,7 +9,9 @@ that does not fit into the socket is dropped, only the newest counts anyway.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,9 +34,11 @@ class _Session:
     client: CoordinatorClient | None = None
     regroup: Callable[[], None] | None = None
     is_live: bool = True
+    live_output: tuple[int, int] | None = None
     sink: Callable[[Progress], None] | None = None
     num_calls: int = 0
     num_begun: int = 0  # calls that every rank makes; one less than num_calls while it waits for the others
+    is_waiting: bool = False  # for the other ranks, at a call or at the script's end
     stop: str | None = None
     report_at: float = 0.0
     reported: tuple[str, int] = ("", -1)
@@ -47,14 +51,18 @@ class _Session:
 _session = _Session()
 
 
-def attach(*, rank: int, status: socket.socket, is_live: bool = True) -> None:
+def attach(*, rank: int, status: socket.socket, live_output: tuple[int, int] | None = None) -> None:
     """Speak to the supervisor through `status` from now on. Called once, by the launcher.
 
-    Not `is_live`: a replacement, which has nothing new to say before it has caught up.
+    `live_output` is given to a replacement: where its stdout and stderr lead once it has caught up.
     """
     global _session
     _session = _Session(
-        rank=rank, status=status, is_live=is_live, sink=lambda progress: _send(progress, wait=False)
+        rank=rank,
+        status=status,
+        is_live=live_output is None,
+        live_output=live_output,
+        sink=lambda progress: _send(progress, wait=False),
     )
 
 
@@ -94,11 +102,17 @@ def end_script() -> None:
     live()
 
 
-def enter_view(*, view_left: int, finished: int) -> ViewFormed:
-    """Wait for all ranks at the next view. In a plain process there is one view, and nobody to wait for."""
+def enter_view(*, view_left: int, finished: int, waited_s: float = 0.0) -> ViewFormed:
+    """Wait for all ranks at the next view. In a plain process there is one view, and nobody to wait for.
+
+    `waited_s` is how long this rank waited for the others in the exchange
+    that broke: whoever is to blame for it has used up so much of their patience.
+    """
     if (client := _session.client) is None:
         return ViewFormed(view=view_left + 1, donor=-1, finished=-1, call=0, incarnations=[0])
-    return client.enter_view(view_left=view_left, finished=finished, call=_session.num_begun)
+    return client.enter_view(
+        view_left=view_left, finished=finished, call=_session.num_begun, waited_s=waited_s
+    )
 
 
 def is_live() -> bool:
@@ -108,15 +122,28 @@ def is_live() -> bool:
 
 def live() -> None:
     """A replacement has caught up: from here on it is heard and seen like the others. Calling it twice is fine."""
-    if not _session.is_live:
-        _session.is_live = True
-        _send(Live(rank=_session.rank))
+    if _session.is_live:
+        return
+    _session.is_live = True
+    if _session.live_output is not None:
+        for stream, fd, live_fd in zip((sys.stdout, sys.stderr), (1, 2), _session.live_output, strict=True):
+            stream.flush()  # what was printed so far belongs to the past
+            os.dup2(live_fd, fd, inheritable=True)
+            os.close(live_fd)
+    _send(Live(rank=_session.rank))
 
 
 def _through_regroups(wait: Callable[[], None]) -> None:
+    _session.is_waiting = True
+    # Before the look, so that no signal falls between: who was asked to leave waits for nobody, and others need not
+    # come to where nobody is.
+    if _session.stop is not None:
+        raise KeyboardInterrupt
     while True:
         try:
-            return wait()
+            wait()
+            _session.is_waiting = False
+            return
         except Regrouping:
             if _session.regroup is None:
                 raise
@@ -127,7 +154,7 @@ def _through_regroups(wait: Callable[[], None]) -> None:
 
 def is_inside_call() -> bool:
     """Whether somebody may look at `stop_requested`: not before the first call, nor while waiting for other ranks."""
-    return 0 < _session.num_begun == _session.num_calls
+    return _session.num_begun > 0 and not _session.is_waiting
 
 
 def num_calls() -> int:
@@ -150,7 +177,7 @@ def report(
 ) -> None:
     """Tell where this rank is, if it is time to."""
     sink = _session.sink
-    if sink is None:
+    if sink is None or not _session.is_live:
         return
     now = time.monotonic()
     if now < _session.report_at and (phase, epoch) == _session.reported and step != num_steps:

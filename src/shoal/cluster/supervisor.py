@@ -1,8 +1,8 @@
-"""The supervisor: starts a job's processes, carries their words, and sees every one of them off.
+"""The supervisor: starts a job's processes, carries their words, replaces the dead, and sees every one of them off.
 
 One thread, one selector, nothing that blocks for long. It decides nothing
-about the job's end: what workers say and how they die goes to `fate.py`, and
-what comes back is done. Whatever happens in here, `supervise` returns or
+about the job's course: what workers say and how they die goes to `fate.py`,
+and what comes back is done. Whatever happens in here, `supervise` returns or
 raises only when no process of the job is left.
 """
 
@@ -11,48 +11,42 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import signal
-import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
-import msgspec
-
-from shoal.cluster import failure, fate, output
+from shoal.cluster import failure, fate_events, worker_process
 from shoal.cluster.coordination import CoordinationConfig
-from shoal.cluster.coordinator_process import CoordinatorSpec
+from shoal.cluster.coordinator_keeper import CoordinatorKeeper
+from shoal.cluster.coordinator_process import CANNOT_GO_ON, CoordinatorSpec
 from shoal.cluster.display import Display
-from shoal.cluster.fate import LEAVE_SIGNALS, Fate, Patience
-from shoal.cluster.outcome import Outcome
-from shoal.cluster.output import Log, Pipe
+from shoal.cluster.fate import Fate, Patience, Phase
+from shoal.cluster.fate_events import LEAVE_SIGNALS
+from shoal.cluster.outcome import Outcome, how_it_ended
+from shoal.cluster.output import Pipe
 from shoal.cluster.run_directory import RunDirectory
 from shoal.cluster.signals import SignalInbox
 from shoal.cluster.warm_client import WarmParent
-from shoal.cluster.worker import WorkerSpec, encode_spec
-from shoal.core.errors import ClusterError, WireError
-from shoal.wire import codec, unix
-from shoal.wire.messages import Failed, Finished, Message, Progress, Saved
+from shoal.cluster.worker import WorkerSpec
+from shoal.cluster.worker_process import Worker
+from shoal.core.errors import ClusterError
+from shoal.wire.messages import (
+    Failed,
+    Finished,
+    Live,
+    Message,
+    Progress,
+    Reaped,
+    Saved,
+    Suspect,
+    ViewFormed,
+    Watching,
+)
 
-REAP_TIMEOUT_S = 5.0
-"""From a signal to the news of a death. Longer only where the kernel itself is stuck, in a dead disk say."""
-
-MAX_STATUS_BYTES = 256 * 1024
+REAP_TIMEOUT_S = 10.0
+"""From SIGKILL to the news of it. Longer only where the kernel itself is stuck (a dead disk)."""
 
 NUM_LAST_LINES = 8
-"""Of a dead worker's log, shown with the news of its death."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Worker:
-    """A living worker, as its supervisor holds it."""
-
-    rank: int
-    pid: int
-    status: socket.socket
-    pipes: list[Pipe]
-    log: Log
+"""Of a dead process's log, shown with the news of its death."""
 
 
 class Supervisor:
@@ -63,25 +57,30 @@ class Supervisor:
     ) -> None:
         """`spec` is rank 0's; the other ranks differ from it in their number alone."""
         self._spec, self._run, self._display, self._warm = spec, run, display, warm
+        self._patience = patience
         self._fate = Fate(num_workers=spec.job.num_workers, patience=patience)
         self.outcome = Outcome(self._fate)
         self._workers: dict[int, Worker] = {}  # by pid, while they live
-        self._coordinator: int | None = None  # its pid, while it lives
+        self._died_at: dict[int, float] = {}  # by rank, until its replacement has caught up
+        self._coordinator_died_at: float | None = None  # until the next one answers
+        self._furthest = (0, 0, 0)  # call, epoch and step that any worker has reached
+        self._most_finished = 0  # exchanges, as of the newest view
         self._selector = selectors.DefaultSelector()
+        self._coordinator: CoordinatorKeeper
 
     def supervise(self) -> None:
         """Start everything, watch it, and return when all of it is gone."""
-        with self._selector, self._warm.in_use(), _listening() as (listener, way_in), SignalInbox() as inbox:
+        with self._selector, self._warm.in_use(), self._keep_coordinator(), SignalInbox() as inbox:
             self._selector.register(inbox, selectors.EVENT_READ, inbox)
-            self._selector.register(self._warm, selectors.EVENT_READ, self._warm)
+            self._selector.register(self._warm, selectors.EVENT_READ)
             try:
                 # With an ear for Ctrl-C: the imports take seconds.
                 while not self._warm.is_ready and not self._has_ended:
                     self._turn(self._warm.seconds_to_start())
                 if not self._has_ended:
-                    self._start_coordinator(listener)
+                    self._run.event("coordinator-started", pid=self._coordinator.start())
                     for rank in range(self._spec.job.num_workers):
-                        self._start_worker(rank, way_in)
+                        self._start_worker(rank)
                 while not self._has_ended:
                     self._turn(self._wait_s())
             finally:
@@ -89,73 +88,67 @@ class Supervisor:
 
     @property
     def _has_ended(self) -> bool:
-        return self._fate.phase is fate.Phase.ENDED
+        return self._fate.phase is Phase.ENDED
 
     # ---- starting -------------------------------------------------------------------------------
 
-    def _start_coordinator(self, listener: socket.socket) -> None:
+    def _keep_coordinator(self) -> CoordinatorKeeper:
         job = self._spec.job
-        config = CoordinationConfig(num_workers=job.num_workers, join_timeout_s=job.join_timeout_s)
-        told = CoordinatorSpec(config=config)
-        with open(self._run.path / "logs" / "coordinator.log", "ab") as log:
-            self._coordinator = self._warm.fork(
-                "coordinator",
-                title=f"shoal coordinator [{job.name}]",
-                spec=msgspec.msgpack.encode(told),
-                fds={"stdout": log.fileno(), "stderr": log.fileno(), "listener": listener.fileno()},
-            )
-        self._run.event("coordinator-started", pid=self._coordinator)
+        config = CoordinationConfig(
+            num_workers=job.num_workers,
+            join_timeout_s=job.join_timeout_s,
+            step_timeout_s=job.step_timeout_s,
+            can_recover=self._patience.max_restarts > 0,
+        )
+        self._coordinator = CoordinatorKeeper(
+            CoordinatorSpec(
+                config=config,
+                supervisor=os.getpid(),
+                journal=str(self._run.journal_path),
+                launch=self._run.launch,
+            ),
+            title=f"shoal coordinator [{job.name}]",
+            log=self._run.path / "logs" / "coordinator.log",
+            warm=self._warm,
+            selector=self._selector,
+        )
+        return self._coordinator
 
-    def _start_worker(self, rank: int, way_in: int) -> None:
-        job = replace(self._spec.job, rank=rank)
-        stdout_fd, their_stdout = os.pipe()
-        stderr_fd, their_stderr = os.pipe()
-        status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        status.setblocking(False)
-        log = Log(self._run.log_path(rank))
-        pipes = [
-            output.stdout_pipe(stdout_fd, log, self._display, rank=rank),
-            output.stderr_pipe(stderr_fd, log, self._display, rank=rank, num_workers=job.num_workers),
-        ]
-        worker = Worker(rank=rank, pid=0, status=status, pipes=pipes, log=log)
-        try:
-            worker.pid = self._warm.fork(
-                "worker",
-                title=f"shoal worker {rank} [{job.name}]",
-                spec=encode_spec(msgspec.structs.replace(self._spec, job=job)),
-                fds={
-                    "stdout": their_stdout,
-                    "stderr": their_stderr,
-                    "status": their_status.fileno(),
-                    "coordinator": way_in,
-                },
-            )
-        except BaseException:
-            _close(worker)
-            raise
-        finally:
-            os.close(their_stdout)
-            os.close(their_stderr)
-            their_status.close()
+    def _start_worker(self, rank: int, incarnation: int = 0) -> None:
+        worker = worker_process.start(
+            self._spec,
+            rank=rank,
+            incarnation=incarnation,
+            way_in=self._coordinator.way_in,
+            run=self._run,
+            screen=self._display,
+            warm=self._warm,
+        )
         self._workers[worker.pid] = worker
-        for pipe in pipes:
-            self._selector.register(pipe, selectors.EVENT_READ, pipe)
-        self._selector.register(status, selectors.EVENT_READ, worker)
-        self._run.event("worker-started", rank=rank, pid=worker.pid)
-        self._feed(fate.Started(rank))
+        worker.register(self._selector)
+        facts = {"rank": rank, "pid": worker.pid, "incarnation": incarnation}
+        if incarnation:
+            self._run.event("worker-replaced", **facts, after_s=self._since_death(rank))
+        else:
+            self._run.event("worker-started", **facts)
+        self._feed(fate_events.Started(rank, incarnation))
+
+    def _since_death(self, rank: int) -> float:
+        now = time.monotonic()
+        return round(now - self._died_at.get(rank, now), 4)
 
     # ---- watching -------------------------------------------------------------------------------
 
     def _wait_s(self) -> float | None:
         """How long nothing can happen of itself."""
-        waits = [self._display.tick()]
+        waits = [self._display.tick(), self._coordinator.tick()]
         if self._fate.deadline is not None:
             waits.append(max(0.0, self._fate.deadline - time.monotonic()))
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _turn(self, timeout_s: float | None) -> None:
         """Wait for something to happen, at most so long, and attend to it."""
-        for key, _ in self._selector.select(timeout_s):
+        for key, _ in self._selector.select(0 if self._warm.has_exits else timeout_s):
             if self._selector.get_map().get(key.fd) is not key:
                 continue  # closed earlier in this turn, with its worker
             match key.data:
@@ -165,35 +158,41 @@ class Supervisor:
                 case Worker() as worker:
                     if not self._hear(worker):
                         self._selector.unregister(worker.status)
+                case CoordinatorKeeper() as coordinator:
+                    for message in coordinator.hear():
+                        self._told_by_coordinator(message)
                 case SignalInbox() as inbox:
                     for signum in inbox.take():
                         self._asked(signum)
-                case WarmParent() as warm:
-                    for exited in warm.exits():
-                        self._exited(exited.pid, exited.code)
-        self._feed(fate.Tick())
+        for exited in self._warm.exits():
+            self._exited(exited.pid, exited.code)
+        self._feed(fate_events.Tick())
 
     def _hear(self, worker: Worker) -> bool:
         """One message of a worker; False when there is none left."""
-        try:
-            packet = worker.status.recv(MAX_STATUS_BYTES)
-        except OSError:
-            return False
-        if not packet:
-            return False
-        # What is no message comes from a script that wrote to a descriptor it did not open.
-        with contextlib.suppress(WireError):
-            self._told(worker, codec.decode(packet)[0])
-        return True
+        has_spoken, message = worker.hear()
+        if message is not None:
+            self._told(worker, message)
+        return has_spoken
 
     def _told(self, worker: Worker, message: Message) -> None:
         match message:
             case Progress():
                 self.outcome.progress[message.rank] = message
                 self._display.update(message)
+                reached = (message.call, message.epoch, message.step)
+                if reached > self._furthest:
+                    self._furthest = reached
+                    self._feed(fate_events.Advanced())
             case Saved():
                 self.outcome.checkpoint = message
                 self._run.event("saved", rank=message.rank, path=message.path, step=message.step)
+                self._coordinator.tell(message)
+            case Live(rank):
+                self._run.event(
+                    "worker-live", rank=rank, incarnation=worker.incarnation, after_s=self._since_death(rank)
+                )
+                self._feed(fate_events.CaughtUp(rank))
             case Failed():
                 worker.log.write(message.traceback.encode(errors="replace"))
                 kind = "worker-left" if message.error == "Interrupted" else "worker-failed"
@@ -202,37 +201,86 @@ class Supervisor:
             case Finished():
                 self._feed(message)
 
+    def _told_by_coordinator(self, message: Message) -> None:
+        match message:
+            case Watching() if self._coordinator_died_at is not None:
+                after_s = round(time.monotonic() - self._coordinator_died_at, 4)
+                self._coordinator_died_at = None
+                self._run.event("coordinator-restarted", pid=self._coordinator.pid, after_s=after_s)
+                self._feed(fate_events.CoordinatorServes())
+            case Watching():
+                self._feed(fate_events.CoordinatorServes())
+            case ViewFormed(view, donor, finished, call, incarnations):
+                self._run.event(
+                    "view-formed",
+                    view=view,
+                    donor=donor,
+                    finished=finished,
+                    call=call,
+                    incarnations=incarnations,
+                )
+                if finished > self._most_finished:
+                    self._most_finished = finished
+                    self._feed(fate_events.Advanced())
+            case Suspect():
+                self._suspect(message)
+
+    def _suspect(self, suspect: Suspect) -> None:
+        rank, incarnation = suspect.rank, suspect.incarnation
+        of_that_name = [
+            each for each in self._workers.values() if (each.rank, each.incarnation) == (rank, incarnation)
+        ]
+        if not of_that_name:
+            return  # dead, or replaced already
+        is_to_blame = not suspect.lenient or of_that_name[0].is_stopped()
+        self._run.event(
+            "suspect",
+            rank=rank,
+            incarnation=incarnation,
+            why=suspect.why,
+            waited_s=round(suspect.waited_s, 3),
+            killed=is_to_blame,
+        )
+        if is_to_blame:
+            self._feed(fate_events.Suspected(rank, incarnation, suspect.why))
+
     def _exited(self, pid: int, code: int) -> None:
-        if pid == self._coordinator:
-            self._coordinator = None
+        if pid == self._coordinator.pid:
+            self._coordinator_died_at = time.monotonic()
+            self.outcome.coordinator_last_lines = self._coordinator.exited()[-NUM_LAST_LINES:]
             self._run.event("coordinator-exited", code=code)
-            self._feed(fate.CoordinatorExited(code))
+            self._feed(fate_events.CoordinatorExited(code, is_final=code == CANNOT_GO_ON))
         elif worker := self._workers.pop(pid, None):
+            self._died_at[worker.rank] = time.monotonic()
             while self._hear(worker):  # its last words first
                 pass
-            for fd in [worker.status.fileno(), *(pipe.fileno() for pipe in worker.pipes)]:
-                with contextlib.suppress(KeyError):  # its other end may have been closed before
-                    self._selector.unregister(fd)
-            _close(worker)
+            worker.unregister(self._selector)
+            worker.close()
             last_lines = failure.without_launcher(worker.log.last_lines())
             self.outcome.last_lines[worker.rank] = last_lines[-NUM_LAST_LINES:]
-            self._run.event("worker-exited", rank=worker.rank, code=code)
-            self._feed(fate.Exited(worker.rank, code))
+            self._run.event("worker-exited", rank=worker.rank, incarnation=worker.incarnation, code=code)
+            self._coordinator.tell(Reaped(worker.rank, worker.incarnation, code))
+            self._feed(fate_events.Exited(worker.rank, code))
 
     def _asked(self, signum: signal.Signals) -> None:
         self._run.event("asked-to-leave", signal=signum.name)
-        if self._fate.phase is fate.Phase.RUNNING and self._workers:
+        if self._fate.phase is Phase.RUNNING and self._workers:
             self._display.note("finishing the step and saving; Ctrl-C again to leave now")
-        self._feed(fate.Asked(signum))
+        self._feed(fate_events.Asked(signum))
 
-    def _feed(self, event: fate.Event) -> None:
+    def _feed(self, event: fate_events.Event) -> None:
         """Tell the job's fate what happened, and do what it asks for."""
         for action in self._fate.handle(event, time.monotonic()):
             match action:
-                case fate.AskToLeave(ranks, signum):
+                case fate_events.AskToLeave(ranks, signum):
                     self._signal(ranks, LEAVE_SIGNALS[signum])
-                case fate.Kill(ranks):
+                case fate_events.Kill(ranks):
                     self._signal(ranks, signal.SIGKILL)
+                case fate_events.Replace(died, incarnation):
+                    self._display.note(_replacing(died, self._patience.max_restarts))
+                    self._start_worker(died.rank, incarnation)
+                case fate_events.RestartCoordinator():
+                    self._coordinator.start()
 
     def _signal(self, ranks: tuple[int, ...], signum: signal.Signals) -> None:
         for pid, worker in self._workers.items():
@@ -247,42 +295,18 @@ class Supervisor:
             self._warm.signal(pid, signal.SIGKILL)
         # Where the warm parent is gone, so are all its children.
         with contextlib.suppress(ClusterError):
-            for signum in (
-                signal.SIGTERM,
-                signal.SIGKILL,
-            ):  # the coordinator may have something to write down
-                if self._coordinator is not None:
-                    self._warm.signal(self._coordinator, signum)
+            # The coordinator may have something to write down.
+            for signum in (signal.SIGTERM, signal.SIGKILL):
+                self._coordinator.signal(signum)
                 deadline = time.monotonic() + REAP_TIMEOUT_S
-                while (self._workers or self._coordinator) and (left_s := deadline - time.monotonic()) > 0:
+                while (self._workers or self._coordinator.pid) and (
+                    left_s := deadline - time.monotonic()
+                ) > 0:
                     self._turn(left_s)
         for worker in self._workers.values():
-            _close(worker)
+            worker.close()
 
 
-@contextlib.contextmanager
-def _listening() -> Iterator[tuple[socket.socket, int]]:
-    """A socket for the coordinator to listen on, and a descriptor that leads there.
-
-    Its name is gone before anybody uses it, so nothing is left in the file
-    system however the job ends; `/proc/self/fd/N` still leads to it, for
-    processes that were given the descriptor, and for nobody else.
-    """
-    directory = unix.runtime_dir()
-    try:
-        listener = unix.listen(directory / "coordinator")
-        way_in = os.open(directory / "coordinator", os.O_PATH | os.O_CLOEXEC)
-    finally:
-        shutil.rmtree(directory)
-    try:
-        yield listener, way_in
-    finally:
-        os.close(way_in)
-        listener.close()
-
-
-def _close(worker: Worker) -> None:
-    for pipe in worker.pipes:
-        pipe.close()
-    worker.status.close()
-    worker.log.close()
+def _replacing(died: fate_events.Died, max_restarts: int) -> str:
+    why = f": {died.why}" if died.why else ""
+    return f"worker {died.rank} {how_it_ended(died.code)}{why}; replacing it ({died.num_times} of {max_restarts} times)"

@@ -24,7 +24,7 @@ from types import FrameType
 import msgspec
 
 from shoal.cluster import failure, session, threads
-from shoal.cluster.client import CoordinatorClient
+from shoal.cluster.client import CoordinatorClient, JobOver
 from shoal.core import job as jobs
 from shoal.core.job import Job
 
@@ -57,7 +57,9 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     spec = _decode(spec_bytes)
     # The coordinator's socket has no name in the file system: this descriptor is the way to it.
     job = replace(spec.job, coordinator=f"/proc/self/fd/{fds['coordinator']}")
-    session.attach(rank=job.rank, status=socket.socket(fileno=fds["status"]), is_live=not job.incarnation)
+    # A replacement is silent until it has caught up: its output leads elsewhere, and these are where it then goes.
+    live_output = (fds["live_stdout"], fds["live_stderr"]) if "live_stdout" in fds else None
+    session.attach(rank=job.rank, status=socket.socket(fileno=fds["status"]), live_output=live_output)
     try:
         _heed_signals()
         _enter(spec, job)
@@ -109,13 +111,16 @@ def _seed(seed: int) -> None:
 
 def _run_with_the_others(script: str, job: Job) -> dict[str, object]:
     """Join, run the script, and wait for the other ranks at its end. Returns the script's globals."""
-    client = CoordinatorClient(
-        str(job.coordinator),
-        job.rank,
-        job.incarnation,
-        num_workers=job.num_workers,
-        join_timeout_s=job.join_timeout_s,
-    )
+    try:
+        client = CoordinatorClient(
+            str(job.coordinator),
+            job.rank,
+            job.incarnation,
+            num_workers=job.num_workers,
+            join_timeout_s=job.join_timeout_s,
+        )
+    except JobOver:
+        return {}
     session.agree_through(client)
     script_globals: dict[str, object] = {}
     try:

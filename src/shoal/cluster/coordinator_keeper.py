@@ -1,0 +1,186 @@
+"""Keeps a job's coordinator at work: its socket, its log, and a line over which it and the supervisor tell news.
+
+The socket is the keeper's, so a coordinator that is killed is started again
+at the same address, and nobody who connects meanwhile is turned away. Whether
+it is started again is decided in `fate.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from shoal.cluster.coordinator_process import CoordinatorSpec
+from shoal.cluster.output import Log, Pipe
+from shoal.cluster.warm_client import WarmParent
+from shoal.core.errors import WireError
+from shoal.wire import unix
+from shoal.wire.codec import Decoder, encode
+from shoal.wire.messages import Message, Reaped, Saved, Watch
+
+ASK_EVERY_S = 3.0
+"""How often it is asked whether it is there."""
+
+SILENT_S = 15.0
+"""So long without an answer and it is killed: stopped, or stuck. Starting it again costs nobody anything."""
+
+CONNECT_TIMEOUT_S = 1.0
+
+
+class CoordinatorKeeper:
+    """One coordinator after the other, at one address. Use it as a context manager."""
+
+    def __init__(
+        self,
+        spec: CoordinatorSpec,
+        *,
+        title: str,
+        log: Path,
+        warm: WarmParent,
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self.pid: int | None = None  # while it lives
+        self._spec, self._title, self._warm, self._selector = spec, title, warm, selector
+        self._log = Log(log)
+        self._listener, self.way_in = _listen()
+        self._pipe: Pipe | None = None
+        self._line: socket.socket | None = None
+        self._decoder = Decoder()
+        self._facts: dict[object, Message] = {}  # the newest of each kind, for one that is started anew
+        self._heard_at = self._asked_at = 0.0
+
+    def start(self) -> int:
+        """Fork it, and begin to watch it; its pid."""
+        ours, theirs = os.pipe()
+        self._pipe = Pipe(ours, self._log)
+        try:
+            self.pid = self._warm.fork(
+                "coordinator",
+                title=self._title,
+                spec=msgspec.msgpack.encode(self._spec),
+                fds={"stdout": theirs, "stderr": theirs, "listener": self._listener.fileno()},
+            )
+        finally:
+            os.close(theirs)
+        self._selector.register(self._pipe, selectors.EVENT_READ, self._pipe)
+        self._heard_at = time.monotonic()
+        self._watch()
+        return self.pid
+
+    def exited(self) -> list[str]:
+        """It is gone; the last lines it wrote."""
+        self.pid = None
+        self._hang_up()
+        if self._pipe is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(self._pipe)
+            self._pipe.close()
+            self._pipe = None
+        return self._log.last_lines()
+
+    def tell(self, fact: Reaped | Saved) -> None:
+        """Let it know, now and, should it be started again, once more."""
+        self._facts[("reaped", fact.rank) if isinstance(fact, Reaped) else "saved"] = fact
+        self._say(fact)
+
+    def hear(self) -> list[Message]:
+        """What it has said."""
+        received: list[Message] = []
+        try:
+            while self._line is not None:
+                data = self._line.recv(64 * 1024)
+                if not data:
+                    raise ConnectionResetError
+                received += [message for message, _ in self._decoder.feed(data)]
+        except BlockingIOError:
+            pass
+        except (OSError, WireError):
+            self._hang_up()
+        if received:
+            self._heard_at = time.monotonic()
+        return received
+
+    def tick(self) -> float | None:
+        """See that it is there; returns after how many seconds to come again, None for never."""
+        if self.pid is None:
+            return None
+        now = time.monotonic()
+        if now >= self._heard_at + SILENT_S:
+            self._warm.signal(self.pid, signal.SIGKILL)
+            self._heard_at = now
+        if now >= self._asked_at + ASK_EVERY_S:
+            self._asked_at = now
+            if self._line is None:
+                self._watch()
+            else:
+                self._say(Watch())
+        return max(0.0, self._asked_at + ASK_EVERY_S - now)
+
+    def signal(self, signum: signal.Signals) -> None:
+        """Signal it, if it lives."""
+        if self.pid is not None:
+            self._warm.signal(self.pid, signum)
+
+    def close(self) -> None:
+        """Let go of everything. It must be gone."""
+        self.exited()
+        self._log.close()
+        os.close(self.way_in)
+        self._listener.close()
+
+    def __enter__(self) -> CoordinatorKeeper:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _watch(self) -> None:
+        self._asked_at = time.monotonic()
+        # Should too many wait to be let in, it is tried again at the next tick.
+        with contextlib.suppress(OSError):
+            self._line = unix.connect(f"/proc/self/fd/{self.way_in}", timeout_s=CONNECT_TIMEOUT_S)
+            self._line.setblocking(False)
+            self._decoder = Decoder()
+            self._selector.register(self._line, selectors.EVENT_READ, self)
+            self._say(Watch(), *self._facts.values())
+
+    def _say(self, *messages: Message) -> None:
+        if self._line is not None:
+            try:
+                self._line.sendall(b"".join(b"".join(encode(message)) for message in messages))
+            except OSError:
+                self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(self._line)
+            self._line.close()
+            self._line = None
+
+
+def _listen() -> tuple[socket.socket, int]:
+    """A socket for the coordinator to listen on, and a descriptor that leads there.
+
+    Its name is gone before anybody uses it, so nothing is left in the file
+    system however the job ends; `/proc/self/fd/N` still leads to it, for
+    processes that were given the descriptor, and for nobody else.
+    """
+    directory = unix.runtime_dir()
+    try:
+        listener = unix.listen(directory / "coordinator")
+        way_in = os.open(directory / "coordinator", os.O_PATH | os.O_CLOEXEC)
+    finally:
+        shutil.rmtree(directory)
+    return listener, way_in
