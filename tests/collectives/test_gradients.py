@@ -40,9 +40,7 @@ def inputs(rank: int, step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(5, 3, dtype=torch.float64, generator=generator), ids
 
 
-def exchange_of(
-    model: nn.Module, sparse: tuple[str, ...] = ("table.weight", "unseen.weight")
-) -> Any:
+def exchange_of(model: nn.Module, sparse: tuple[str, ...] = ("table.weight", "unseen.weight")) -> Any:
     return GradientExchange(list(model.named_parameters()), sparse=frozenset(sparse))
 
 

@@ -117,7 +117,8 @@ class Coordination:
         )
         self._calls = Calls(
             num_workers=config.num_workers,
-            timeout_s=config.join_timeout_s,
+            # Whoever is still in an exchange first has step_timeout_s to find out that nobody comes to it.
+            timeout_s=config.join_timeout_s + (config.step_timeout_s if config.can_recover else 0.0),
             membership=self._membership if config.can_recover else None,
             record=memory.calls,
         )

@@ -19,7 +19,7 @@ from shoal.cluster import session
 from shoal.cluster.rendezvous import form_group, leave_group
 from shoal.collectives.native import Native
 from shoal.core import job as jobs
-from shoal.core.errors import PeerLost
+from shoal.core.errors import CallsDiffer, PeerLost
 from shoal.strategies import heritage
 from shoal.strategies.exchange_log import ExchangeLog
 from shoal.strategies.heritage import Heritage, Part
@@ -45,6 +45,7 @@ class Together:
     def __init__(self) -> None:
         self._job = jobs.current()
         self._view = 0
+        self._is_exchanging = False  # or else, when a view is over, it waits at a call for the others
         self._stands = False  # whether it holds state that counts: from view 1 on, or since a donor gave it
         self._native: Native | None = None
         self._log = ExchangeLog()
@@ -100,7 +101,9 @@ class Together:
                 self._log.finish(result)
                 return result
             abandon()
+            self._is_exchanging = True
             self.regroup()
+            self._is_exchanging = False
             attempt = again or first
 
     @property
@@ -217,8 +220,10 @@ class Together:
         self._stands, self._view, self._native = True, formed.view, native
 
     def _hand_over(self, native: Native, donor: int, *, behind: bool, fresh: bool) -> None:
-        standing = torch.tensor([int(behind)])
-        needy = [rank for rank, flag in enumerate(native.all_gather(standing)) if int(flag)]
+        standing = torch.tensor([int(behind), self._log.num_known, int(self._is_exchanging), int(fresh)])
+        everybody = [place.tolist() for place in native.all_gather(standing)]
+        self._refuse_different_scripts(everybody)
+        needy = [rank for rank, place in enumerate(everybody) if place[0]]
         if self._job.rank == donor:
             given = self._give() if needy else None
             for rank in needy:
@@ -238,6 +243,22 @@ class Together:
                 self._log.inherit(taken.log)
         with native.during("agreeing that everybody has what it needs"):
             native.all_gather(standing)
+
+    def _refuse_different_scripts(self, everybody: list[list[int]]) -> None:
+        """A rank that waits at a call has run all its exchanges: nobody can be in one that it does not know of."""
+        furthest = max(known for _, known, _, fresh in everybody if not fresh)
+        there = {rank: place for rank, place in enumerate(everybody) if not place[3] and place[1] == furthest}
+        exchanging = {rank for rank, place in there.items() if place[2]}
+        if exchanging and exchanging != set(there):
+            raise CallsDiffer(
+                number=session.num_calls(),
+                calls={
+                    rank: "waits in an exchange (a step, a reduction)"
+                    if rank in exchanging
+                    else "went on without it"
+                    for rank in there
+                },
+            )
 
     def _give(self) -> Heritage:
         if (
