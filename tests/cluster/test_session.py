@@ -113,6 +113,15 @@ def test_a_supervisor_that_is_gone_is_no_error(supervisor: socket.socket) -> Non
     session.saved("x", 1)
 
 
+def test_who_was_asked_to_leave_waits_for_nobody(supervisor: socket.socket) -> None:
+    session.begin_call("fit", "")
+    assert session.is_inside_call()
+    session.request_stop("SIGTERM")
+    with pytest.raises(KeyboardInterrupt):
+        session._through_regroups(lambda: pytest.fail("waited"))
+    assert not session.is_inside_call()
+
+
 def test_a_wish_to_stop_is_heard() -> None:
     session.request_stop("SIGINT")
     assert session.stop_requested() == "SIGINT"

@@ -127,6 +127,28 @@ def test_a_rank_that_waits_for_another_at_a_call_leaves_at_once(
     assert "did not leave in time" not in str(done.error)
 
 
+def test_a_rank_that_comes_to_a_call_after_the_others_left_leaves_too(
+    launch_script: Launch, at_file: AtFile, tmp_path: Path
+) -> None:
+    at_file(tmp_path / "between", ask(signal.SIGINT))
+    done = launch_script(
+        """
+        import os, pathlib, time, shoal
+        from shoal.cluster import session
+        session.begin_call("fit", "")
+        if shoal.rank() == 1:
+            pathlib.Path("between").touch()
+            while session.stop_requested() is None:
+                time.sleep(0.01)
+            time.sleep(0.5)  # rank 0, which waits, is gone by now
+        session.begin_call("evaluate", "")
+        """,
+        workers=2,
+    )
+    assert isinstance(done.error, Interrupted)
+    assert "did not leave in time" not in str(done.error)
+
+
 def test_ctrl_c_in_a_terminal_reaches_the_supervisor_alone(
     supervisor_process: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:

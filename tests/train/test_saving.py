@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from by_hand import LABEL, N, X, adam, assert_same_bits, batches, dataset, trainer, weights
@@ -229,3 +230,16 @@ def test_a_run_that_begins_anew_sets_the_checkpoints_of_the_old_one_aside(
     again = build()
     fit(again, max_steps=3, resume="auto")
     assert again.step == 3
+
+
+def test_setting_aside_works_where_directories_cannot_be_renamed(run_dir: Path) -> None:
+    home = "memory://aside"
+    saves = [ModelCheckpoint(every_steps=2, directory=home)]
+    fit(build(callbacks=saves), max_steps=6)
+    fit(build(callbacks=saves), max_steps=2)
+    assert [path[-1] for path in list_checkpoints(home)] == ["2"]
+    assert [path[-1] for path in list_checkpoints(f"{home}/before-1")] == ["4", "6"]
+    again = build(callbacks=[ModelCheckpoint(directory=home)])
+    fit(again, max_steps=3, resume="auto")
+    assert again.step == 3
+    fsspec.filesystem("memory").rm("/aside", recursive=True)
