@@ -30,6 +30,7 @@ from shoal.cluster.fate import Fate, Patience
 from shoal.cluster.launch_config import LaunchConfig
 from shoal.cluster.outcome import Outcome, error_of, summary_of
 from shoal.cluster.run_directory import RunConfig, RunDirectory, Versions, read_config
+from shoal.cluster.signals import SignalInbox
 from shoal.cluster.supervisor import Supervisor
 from shoal.cluster.threads import available_cores, threads_per_worker
 from shoal.cluster.warm_client import WarmParent
@@ -168,10 +169,14 @@ def _run_job(
     error: ShoalError | None = None
     exit_code = ShoalError.exit_code
     try:
-        with contextlib.nullcontext(warm) if warm else WarmParent(run.name) as parent:
+        # The inbox first: from the first process on, Ctrl-C is a wish and not an exception.
+        with (
+            SignalInbox() as inbox,
+            contextlib.nullcontext(warm) if warm else WarmParent(run.name) as parent,
+        ):
             supervisor = Supervisor(spec, patience=patience, run=run, display=display, warm=parent)
             outcome = supervisor.outcome
-            supervisor.supervise()
+            supervisor.supervise(inbox)
         error = error_of(outcome, num_workers=described.workers, run=_shown(run.path))
         exit_code = outcome.fate.exit_code
     except ClusterError as failed:  # of the launching itself: nothing of the script's

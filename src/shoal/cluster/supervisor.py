@@ -68,9 +68,9 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._coordinator: CoordinatorKeeper
 
-    def supervise(self) -> None:
-        """Start everything, watch it, and return when all of it is gone."""
-        with self._selector, self._warm.in_use(), self._keep_coordinator(), SignalInbox() as inbox:
+    def supervise(self, inbox: SignalInbox) -> None:
+        """Start everything, watch it, heed what comes to `inbox`, and return when all of it is gone."""
+        with self._selector, self._warm.in_use(), self._keep_coordinator():
             self._selector.register(inbox, selectors.EVENT_READ, inbox)
             self._selector.register(self._warm, selectors.EVENT_READ)
             try:
