@@ -134,6 +134,9 @@ class PieceReader:
     optimizer_settings: dict[str, Any] | None
     """What of the optimizer is not a tensor; None when only weights were saved."""
 
+    path: str = ""
+    """Where it comes from, for messages."""
+
 
 class Strategy(Protocol):
     """One way of spreading a job over workers."""

@@ -29,4 +29,4 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, pieces
             if isinstance(tensor, torch.Tensor):
                 tensor.copy_(pieces.tensors[MODEL + name])
     if optimizer is not None and pieces.optimizer_settings is not None:
-        load_optimizer(model, optimizer, pieces.tensors, pieces.optimizer_settings)
+        load_optimizer(model, optimizer, pieces.tensors, pieces.optimizer_settings, path=pieces.path)

@@ -189,6 +189,7 @@ class FitLoop:
                 "epoch": position.epoch,
                 "loss": verdict.loss,
                 "samples": part.num_global,
+                "time": time.time(),
             }
             self._log.write({**line, **extra})
         now = time.monotonic()

@@ -60,7 +60,7 @@ def load_model(trainer: Trainer, path: str) -> None:
 
 def save_checkpoint(trainer: Trainer, directory: str | None) -> str:
     """Everything needed to go on, at any number of workers."""
-    home = directory or str(trainer.run_dir / "checkpoints")
+    home = directory or _homes(trainer)[0]
     path = step_path(home, trainer.step)
     strategy = trainer.strategy
     pieces = [*strategy.state(), *_metric_pieces(trainer)]
@@ -104,7 +104,7 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resum
     trainer.strategy.step = trainer.position.step
     trainer.num_skipped_steps = progress["skipped_steps"]
     if trainer.scheduler is not None and progress["scheduler"] is not None:
-        load_scheduler(trainer.scheduler, progress["scheduler"])
+        load_scheduler(trainer.scheduler, progress["scheduler"], path=found.path)
     _load_callbacks(trainer, progress["callbacks"])
     kept = {
         name.removeprefix(_METRICS): found.pieces[name] for name in found.pieces if name.startswith(_METRICS)
@@ -120,11 +120,15 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resum
     )
 
 
+def _homes(trainer: Trainer) -> list[str]:
+    """Where this script's checkpoints go; those that nobody gave a place to, the first."""
+    given = [c.directory for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.directory]
+    return list(dict.fromkeys([*given, str(trainer.run_dir / "checkpoints")]))
+
+
 def _newest(trainer: Trainer) -> Checkpoint | None:
     """The newest whole checkpoint, wherever this script's callbacks write theirs."""
-    homes = {str(trainer.run_dir / "checkpoints")}
-    homes |= {c.directory for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.directory}
-    found = [newest_checkpoint(home, on_damaged=_tell(trainer)) for home in sorted(homes)]
+    found = [newest_checkpoint(home, on_damaged=_tell(trainer)) for home in _homes(trainer)]
     return max((one for one in found if one), key=lambda one: int(one.progress["step"]), default=None)
 
 
@@ -168,7 +172,7 @@ def _load(trainer: Trainer, checkpoint: Checkpoint, *, with_optimizer: bool) -> 
     check_fits(expected, checkpoint.pieces, checkpoint.path)
     settings = checkpoint.progress.get("optimizer") if with_optimizer else None
     try:
-        trainer.strategy.load(PieceReader(checkpoint.pieces, settings))
+        trainer.strategy.load(PieceReader(checkpoint.pieces, settings, checkpoint.path))
     except OptimizerMismatch as error:  # raised where the file's name is not known
         raise OptimizerMismatch(path=checkpoint.path, problem=error.problem) from None
 

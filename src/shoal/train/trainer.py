@@ -123,8 +123,9 @@ class Trainer:
         self._device = (
             torch.device(device) if device is not None else _default_device(self.num_workers, self.rank)
         )
-        self.train_metrics = MetricSet(metrics, loss_kind=self._loss.outputs_are)
-        self.evaluation_metrics = MetricSet(metrics, loss_kind=self._loss.outputs_are)
+        kind, ignored = self._loss.outputs_are, getattr(loss, "ignore_index", None)
+        self.train_metrics = MetricSet(metrics, loss_kind=kind, ignore_index=ignored)
+        self.evaluation_metrics = MetricSet(metrics, loss_kind=kind, ignore_index=ignored)
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise ConfigError(
