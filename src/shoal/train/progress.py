@@ -1,15 +1,24 @@
-"""Progress of a plain `python train.py`, drawn by the process itself. Under `shoal run` the supervisor draws."""
+"""How far a pass is: told to whoever listens, and in a plain `python train.py` drawn by the process itself."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from shoal.cluster import session
 from shoal.cluster.display import open_display
+from shoal.core.errors import Interrupted
 from shoal.core.job import Job
+from shoal.data.batches import Batches
+from shoal.data.slice import Slice
+from shoal.train.interrupts import asked_to_leave
 from shoal.wire.messages import Progress
+
+if TYPE_CHECKING:
+    from shoal.train.trainer import Trainer
 
 
 @contextlib.contextmanager
@@ -33,3 +42,32 @@ def drawn_here(job: Job, *, wanted: bool) -> Iterator[None]:
     finally:
         session.listen(None)
         display.close()
+
+
+def passing(trainer: Trainer, phase: str, batches: Batches) -> Callable[[Slice], None]:
+    """What to call after every slice of a pass without updates: tells how far it is, and leaves when asked to."""
+    began_at, samples = time.monotonic(), 0
+    num_steps = batches.num_steps(trainer.num_workers)
+    done = 0
+
+    def tick(part: Slice) -> None:
+        nonlocal samples, done
+        samples += part.num_global
+        done += 1
+        asked = asked_to_leave()
+        if asked is not None:
+            raise Interrupted(signal_name=asked, step=trainer.step, checkpoint=trainer.newest_checkpoint)
+        session.report(
+            phase=phase,
+            epoch=0,
+            num_epochs=None,
+            step=done,
+            num_steps=num_steps,
+            loss=None,
+            metrics={},
+            samples=samples,
+            samples_per_s=samples / max(time.monotonic() - began_at, 1e-9),
+            eta_s=None,
+        )
+
+    return tick

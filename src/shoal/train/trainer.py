@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,6 @@ from shoal.cluster import session
 from shoal.core import job as jobs
 from shoal.core.errors import ConfigError, Interrupted
 from shoal.core.seeds import mix
-from shoal.data.batches import Batches
 from shoal.data.tree import Tree
 from shoal.strategies import create
 from shoal.strategies.loss import loss_rule
@@ -27,6 +27,14 @@ from shoal.strategies.mixing import describe_mixing, mixing_layers
 from shoal.strategies.protocol import Strategy, TrainJob, Wishes
 from shoal.train import saving
 from shoal.train.anchoring import BEFORE_A_STEP, inherit
+from shoal.train.arguments import (
+    OptimizerFactory,
+    build_optimizer,
+    check_callable,
+    check_choice,
+    check_limit,
+    default_device,
+)
 from shoal.train.callbacks.base import Callback
 from shoal.train.calls import Call, batches_of, described, next_number
 from shoal.train.evaluation import evaluate, predict
@@ -35,10 +43,9 @@ from shoal.train.interrupts import asked_to_leave, signals_finish_the_step
 from shoal.train.loop import FitLoop
 from shoal.train.metrics import MetricSet
 from shoal.train.position import Position
-from shoal.train.progress import drawn_here
+from shoal.train.progress import drawn_here, passing
 from shoal.train.verification import Verification
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -86,13 +93,13 @@ class Trainer:
             device: where the model lives; by default the worker's GPU where there is one.
             progress: show how far it is, in a plain python process; `shoal run` shows it anyway.
         """
-        _check_choice("scheduler_every", scheduler_every, ("step", "epoch"))
-        _check_choice("precision", precision, ("float32", "bf16"))
-        _check_choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
-        _check_callable("model", model, "an nn.Module, or a function that builds one", nn.Module)
+        check_choice("scheduler_every", scheduler_every, ("step", "epoch"))
+        check_choice("precision", precision, ("float32", "bf16"))
+        check_choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
+        check_callable("model", model, "an nn.Module, or a function that builds one", nn.Module)
         if optimizer is not None:
             hint = "a function such as lambda params: torch.optim.Adam(params), or a torch optimizer"
-            _check_callable("optimizer", optimizer, hint, torch.optim.Optimizer)
+            check_callable("optimizer", optimizer, hint, torch.optim.Optimizer)
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"accumulate must be a positive integer, got {accumulate!r}.")
         if clip_norm is not None and not clip_norm > 0:
@@ -121,7 +128,7 @@ class Trainer:
             "on_nonfinite": on_nonfinite,
         }
         self._device = (
-            torch.device(device) if device is not None else _default_device(self.num_workers, self.rank)
+            torch.device(device) if device is not None else default_device(self.num_workers, self.rank)
         )
         kind, ignored = self._loss.outputs_are, getattr(loss, "ignore_index", None)
         self.train_metrics = MetricSet(metrics, loss_kind=kind, ignore_index=ignored)
@@ -158,8 +165,8 @@ class Trainer:
         `resume="auto"` goes on from the newest checkpoint of the run
         directory, if there is one; a path goes on from that checkpoint.
         """
-        _check_limit("epochs", epochs)
-        _check_limit("max_steps", max_steps)
+        check_limit("epochs", epochs)
+        check_limit("max_steps", max_steps)
         if self._optimizer_or_factory is None:
             raise ConfigError(
                 "fit needs an optimizer: Trainer(optimizer=lambda params: torch.optim.SGD(params, lr=0.1))."
@@ -240,7 +247,7 @@ class Trainer:
                 self.evaluation_metrics,
                 rank=self.rank,
                 num_workers=self.num_workers,
-                tick=self._reporter("evaluate", batches),
+                tick=passing(self, "evaluate", batches),
             )
         return call.end(measured, kept=dict(measured))
 
@@ -256,7 +263,7 @@ class Trainer:
                 batches,
                 rank=self.rank,
                 num_workers=self.num_workers,
-                tick=self._reporter("predict", batches),
+                tick=passing(self, "predict", batches),
             )
         return call.end(predicted)
 
@@ -363,10 +370,11 @@ class Trainer:
         if self.verification is not None:
             self.verification.cast(model)
             settings |= {"autocast": None, "compile": False, "cast_inputs": self.verification.dtype}
+        given = self._optimizer_or_factory
         self.train_job = TrainJob(
             model=model,
             loss=self._loss,
-            build_optimizer=self._build_optimizer if self._optimizer_or_factory is not None else None,
+            build_optimizer=partial(build_optimizer, given) if given is not None else None,
             device=self._device,
             seed=self.seed,
             number=self.number,
@@ -379,29 +387,6 @@ class Trainer:
                 print(f"note: {note}", file=sys.stderr, flush=True)
         if self._scheduler_factory is not None and strategy.optimizer is not None:
             self._scheduler = self._scheduler_factory(strategy.optimizer)
-
-    def _build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        given = self._optimizer_or_factory
-        if not isinstance(given, torch.optim.Optimizer):
-            assert given is not None
-            built = given([p for p in model.parameters() if p.requires_grad])
-            if not isinstance(built, torch.optim.Optimizer):
-                raise ConfigError(
-                    f"the function given as optimizer= returned a {type(built).__name__}, not an optimizer."
-                )
-            given = built
-        if isinstance(given, torch.optim.LBFGS):
-            raise ConfigError(
-                "LBFGS runs the model several times per update, which no strategy can cut. Nothing was trained; use an "
-                "optimizer that steps without a closure."
-            )
-        known = {id(parameter) for parameter in model.parameters()}
-        if any(id(p) not in known for group in given.param_groups for p in group["params"]):
-            raise ConfigError(
-                "the optimizer given to the Trainer was built on parameters that are not the model's. Build it on "
-                "model.parameters(), or give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
-            )
-        return given
 
     def _begin(self, kind: str, detail: str) -> Call:
         """Number this call, make sure that all ranks make it, and get everything ready."""
@@ -421,57 +406,9 @@ class Trainer:
             _ = self.strategy
         return call
 
-    def _reporter(self, phase: str, batches: Batches) -> Callable[[Any], None]:
-        began_at, samples = time.monotonic(), 0
-        num_steps = batches.num_steps(self.num_workers)
-        done = 0
-
-        def tick(part: Any) -> None:
-            nonlocal samples, done
-            samples += part.num_global
-            done += 1
-            asked = asked_to_leave()
-            if asked is not None:
-                raise Interrupted(signal_name=asked, step=self.step, checkpoint=self.newest_checkpoint)
-            session.report(
-                phase=phase,
-                epoch=0,
-                num_epochs=None,
-                step=done,
-                num_steps=num_steps,
-                loss=None,
-                metrics={},
-                samples=samples,
-                samples_per_s=samples / max(time.monotonic() - began_at, 1e-9),
-                eta_s=None,
-            )
-
-        return tick
-
     def _resume_from(self, asked: str | None) -> str | None:
         """A resumed job goes on from its newest checkpoint, and so does a restarted one that nobody hands state to."""
         alone = self.job.incarnation > 0 and not (
             self.strategy.together and self.strategy.together.was_given_state
         )
         return "auto" if asked is None and (self.job.resume or alone) else asked
-
-
-def _default_device(num_workers: int, rank: int) -> torch.device:
-    if torch.cuda.is_available() and num_workers <= torch.cuda.device_count():
-        return torch.device("cuda", rank)
-    return torch.device("cpu")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-
-
-def _check_callable(name: str, value: Any, hint: str, kind: type) -> None:
-    if not isinstance(value, kind) and not callable(value):
-        raise ConfigError(f"{name} must be {hint}, got {value!r}.")
-
-
-def _check_limit(name: str, value: int | None) -> None:
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{name} must be a positive integer, got {value!r}.")

@@ -1,0 +1,63 @@
+"""What a Trainer is given, checked before anything runs; and what it takes where nothing is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.core.errors import ConfigError
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def build_optimizer(
+    given: OptimizerFactory | torch.optim.Optimizer, model: nn.Module
+) -> torch.optim.Optimizer:
+    """The optimizer that was given, or that the given function builds on the model's parameters."""
+    if not isinstance(given, torch.optim.Optimizer):
+        built = given([p for p in model.parameters() if p.requires_grad])
+        if not isinstance(built, torch.optim.Optimizer):
+            raise ConfigError(
+                f"the function given as optimizer= returned a {type(built).__name__}, not an optimizer."
+            )
+        given = built
+    if isinstance(given, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS runs the model several times per update, which no strategy can cut. Nothing was trained; use an "
+            "optimizer that steps without a closure."
+        )
+    known = {id(parameter) for parameter in model.parameters()}
+    if any(id(p) not in known for group in given.param_groups for p in group["params"]):
+        raise ConfigError(
+            "the optimizer given to the Trainer was built on parameters that are not the model's. Build it on "
+            "model.parameters(), or give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
+        )
+    return given
+
+
+def default_device(num_workers: int, rank: int) -> torch.device:
+    """The worker's own GPU where every worker can have one, else the CPU."""
+    if torch.cuda.is_available() and num_workers <= torch.cuda.device_count():
+        return torch.device("cuda", rank)
+    return torch.device("cpu")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse a word that is not one of a few."""
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def check_callable(name: str, value: Any, hint: str, kind: type) -> None:
+    """Refuse what is neither of a kind nor a function that builds it."""
+    if not isinstance(value, kind) and not callable(value):
+        raise ConfigError(f"{name} must be {hint}, got {value!r}.")
+
+
+def check_limit(name: str, value: int | None) -> None:
+    """Refuse a count that is not positive."""
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{name} must be a positive integer, got {value!r}.")
