@@ -208,7 +208,10 @@ def test_data_that_differ_between_ranks_are_told_by_what_differs(
             "'0.weight' is (4, 2) torch.float32 on rank 0 and (5, 2) torch.float32 on rank 1",
         ),
         ("nn.Linear(2, 3).to(torch.float64 if rank else torch.float32)", "(3, 2) torch.float64 on rank 1"),
-        ("nn.Linear(2, 3).requires_grad_(rank == 0)", "(3, 2) torch.float32, frozen on rank 1"),
+        (
+            "(lambda m: (m.bias.requires_grad_(rank == 0), m)[1])(nn.Linear(2, 3))",
+            "'bias' is (3,) torch.float32 on rank 0 and (3,) torch.float32, frozen on rank 1",
+        ),
     ],
 )
 def test_models_that_differ_between_ranks_are_told_by_name_and_shape(
