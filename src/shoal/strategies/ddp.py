@@ -48,6 +48,12 @@ class Ddp:
         """Check that all ranks built the same model, give everybody rank 0's weights, lay out the buckets."""
         self._job = job
         job.model.to(job.device)
+        waiting = self._together.waiting_part(job.number)
+        done = waiting.plain["prepared_at"] if waiting is not None else None
+        # A replacement: the others compared their models and shared their weights before the anchor it starts from.
+        is_past = done is not None and done <= self._together.anchored_at
+        if not is_past:
+            self._refuse_different_models(job.model)
         self._compute = Compute(job, check_loss=True)
         self._statistics = RunningStatistics(job.model)
         self._parameters = list(job.model.parameters())
@@ -55,11 +61,10 @@ class Ddp:
             self.optimizer = job.build_optimizer(job.model)
             trainable = [(name, p) for name, p in job.model.named_parameters() if p.requires_grad]
             self._exchange = GradientExchange(trainable, sparse=_sparse_parameters(job.model))
-        if self._together.hold(job.number, self) and self._was_prepared_before_the_anchor:
-            return  # a replacement: the others did this long ago, and it has their weights
-        self._refuse_different_models(job.model)
-        self._together.exchange(self._broadcast)
-        self._prepared_at = self._together.num_finished
+        self._together.hold(job.number, self)
+        if not is_past:
+            self._together.exchange(self._broadcast)
+            self._prepared_at = self._together.num_finished
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; they leave bucket by bucket while backward runs."""
@@ -138,10 +143,6 @@ class Ddp:
         self._buffers_before = {}
         for parameter in self._parameters:
             parameter.grad = None
-
-    @property
-    def _was_prepared_before_the_anchor(self) -> bool:
-        return self._prepared_at is not None and self._prepared_at <= self._together.anchored_at
 
     # ---- the exchange of a commit ---------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -55,6 +56,7 @@ class Together:
         self._results: dict[str, Any] = {}
         self._moments: Counter[str] = Counter()
         self.was_given_state = False
+        self._unclaimed: dict[int, Part] = {}  # given state whose holder the script has not come to yet
         self._heritage: Heritage | None = None  # until this process stands at the anchor it was given
         session.regroup_through(self.regroup)
 
@@ -178,18 +180,15 @@ class Together:
         """In a replacement: the state noted at the anchor it is on its way to."""
         return self._heritage.anchor if self._heritage is not None else None
 
-    def hold(self, number: int, holder: Holder) -> bool:
-        """Take part in what is handed over; True when the holder's own state was just taken from a donor."""
-        self._holders[number] = holder
-        if self._heritage is not None and number in self._heritage.parts:
-            holder.take(self._heritage.parts.pop(number))
-            return True
-        return False
+    def waiting_part(self, number: int) -> Part | None:
+        """In a replacement: the state that this holder will be given."""
+        return self._unclaimed.get(number)
 
-    @property
-    def is_replacement(self) -> bool:
-        """True while this process runs towards the anchor it was given."""
-        return self._heritage is not None
+    def hold(self, number: int, holder: Holder) -> None:
+        """Take part in what is handed over from now on, and take what waits for this holder."""
+        self._holders[number] = holder
+        if number in self._unclaimed:
+            holder.take(self._unclaimed.pop(number))
 
     # ---- views ----------------------------------------------------------------------------------
 
@@ -235,8 +234,9 @@ class Together:
                 self._stands = self.was_given_state = True
                 self._heritage = taken
                 self._log.inherit(taken.log, starts_at=taken.anchored_at)
+                self._unclaimed = taken.parts
                 for number, holder in self._holders.items():
-                    holder.take(taken.parts.pop(number))
+                    self.hold(number, holder)
             else:
                 for number, part in taken.parts.items():
                     self._holders[number].take(part)
@@ -261,12 +261,10 @@ class Together:
             )
 
     def _give(self) -> Heritage:
-        if (
-            self._heritage is not None
-        ):  # a replacement that has not reached its anchor passes on what it was given
-            given = self._heritage
-            given.parts |= {number: holder.give() for number, holder in self._holders.items()}
-            return given
+        parts = {**self._unclaimed, **{number: holder.give() for number, holder in self._holders.items()}}
+        if self._heritage is not None:
+            # A replacement that has not reached its anchor passes on what it was given.
+            return replace(self._heritage, parts=parts)
         return Heritage(
             anchored_at=self._log.anchored_at,
             call=self._call,
@@ -274,7 +272,7 @@ class Together:
             anchor=self._anchor(),
             log=self._log.legacy(),
             results=self._results,
-            parts={number: holder.give() for number, holder in self._holders.items()},
+            parts=parts,
         )
 
     def _note(self, state: Callable[[], dict[str, Any]]) -> None:
