@@ -456,6 +456,11 @@ def test_an_infinite_gradient_of_a_finite_loss_is_refused_where_it_is_seen() -> 
 
     with pytest.raises(TrainingError, match="gradient's norm became"):
         trainer(loss=loss, clip_norm=1.0).fit(batches())
+    # Where nobody looks at gradients, the weights are spoilt; the next step's samples are not blamed for it.
+    with pytest.raises(
+        TrainingError, match=r"loss of step 2 is not finite because the weights are not \('0\.weight'"
+    ):
+        trainer(loss=loss).fit(batches())
     model = mlp()
     before = weights(model)
     run = trainer(model, loss=loss, on_nonfinite="skip")

@@ -153,6 +153,7 @@ class FitLoop:
                 f"({verdict.loss:.6g}). The step was not applied. Lower the learning rate, or leave such steps out with "
                 "on_nonfinite='skip'."
             )
+        self._refuse_spoilt_weights(step)
         rank, total = verdict.nonfinite[0]
         raise NonFiniteLoss(
             rank=rank,
@@ -161,6 +162,17 @@ class FitLoop:
             samples=[int(index) for index in self._indices_of(rank, part)],
             checkpoint=trainer.newest_checkpoint,
         )
+
+    def _refuse_spoilt_weights(self, step: int) -> None:
+        """The samples at hand are not to blame when an earlier step has spoilt the weights."""
+        named = self._trainer.model.named_parameters()
+        spoilt = next((name for name, parameter in named if not parameter.isfinite().all()), None)
+        if spoilt is not None:
+            raise TrainingError(
+                f"the loss of step {step} is not finite because the weights are not ('{spoilt}' first): an earlier step "
+                "had a finite loss and a gradient that was not, and nobody looked at it. Checkpoints since then hold "
+                "these weights; go on from an older one, with clip_norm=1.0 or on_nonfinite='skip', which look at gradients."
+            )
 
     def _indices_of(self, rank: int, part: Slice) -> list[int]:
         if rank == self._rank:
