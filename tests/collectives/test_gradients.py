@@ -18,7 +18,6 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
         self.first = nn.Linear(3, 4).double()
         self.single = nn.Linear(4, 4)
         self.on_rank_1 = nn.Linear(4, 4).double()
@@ -34,6 +33,15 @@ class Net(nn.Module):
         return out.pow(2).sum()
 
 
+def net() -> Net:
+    """The same weights every time, also when ranks build it at once: threads share torch's generator."""
+    model, generator = Net(), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return model
+
+
 def inputs(rank: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(10 * step + rank)
     ids = torch.randint(0, 6, (5,), generator=generator)
@@ -46,7 +54,7 @@ def exchange_of(model: nn.Module, sparse: tuple[str, ...] = ("table.weight", "un
 
 def summed(num_workers: int, step: int) -> dict[str, Tensor | None]:
     """What one process gets from all ranks' losses together."""
-    model = Net()
+    model = net()
     for rank in range(num_workers):
         model(*inputs(rank, step), rank).backward()
     return {name: p.grad.to_dense() if p.grad is not None else None for name, p in model.named_parameters()}
@@ -55,7 +63,7 @@ def summed(num_workers: int, step: int) -> dict[str, Tensor | None]:
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_every_rank_holds_the_sum_and_none_where_nobody_had_a_gradient(num_workers: int) -> None:
     def run(native: Any) -> list[dict[str, Tensor | None]]:
-        model = Net()
+        model = net()
         exchange = exchange_of(model)
         steps = []
         for step in range(3):
@@ -85,7 +93,7 @@ def test_every_rank_holds_the_sum_and_none_where_nobody_had_a_gradient(num_worke
 
 def test_only_what_comes_after_arming_is_sent() -> None:
     def run(native: Any) -> Tensor:
-        model = Net()
+        model = net()
         exchange = exchange_of(model)
         model(*inputs(native.rank, 0), native.rank).backward()  # accumulates; nothing leaves yet
         exchange.arm(native)
@@ -102,7 +110,7 @@ def test_only_what_comes_after_arming_is_sent() -> None:
 
 def test_a_rank_that_ran_no_backward_sends_nothing_and_gets_the_sum() -> None:
     def run(native: Any) -> dict[str, Tensor | None]:
-        model = Net()
+        model = net()
         exchange = exchange_of(model)
         exchange.arm(native)
         if native.rank == 0:
@@ -135,14 +143,14 @@ def test_a_rank_keeps_its_own_contribution_apart_from_the_sum() -> None:
 
 def test_gradients_that_cannot_be_laid_out_are_refused_by_name() -> None:
     def dense_for_sparse(native: Any) -> None:
-        model = Net()
+        model = net()
         exchange = exchange_of(model)
         exchange.arm(native)
         model.table.weight.sum().backward()
         exchange.finish()
 
     def sparse_for_dense(native: Any) -> None:
-        model = Net()
+        model = net()
         exchange = exchange_of(model, sparse=())
         exchange.arm(native)
         model(*inputs(0, 0), 0).backward()
