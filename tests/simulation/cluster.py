@@ -19,7 +19,7 @@ from simulation.training import Call
 from simulation.worker import Worker
 from simulation.world import Process, World
 
-SPAN_S = 0.55
+SPAN_S = 0.4
 """An undisturbed run takes little longer: faults begin within it."""
 
 
@@ -30,6 +30,8 @@ class Cluster:
     coordinator_class = Coordinator
     coordination_class = Coordination
     supervisor_class = Supervisor
+    group_class = Group
+    disk_class = Disk
 
     def __init__(
         self, seed: int, *, settings: Settings | None = None, plan: list[Fault] | None = None
@@ -42,7 +44,7 @@ class Cluster:
         self.may_be_refused = False
         self.slow: set[int] = set()
         self.clock_ahead_s = 0.0
-        self.disk = Disk()
+        self.disk = self.disk_class()
         self.network = Network(
             self.world.schedule, lambda: self.world.now, self._network_s, as_bytes=random.random() < 0.1
         )
@@ -69,7 +71,7 @@ class Cluster:
     def run(self) -> None:
         """Until all workers have left; raises Violated where a promise is broken on the way."""
         self.supervisor.start()
-        self.world.run(self._is_over, until=60.0, check=self.oracle.check)
+        self.world.run(self._is_over, until=self._deadline, check=self.oracle.check)
         self.oracle.finish()
 
     # ---- what its parts ask ---------------------------------------------------------------------
@@ -103,7 +105,7 @@ class Cluster:
     def group(self, formed: ViewFormed) -> Group:
         """The group that the members of a view form."""
         if formed.view not in self._groups:
-            self._groups[formed.view] = Group(self, formed.view, formed.incarnations)
+            self._groups[formed.view] = self.group_class(self, formed.view, formed.incarnations)
         return self._groups[formed.view]
 
     @property
@@ -112,6 +114,9 @@ class Cluster:
 
     def _is_over(self) -> bool:
         return self.num_alive == 0 and self.is_done
+
+    def _deadline(self) -> float:
+        return self.faults.last_at + self.settings.settle_s
 
     def _network_s(self) -> float:
         return self.world.between(*self.settings.network_s)

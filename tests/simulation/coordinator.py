@@ -49,8 +49,8 @@ class Coordinator(Process):
         self.cluster.network.listen(None)
 
     def carry_on(self) -> None:
-        super().carry_on()
         self.cluster.network.listen(self)
+        super().carry_on()
 
     # ---- what happens to it ---------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 - A collective finishes at each rank by itself, once all have begun it.
 - The ring neighbours of a killed peer get an error within 60 ms, whether or
   not they had all they needed; so some finish and others do not.
-- Others hear only when their own neighbours drop the group.
+- Others hear only when their own neighbours drop the group. Only while a group
+  is formed everybody talks to everybody.
 - A stopped peer is noticed by nobody before the time-out.
 - There are no numbers: the k-th collective of one rank meets the k-th of
   another. That they mean the same is for the protocol to ensure, and is
@@ -48,6 +49,8 @@ class Group:
         self._alarmed: set[int] = set()  # will get an error at whatever it does next
         self._rounds: list[_Round] = []
         self._num_begun: dict[int, int] = {}
+        self._given: dict[int, Any] = {}  # by the donor
+        self._takers: dict[int, tuple[int, Callable[[Any], None]]] = {}  # rank -> from whom, and what then
 
     def enter(self, worker: Worker) -> None:
         """`worker` is there and looks for the others."""
@@ -55,6 +58,8 @@ class Group:
             raise Violated(f"{worker.name} is in the group of view {self.view}, which is not its own")
         self._members[worker.rank] = worker
         self._num_begun[worker.rank] = 0
+        if self._gone:
+            self._alarm(worker.rank)
 
     def run(self, worker: Worker, label: object, part: Any, done: Done) -> None:
         """Begin the next collective. `done` gets all parts in rank order; or the worker hears `broken`."""
@@ -69,38 +74,74 @@ class Group:
                 f"{worker.name} is at {label} where others are at {this.label}, in one exchange of view {self.view}"
             )
         this.parts[rank], this.dones[rank] = part, done
-        worker.waits_since = self._world.now
-        if not worker.has_watchdog:
-            worker.has_watchdog = True
-            worker.later(self._cluster.settings.step_timeout_s, self._watch, worker)
-        if rank in self._alarmed:
-            self._alarm(rank)
+        self._wait(worker)
         if len(this.parts) == self._size and not self._gone:
             this.is_complete = True
             for other, member in self._members.items():
                 member.later(self._world.between(0.0005, 0.01), self._finish, this, other)
 
-    def part_of(self, rank: int) -> Any:
-        """What `rank` brought to the collective that is under way; None if nothing."""
-        return self._rounds[-1].parts.get(rank) if self._rounds else None
+    def give(self, donor: Worker, state: Any) -> None:
+        """From one to another, outside of the collectives: whoever asks `donor` gets this."""
+        self._given[donor.rank] = state
+        for rank, (giver, _) in list(self._takers.items()):
+            if giver == donor.rank:
+                self._members[rank].later(self._world.between(0.0005, 0.01), self._took, rank)
 
-    def leave(self, worker: Worker, *, holds_on: bool = False) -> None:
-        """`worker` died or dropped the group; `holds_on`: it did not close its sockets, so nobody hears of it."""
+    def take(self, worker: Worker, donor: int, done: Callable[[Any], None]) -> None:
+        """Wait for what `donor` gives."""
+        self._takers[worker.rank] = (donor, done)
+        self._wait(worker)
+        if donor in self._gone:
+            self._alarm(worker.rank)
+        elif donor in self._given:
+            worker.later(self._world.between(0.0005, 0.01), self._took, worker.rank)
+
+    def given_by(self, rank: int) -> Any:
+        """What `rank` gives; None if nothing yet."""
+        return self._given.get(rank)
+
+    def leave(self, worker: Worker) -> None:
+        """`worker` died, or dropped every reference to the group."""
         rank = worker.rank
-        if rank in self._gone or rank not in self._members:
+        if rank in self._gone:
             return
         self._gone.add(rank)
+        if not (self._rounds and self._rounds[0].is_complete):
+            # They are still connecting, each to all: nobody overlooks that one is not there.
+            for other in sorted(self._members.keys() - self._gone):
+                self._alarm(other)
+            return
+        self._takers.pop(rank, None)
         for this in self._rounds[-2:]:
             this.dones.pop(rank, None)
-        if not holds_on:
-            for neighbour in {(rank - 1) % self._size, (rank + 1) % self._size} - self._gone:
-                self._alarm(neighbour)
+        takers = {taker for taker, (giver, _) in self._takers.items() if giver == rank}
+        for other in sorted({(rank - 1) % self._size, (rank + 1) % self._size} | takers):
+            if other not in self._gone:
+                self._alarm(other)
 
     def _alarm(self, rank: int) -> None:
         self._alarmed.add(rank)
         member = self._members.get(rank)
         if member is not None:
             member.later(self._world.between(0.001, 0.06), self._break, member)
+
+    def _wait(self, worker: Worker) -> None:
+        worker.waits_since = self._world.now
+        if not worker.has_watchdog:
+            worker.has_watchdog = True
+            worker.later(self._cluster.settings.step_timeout_s, self._watch, worker)
+        if worker.rank in self._alarmed:
+            self._alarm(worker.rank)
+
+    def _took(self, rank: int) -> None:
+        if rank not in self._takers:
+            return
+        donor, done = self._takers[rank]
+        if donor in self._gone and self._world.random.random() < 0.5:
+            return  # half of it was under way when the donor died
+        del self._takers[rank]
+        self._members[rank].waits_since = None
+        done(self._given[donor])
 
     def _finish(self, this: _Round, rank: int) -> None:
         if rank in self._gone or rank not in this.dones:

@@ -47,20 +47,24 @@ class Line:
         worker = self._worker
         self._has_joined = False
         self.end = worker.cluster.network.connect(self, worker.name)
-        self.end.send(Join(worker.rank, worker.incarnation, worker.pid, worker.cluster.num_workers))
+        self._send(Join(worker.rank, worker.incarnation, worker.pid, worker.cluster.num_workers))
 
     def _say(self) -> None:
-        assert self.end is not None
         assert self.question is not None
-        worker = self._worker
-        if worker.strands_next_s:
-            # The question is under way when the line breaks; it arrives after it was asked again.
-            self.end.lag_s, worker.strands_next_s = worker.strands_next_s, 0.0
-            self.end.send(self.question)
-            worker.tell("strands", self.question)
-            worker.cluster.network.cut(self.end, notice_s=0.001, far_notice_s=self.end.lag_s + 0.05)
-        else:
-            self.end.send(self.question)
+        self._send(self.question)
+
+    def _send(self, message: Message) -> None:
+        worker, end = self._worker, self.end
+        assert end is not None
+        strands_s = worker.cluster.faults.strands(worker, message)
+        if not strands_s:
+            end.send(message)
+            return
+        # It is under way when the line breaks: the answer is lost, or it arrives after it was said again.
+        worker.tell("strands", message)
+        end.lag_s = strands_s
+        end.send(message)
+        worker.cluster.network.cut(end, notice_s=0.001, far_notice_s=strands_s + 0.05)
 
     def _heard(self, end: End, message: Message) -> None:
         if end is not self.end:

@@ -81,6 +81,11 @@ class Oracle:
         if formed.incarnations[worker.rank] != worker.incarnation:
             raise Violated(f"{worker.name} is told of view {formed.view}, in which it is not")
 
+    def suspected(self, worker: Worker) -> None:
+        """Only who does not answer is killed: it is stopped, or was, or cannot be heard."""
+        if not worker.is_stopped and worker.name not in self._cluster.faults.excused:
+            raise Violated(f"{worker.name} is killed although nothing is wrong with it")
+
     # ---- calls ----------------------------------------------------------------------------------
 
     def asked(self, worker: Worker, question: Message) -> None:

@@ -36,5 +36,5 @@ class Settings:
     reconnect_s: float = 0.02
     """How long a client waits before it connects again."""
 
-    settle_s: float = 25.0
+    settle_s: float = 10.0
     """Once the faults stop, the job is done after at most so long."""

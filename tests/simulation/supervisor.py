@@ -79,6 +79,7 @@ class Supervisor(Process):
             is_meant = worker.is_alive and worker.incarnation == message.incarnation
             if is_meant and (worker.is_stopped or not message.lenient):
                 self.tell("kills", worker.name, message.why)
+                self.cluster.oracle.suspected(worker)
                 self.cluster.counts["suspect killed"] += 1
                 self.cluster.kill(worker)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from shoal.strategies.exchange_log import ExchangeLog
 
@@ -88,8 +88,9 @@ Script = Generator[Request, Any, None]
 class Life:
     """Everything of a worker that training changes: what a replacement needs, and nothing else."""
 
+    log_class: ClassVar[type[ExchangeLog]] = ExchangeLog
+
     rank: int
-    log: ExchangeLog = field(default_factory=ExchangeLog)
     weights: Weights = FIRST_WEIGHTS
     finished_calls: list[int] = field(default_factory=list)
     anchor: tuple[int, Any] = (
@@ -99,6 +100,9 @@ class Life:
     has_state: bool = (
         False  # False: it was just born and must take another's state, or begin from a checkpoint
     )
+
+    def __post_init__(self) -> None:
+        self.log = self.log_class()
 
     def at_anchor(self, number: int, place: Any) -> None:
         self.log.anchor()

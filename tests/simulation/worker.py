@@ -47,7 +47,6 @@ class Worker(Process):
         self.group: Group | None = None
         self.waits_since: float | None = None  # in a collective of the group
         self.has_watchdog = False
-        self.strands_next_s = 0.0
         self.has_left = False
         self._script = training.script(cluster.calls_of(rank), self.life)
         self._calls_begun = 0
@@ -56,6 +55,7 @@ class Worker(Process):
         self._line = Line(self, self._answered)
         self._store: Line | None = None
         self._is_noted = False  # in the store, as one who is here
+        self._is_taking = False  # or giving: in the first collective of a group
         self.later(self.world.between(*cluster.settings.boot_s), self._go, None)
 
     @property
@@ -72,8 +72,8 @@ class Worker(Process):
         """Killed, or at its end: the kernel closes what it had open."""
         self.is_alive = False
         self.cluster.num_alive -= 1
-        if self.group is not None:
-            self.group.leave(self)
+        if self._formed is not None:
+            self.cluster.group(self._formed).leave(self)
         self._line.close()
         if self._store is not None:
             self._store.close()
@@ -141,8 +141,14 @@ class Worker(Process):
 
     def _ask(self, question: Message) -> None:
         self._pending = question
+        if isinstance(question, ScriptEnded):
+            self.cluster.failpoint("at the script's end", self)
+            if not self.is_alive:
+                return
         self.cluster.oracle.asked(self, question)
         self._line.ask(question)
+        if isinstance(question, ScriptEnded):
+            self.cluster.failpoint("asked to leave", self)
 
     def _answered(self, message: Message) -> None:
         match message:
@@ -181,28 +187,37 @@ class Worker(Process):
         if group is not self.group:
             return
         self.tell("finds its group broken:", why)
-        if self._formed is not None and self._formed.donor >= 0 and self._standing() < self._formed.finished:
+        waited_s = 0.0 if self.waits_since is None else self.world.now - self.waits_since
+        if self._is_taking and self._formed is not None:
             self.cluster.counts["state lost half-way"] += 1
-            self.life.interrupted(group.part_of(self._formed.donor))
+            self.life.interrupted(group.given_by(self._formed.donor))
         self._drop_group()
-        self._enter()
+        self._enter(waited_s)
 
     def _drop_group(self) -> None:
         self.waits_since = None
-        if self.group is not None:
-            self.group.leave(self)
-            self.group = None
+        self._is_taking = False
+        if self._formed is not None:
+            self.cluster.group(self._formed).leave(self)
+        self.group = None
         if self._store is not None:
             self._store.close()
             self._store = None
 
-    def _enter(self) -> None:
+    def _enter(self, waited_s: float = 0.0) -> None:
         """Ask for the next view; `_pending` is what it goes on with."""
-        self._line.ask(EnterView(self.rank, self.incarnation, self.view, self._standing(), self._calls_begun))
-        self.tell("enters, left", self.view, f"knows {self._standing()}")
+        standing = self._knows()
+        self._line.ask(
+            EnterView(self.rank, self.incarnation, self._view_left(), standing, self._calls_begun, waited_s)
+        )
+        self.tell("enters, left", self.view, f"knows {standing}")
         self.cluster.failpoint("entered a view", self)
 
-    def _standing(self) -> int:
+    def _view_left(self) -> int:
+        """The view it was told of last, whether or not it ever stood in it."""
+        return self.view
+
+    def _knows(self) -> int:
         return self.life.standing
 
     def _view_formed(self, formed: ViewFormed) -> None:
@@ -231,9 +246,8 @@ class Worker(Process):
         else:
             self.group = self.cluster.group(self._formed)
             self.group.enter(self)
-            # The first thing in a new group: the donor gives its state, who is behind takes it.
-            is_donor = self._formed.donor == self.rank
-            self.group.run(self, "state", self.life.package() if is_donor else None, self._caught_up)
+            place = (self.rank, self._is_behind(), self._knows(), self._is_exchanging(), self._is_settled())
+            self.group.run(self, "standing", place, self._hand_over)
 
     def _store_lost(self) -> None:
         if self.group is None:
@@ -241,21 +255,61 @@ class Worker(Process):
             self._drop_group()
             self._enter()
 
-    def _caught_up(self, parts: list[Any]) -> None:
+    # ---- state ----------------------------------------------------------------------------------
+
+    def _hand_over(self, places: list[Any]) -> None:
+        """All have told where they stand: the donor gives, who is behind takes."""
         assert self._formed is not None
-        donor, finished = self._formed.donor, self._formed.finished
+        assert self.group is not None
+        self._refuse_different_scripts(places)
+        donor = self._formed.donor
+        if donor == self.rank:
+            self.cluster.faults.gives(self)
+            self.group.give(self, self.life.package())
+        if donor >= 0 and self._is_behind():
+            self._is_taking = True
+            self.group.take(self, donor, self._take)
+        else:
+            self._agree()
+
+    def _take(self, package: Any) -> None:
+        assert self._formed is not None
+        self._is_taking = False
         self.cluster.failpoint("state is there, not taken", self)
-        if not self.is_alive:
-            return
-        if donor >= 0 and self._standing() < finished:
-            had = self._standing()
-            self.tell("takes the state of", f"worker {donor}", f"after {finished}")
-            self.life.take(parts[donor])
-            self.cluster.oracle.took(self, had=had)
-        elif not self.life.has_state:
+        if self.is_alive:
+            self.tell("takes the state of", f"worker {self._formed.donor}", f"after {self._formed.finished}")
+            self.cluster.oracle.took(self, had=self._knows())
+            self.life.take(package)
+            self._agree()
+
+    def _agree(self) -> None:
+        assert self.group is not None
+        self.group.run(self, "agreed", None, self._agreed)
+
+    def _agreed(self, parts: list[None]) -> None:
+        """Everybody has what it needs."""
+        if not self.life.has_state:  # and nobody has any
             self.cluster.oracle.starts(self)
             self.life.begin(self.cluster.disk.checkpoint)
         self._resume()
+
+    def _refuse_different_scripts(self, places: list[tuple[int, bool, int, bool, bool]]) -> None:
+        """Who is furthest is in an exchange, or at a call: all of them in one, or none."""
+        furthest = max((knows for _, _, knows, _, settled in places if settled), default=-1)
+        there = {rank: busy for rank, _, knows, busy, settled in places if settled and knows == furthest}
+        if len(set(there.values())) > 1:
+            self.refused(f"the ranks' scripts differ: {there}")
+
+    def _is_behind(self) -> bool:
+        assert self._formed is not None
+        return self._knows() < self._formed.finished
+
+    def _is_exchanging(self) -> bool:
+        return isinstance(self._pending, Exchange)
+
+    def _is_settled(self) -> bool:
+        """Where it is in its script is where its state is: not so while it runs towards what it was given."""
+        return self.life.has_state and self._pending is not None and not self.life.log.is_catching_up
 
     def _resume(self) -> None:
         """Go on with what it was at."""

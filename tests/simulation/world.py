@@ -15,6 +15,9 @@ from typing import Any
 STORY_EVENTS = 400
 """How much of the story is kept; the end of it is what explains a failure."""
 
+MAX_EVENTS = 20_000
+"""Ten times more than any schedule needs."""
+
 
 class Violated(AssertionError):
     """A promise was broken. The message says which, the story how."""
@@ -42,15 +45,19 @@ class World:
         """Add to the story. Formatted only when somebody reads it."""
         self._story.append((self.now, who, what, about))
 
-    def run(self, is_done: Callable[[], bool], *, until: float, check: Callable[[], None]) -> None:
+    def run(
+        self, is_done: Callable[[], bool], *, until: Callable[[], float], check: Callable[[], None]
+    ) -> None:
         """Let things happen until all is done; too late, or nothing left to happen, breaks a promise."""
         queue = self._queue
         while not is_done():
             if not queue:
                 raise Violated("nobody has anything left to do, and the job is not done: it waits for ever")
             self.now, _, action, arguments = heappop(queue)
-            if self.now > until:
-                raise Violated(f"the job is not done after {until:.1f} s: somebody waits for ever")
+            if self.now > until():
+                raise Violated("the job is not done long after the last fault: somebody waits for ever")
+            if self.num_events > MAX_EVENTS:
+                raise Violated(f"{MAX_EVENTS} events, and the job is not done: it goes round in circles")
             action(*arguments)
             check()
 
