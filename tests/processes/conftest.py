@@ -46,7 +46,7 @@ from waiting import wait_until
 
 @pytest.fixture(scope="session")
 def warm_parent() -> Iterator[WarmParent]:
-    with WarmParent("tests") as warm:
+    with WarmParent("tests", preload=["shoal.train.metrics"]) as warm:
         warm.wait_ready()
         yield warm
 

@@ -74,6 +74,7 @@ def verify(
     float64, where rounding cannot hide a difference, and in float32 beside it.
     """
     from shoal.cluster.api import LaunchConfig, launch
+    from shoal.cluster.roles import preload_for
     from shoal.cluster.warm_client import WarmParent
     from shoal.perf.equality import check
 
@@ -89,7 +90,7 @@ def verify(
         )
         if not Path(script).is_file():
             launch(config)  # refuses it, before a warm parent is started for nothing
-        with WarmParent() as warm:
+        with WarmParent(preload=preload_for(script)) as warm:
             outcome = check(
                 VerifyRuns(config, warm, num_steps=steps), num_workers=workers, tolerance=tolerance
             )

@@ -29,6 +29,7 @@ from shoal.cluster.display import Display, binary, open_display
 from shoal.cluster.fate import Fate, Patience
 from shoal.cluster.launch_config import LaunchConfig
 from shoal.cluster.outcome import Outcome, error_of, summary_of
+from shoal.cluster.roles import preload_for
 from shoal.cluster.run_directory import RunConfig, RunDirectory, Versions, read_config
 from shoal.cluster.signals import SignalInbox
 from shoal.cluster.supervisor import Supervisor
@@ -172,7 +173,7 @@ def _run_job(
         # The inbox first: from the first process on, Ctrl-C is a wish and not an exception.
         with (
             SignalInbox() as inbox,
-            contextlib.nullcontext(warm) if warm else WarmParent(run.name) as parent,
+            contextlib.nullcontext(warm) if warm else _warm_parent(run, described.script) as parent,
         ):
             supervisor = Supervisor(spec, patience=patience, run=run, display=display, warm=parent)
             outcome = supervisor.outcome
@@ -281,3 +282,7 @@ def _entries(folder: str) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
+
+
+def _warm_parent(run: RunDirectory, script: str) -> WarmParent:
+    return WarmParent(run.name, preload=preload_for(script))

@@ -22,7 +22,6 @@ PRELOAD = (
     "torch",
     "torch._dynamo",
     "torch.distributed",
-    "torchmetrics",
     "safetensors.torch",
     "numpy",
     "shoal.cluster.worker",
@@ -34,6 +33,19 @@ PRELOAD = (
     "shoal.train.custom",
 )
 """What the warm parent imports before it forks: whatever costs a worker time at its first step."""
+
+PRELOAD_WHERE_NAMED = {"metrics": "shoal.train.metrics"}
+"""A word in the script -> what it will probably need. torchmetrics takes up to seconds to import; not all need it."""
+
+
+def preload_for(script: str) -> tuple[str, ...]:
+    """What else to import before forking for this script. A wrong guess costs time, nothing else."""
+    try:
+        with open(script, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return ()
+    return tuple(module for word, module in PRELOAD_WHERE_NAMED.items() if word in text)
 
 
 def entry(role: str) -> Entry:

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 import shoal
@@ -38,7 +38,8 @@ class WarmParent:
     it as a context manager, or `close` it: closing ends every child there is.
     """
 
-    def __init__(self, job: str | None = None) -> None:
+    def __init__(self, job: str = "", *, preload: Sequence[str] = ()) -> None:
+        """`preload`: modules to import beside the usual ones; see `roles.preload_for`."""
         self._exited: deque[Exited] = deque()
         self._ready: Ready | None = None
         self._start_by = time.monotonic() + START_TIMEOUT_S
@@ -47,7 +48,7 @@ class WarmParent:
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, *_interpreter_flags(), "-m", "shoal.cluster.warm_parent"]
-        arguments = [str(theirs.fileno()), str(os.getpid()), *([job] if job else [])]
+        arguments = [str(theirs.fileno()), str(os.getpid()), job, *preload]
         with theirs:
             self._process = subprocess.Popen(
                 [*command, *arguments],

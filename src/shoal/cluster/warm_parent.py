@@ -1,6 +1,6 @@
 """The warm parent: imports torch once, then forks workers in milliseconds.
 
-`python -m shoal.cluster.warm_parent FD SUPERVISOR_PID [JOB]`, started by
+`python -m shoal.cluster.warm_parent FD SUPERVISOR_PID JOB [MODULE...]`, started by
 `warm_client.WarmParent`. It decides nothing: it forks what it is told to,
 reaps at once, and reports. A fork copies only the calling thread, and OpenMP
 hangs after one, so this process has exactly one thread, runs no tensor
@@ -198,12 +198,12 @@ def _leave_with(supervisor: int) -> None:
         raise SystemExit(0)
 
 
-def _import_everything() -> float:
+def _import_everything(more: list[str]) -> float:
     # One thread per library while they load: each would start a pool of its own. Workers set their share later.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     started = time.monotonic()
-    for name in roles.PRELOAD:
+    for name in (*roles.PRELOAD, *more):
         importlib.import_module(name)
     # What is imported stays: the collector need not walk it, nor write to its pages, in any child.
     gc.collect()
@@ -216,8 +216,8 @@ def main(argv: list[str]) -> None:
     commands = socket.socket(fileno=int(argv[1]))
     commands.set_inheritable(False)
     _leave_with(supervisor=int(argv[2]))
-    _set_title(f"shoal warm-parent [{argv[3]}]" if len(argv) > 3 else "shoal warm-parent")
-    warm_messages.send(commands, Ready(_import_everything()))
+    _set_title(f"shoal warm-parent [{argv[3]}]" if argv[3] else "shoal warm-parent")
+    warm_messages.send(commands, Ready(_import_everything(argv[4:])))
     WarmParentLoop(commands).run()
 
 

@@ -14,7 +14,7 @@ from shoal.data.slice import Slice, bounds
 from shoal.data.tree import Tree, concatenate, leaves, map_tensors
 from shoal.strategies.compute import autocast, place
 from shoal.strategies.protocol import Strategy, TrainJob
-from shoal.train.metrics import MetricSet
+from shoal.train.measuring import Metrics
 
 Tick = Callable[[Slice], None]
 """Called after every slice: progress, and leaving when asked to."""
@@ -24,7 +24,7 @@ def evaluate(
     strategy: Strategy,
     job: TrainJob,
     batches: Batches,
-    metrics: MetricSet,
+    metrics: Metrics,
     *,
     rank: int,
     num_workers: int,

@@ -41,7 +41,7 @@ from shoal.train.evaluation import evaluate, predict
 from shoal.train.history import History
 from shoal.train.interrupts import asked_to_leave, signals_finish_the_step
 from shoal.train.loop import FitLoop
-from shoal.train.metrics import MetricSet
+from shoal.train.measuring import metric_set
 from shoal.train.position import Position
 from shoal.train.progress import drawn_here, passing
 from shoal.train.verification import Verification
@@ -131,8 +131,8 @@ class Trainer:
             torch.device(device) if device is not None else default_device(self.num_workers, self.rank)
         )
         kind, ignored = self._loss.outputs_are, getattr(loss, "ignore_index", None)
-        self.train_metrics = MetricSet(metrics, loss_kind=kind, ignore_index=ignored)
-        self.evaluation_metrics = MetricSet(metrics, loss_kind=kind, ignore_index=ignored)
+        self.train_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
+        self.evaluation_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise ConfigError(
