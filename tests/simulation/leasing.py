@@ -1,0 +1,334 @@
+"""Relaxed training in the simulator: workers lease ranges of samples, die with them, and every sample counts once.
+
+The real `Leases` decides; its events go into a journal before anything is
+answered, and a new coordinator is fed with them. Servers are taken to be
+perfect: they apply a push of (lease, batch) once and never die.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from shoal.cluster.leases import (
+    Action,
+    Asked,
+    EndEpoch,
+    Event,
+    Hand,
+    Holder,
+    LeaseConfig,
+    Leases,
+    NoMore,
+    Replaced,
+    Tick,
+)
+from shoal.wire.messages import Message
+from shoal.wire.simulated import End, Network
+from simulation.world import Process, Violated, World
+
+BATCH = 4
+"""Samples of a batch."""
+
+
+class AskForLeases(Message, frozen=True, tag="simulated-ask"):
+    rank: int
+    incarnation: int
+    finished: list[int]
+
+
+class LeasesHanded(Message, frozen=True, tag="simulated-hand"):
+    numbers: list[int]
+
+
+class Leasing:
+    """A job of leases, from a seed alone."""
+
+    leases_class = Leases
+    answers_first = False
+    forgets: tuple[type, ...] = ()
+
+    def __init__(self, seed: int) -> None:
+        self.world = World(seed)
+        random = self.world.random
+        self.num_workers = random.randint(1, 4)
+        self.config = LeaseConfig(
+            num_samples=random.randint(5, 60),
+            samples_per_lease=BATCH * random.randint(1, 3),
+            num_epochs=random.randint(1, 2),
+            num_ahead=random.randint(1, 3),
+            backup_after_s=random.choice((None, None, 0.3)),
+        )
+        self.network = Network(
+            self.world.schedule, lambda: self.world.now, lambda: self.world.between(0.0001, 0.003)
+        )
+        self.journal: list[Event] = []
+        self.applied: Counter[tuple[int, int]] = Counter()  # (lease, batch) -> how often it was run
+        self.ended: list[int] = []
+        self.counts: Counter[str] = Counter()
+        self.workers: dict[int, LeaseWorker] = {}
+        self.coordinator = LeaseCoordinator(self)
+        self.last_fault_at = 0.0
+        for rank in range(self.num_workers):
+            self.fork(rank, 0)
+        for _ in range(min(1 + int(random.expovariate(0.3)), 10)):
+            self.world.schedule(random.random() * 0.8, self._strike)
+
+    def run(self) -> None:
+        self.world.run(self._is_over, until=lambda: self.last_fault_at + 20.0, check=self.coordinator.check)
+        for number in range(self.config.num_epochs * self.config.num_leases):
+            for batch in range(num_batches(self.config, number)):
+                if not self.applied[number, batch]:
+                    raise Violated(f"batch {batch} of lease {number} was never run")
+        num_again = sum(count - 1 for count in self.applied.values())
+        self.counts["batches run again"] += num_again
+        if num_again and not self.counts["worker killed"] and self.config.backup_after_s is None:
+            raise Violated(f"{num_again} batches were run again although nobody died")
+
+    def fork(self, rank: int, incarnation: int) -> None:
+        self.workers[rank] = LeaseWorker(self, rank, incarnation)
+
+    def push(self, number: int, batch: int) -> None:
+        """A server applies a batch, unless its mark says that it has."""
+        if number // self.config.num_leases != len(self.ended) and not self.applied[number, batch]:
+            raise Violated(f"lease {number} is run first in epoch {len(self.ended)}, which is not its own")
+        self.applied[number, batch] += 1
+
+    def end_epoch(self, epoch: int) -> None:
+        if epoch != len(self.ended):
+            raise Violated(f"epoch {epoch} ends after {self.ended}")
+        first = epoch * self.config.num_leases
+        for number in range(first, first + self.config.num_leases):
+            if not all(self.applied[number, batch] for batch in range(num_batches(self.config, number))):
+                raise Violated(f"epoch {epoch} ends and lease {number} is not done")
+        self.ended.append(epoch)
+
+    def _is_over(self) -> bool:
+        return all(worker.is_done for worker in self.workers.values())
+
+    # ---- faults ---------------------------------------------------------------------------------
+
+    def _strike(self) -> None:
+        random, world = self.world.random, self.world
+        worker = self.workers[random.randrange(self.num_workers)]
+        self.last_fault_at = world.now
+        match random.choice(("kill", "kill", "kill", "coordinator", "coordinator", "stop", "cut", "strand")):
+            case "kill" if worker.is_alive:
+                worker.tell("!! is killed")
+                self.counts["worker killed"] += 1
+                worker.die()
+                world.schedule(world.between(0.001, 0.02), self._reap, worker)
+            case "coordinator" if self.coordinator.is_alive:
+                self.coordinator.dies_at = random.choice(("before", "after", "now"))
+                self.counts[f"coordinator killed {self.coordinator.dies_at}"] += 1
+                if self.coordinator.dies_at == "now":
+                    self.coordinator.die()
+            case "stop" if worker.is_alive and not worker.is_stopped:
+                worker.stop()
+                world.schedule(random.random(), self._carry_on, worker)
+            case "cut" if worker.end is not None:
+                self.network.cut(worker.end, notice_s=0.001, far_notice_s=random.choice((0.001, 0.5)))
+            case "strand":
+                worker.strands_s = random.choice((0.0001, 0.1))
+
+    def _reap(self, worker: LeaseWorker) -> None:
+        worker.tell("is reaped")
+        self.fork(worker.rank, worker.incarnation + 1)
+        if self.world.random.random() < 0.5:  # else its successor's first question says it
+            self.coordinator.replaced(worker.rank, worker.incarnation + 1)
+
+    def _carry_on(self, worker: LeaseWorker) -> None:
+        if worker.is_alive:
+            worker.carry_on()
+
+
+class LeaseCoordinator(Process):
+    """Feeds the real Leases; writes down before it answers."""
+
+    def __init__(self, job: Leasing) -> None:
+        super().__init__(job.world, "coordinator")
+        self.job = job
+        self.dies_at = ""
+        self._accepted: list[End] = []
+        self._ends: dict[Holder, End] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self.is_alive = True
+        self.core = self.job.leases_class(self.job.config)
+        for event in self.job.journal:
+            self.core.handle(event)
+        self.job.network.listen(self)
+
+    def die(self) -> None:
+        self.tell("!! is killed")
+        self.is_alive, self.dies_at = False, ""
+        self.job.network.listen(None)
+        for end in self._accepted:
+            end.close()
+        self._accepted.clear()
+        self._ends.clear()
+        self.world.schedule(self.world.between(0.02, 0.5), self._start)
+
+    def check(self) -> None:
+        """After every event: a lease has one holder; at an epoch's end, with backups, two."""
+        if not self.is_alive:
+            return
+        config = self.core.config
+        for number in range(self.core.epoch * config.num_leases, (self.core.epoch + 1) * config.num_leases):
+            holders = self.core.holders(number)
+            if len(holders) > (1 if config.backup_after_s is None else 2) or len(set(holders)) < len(holders):
+                raise Violated(f"lease {number} is held by {holders}")
+
+    def accepted(self, end: End) -> None:
+        self._accepted.append(end)
+
+    def heard(self, end: End, message: Message) -> None:
+        if isinstance(message, AskForLeases) and self.is_alive:
+            by = Holder(message.rank, message.incarnation)
+            known = self._ends.get(by)
+            if known is None or known.number <= end.number:
+                self._ends[by] = end
+                self._feed(Asked(by, tuple(message.finished), self.world.now))
+
+    def lost(self, end: End) -> None:
+        for holder in [holder for holder, each in self._ends.items() if each is end]:
+            del self._ends[holder]
+
+    def replaced(self, rank: int, incarnation: int) -> None:
+        if self.is_alive:
+            self._feed(Replaced(rank, incarnation, self.world.now))
+
+    def _feed(self, event: Event) -> None:
+        self.tell("hears", event)
+        if self.dies_at == "before":
+            self.die()
+            return
+        if not self.job.answers_first:
+            self._write(event)
+        actions = self.core.handle(event)
+        if self.dies_at == "after" and not self.job.answers_first:
+            self.die()
+            actions = [each for each in actions if isinstance(each, EndEpoch)]  # the journal has it
+        self._carry_out(actions)
+        if self.job.answers_first:
+            if self.dies_at == "after":
+                self.die()
+            else:
+                self._write(event)
+        deadline = self.core.deadline if self.is_alive else None
+        if deadline is not None:
+            self.later(max(0.0, deadline - self.world.now), self._tick)
+
+    def _tick(self) -> None:
+        if self.core.deadline is not None and self.core.deadline <= self.world.now:
+            self._feed(Tick(self.world.now))
+
+    def _write(self, event: Event) -> None:
+        if not isinstance(event, self.job.forgets):
+            self.job.journal.append(event)
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, EndEpoch):
+                self.job.end_epoch(action.epoch)
+                continue
+            end = self._ends.get(action.to)
+            if end is None:
+                continue
+            self.tell("answers", action)
+            if isinstance(action, Hand):
+                end.send(LeasesHanded([lease.number for lease in action.leases]))
+            elif isinstance(action, NoMore):
+                end.send(LeasesHanded([]))
+            elif self.job.workers[action.to.rank].incarnation == action.to.incarnation:
+                raise Violated(f"{action.to} is refused: {action.reason}")
+
+
+class LeaseWorker(Process):
+    """Runs what it holds, batch by batch, and asks for more ahead; does not wait for the answer while it has work."""
+
+    def __init__(self, job: Leasing, rank: int, incarnation: int) -> None:
+        super().__init__(job.world, f"worker-{rank}.{incarnation}")
+        self.job, self.rank, self.incarnation = job, rank, incarnation
+        self.is_done = False
+        self.end: End | None = None
+        self.strands_s = 0.0
+        self._held: list[int] = []
+        self._running: tuple[int, int] | None = None  # lease and batch
+        self._finished: list[int] = []  # and not known to be heard
+        self._asks_with: list[int] | None = None
+        self.later(self.world.between(0.01, 0.1), self._ask)
+
+    def die(self) -> None:
+        self.is_alive = False
+        if self.end is not None:
+            self.end.close()
+
+    def heard(self, end: End, message: Message) -> None:
+        self.do(self._heard, end, message)
+
+    def lost(self, end: End) -> None:
+        self.do(self._lost, end)
+
+    def _ask(self) -> None:
+        if self.end is None:
+            self.end = self.job.network.connect(self, self.name)
+        self._asks_with = list(self._finished)
+        lag_s, self.strands_s = self.strands_s, 0.0
+        self.end.lag_s = lag_s
+        self.end.send(AskForLeases(self.rank, self.incarnation, self._asks_with))
+        if lag_s:
+            self.job.network.cut(self.end, notice_s=0.001, far_notice_s=lag_s + 0.05)
+
+    def _heard(self, end: End, message: Any) -> None:
+        if end is not self.end or self._asks_with is None:
+            return
+        self._finished = [each for each in self._finished if each not in self._asks_with]
+        self._asks_with = None
+        self.tell("holds", message.numbers)
+        if not message.numbers and not self._finished:
+            self.is_done = True
+            self.die()
+            return
+        self._held = [number for number in message.numbers if number not in self._finished]
+        if self._finished:
+            self._ask()
+        if self._running is None:
+            self._next()
+        elif self._running[0] not in self._held:
+            self._running = None  # somebody else has done it
+            self._next()
+
+    def _lost(self, end: End) -> None:
+        if end is self.end:
+            self.end = None
+            if self._asks_with is not None:
+                self.later(0.02, self._ask)
+
+    def _next(self) -> None:
+        if self._held:
+            self._running = (self._held[0], 0)
+            self.later(self.world.between(0.002, 0.05), self._run, self._running)
+
+    def _run(self, running: tuple[int, int]) -> None:
+        if running != self._running:
+            return
+        number, batch = running
+        self.job.push(number, batch)
+        if batch + 1 < num_batches(self.job.config, number):
+            self._running = (number, batch + 1)
+            self.later(self.world.between(0.002, 0.05), self._run, self._running)
+            return
+        self.tell("has done", number)
+        self._running = None
+        self._held.remove(number)
+        self._finished.append(number)
+        if self._asks_with is None:
+            self._ask()
+        self._next()
+
+
+def num_batches(config: LeaseConfig, number: int) -> int:
+    lease = config.lease(number)
+    return -(-(lease.stop - lease.start) // BATCH)
