@@ -205,18 +205,16 @@ class Together:
 
     def _enter(self) -> None:
         fresh = not self._stands
-        formed = session.enter_view(
-            view_left=0 if fresh else self._view, finished=-1 if fresh else self._log.num_known
-        )
-        if not fresh:
-            self._view = formed.view
+        # The view is left even by one that was given nothing in it: to be told of the same view again would help nobody.
+        formed = session.enter_view(view_left=self._view, finished=-1 if fresh else self._log.num_known)
+        self._view = formed.view
         form_group(self._job, formed.view)
         native = Native(rank=self._job.rank, num_workers=self._job.num_workers)
         if formed.donor >= 0:
             behind = fresh or self._log.num_known < formed.finished
             self._hand_over(native, formed.donor, behind=behind, fresh=fresh)
         # Only now: a process that was given nothing yet enters the next view as fresh as this one.
-        self._stands, self._view, self._native = True, formed.view, native
+        self._stands, self._native = True, native
 
     def _hand_over(self, native: Native, donor: int, *, behind: bool, fresh: bool) -> None:
         standing = torch.tensor([int(behind), self._log.num_known, int(self._is_exchanging), int(fresh)])
