@@ -102,7 +102,7 @@ def test_status_of_one_run_tells_what_its_directory_tells(shoal: Shoal, make_run
         told = json.loads(shoal("status", "click", "--json").stdout)
     assert "alive" in shown
     assert "/home/me/train.py --lr 0.1" in shown
-    assert "step 512, epoch 1, loss 0.25" in shown
+    assert "step 512, epoch 2, loss 0.25 " in shown  # epochs as the progress table counts them
     assert "rank 0, process 41: running" in shown
     assert "rank 1, process 42: exited with code -9" in shown
     assert "step-000000500" in shown
@@ -115,6 +115,15 @@ def test_status_of_one_run_tells_what_its_directory_tells(shoal: Shoal, make_run
     assert told["events"][-1]["event"] == "worker-exited"
     # Its supervisor is gone, and no worker outlives it.
     assert json.loads(shoal("status", "click", "--json").stdout)["processes"][0]["state"] == "gone"
+
+
+def test_workers_that_a_resumed_run_no_longer_has_are_not_shown(shoal: Shoal, make_run: MakeRun) -> None:
+    with make_run("click", workers=1) as run:
+        for rank, pid in ((0, 41), (1, 42), (0, 51)):
+            run.event("worker-started", rank=rank, pid=pid)
+        shown = shoal("status", "click").stdout
+    assert "rank 0, process 51: running" in shown
+    assert "rank 1, process" not in shown
 
 
 def test_a_run_is_found_by_name_or_path(shoal: Shoal, make_run: MakeRun) -> None:

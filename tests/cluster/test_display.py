@@ -27,8 +27,8 @@ class Clock:
         return self.now
 
 
-def at(step: int, *, rank: int = 0, epoch: int = 1, phase: str = "fit") -> Progress:
-    return Progress(rank, 1, phase, epoch, 2, step, 800, 0.5, {}, step, 10.0, None)
+def at(step: int, *, rank: int = 0, epoch: int = 1, phase: str = "fit", call: int = 1) -> Progress:
+    return Progress(rank, call, phase, epoch, 2, step, 800, 0.5, {}, step, 10.0, None)
 
 
 def plain() -> tuple[Display, Clock, io.BytesIO]:
@@ -133,6 +133,20 @@ def test_a_table_has_a_line_per_worker_where_there_are_several() -> None:
         ["worker", "0"],
         ["worker", "1"],
     ]
+
+
+def test_a_call_that_is_over_stays_above_the_table_and_one_without_epochs_shows_none() -> None:
+    display, clock, screen = live()
+    display.update(at(1))
+    display.update(at(1, rank=1))
+    display.update(at(800))
+    clock.now += DRAW_EVERY_S
+    display.update(at(5, epoch=0, phase="evaluate", call=2))
+    clock.now += DRAW_EVERY_S
+    display.update(at(5, rank=1, epoch=0, phase="evaluate", call=2))
+    assert screen.lines[0].startswith("fit  epoch 1/2  step 800/800")
+    assert [line.split()[:2] for line in screen.lines if "evaluate" in line] == [["evaluate", "5/800"]]
+    assert [line.split() for line in screen.lines if "worker 0" in line] == [["worker", "0", "5"]]
 
 
 def test_the_last_table_stays_when_the_display_is_closed() -> None:

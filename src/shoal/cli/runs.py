@@ -116,12 +116,16 @@ def recent_rate(metrics: list[dict[str, Any]]) -> float | None:
     return float(samples / (timed[-1]["time"] - timed[0]["time"]))
 
 
-def processes(events: list[dict[str, Any]], state: State) -> list[dict[str, Any]]:
-    """Who works for the run, or did: every worker as the events last told of it."""
+def processes(events: list[dict[str, Any]], state: State, *, num_workers: int | None) -> list[dict[str, Any]]:
+    """Who works for the run, or did: every worker as the events last told of it.
+
+    Resumed with fewer workers, its events still tell of the others: they are
+    no part of it any more.
+    """
     found: dict[int, dict[str, Any]] = {}
     for event in events:
         rank = event.get("rank")
-        if not isinstance(rank, int):
+        if not isinstance(rank, int) or (num_workers is not None and rank >= num_workers):
             continue
         if event.get("event") == "worker-started":
             found[rank] = {"rank": rank, "pid": event.get("pid"), "state": "running", "code": None}

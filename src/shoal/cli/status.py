@@ -72,7 +72,7 @@ def _details(path: Path) -> dict[str, Any]:
         **run.facts(),
         "config": runs.read_json(path / "config.json"),
         "progress": metrics[0] if metrics else {},
-        "processes": runs.processes(events, run.state),
+        "processes": runs.processes(events, run.state, num_workers=run.workers),
         "logs": str(path / "logs"),
         "checkpoint": runs.newest_checkpoint(path),
         "events": events[-NUM_EVENTS:],
@@ -121,11 +121,7 @@ def _show(details: dict[str, Any]) -> None:
     table.add_row("strategy", f"{details['strategy'] or '-'}, {_shown(details['workers'])} workers")
     table.add_row("seed", _shown(config.get("seed")))
     table.add_row("started", _when(details["started"]))
-    table.add_row(
-        "progress",
-        ", ".join(f"{key} {_shown(value)}" for key, value in progress.items() if key != "time")
-        or "no step yet",
-    )
+    table.add_row("progress", _progress(progress) or "no step yet")
     table.add_row("samples/s", _rate(details["samples_per_s"]))
     table.add_row("checkpoint", details["checkpoint"] or "none yet")
     for index, process in enumerate(details["processes"]):
@@ -134,6 +130,15 @@ def _show(details: dict[str, Any]) -> None:
     for index, event in enumerate(details["events"]):
         table.add_row("events" if index == 0 else "", _event(event))
     console().print(table)
+
+
+def _progress(line: dict[str, Any]) -> str:
+    """The last step in words: epochs counted from one, as while it trains; not how large this one batch was."""
+    if isinstance(line.get("epoch"), int):
+        line = line | {"epoch": line["epoch"] + 1}
+    return ", ".join(
+        f"{key} {_shown(value)}" for key, value in line.items() if key not in ("time", "samples")
+    )
 
 
 def _event(event: dict[str, Any]) -> str:

@@ -126,7 +126,10 @@ class LiveDisplay(Display):
         self._above(self._stderr, data)
 
     def update(self, progress: Progress) -> None:
-        """Take in where a rank is."""
+        """Take in where a rank is. A call that is over stays above the table, as one line."""
+        before = self._newest.get(progress.rank)
+        if progress.rank == 0 and before is not None and before.call != progress.call:
+            self.note(progress_text.line(before))
         self._newest[progress.rank] = progress
         self._is_dirty = True
         self.tick()
@@ -202,7 +205,7 @@ def table(newest: dict[int, Progress], *, max_workers: int) -> Table:
         drawn.add_column(name, justify="left" if not name else "right", no_wrap=True)
     drawn.add_row(
         first.phase,
-        progress_text.of(first.epoch, first.num_epochs),
+        progress_text.of(first.epoch, first.num_epochs) if first.epoch else "",
         progress_text.of(first.step, first.num_steps),
         progress_text.value(first.loss) if first.loss is not None else "",
         *(progress_text.value(first.metrics[name]) for name in metrics),
@@ -213,7 +216,7 @@ def table(newest: dict[int, Progress], *, max_workers: int) -> Table:
     if len(newest) > 1:
         for rank in sorted(newest)[:max_workers]:
             theirs = newest[rank]
-            drawn.add_row(f"worker {rank}", str(theirs.epoch), str(theirs.step), style="dim")
+            drawn.add_row(f"worker {rank}", str(theirs.epoch or ""), str(theirs.step), style="dim")
         if len(newest) > max_workers:
             drawn.add_row(f"and {len(newest) - max_workers} more", style="dim")
     return drawn
