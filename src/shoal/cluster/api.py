@@ -157,6 +157,7 @@ def _run_job(
             seed=described.seed,
             step_timeout_s=described.step_timeout_s,
             join_timeout_s=described.join_timeout_s,
+            can_recover=described.max_restarts > 0,
             verify=config.verify,
         ),
         env=dict(os.environb),

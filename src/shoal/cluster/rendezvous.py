@@ -2,24 +2,42 @@
 
 Everything it opens listens on loopback. Which collectives run over the group
 is not decided here.
+
+Leaving a group must not take long, whatever became of the others. Gloo ends
+its threads only when their collectives have ended, and one that waits for a
+stopped peer does not before its time-out (measured: the whole of it). So the
+group's connections are shut first: ours end at once, and so do the others',
+whoever still holds a reference to the group.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
+import socket
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from shoal.cluster import session
 from shoal.cluster.store import ShoalStore, StoreWaitTimedOut
+from shoal.cluster.store_table import prefix_of
 from shoal.core import job as jobs
-from shoal.core.errors import ConfigError, WaitTimedOut
+from shoal.core.errors import ConfigError, PeerLost, WaitTimedOut
 from shoal.core.job import Job
+
+CONNECT_TIMEOUT_S = 10.0
+"""From the moment all ranks are there until all are connected: milliseconds, unless one dies just then."""
 
 _view: int | None = None
 """The view whose group this process is in."""
+
+_sockets: dict[int, str] = {}
+"""What forming the group opened: descriptor -> which socket it was then."""
 
 _store: ShoalStore | None = None
 """Kept as long as the group: torch holds the C++ half of it alone."""
@@ -28,19 +46,20 @@ _store: ShoalStore | None = None
 def group() -> dist.ProcessGroup:
     """The process group of this job's workers, formed at the first call. Collective then."""
     if _view is None:
-        form_group(jobs.current())
+        form_group(jobs.current(), session.enter_view(view_left=0, finished=-1).view)
     world = dist.group.WORLD
     assert world is not None
     return world
 
 
-def form_group(job: Job, view: int = 1) -> None:
+def form_group(job: Job, view: int) -> None:
     """Form torch's default group of all workers of `job`. Collective; each view gets keys of its own.
 
     Keys are never used twice: a group that is formed again on a store with
-    the old addresses in it would try to connect to the dead.
+    the old addresses in it would try to connect to the dead. PeerLost where
+    another rank dies meanwhile: then this view is over.
     """
-    global _view
+    global _view, _sockets
     if dist.is_initialized():
         raise ConfigError(
             "torch.distributed already has a default process group in this process, and shoal forms its own. Nothing "
@@ -51,26 +70,39 @@ def form_group(job: Job, view: int = 1) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if "nccl" in backend:
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    before = _open_sockets()
     try:
         dist.init_process_group(
             backend,
-            store=PrefixStore(f"view-{view}", _open_store(job, view)),
+            store=PrefixStore(prefix_of(view), _open_store(job, view)),
             rank=job.rank,
             world_size=job.num_workers,
-            timeout=timedelta(seconds=job.step_timeout_s),
+            timeout=timedelta(seconds=min(CONNECT_TIMEOUT_S, job.step_timeout_s)),
         )
+        _set_pg_timeout(timedelta(seconds=job.step_timeout_s))
+        _sockets = {fd: which for fd, which in _open_sockets().items() if before.get(fd) != which}
         _view = view
+    except (dist.DistError, RuntimeError) as error:
+        leave_group()
+        # Only its words: the exception itself holds what there is of the group.
+        raise PeerLost(
+            rank=job.rank, operation=f"forming the group of view {view}", reason=str(error)
+        ) from None
     except BaseException:
         leave_group()
         raise
 
 
 def leave_group() -> None:
-    """Take the group down: its threads, its sockets, its connection to the coordinator. Not collective."""
-    global _store, _view
+    """Take the group down: its threads, its sockets, its connection to the coordinator. Not collective.
+
+    Takes milliseconds, whether the others are there, dead or stopped.
+    """
+    global _store, _view, _sockets
+    _shut(_sockets)
+    _sockets, _view = {}, None
     if dist.is_initialized():
         dist.destroy_process_group()
-    _view = None
     if _store is not None:
         _store.close()
         _store = None
@@ -91,7 +123,10 @@ def _open_store(job: Job, view: int) -> Store:
                 "the script with `shoal run`."
             )
         return HashStore()
-    timeout = timedelta(seconds=job.join_timeout_s)
+    # All have entered the view a moment ago. Where the one that does not come can be replaced, there is no use in
+    # waiting for it here.
+    timeout_s = min(CONNECT_TIMEOUT_S, job.step_timeout_s) if job.can_recover else job.join_timeout_s
+    timeout = timedelta(seconds=timeout_s)
     who = (job.coordinator, job.rank, job.incarnation)
     _store = ShoalStore(*who, num_workers=job.num_workers, timeout=timeout)
     _meet(_store, job, view)
@@ -100,14 +135,44 @@ def _open_store(job: Job, view: int) -> Store:
 
 def _meet(store: ShoalStore, job: Job, view: int) -> None:
     """Wait until all ranks are here. torch would wait too, but could not say for whom."""
-    rank_of = {f"view-{view}/here/{rank}": f"rank {rank}" for rank in range(job.num_workers)}
-    store.set(f"view-{view}/here/{job.rank}", b"")
+    rank_of = {f"{prefix_of(view)}/here/{rank}": f"rank {rank}" for rank in range(job.num_workers)}
+    store.set(f"{prefix_of(view)}/here/{job.rank}", b"")
     try:
         store.wait(list(rank_of))
     except StoreWaitTimedOut as error:
+        if job.can_recover:
+            raise
         raise WaitTimedOut(
             operation=f"forming the group of view {view}",
             waited_s=error.waited_s,
             missing=[rank_of.get(key, key) for key in error.missing],
             setting=f"join_timeout_s (now {job.join_timeout_s:g} s)",
         ) from None
+
+
+def _open_sockets() -> dict[int, str]:
+    """This process's sockets: descriptor -> which socket that is."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed since it was listed
+            which = os.readlink(f"/proc/self/fd/{fd}")
+            if which.startswith("socket:"):
+                found[int(fd)] = which
+    return found
+
+
+def _shut(sockets: dict[int, str]) -> None:
+    """End the connections among these over loopback. Their owners notice, and close them."""
+    for fd, which in sockets.items():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}") != which:
+                continue  # closed, and its number used for something else
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                is_connected = not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                # What another thread opened at the same moment leads elsewhere.
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and is_connected and _is_loopback(sock):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
+def _is_loopback(sock: socket.socket) -> bool:
+    return ipaddress.ip_address(sock.getpeername()[0]).is_loopback

@@ -68,6 +68,9 @@ class Job:
     join_timeout_s: float = 120.0
     """How long ranks wait for each other at a call into shoal."""
 
+    can_recover: bool = False
+    """Whether a worker that dies is replaced. Else its death ends the job."""
+
     verify: VerifyPlan | None = None
     """Set by `shoal verify`."""
 
