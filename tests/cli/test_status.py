@@ -117,6 +117,14 @@ def test_status_of_one_run_tells_what_its_directory_tells(shoal: Shoal, make_run
     assert json.loads(shoal("status", "click", "--json").stdout)["processes"][0]["state"] == "gone"
 
 
+def test_a_replaced_worker_is_shown_as_the_process_that_took_its_place(shoal: Shoal, make_run: MakeRun) -> None:
+    with make_run("click") as run:
+        run.event("worker-started", rank=0, pid=41, incarnation=0)
+        run.event("worker-exited", rank=0, incarnation=0, code=-9)
+        run.event("worker-replaced", rank=0, pid=51, incarnation=1, after_s=0.01)
+        assert "rank 0, process 51: running" in shoal("status", "click").stdout
+
+
 def test_workers_that_a_resumed_run_no_longer_has_are_not_shown(shoal: Shoal, make_run: MakeRun) -> None:
     with make_run("click", workers=1) as run:
         for rank, pid in ((0, 41), (1, 42), (0, 51)):
