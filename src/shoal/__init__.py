@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shoal import callbacks as callbacks
     from shoal.cluster.api import RunResult as RunResult
     from shoal.cluster.api import run as run
+    from shoal.cluster.faults import Faults as Faults
     from shoal.core.errors import ShoalError as ShoalError
     from shoal.core.job import num_workers as num_workers
     from shoal.core.job import rank as rank
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Dataset": "shoal.data",
+    "Faults": "shoal.cluster.faults",
     "History": "shoal.train.history",
     "RunResult": "shoal.cluster.api",
     "ShoalError": "shoal.core.errors",
@@ -43,6 +45,7 @@ _HOMES = {
 
 __all__ = [
     "Dataset",
+    "Faults",
     "History",
     "RunResult",
     "ShoalError",

@@ -159,6 +159,8 @@ def _run_job(
             join_timeout_s=described.join_timeout_s,
             can_recover=described.max_restarts > 0,
             verify=config.verify,
+            faults=config.faults.planned if config.faults else (),
+            fingerprints=config.fingerprints,
         ),
         env=dict(os.environb),
         cwd=described.cwd,

@@ -19,12 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.cluster.coordination import Action, Coordination, CoordinationConfig, Drop, Remember
-from shoal.cluster.memory import Entry, Memory
+from shoal.cluster.memory import Entry, Granted, Memory
 from shoal.cluster.store_table import Answer
 from shoal.core.errors import WireError
+from shoal.core.failpoints import failpoint
 from shoal.wire import unix
 from shoal.wire.codec import Decoder, encode
-from shoal.wire.messages import Message, StoreRefused
+from shoal.wire.messages import Message, StoreRefused, ViewFormed
 
 MAX_UNSENT_BYTES = 32 << 20
 """A client that leaves more than this unread is dropped."""
@@ -183,7 +184,9 @@ class Coordinator:
             actions, self._due = self._due, deque()
             entries = [action.entry for action in actions if isinstance(action, Remember)]
             if entries and self._write is not None:
+                _pass("before", entries)
                 self._write(entries)
+                _pass("after", entries)
             for action in actions:
                 match action:
                     case Answer(client, message):
@@ -214,3 +217,9 @@ class Coordinator:
             for each in self._connections.values()
             if not self._coordination.has_introduced_itself(each.number)
         ]
+
+
+def _pass(moment: str, entries: Sequence[Entry]) -> None:
+    for kind, what in ((Granted, "call"), (ViewFormed, "view")):
+        if any(isinstance(entry, kind) for entry in entries):
+            failpoint(f"coordinator: {moment} writing a {what}")

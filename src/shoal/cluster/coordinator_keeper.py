@@ -72,6 +72,7 @@ class CoordinatorKeeper:
         finally:
             os.close(theirs)
         self._selector.register(self._pipe, selectors.EVENT_READ, self._pipe)
+        self._spec = msgspec.structs.replace(self._spec, incarnation=self._spec.incarnation + 1)
         self._heard_at = time.monotonic()
         self._watch()
         return self.pid

@@ -18,7 +18,9 @@ import msgspec
 from shoal.cluster.coordination import CoordinationConfig
 from shoal.cluster.coordinator import Coordinator
 from shoal.cluster.journal import Journal
+from shoal.core import failpoints
 from shoal.core.errors import JournalFailed
+from shoal.core.failpoints import Fault
 
 CANNOT_GO_ON = JournalFailed.exit_code
 """The exit code that says: it would be no better the next time. Why, is the last thing on stderr."""
@@ -37,10 +39,17 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     launch: int = 0
     """Which launch of the run this is, by `journal.begin_launch`."""
 
+    incarnation: int = 0
+    """How often it was started again."""
+
+    faults: tuple[Fault, ...] = ()
+    """What is to go wrong in it, at failpoints."""
+
 
 def main(spec: bytes, fds: dict[str, int]) -> int:
     """Be the coordinator until SIGTERM."""
     told = msgspec.msgpack.decode(spec, type=CoordinatorSpec)
+    failpoints.arm(told.faults, process="coordinator", incarnation=told.incarnation)
     wake, stop = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)

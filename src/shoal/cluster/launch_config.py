@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.cluster.faults import Faults
 from shoal.core import strategy_names
 from shoal.core.errors import ConfigError
 from shoal.core.job import VerifyPlan
@@ -65,6 +66,12 @@ class LaunchConfig:
     verify: VerifyPlan | None = None
     """What `shoal verify` asks of the run."""
 
+    faults: Faults | None = None
+    """What is to go wrong, on purpose."""
+
+    fingerprints: str | None = None
+    """Directory for the hashes of every rank's final weights."""
+
     quiet: bool = False
     """No progress; the script's own output stays."""
 
@@ -94,3 +101,9 @@ class LaunchConfig:
                 "Nothing was started; rename it."
             ) from None
         strategy_names.choose(self.strategy, self.workers)
+        if self.faults is not None:
+            if not isinstance(self.faults, Faults):
+                raise ConfigError(
+                    f"faults must be a shoal.Faults(), got {self.faults!r}. Nothing was started."
+                )
+            self.faults.check(num_workers=self.workers)

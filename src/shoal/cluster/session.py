@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shoal.cluster.client import CoordinatorClient, Regrouping
+from shoal.core.failpoints import failpoint
 from shoal.wire import codec
 from shoal.wire.messages import Failed, Finished, Live, Message, Progress, Saved, ViewFormed
 
@@ -46,6 +47,7 @@ class _Session:
     seconds: float = 0.0
     steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    at_end: list[Callable[[], None]] = field(default_factory=list)
 
 
 _session = _Session()
@@ -88,6 +90,7 @@ def listen(sink: Callable[[Progress], None] | None) -> None:
 
 def begin_call(kind: str, detail: str) -> int:
     """Count a call into shoal, and wait until every rank makes the same one. The calls count from 1."""
+    failpoint("worker: a call begins")
     _session.num_calls += 1
     if (client := _session.client) is not None:
         _through_regroups(lambda: client.begin_call(_session.num_calls, kind, detail))
@@ -97,9 +100,17 @@ def begin_call(kind: str, detail: str) -> int:
 
 def end_script() -> None:
     """Wait until every rank has reached the end of its script."""
+    failpoint("worker: script ended")
+    for act in _session.at_end:
+        act()
     if (client := _session.client) is not None:
         _through_regroups(lambda: client.end_script(_session.num_calls))
     live()
+
+
+def at_end(act: Callable[[], None]) -> None:
+    """Do this when the script has ended, before the others are waited for."""
+    _session.at_end.append(act)
 
 
 def enter_view(*, view_left: int, finished: int, waited_s: float = 0.0) -> ViewFormed:

@@ -21,6 +21,7 @@ from shoal.cluster.coordinator_process import CANNOT_GO_ON, CoordinatorSpec
 from shoal.cluster.display import Display
 from shoal.cluster.fate import Fate, Patience, Phase
 from shoal.cluster.fate_events import LEAVE_SIGNALS
+from shoal.cluster.faults import Faults, Injector
 from shoal.cluster.outcome import Outcome, how_it_ended
 from shoal.cluster.output import Pipe
 from shoal.cluster.run_directory import RunDirectory
@@ -45,6 +46,9 @@ from shoal.wire.messages import (
 REAP_TIMEOUT_S = 10.0
 """From SIGKILL to the news of it. Longer only where the kernel itself is stuck (a dead disk)."""
 
+PAUSE_POLL_S = 0.05
+"""How often a process is looked at that a fault may have paused, and has to be woken."""
+
 NUM_LAST_LINES = 8
 """Of a dead process's log, shown with the news of its death."""
 
@@ -65,6 +69,9 @@ class Supervisor:
         self._coordinator_died_at: float | None = None  # until the next one answers
         self._furthest = (0, 0, 0)  # call, epoch and step that any worker has reached
         self._most_finished = 0  # exchanges, as of the newest view
+        self._injector = Injector(Faults(spec.job.faults))
+        self._started_at = time.monotonic()
+        self._paused_at: dict[int, float] = {}  # by pid
         self._selector = selectors.DefaultSelector()
         self._coordinator: CoordinatorKeeper
 
@@ -79,10 +86,12 @@ class Supervisor:
                     self._turn(self._warm.seconds_to_start())
                 if not self._has_ended:
                     self._run.event("coordinator-started", pid=self._coordinator.start())
+                    self._started_at = time.monotonic()
                     for rank in range(self._spec.job.num_workers):
                         self._start_worker(rank)
                 while not self._has_ended:
                     self._turn(self._wait_s())
+                    self._inject()
             finally:
                 self._end_everything()
 
@@ -106,6 +115,7 @@ class Supervisor:
                 supervisor=os.getpid(),
                 journal=str(self._run.journal_path),
                 launch=self._run.launch,
+                faults=job.faults,
             ),
             title=f"shoal coordinator [{job.name}]",
             log=self._run.path / "logs" / "coordinator.log",
@@ -142,6 +152,9 @@ class Supervisor:
     def _wait_s(self) -> float | None:
         """How long nothing can happen of itself."""
         waits = [self._display.tick(), self._coordinator.tick()]
+        waits.append(self._injector.wait_s(time.monotonic() - self._started_at))
+        if self._injector.pauses:
+            waits.append(PAUSE_POLL_S)
         if self._fate.deadline is not None:
             waits.append(max(0.0, self._fate.deadline - time.monotonic()))
         return min((wait for wait in waits if wait is not None), default=None)
@@ -281,6 +294,26 @@ class Supervisor:
                     self._start_worker(died.rank, incarnation)
                 case fate_events.RestartCoordinator():
                     self._coordinator.start()
+
+    def _inject(self) -> None:
+        """Cause the faults that are this process's to cause."""
+        now = time.monotonic()
+        step = max((progress.step for progress in self.outcome.progress.values()), default=0)
+        for fault in self._injector.due(since_start_s=now - self._started_at, step=step):
+            victims = [
+                pid for pid, worker in self._workers.items() if f"worker-{worker.rank}" == fault.process
+            ]
+            if fault.process == "coordinator" and self._coordinator.pid is not None:
+                victims = [self._coordinator.pid]
+            self._run.event("fault", what=str(fault), hit=bool(victims))
+            for pid in victims:
+                self._warm.signal(pid, signal.SIGSTOP if fault.act == "pause" else signal.SIGKILL)
+        for pid, worker in self._workers.items():
+            lasts_s = self._injector.pauses.get(f"worker-{worker.rank}")
+            if lasts_s is None or not worker.is_stopped():
+                self._paused_at.pop(pid, None)
+            elif now - self._paused_at.setdefault(pid, now) >= lasts_s:
+                self._warm.signal(pid, signal.SIGCONT)
 
     def _signal(self, ranks: tuple[int, ...], signum: signal.Signals) -> None:
         for pid, worker in self._workers.items():

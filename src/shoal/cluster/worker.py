@@ -25,6 +25,7 @@ import msgspec
 
 from shoal.cluster import failure, session, threads
 from shoal.cluster.client import CoordinatorClient, JobOver
+from shoal.core import failpoints
 from shoal.core import job as jobs
 from shoal.core.job import Job
 
@@ -90,6 +91,7 @@ def _enter(spec: WorkerSpec, job: Job) -> None:
     os.chdir(spec.cwd)
     threads.use(spec.num_threads)
     jobs.enter(job)
+    failpoints.arm(job.faults, process=f"worker-{job.rank}", incarnation=job.incarnation)
     _seed(job.seed)
     # Lines, not blocks: a worker that is killed has said what it printed.
     for stream in (sys.stdout, sys.stderr):

@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.core.failpoints import Fault
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyPlan:
@@ -73,6 +75,12 @@ class Job:
 
     verify: VerifyPlan | None = None
     """Set by `shoal verify`."""
+
+    faults: tuple[Fault, ...] = ()
+    """What is to go wrong in this job's processes, at failpoints."""
+
+    fingerprints: str | None = None
+    """Directory where every rank writes the hashes of its final weights, for `shoal chaos`."""
 
 
 _current: Job | None = None

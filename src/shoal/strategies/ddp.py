@@ -87,6 +87,8 @@ class Ddp:
     def adopt(self, batch: Slice) -> None:
         """Take gradients of the slice's mean that the user's own backward computed, weighted by its samples."""
         if self._together.next_is_known:
+            # The donor's state holds this step already: the forward that the user's loop ran has to leave no trace.
+            self._restore_buffers()
             return
         self._num_global = batch.num_global
         share = batch.num_local / batch.num_global
@@ -195,12 +197,15 @@ class Ddp:
             self._statistics.write(self._statistics_sum)
         verdict = update(self._job, self.optimizer, self._parameters, decide(self._vector), self._num_global)
         if not verdict.applied:  # a step that is left out leaves no trace
-            for name, buffer in self._job.model.named_buffers():
-                if name in self._buffers_before:
-                    buffer.copy_(self._buffers_before[name])
+            self._restore_buffers()
         self._works, self._buffers_before = [], {}
         self.step += 1
         return verdict
+
+    def _restore_buffers(self) -> None:
+        for name, buffer in self._job.model.named_buffers():
+            if name in self._buffers_before:
+                buffer.copy_(self._buffers_before[name])
 
     def _broadcast(self, native: Native) -> None:
         with torch.no_grad():

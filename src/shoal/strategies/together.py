@@ -21,6 +21,7 @@ from shoal.cluster.rendezvous import form_group, leave_group
 from shoal.collectives.native import Native
 from shoal.core import job as jobs
 from shoal.core.errors import CallsDiffer, PeerLost
+from shoal.core.failpoints import failpoint
 from shoal.strategies import heritage
 from shoal.strategies.exchange_log import ExchangeLog
 from shoal.strategies.heritage import Heritage, Part
@@ -94,12 +95,15 @@ class Together:
                 self._caught_up()
                 return result
             try:
+                failpoint("worker: exchange begun")
                 done = attempt(self.native)
             except PeerLost:
                 # Nothing here may keep the exception: it holds the old group, and with it everybody that waits on it.
                 pass
             else:
+                failpoint("worker: exchange finished, not committed")
                 result = conclude(done)
+                failpoint("worker: committed, not counted")
                 self._log.finish(result)
                 return result
             abandon()
@@ -152,6 +156,7 @@ class Together:
         self._call, self._call_is_over = number, True
         self._results[f"call/{number}"] = result
         self._note(dict)
+        failpoint("worker: a call ended")
 
     def anchor(self, state: Callable[[], dict[str, Any]]) -> None:
         """From here a replacement can run the present call forward, given what `state` then answers."""
@@ -197,6 +202,7 @@ class Together:
         while True:
             self._native = None
             leave_group()
+            failpoint("worker: view left")
             try:
                 self._enter()
                 return
@@ -215,6 +221,8 @@ class Together:
             self._hand_over(native, formed.donor, behind=behind, fresh=fresh)
         # Only now: a process that was given nothing yet enters the next view as fresh as this one.
         self._stands, self._native = True, native
+        if formed.donor < 0:
+            session.live()  # nobody has done anything before it
 
     def _hand_over(self, native: Native, donor: int, *, behind: bool, fresh: bool) -> None:
         standing = torch.tensor([int(behind), self._log.num_known, int(self._is_exchanging), int(fresh)])
@@ -227,7 +235,9 @@ class Together:
                 assert given is not None
                 heritage.send(native, given, rank)
         elif behind:
+            failpoint("worker: before taking state")
             taken = heritage.receive(native, donor)
+            failpoint("worker: after taking state")
             if fresh:
                 self._stands = self.was_given_state = True
                 self._heritage = taken

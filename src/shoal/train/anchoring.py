@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,14 +49,17 @@ class Inherited:
 
 def note(trainer: Trainer, place: Place) -> None:
     """The loop is at an anchor."""
-    together = trainer.strategy.together
-    if together is None:
-        return
+    if (together := trainer.strategy.together) is not None:
+        together.anchor(snapshot(trainer, place))
+
+
+def snapshot(trainer: Trainer, place: Place = BEFORE_A_STEP) -> Callable[[], dict[str, Any]]:
+    """All of the trainer's own state as it is now, put into plain values when it is asked for."""
     optimizer, scheduler = trainer.strategy.optimizer, trainer.scheduler
-    assert optimizer is not None
     position = dataclasses.replace(trainer.position)
     groups = [
-        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        {key: value for key, value in group.items() if key != "params"}
+        for group in (optimizer.param_groups if optimizer is not None else ())
     ]
     schedule = scheduler.state_dict() if scheduler is not None else None
     callbacks = [callback.state() for callback in trainer.callbacks]
@@ -80,7 +84,7 @@ def note(trainer: Trainer, place: Place) -> None:
             "newest_checkpoint": newest,
         }
 
-    together.anchor(state)
+    return state
 
 
 def inherit(trainer: Trainer) -> Inherited | None:
@@ -89,19 +93,8 @@ def inherit(trainer: Trainer) -> Inherited | None:
     given = together.inherited_anchor() if together is not None else None
     if given is None:
         return None
-    for name, value in given["position"].items():
-        setattr(trainer.position, name, value)
-    optimizer = trainer.strategy.optimizer
-    assert optimizer is not None
-    for group, saved in zip(optimizer.param_groups, given["groups"], strict=True):
-        group.update(saved)
-    if trainer.scheduler is not None and given["scheduler"] is not None:
-        trainer.scheduler.load_state_dict(from_plain(given["scheduler"]))
-    for callback, state in zip(trainer.callbacks, given["callbacks"], strict=True):
-        callback.load_state(state)
-    *finished, running = given["histories"]
-    trainer.histories[:] = [History(epochs) for epochs in finished]
-    trainer.num_skipped_steps, trainer.newest_checkpoint = given["skipped_steps"], given["newest_checkpoint"]
+    restore(trainer, given)
+    running = trainer.histories.pop()
     trainer.train_metrics.reset()
     if trainer.train_metrics and trainer.position.next_index:
         print(
@@ -110,9 +103,24 @@ def inherit(trainer: Trainer) -> Inherited | None:
             file=sys.stderr,
         )
     return Inherited(
-        history=History(running),
+        history=running,
         first=(given["first"][0], given["first"][1]),
         place=Place(**given["place"]),
         began_at=time.monotonic() - given["elapsed_s"],
         began_samples=given["began_samples"],
     )
+
+
+def restore(trainer: Trainer, given: dict[str, Any]) -> None:
+    """Stand where another rank's trainer stood when the snapshot was made."""
+    for name, value in given["position"].items():
+        setattr(trainer.position, name, value)
+    optimizer = trainer.strategy.optimizer
+    for group, saved in zip(optimizer.param_groups if optimizer else (), given["groups"], strict=True):
+        group.update(saved)
+    if trainer.scheduler is not None and given["scheduler"] is not None:
+        trainer.scheduler.load_state_dict(from_plain(given["scheduler"]))
+    for callback, state in zip(trainer.callbacks, given["callbacks"], strict=True):
+        callback.load_state(state)
+    trainer.histories[:] = [History(epochs) for epochs in given["histories"]]
+    trainer.num_skipped_steps, trainer.newest_checkpoint = given["skipped_steps"], given["newest_checkpoint"]

@@ -7,6 +7,7 @@ finished return their result, without work.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from shoal.core import job as jobs
@@ -27,14 +28,27 @@ class Call:
 
     result: Any
 
-    def __init__(self, number: int, together: Together | None) -> None:
-        self._number, self._together = number, together
-        self.is_over, self.result = together.begin_call(number) if together is not None else (False, None)
+    after: dict[str, Any] | None
+    """The state of what was called, as it was after the call."""
+
+    def __init__(
+        self,
+        number: int,
+        together: Together | None,
+        state_after: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        """`state_after` is asked at the call's end; a replacement stands there once it has passed the call."""
+        self._number, self._together, self._state_after = number, together, state_after
+        self.is_over, kept = together.begin_call(number) if together is not None else (False, None)
+        self.result, self.after = (kept["result"], kept["after"]) if kept is not None else (None, None)
 
     def end(self, result: R, *, kept: Any = None) -> R:
         """The call is done; `kept` (by default the result itself) is what a replacement is given for it."""
         if self._together is not None:
-            self._together.end_call(self._number, result if kept is None else kept)
+            after = self._state_after() if self._state_after is not None else None
+            self._together.end_call(
+                self._number, {"result": result if kept is None else kept, "after": after}
+            )
         return result
 
 

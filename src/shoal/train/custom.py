@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shoal.cluster import session
 from shoal.core import job as jobs
 from shoal.core.errors import ConfigError
+from shoal.core.failpoints import BEFORE_FORWARD, failpoint
 from shoal.core.seeds import mix
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
@@ -68,6 +69,7 @@ class WorkerData:
                 resuming.note(self._number, part, self._loop.strategy, _script.optimizers)
                 if job.num_workers > 1:  # else every worker would draw the same dropout as the others
                     seed_all(mix(self._seed, job.rank, epoch, part.start), self._loop.device)
+                failpoint(BEFORE_FORWARD, self._loop.strategy.step + 1)
                 yield place(part.batch, self._loop.device, self._loop.dtype)
         finally:
             _script.between = f"after epoch {epoch} of {self._number}"

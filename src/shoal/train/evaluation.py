@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import EmptyDataset, TrainingError
+from shoal.core.failpoints import failpoint
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice, bounds
 from shoal.data.tree import Tree, concatenate, leaves, map_tensors
@@ -45,6 +46,7 @@ def evaluate(
             sums += torch.tensor([float(total), count], dtype=torch.float64)
             metrics.update(output, target, part.num_local)
         tick(part)
+        failpoint("worker: evaluating")
     total, count = strategy.reduce(sums).tolist()
     return {"loss": total / count if count else math.nan, **metrics.compute(strategy.gather)}
 
@@ -62,6 +64,7 @@ def predict(strategy: Strategy, batches: Batches, *, rank: int, num_workers: int
         kept.append(own)
         sizes.append(part.num_global)
         tick(part)
+        failpoint("worker: predicting")
     mine = concatenate(kept)
     gathered = [strategy.gather(leaf) for leaf in leaves(mine) if isinstance(leaf, Tensor)]
     whole = iter([_in_data_order(parts, sizes) for parts in gathered])

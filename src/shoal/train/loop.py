@@ -15,6 +15,7 @@ import torch
 
 from shoal.cluster import session
 from shoal.core.errors import EmptyDataset, Interrupted, NonFiniteLoss, TrainingError
+from shoal.core.failpoints import BEFORE_FORWARD, failpoint
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.strategies.compute import place
@@ -101,6 +102,7 @@ class FitLoop:
         self._finish_epoch()
 
     def _finish_epoch(self) -> None:
+        failpoint("worker: epoch ended")
         # Stopped halfway, the position stays where it is: the next fit, or a resumed job, goes on from there.
         ended = self._over or self._reached_the_end()
         left = self._batches.num_steps(self._num_workers, start=self._position.next_index)
@@ -111,8 +113,11 @@ class FitLoop:
     def _run_step(self, part: Slice) -> None:
         trainer, strategy, position = self._trainer, self._trainer.strategy, self._position
         trainer.wishes.leave = asked_to_leave() is not None
+        failpoint(BEFORE_FORWARD, position.step + 1)
         contributed = strategy.forward_backward(part)
+        failpoint("worker: before commit")
         verdict = strategy.commit()
+        failpoint("worker: committed")
         trainer.wishes.checkpoint = False
         if verdict.applied:
             trainer.advance_scheduler("step", {"loss": verdict.loss})

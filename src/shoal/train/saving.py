@@ -17,6 +17,7 @@ import torch
 
 from shoal.cluster import session
 from shoal.core.errors import CheckpointDamaged, CheckpointError, NoCheckpoint, OptimizerMismatch
+from shoal.core.failpoints import failpoint
 from shoal.data.batches import Batches
 from shoal.strategies.optimizer_state import optimizer_settings
 from shoal.strategies.protocol import Piece, PieceReader
@@ -64,8 +65,10 @@ def save_checkpoint(trainer: Trainer, directory: str | None) -> str:
     path = step_path(home, trainer.step)
     strategy = trainer.strategy
     pieces = [*strategy.state(), *_metric_pieces(trainer)]
+    failpoint("worker: checkpoint not written")
     if trainer.rank == 0:
         write_checkpoint(path, pieces, progress=_progress(trainer), previous=trainer.newest_checkpoint)
+        failpoint("worker: checkpoint written")
         moved = set_aside(home, after_step=trainer.step)
         if moved is not None:
             print(f"checkpoints of an earlier run were moved to {moved}", file=sys.stderr, flush=True)

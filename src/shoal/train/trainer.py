@@ -26,7 +26,7 @@ from shoal.strategies.loss import loss_rule
 from shoal.strategies.mixing import describe_mixing, mixing_layers
 from shoal.strategies.protocol import Strategy, TrainJob, Wishes
 from shoal.train import saving
-from shoal.train.anchoring import BEFORE_A_STEP, inherit
+from shoal.train.anchoring import BEFORE_A_STEP, inherit, restore, snapshot
 from shoal.train.arguments import (
     OptimizerFactory,
     build_optimizer,
@@ -181,7 +181,6 @@ class Trainer:
         against = f", validation: {described(validation)}" if validation is not None else ""
         call = self._begin("fit", f"{limits}, {described(batches)}{against}")
         if call.is_over:
-            self.histories.append(History(call.result))
             return self.histories[-1]
         given = inherit(self)
         resumed = saving.resume(self, batches, self._resume_from(resume)) if given is None else None
@@ -401,9 +400,11 @@ class Trainer:
         number = session.begin_call(kind, detail)
         if self._strategy is None:
             self._strategy = create(self.job)
-        call = Call(number, self._strategy.together)
-        if not call.is_over:
-            _ = self.strategy
+        call = Call(number, self._strategy.together, lambda: snapshot(self)())
+        # Also where the call is over: the script's own variable may be all that still uses the model.
+        _ = self.strategy
+        if call.after is not None:
+            restore(self, call.after)
         return call
 
     def _resume_from(self, asked: str | None) -> str | None:

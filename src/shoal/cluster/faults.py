@@ -1,0 +1,194 @@
+"""Faults as an API: what is to go wrong in a job, to whom and when; the same in tests, demos and `shoal chaos`.
+
+    Faults().kill("worker-1", at_step=30).pause("worker-0", at_step=50, for_s=3).kill("coordinator", at_step=20)
+
+A worker does it to itself, at a failpoint, so a step is met exactly. What
+comes by the clock, and all that happens to the coordinator by step, is the
+supervisor's to do when it hears of it; `Injector` tells it what is due.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from shoal.core.errors import ConfigError
+from shoal.core.failpoints import BEFORE_FORWARD, POINTS, Fault
+
+_SENTENCE = re.compile(
+    r"(?P<act>[a-z]+)\s+(?P<process>\S+)"
+    r"(?:\s+at\s+step\s+(?P<step>\d+)|\s+after\s+(?P<after>\d+(?:\.\d+)?)\s*s)"
+    r"(?:\s+for\s+(?P<for>\d+(?:\.\d+)?)\s*s)?"
+)
+_ACTS = ("kill", "pause", "exit", "raise")
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """A plan of faults. Every method returns a longer one."""
+
+    planned: tuple[Fault, ...] = ()
+    """In the order in which they were written."""
+
+    def kill(
+        self,
+        process: str,
+        *,
+        at_step: int | None = None,
+        at: str | None = None,
+        after_s: float | None = None,
+        incarnation: int = 0,
+    ) -> Faults:
+        """SIGKILL: no handler, no last word."""
+        return self._and("kill", process, at_step, at, after_s, 0.0, incarnation)
+
+    def pause(
+        self,
+        process: str,
+        *,
+        at_step: int | None = None,
+        at: str | None = None,
+        after_s: float | None = None,
+        for_s: float = 0.0,
+        incarnation: int = 0,
+    ) -> Faults:
+        """SIGSTOP: it lives and does nothing, for `for_s` seconds, or until it is killed for it."""
+        return self._and("pause", process, at_step, at, after_s, for_s, incarnation)
+
+    def exit(
+        self, process: str, *, at_step: int | None = None, at: str | None = None, incarnation: int = 0
+    ) -> Faults:
+        """It leaves at once with exit code 70, as after a call of `os._exit` in a library."""
+        return self._and("exit", process, at_step, at, None, 0.0, incarnation)
+
+    def fail(
+        self, process: str, *, at_step: int | None = None, at: str | None = None, incarnation: int = 0
+    ) -> Faults:
+        """It raises an exception, which ends the job: exceptions are not retried."""
+        return self._and("raise", process, at_step, at, None, 0.0, incarnation)
+
+    @classmethod
+    def parse(cls, text: str) -> Faults:
+        """Faults from words: "kill worker-1 at step 60; pause worker-0 after 3 s for 2 s"."""
+        faults = cls()
+        for sentence in filter(None, (part.strip() for part in text.split(";"))):
+            said = _SENTENCE.fullmatch(sentence)
+            if said is None or said["act"] not in _ACTS:
+                raise ConfigError(
+                    f"'{sentence}' is no fault. Write, with ; between several: 'kill worker-1 at step 60', "
+                    "'pause worker-0 at step 50 for 3 s', 'kill coordinator after 10 s'. Nothing was started."
+                )
+            faults = faults._and(
+                said["act"],
+                said["process"],
+                int(said["step"]) if said["step"] else None,
+                None,
+                float(said["after"]) if said["after"] else None,
+                float(said["for"] or 0.0),
+                0,
+            )
+        return faults
+
+    @classmethod
+    def random(cls, *, seed: int, num_workers: int, every_s: float, for_s: float) -> Faults:
+        """Faults at random moments, one in `every_s` seconds on average; the same for the same arguments."""
+        draw = random.Random(seed)
+        faults, at_s = cls(), draw.expovariate(1 / every_s)
+        while at_s < for_s:
+            act = draw.choices(("kill worker", "kill coordinator", "pause worker"), weights=(6, 2, 2))[0]
+            process = "coordinator" if "coordinator" in act else f"worker-{draw.randrange(num_workers)}"
+            pause_s = round(draw.uniform(0.2, 2.0), 2) if "pause" in act else 0.0
+            faults = faults._and(act.split()[0], process, None, None, round(at_s, 3), pause_s, -1)
+            at_s += draw.expovariate(1 / every_s)
+        return faults
+
+    def check(self, *, num_workers: int) -> None:
+        """Refuse what names a worker that the job does not have."""
+        names = [f"worker-{rank}" for rank in range(num_workers)]
+        for fault in self.planned:
+            if fault.process != "coordinator" and fault.process not in names:
+                raise ConfigError(
+                    f"a fault is planned for {fault.process}, and a job with {num_workers} workers has {names[0]} to "
+                    f"{names[-1]}. Nothing was started."
+                )
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.planned))
+
+    def _and(
+        self,
+        act: str,
+        process: str,
+        step: int | None,
+        at: str | None,
+        after_s: float | None,
+        for_s: float,
+        incarnation: int,
+    ) -> Faults:
+        if not re.fullmatch(r"worker-\d{1,4}|coordinator", process):
+            raise ConfigError(f"'{process}' is no process of a job: write 'worker-0', or 'coordinator'.")
+        if at is not None and at not in POINTS:
+            close = get_close_matches(at, POINTS, n=1)
+            guess = f" Did you mean '{close[0]}'?" if close else f" There are: {', '.join(POINTS)}."
+            raise ConfigError(f"there is no failpoint '{at}'.{guess}")
+        if at is not None and not at.startswith(process.partition("-")[0]):
+            raise ConfigError(f"{process} never comes to the failpoint '{at}'.")
+        if step is not None and step < 1:
+            raise ConfigError(f"a fault at step {step} never happens: steps count from 1.")
+        if after_s is not None and not 0 <= after_s < 1e9:
+            raise ConfigError(f"a fault cannot happen after {after_s} s.")
+        if not 0 <= for_s < 1e9:
+            raise ConfigError(f"a pause cannot last {for_s} s; leave for_s out for one without an end.")
+        if after_s is not None and (step is not None or at is not None):
+            raise ConfigError("a fault happens after some seconds, or at a step or failpoint: not both.")
+        if after_s is None and step is None and at is None:
+            raise ConfigError(f"say when to {act} {process}: at_step=30, after_s=10.0, or at='a failpoint'.")
+        if process == "coordinator" and act != "kill":
+            raise ConfigError(f"the coordinator can be killed; to {act} it is not offered.")
+        if process == "coordinator" and at is not None and step is not None:
+            raise ConfigError(
+                "the coordinator does not count steps: give it a step or a failpoint, not both."
+            )
+        fault = Fault(
+            act=act,
+            process=process,
+            at=at or BEFORE_FORWARD,
+            step=step,
+            after_s=after_s,
+            for_s=for_s,
+            incarnation=incarnation,
+        )
+        return replace(self, planned=(*self.planned, fault))
+
+
+class Injector:
+    """Which faults the supervisor has to cause, and when. Pure: the time comes as an argument."""
+
+    def __init__(self, faults: Faults) -> None:
+        self._waiting = [
+            fault
+            for fault in faults.planned
+            if fault.after_s is not None or (fault.process == "coordinator" and fault.step is not None)
+        ]
+        self.pauses = {
+            fault.process: fault.for_s for fault in faults.planned if fault.act == "pause" and fault.for_s
+        }
+        """How long each process that is paused stays so."""
+
+    def due(self, *, since_start_s: float, step: int) -> list[Fault]:
+        """What must happen now; each is told once."""
+        due = [
+            fault
+            for fault in self._waiting
+            if (fault.after_s is not None and since_start_s >= fault.after_s)
+            or (fault.step is not None and step >= fault.step)
+        ]
+        self._waiting = [fault for fault in self._waiting if fault not in due]
+        return due
+
+    def wait_s(self, since_start_s: float) -> float | None:
+        """After how many seconds something is due by the clock alone."""
+        times = [fault.after_s for fault in self._waiting if fault.after_s is not None]
+        return max(0.0, min(times) - since_start_s) if times else None
