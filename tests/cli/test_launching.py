@@ -54,6 +54,22 @@ def test_every_option_of_run_reaches_the_launch(shoal: Shoal, launched: list[Lau
     ]
 
 
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_resume_says_when_there_is_nothing_to_go_on_from(
+    shoal: Shoal, launched: list[LaunchConfig], monkeypatch: pytest.MonkeyPatch, has_checkpoint: bool
+) -> None:
+    run = Path("runs/click")
+    (run / "checkpoints/step-000000004").mkdir(parents=True)
+    (run / "config.json").touch()
+    monkeypatch.setattr(api, "resume_config", lambda path, workers: LaunchConfig(script="t.py", resume=True))
+    if has_checkpoint:
+        (run / "checkpoints/step-000000004/manifest.json").touch()
+    result = shoal("resume", "click")
+    assert result.exit_code == 0
+    assert len(launched) == 1
+    assert ("runs/click holds no checkpoint" in result.stderr) != has_checkpoint
+
+
 def test_what_is_not_given_is_left_to_the_launch_config(shoal: Shoal, launched: list[LaunchConfig]) -> None:
     assert shoal("run", "t.py").exit_code == 0
     assert launched == [LaunchConfig(script="t.py")]

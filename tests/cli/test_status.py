@@ -117,7 +117,9 @@ def test_status_of_one_run_tells_what_its_directory_tells(shoal: Shoal, make_run
     assert json.loads(shoal("status", "click", "--json").stdout)["processes"][0]["state"] == "gone"
 
 
-def test_a_replaced_worker_is_shown_as_the_process_that_took_its_place(shoal: Shoal, make_run: MakeRun) -> None:
+def test_a_replaced_worker_is_shown_as_the_process_that_took_its_place(
+    shoal: Shoal, make_run: MakeRun
+) -> None:
     with make_run("click") as run:
         run.event("worker-started", rank=0, pid=41, incarnation=0)
         run.event("worker-exited", rank=0, incarnation=0, code=-9)

@@ -32,7 +32,14 @@ def resume(
     run_dir: RunDir = Path("runs"),
 ) -> None:
     """Go on with a run from its newest checkpoint. Script, arguments and strategy are its own."""
-    from shoal.cli.runs import find
+    from shoal.cli.runs import find, newest_checkpoint
     from shoal.cluster.api import launch, resume_config
 
-    leave(launch(resume_config(find(run, run_dir), workers=workers), set_title=True))
+    path = find(run, run_dir)
+    config = resume_config(path, workers=workers)
+    if newest_checkpoint(path) is None:
+        # A script may give its checkpoints another place; only the script knows.
+        typer.echo(
+            f"{path} holds no checkpoint: unless the script keeps them elsewhere, it begins anew", err=True
+        )
+    leave(launch(config, set_title=True))
