@@ -41,7 +41,12 @@ class Cluster:
         random = self.world.random
         self.num_workers = random.choice((1, 2, 2, 3, 3, 3, 4, 4, 5))
         self.calls = draw_calls(random)
-        self.may_be_refused = False
+        # Now and then a script is not the same on all ranks: then it must not be run.
+        self.stray = (
+            random.randrange(self.num_workers) if self.num_workers > 1 and random.random() < 0.02 else -1
+        )
+        self.stray_call = random.randint(1, len(self.calls))
+        self.has_failed = False
         self.slow: set[int] = set()
         self.clock_ahead_s = 0.0
         self.disk = self.disk_class()
@@ -73,6 +78,11 @@ class Cluster:
         self.supervisor.start()
         self.world.run(self._is_over, until=self._deadline, check=self.oracle.check)
         self.oracle.finish()
+        self.counts["replacements"] += self.num_forks - self.num_workers
+
+    def describe(self) -> str:
+        plan = "\n".join(f"    {fault}" for fault in self.faults.plan)
+        return f"{self.num_workers} workers, calls {[call.kind for call in self.calls]}, faults\n{plan}"
 
     # ---- what its parts ask ---------------------------------------------------------------------
 
@@ -81,7 +91,16 @@ class Cluster:
         return self.world.now + self.clock_ahead_s
 
     def calls_of(self, rank: int) -> tuple[Call, ...]:
-        return self.calls
+        if rank != self.stray:
+            return self.calls
+        calls = list(self.calls)
+        calls[self.stray_call - 1] = calls[self.stray_call - 1]._replace(num_steps=99)
+        return tuple(calls)
+
+    def failed(self, worker: Worker) -> None:
+        """A worker ended with an error: so does the job."""
+        self.counts["job refused"] += 1
+        self.has_failed = True
 
     def slowness(self, rank: int) -> float:
         return 10.0 if rank in self.slow else 1.0
@@ -113,7 +132,7 @@ class Cluster:
         return all(worker.has_left for worker in self.workers.values())
 
     def _is_over(self) -> bool:
-        return self.num_alive == 0 and self.is_done
+        return self.has_failed or (self.num_alive == 0 and self.is_done)
 
     def _deadline(self) -> float:
         return self.faults.last_at + self.settings.settle_s

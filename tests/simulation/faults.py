@@ -38,7 +38,7 @@ THEMES: dict[str, dict[str | tuple[str, ...], int]] = {
     "kills": {"kill": 4, IN_STEPS: 4, IN_VIEWS: 2, "kill donor": 4},
     "donors": {IN_STEPS[1:]: 4, IN_VIEWS[2:]: 1, "kill donor": 6, "kill": 1},
     "lines": {"strand": 6, "cut": 3, "partition": 2, "kill": 4, IN_VIEWS: 4, "coordinator kill": 2},
-    "ends": {AT_THE_END: 6, "strand": 2, "strand join": 3, "cut": 1, IN_THE_COORDINATOR: 2, "kill": 1},
+    "ends": {AT_THE_END: 6, "strand": 2, "strand join": 4, "cut": 1, IN_THE_COORDINATOR: 2, "kill": 1},
 }
 """What a schedule is about: its faults (a tuple: a kill at one of these points), and how often each, in proportion."""
 
@@ -174,7 +174,7 @@ class Faults:
                 lag_s = 0.0001 if fault.lasts_s < 0.1 else min(fault.lasts_s, 0.3)
                 self._strands[fault.rank] = (fault.nth, lag_s)
             case "strand join":
-                self._strands_joins.add(fault.rank)
+                self._strands_joins |= set(range(cluster.num_workers))
             case "kill donor":
                 self._num_donors_to_kill += 1
             case "partition":

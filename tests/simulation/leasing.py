@@ -74,6 +74,9 @@ class Leasing:
         for _ in range(min(1 + int(random.expovariate(0.3)), 10)):
             self.world.schedule(random.random() * 0.8, self._strike)
 
+    def describe(self) -> str:
+        return f"{self.num_workers} workers, {self.config}"
+
     def run(self) -> None:
         self.world.run(self._is_over, until=lambda: self.last_fault_at + 20.0, check=self.coordinator.check)
         for number in range(self.config.num_epochs * self.config.num_leases):

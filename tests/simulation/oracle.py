@@ -99,6 +99,8 @@ class Oracle:
         said = self._asked.get(number, {})
         if len(said) < self._cluster.num_workers or len(set(said.values())) > 1:
             raise Violated(f"{worker.name} may make call {number}, and the ranks say {said}")
+        if number == self._cluster.stray_call and self._cluster.stray >= 0:
+            raise Violated(f"{worker.name} may make call {number}, which is not the same on all ranks")
         if number not in self._granted:
             raise Violated(f"{worker.name} may make call {number}, and it was not written down")
 
@@ -107,7 +109,7 @@ class Oracle:
             raise Violated(f"{worker.name} may leave, and only {sorted(self._ended)} are at the end")
 
     def refused(self, worker: Worker, reason: str) -> None:
-        if not self._cluster.may_be_refused:
+        if self._cluster.stray < 0:
             raise Violated(f"{worker.name} is refused: {reason}")
 
     # ---- what the coordinator writes down -------------------------------------------------------
@@ -144,7 +146,11 @@ class Oracle:
     # ---- at the end -----------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The job is done: everybody has what the undisturbed run has."""
+        """The job is done: everybody has what the undisturbed run has; or its scripts differ, and it was refused."""
+        if self._cluster.has_failed or self._cluster.stray >= 0:
+            if not (self._cluster.has_failed and self._cluster.stray >= 0):
+                raise Violated("scripts differ, and the job was done")
+            return
         for worker in self._cluster.workers.values():
             if worker.life.weights != self.expected.weights and not worker.came_too_late:
                 raise Violated(f"{worker.name} ends with other weights than the undisturbed run")

@@ -272,6 +272,12 @@ class GrantsEarly(Calls):
         return actions
 
 
+class GrantsWhatDiffers(Calls):
+    def _refuse_all(self) -> list[calls.Action]:
+        wishes = [waiter.wish for waiter in self._waiting.values()]
+        return self._grant_all(wishes[-1]) if len(wishes) == self.num_workers else []
+
+
 class RecallsNobody(Calls):
     def handle(self, event: calls.Event) -> list[calls.Action]:
         return [] if isinstance(event, calls.Recalled) else super().handle(event)
@@ -369,7 +375,6 @@ class TruncatesCalls(Coordinator):
 _plant("answers before it writes", coordinator_class=AnswersFirst)
 _plant("the journal has no views, so numbers are used again", disk_class=_forgetting(ViewFormed))
 _plant("the journal has no calls", disk_class=_forgetting(Granted))
-_plant("the journal has no joins", disk_class=_forgetting(Join))
 _plant("the journal loses what was written last", disk_class=LosesTheTail)
 _plant("granting a call again forgets those after it (once real)", coordinator_class=TruncatesCalls)
 
