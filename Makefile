@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test check format bench simulate clean
 
 setup: $(READY)
 
@@ -32,6 +32,11 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+# Seeded schedules of a simulated cluster under every fault, on all cores: make simulate SEEDS=100000
+SEEDS ?= 20000
+simulate: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m simulation --seeds $(SEEDS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis runs out
