@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)
-	$(BIN)/shoal run -n 2 --name demo-$$(date +%s) examples/clicks.py
+	$(BIN)/shoal run -n 2 --faults "kill worker-1 at step 60" --name demo-$$(date +%s) examples/clicks.py
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -47,11 +47,20 @@ def run(
             show_default="drawn, and kept in config.json",
         ),
     ] = None,
+    faults: Annotated[
+        str | None,
+        typer.Option(
+            "--faults",
+            metavar="FAULTS",
+            help="What is to go wrong, on purpose: 'kill worker-1 at step 60; kill coordinator after 5 s'.",
+        ),
+    ] = None,
     step_timeout: StepTimeout = 300.0,
     grace: Grace = 60.0,
 ) -> None:
     """Train a script in one process or many. Options of shoal come before SCRIPT."""
     from shoal.cluster.api import LaunchConfig, launch
+    from shoal.cluster.faults import Faults
 
     config = LaunchConfig(
         script=script,
@@ -63,6 +72,7 @@ def run(
         seed=seed,
         step_timeout_s=step_timeout,
         grace_s=grace,
+        faults=Faults.parse(faults) if faults else None,
     )
     misplaced = [option for option in BEFORE_SCRIPT if option in config.args]
     if misplaced and workers == 1 and strategy is None:

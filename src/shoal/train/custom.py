@@ -32,7 +32,7 @@ from shoal.strategies import create
 from shoal.strategies.compute import place, seed_all
 from shoal.strategies.loss import loss_rule
 from shoal.strategies.protocol import Strategy, TakesGradients, TrainJob, Wishes
-from shoal.train import resuming
+from shoal.train import fingerprint, resuming
 from shoal.train.calls import Call, batches_of, described, next_number
 from shoal.train.interrupts import asked_to_leave
 from shoal.train.verification import Verification
@@ -111,6 +111,7 @@ class CustomLoop:
             self.dtype = self._verification.dtype
         self.device = next((p.device for p in model.parameters()), self.device)
         self.model, self.optimizer = model, optimizer
+        fingerprint.watch(model)
         self.strategy.prepare(
             TrainJob(
                 model=model,

@@ -25,7 +25,7 @@ from shoal.strategies import create
 from shoal.strategies.loss import loss_rule
 from shoal.strategies.mixing import describe_mixing, mixing_layers
 from shoal.strategies.protocol import Strategy, TrainJob, Wishes
-from shoal.train import saving
+from shoal.train import fingerprint, saving
 from shoal.train.anchoring import BEFORE_A_STEP, inherit, restore, snapshot
 from shoal.train.arguments import (
     OptimizerFactory,
@@ -381,6 +381,7 @@ class Trainer:
             **settings,  # type: ignore[arg-type]
         )
         strategy.prepare(self.train_job)
+        fingerprint.watch(model)
         if self.num_workers > 1 and self.rank == 0:
             for note in describe_mixing(mixing_layers(model)):
                 print(f"note: {note}", file=sys.stderr, flush=True)
