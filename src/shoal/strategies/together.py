@@ -67,7 +67,7 @@ class Together:
     def native(self) -> Native:
         """The collectives of the present view."""
         if self._native is None:
-            self._enter()
+            self.regroup()  # also the first time somebody may die while the view is formed
         assert self._native is not None
         return self._native
 
@@ -225,7 +225,9 @@ class Together:
             session.live()  # nobody has done anything before it
 
     def _hand_over(self, native: Native, donor: int, *, behind: bool, fresh: bool) -> None:
-        standing = torch.tensor([int(behind), self._log.num_known, int(self._is_exchanging), int(fresh)])
+        # Where a process is that runs towards the state it was given says nothing about where that state is.
+        runs_up = fresh or self._heritage is not None or self._log.is_catching_up
+        standing = torch.tensor([int(behind), self._log.num_known, int(self._is_exchanging), int(runs_up)])
         everybody = [place.tolist() for place in native.all_gather(standing)]
         self._refuse_different_scripts(everybody)
         needy = [rank for rank, place in enumerate(everybody) if place[0]]
@@ -254,7 +256,7 @@ class Together:
 
     def _refuse_different_scripts(self, everybody: list[list[int]]) -> None:
         """A rank that waits at a call has run all its exchanges: nobody can be in one that it does not know of."""
-        furthest = max(known for _, known, _, fresh in everybody if not fresh)
+        furthest = max((known for _, known, _, runs_up in everybody if not runs_up), default=-1)
         there = {rank: place for rank, place in enumerate(everybody) if not place[3] and place[1] == furthest}
         exchanging = {rank for rank, place in there.items() if place[2]}
         if exchanging and exchanging != set(there):
