@@ -39,6 +39,7 @@ class Many(nn.Module):
         (Two(), A, ("x, y", A, None)),
         (Two(), (A, B), ("x, y", A, B)),
         (Two(), [A, B], ("x, y", A, B)),
+        (One(), [A, B], ("x", [A, B])),
         (Two(), {"y": B, "x": A}, ("x, y", A, B)),
         (Many(), (A, B), ((A, B), {})),
         (Many(), {"a": A}, ((), {"a": A})),

@@ -14,7 +14,9 @@ class ModelCall:
     """Calls a model with a tensor (one argument), a tuple (positional) or a dict (keywords).
 
     A dict is passed whole where forward takes a single parameter of another
-    name; looking at the signature once is what keeps the step cheap.
+    name, and so is a list, which only a collate function of the user's makes
+    (samples of different sizes); looking at the signature once is what keeps
+    the step cheap.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,7 +29,7 @@ class ModelCall:
             if self._only is not None and set(inputs) != {self._only}:
                 return self._model(inputs)
             return self._model(**inputs)
-        if isinstance(inputs, (tuple, list)):
+        if isinstance(inputs, tuple) or (isinstance(inputs, list) and self._only is None):
             return self._model(*inputs)
         return self._model(inputs)
 
