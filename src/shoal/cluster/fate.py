@@ -80,8 +80,8 @@ class Patience:
     max_coordinator_restarts: int = 3
     """How often in a row a coordinator may die before it was at work for `steady_s`."""
 
-    steady_s: float = 1.0
-    """A coordinator that answered for so long has not died of being started."""
+    steady_s: float = 0.1
+    """A coordinator that answered for so long has not died of being started, nor of what it was first asked."""
 
     grace_s: float = 60.0
     """From being asked to leave to being killed."""
@@ -170,7 +170,7 @@ class Fate:
             case Exited(rank, code):
                 return self._exited(rank, code, now)
             case CoordinatorServes():
-                self._coordinator_served_at = now
+                self._coordinator_served_at = self._coordinator_served_at or now
                 return []
             case CoordinatorExited(code, is_final):
                 return self._coordinator_exited(code, is_final, now)

@@ -62,7 +62,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorServes:
-    """The coordinator has answered for the first time since it was started."""
+    """The coordinator has answered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def form_group(job: Job, view: int) -> None:
             store=PrefixStore(prefix_of(view), _open_store(job, view)),
             rank=job.rank,
             world_size=job.num_workers,
-            timeout=timedelta(seconds=min(CONNECT_TIMEOUT_S, job.step_timeout_s)),
+            timeout=timedelta(seconds=_connect_timeout_s(job, else_s=job.step_timeout_s)),
         )
         _set_pg_timeout(timedelta(seconds=job.step_timeout_s))
         _sockets = {fd: which for fd, which in _open_sockets().items() if before.get(fd) != which}
@@ -123,14 +123,16 @@ def _open_store(job: Job, view: int) -> Store:
                 "the script with `shoal run`."
             )
         return HashStore()
-    # All have entered the view a moment ago. Where the one that does not come can be replaced, there is no use in
-    # waiting for it here.
-    timeout_s = min(CONNECT_TIMEOUT_S, job.step_timeout_s) if job.can_recover else job.join_timeout_s
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=_connect_timeout_s(job, else_s=job.join_timeout_s))
     who = (job.coordinator, job.rank, job.incarnation)
     _store = ShoalStore(*who, num_workers=job.num_workers, timeout=timeout)
     _meet(_store, job, view)
     return _store
+
+
+def _connect_timeout_s(job: Job, *, else_s: float) -> float:
+    """All have entered the view a moment ago. Who does not come is not waited for, where it can be replaced."""
+    return min(CONNECT_TIMEOUT_S, job.step_timeout_s) if job.can_recover else else_s
 
 
 def _meet(store: ShoalStore, job: Job, view: int) -> None:

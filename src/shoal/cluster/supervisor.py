@@ -216,12 +216,11 @@ class Supervisor:
 
     def _told_by_coordinator(self, message: Message) -> None:
         match message:
-            case Watching() if self._coordinator_died_at is not None:
-                after_s = round(time.monotonic() - self._coordinator_died_at, 4)
-                self._coordinator_died_at = None
-                self._run.event("coordinator-restarted", pid=self._coordinator.pid, after_s=after_s)
-                self._feed(fate_events.CoordinatorServes())
             case Watching():
+                if self._coordinator_died_at is not None:
+                    after_s = round(time.monotonic() - self._coordinator_died_at, 4)
+                    self._coordinator_died_at = None
+                    self._run.event("coordinator-serves-again", pid=self._coordinator.pid, after_s=after_s)
                 self._feed(fate_events.CoordinatorServes())
             case ViewFormed(view, donor, finished, call, incarnations):
                 self._run.event(
@@ -293,7 +292,7 @@ class Supervisor:
                     self._display.note(_replacing(died, self._patience.max_restarts))
                     self._start_worker(died.rank, incarnation)
                 case fate_events.RestartCoordinator():
-                    self._coordinator.start()
+                    self._run.event("coordinator-restarted", pid=self._coordinator.start())
 
     def _inject(self) -> None:
         """Cause the faults that are this process's to cause."""
