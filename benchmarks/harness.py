@@ -13,7 +13,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,11 @@ def alternate(
             other = theirs()
             mine = ours()
         pairs.append((mine, other))
+    return summarise(pairs)
+
+
+def summarise(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """The figure of some rounds of (ours, theirs) in seconds."""
     ratios = sorted(mine / other for mine, other in pairs)
     quarter = len(ratios) // 4
     return {
@@ -44,7 +49,7 @@ def alternate(
         "ratio_of_minima": round(min(m for m, _ in pairs) / min(t for _, t in pairs), 4),
         "ours_s": round(statistics.median(m for m, _ in pairs), 4),
         "theirs_s": round(statistics.median(t for _, t in pairs), 4),
-        "rounds": rounds,
+        "rounds": len(pairs),
     }
 
 

@@ -23,7 +23,9 @@ class Clock(shoal.callbacks.Callback):
 
 
 torch.manual_seed(0)
-trainer = shoal.Trainer(job.model(), loss=job.loss(), optimizer=job.optimizer, callbacks=[Clock()], device="cpu")
+trainer = shoal.Trainer(
+    job.model(), loss=job.loss(), optimizer=job.optimizer, callbacks=[Clock()], device="cpu"
+)
 data = shoal.Dataset.from_arrays(job.arrays()).shuffle(seed=0).batch(job.batch)
 trainer.fit(data, max_steps=job.steps)
 if shoal.rank() == 0:
