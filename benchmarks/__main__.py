@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-BENCHMARKS = ("trainer_overhead", "ddp_step", "launch")
+BENCHMARKS = ("trainer_overhead", "ddp_step", "launch", "recovery")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""A job with light set-up whose ranks hash their final weights: STEPS OUT [bare].
+"""A job with light set-up whose ranks hash their final weights: STEPS OUT [alternate].
 
-`bare` leaves out what recovery costs a step without faults: the anchor, and
-the log of exchanges.
+`alternate` leaves out, in every second block of steps, what recovery costs a
+step without faults: the anchor, and the log of exchanges.
 """
 
 from __future__ import annotations
@@ -11,29 +11,37 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import shoal
 from shoal.strategies.together import Together
-from shoal.train import anchoring, loop
+from shoal.train import anchoring
 
-steps, out, is_bare = int(sys.argv[1]), Path(sys.argv[2]), "bare" in sys.argv
+steps, out, alternates = int(sys.argv[1]), Path(sys.argv[2]), "alternate" in sys.argv
+BLOCK = 20
 times: list[float] = []
-if is_bare:
-    anchoring.note = lambda trainer, place: None
-    assert loop.anchoring is anchoring
-    Together.exchange = lambda self, first, again=None, conclude=lambda r: r, abandon=None: conclude(  # type: ignore
-        first(self.native)
-    )
+full = (anchoring.note, Together.exchange)
+
+
+def exchange(self: Any, first: Any, again: Any = None, **how: Any) -> Any:
+    return how.get("conclude", lambda result: result)(first(self.native))
+
+
+bare = (lambda trainer, place: None, exchange)
 
 
 class Clock(shoal.callbacks.Callback):
-    ranks = "zero"
+    """Times every step, and, where asked to, leaves the cost of recovery out of every second block of them."""
+
+    ranks = "every"
 
     def on_step_end(self, trainer: shoal.Trainer, logs: object) -> None:
         times.append(time.perf_counter())
+        if alternates and trainer.step % BLOCK == 0:
+            anchoring.note, Together.exchange = bare if trainer.step // BLOCK % 2 else full  # type: ignore
 
 
 torch.manual_seed(0)
