@@ -32,6 +32,10 @@ from shoal.wire.messages import (
     StoreNumKeys,
     StoreSet,
     StoreWait,
+    Suspect,
+    ViewFormed,
+    Watch,
+    Watching,
 )
 
 Start = Callable[..., Any]
@@ -320,3 +324,78 @@ def test_closing_wakes_a_thread_that_waits_for_an_answer(mute: Any) -> None:
         heard.wait(60.0)
         client.close()
         assert isinstance(waiting.exception(60.0), CoordinatorLost)
+
+
+@pytest.fixture
+def dying() -> Iterator[tuple[str, list[Message]]]:
+    """A coordinator that is killed three times: before it answers a join, before it answers a question, and after
+    it sent half of an answer. The fourth time it answers. Gives its path, and what it hears."""
+    directory = unix.runtime_dir()
+    path, heard = str(directory / "c"), list[Message]()
+
+    def serve() -> None:
+        for life in range(4):
+            sock, _ = unix.accept(listener)
+            with sock:
+                heard.append(read_message(sock)[0])
+                if life > 0:
+                    send_message(sock, Joined(life))
+                    heard.append(read_message(sock)[0])
+                if life == 2:
+                    sock.sendall(b"".join(encode(CallGranted(1)))[:-3])
+                if life == 3:
+                    send_message(sock, CallGranted(1))
+
+    with unix.listen(path) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield path, heard
+        thread.join()
+    os.unlink(path)
+    directory.rmdir()
+
+
+def test_a_client_whose_coordinator_dies_joins_again_and_repeats_its_question(
+    dying: tuple[str, list[Message]],
+) -> None:
+    path, heard = dying
+    with closing(CoordinatorClient(path, 0, num_workers=2, join_timeout_s=30.0)) as client:
+        client.begin_call(1, "fit", "")
+        assert client.view == 3
+    join, question = Join(0, 0, os.getpid(), 2), BeginCall(0, 1, "fit", "")
+    assert heard == [join, join, question, join, question, join, question]
+
+
+def test_a_wait_without_an_end_of_its_own_is_asked_again(start: Start) -> None:
+    running = start()
+    with running.client(rank=0) as zero, raw(running.path) as one, ThreadPoolExecutor() as pool:
+        waiting = pool.submit(zero.request, BeginCall(0, 1, "fit", ""), 0.02, ask_again=True)
+        join(one, rank=1)
+        while running.coordinator._num_accepted < 6:  # it has connected a few times by now
+            send_message(one, StoreNumKeys())
+            read_message(one)
+        assert not waiting.done()
+        send_message(one, BeginCall(1, 1, "fit", ""))
+        assert read_message(one)[0] == CallGranted(1)
+        assert waiting.result(10.0) == CallGranted(1)
+
+
+def test_a_coordinator_tells_whoever_watches_and_only_this_jobs_supervisor_may(start: Start) -> None:
+    running = start(can_recover=True, step_timeout_s=0.05)
+    with raw(running.path) as supervisor, running.client(rank=0) as zero, ThreadPoolExecutor() as pool:
+        send_message(supervisor, Watch())
+        assert read_message(supervisor)[0] == Watching(0)
+        entering = pool.submit(zero.enter_view, view_left=0, finished=-1, call=0)
+        suspect = read_message(supervisor)[0]
+        assert isinstance(suspect, Suspect)
+        assert suspect.rank == 1
+        with running.client(rank=1) as one:
+            assert one.enter_view(view_left=0, finished=-1, call=0) == entering.result(10.0)
+        told = read_message(supervisor)[0]
+        while isinstance(told, Suspect):
+            told = read_message(supervisor)[0]
+        assert told == ViewFormed(1, -1, -1, 0, [0, 0])
+        running.coordinator._supervisor = 0
+        with raw(running.path) as stranger:
+            send_message(stranger, Watch())
+            assert is_closed(stranger)

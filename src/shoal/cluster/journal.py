@@ -16,6 +16,7 @@ power loss the newest entries may be missing, but the file is whole.
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import time
 from collections.abc import Sequence
@@ -98,6 +99,8 @@ class Journal:
                 self._add(entry)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
             raise JournalFailed(path=str(self.path), problem=_words(error)) from None
 
     def close(self) -> None:
