@@ -49,7 +49,7 @@ def test_three_workers_compute_what_one_process_does(
     example: Example, warm_parent: WarmParent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(warm_client, "WarmParent", lambda: contextlib.nullcontext(warm_parent))
+    monkeypatch.setattr(warm_client, "WarmParent", lambda **_: contextlib.nullcontext(warm_parent))
     command = ["verify", str(example.script), "-n", "3", "--steps", "5", "--", *example.args]
     result = CliRunner().invoke(app, command, prog_name="shoal")
     assert result.exit_code == 0, result.output

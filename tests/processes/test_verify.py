@@ -43,7 +43,7 @@ MLP = "nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))"
 def verify(warm_parent: WarmParent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Verify:
     """`shoal verify` of a script, with the session's warm parent in place of one of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(warm_client, "WarmParent", lambda: contextlib.nullcontext(warm_parent))
+    monkeypatch.setattr(warm_client, "WarmParent", lambda **_: contextlib.nullcontext(warm_parent))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
 
@@ -55,6 +55,29 @@ def verify(warm_parent: WarmParent, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return result
 
     return verify
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        "data.batch(6, per_worker=True)",
+        "DataLoader(pairs, 6, sampler=DistributedSampler(pairs, shoal.num_workers(), shoal.rank()))",
+    ],
+    ids=["batch", "DistributedSampler"],
+)
+def test_batches_given_per_worker_are_compared_with_one_process_that_has_them_all(
+    verify: Verify, batches: str
+) -> None:
+    script = f"""
+        from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+        pairs = TensorDataset(x, y)
+        trainer = shoal.Trainer(
+            {MLP}, loss=nn.CrossEntropyLoss(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
+        )
+        trainer.fit({batches}, epochs=2)
+    """
+    result = verify(script, "-n", "3")
+    assert result.exit_code == 0, result.output
 
 
 def told(result: Result) -> str:

@@ -119,7 +119,13 @@ class VerifyRuns:
 
         self.num_runs += 1
         dump_to = Path(self.config.run_dir) / f"dump-{self.num_runs}"
-        plan = VerifyPlan(dtype=dtype, num_steps=self.num_steps, dump_to=str(dump_to), num_slices=num_slices)
+        plan = VerifyPlan(
+            dtype=dtype,
+            num_steps=self.num_steps,
+            dump_to=str(dump_to),
+            num_slices=num_slices,
+            stands_for=1 if spread else self.config.workers,
+        )
         config = replace(self.config, name=f"verify-{self.num_runs}", verify=plan)
         if not spread:
             config = replace(config, workers=1, strategy="single")

@@ -29,6 +29,9 @@ class VerifyPlan:
     num_slices: int = 1
     """In one process: run every batch as the slices of so many workers in turn, with the workers' seeds."""
 
+    stands_for: int = 1
+    """In one process: of how many workers it is the reference. What they are given each, it is given for all of them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:

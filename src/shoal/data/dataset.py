@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from shoal.core.errors import ConfigError
 from shoal.data.batches import Batches, whole_number
 from shoal.data.collate import Collate
-from shoal.data.feed import EvenCut, IndexedFeed
+from shoal.data.feed import IndexedFeed, even_cut
 from shoal.data.loader import feed_of
 from shoal.data.order import InOrder, Order, Part, Shuffled
 from shoal.data.reader import Reader
@@ -156,7 +156,7 @@ class Dataset:
             data.shuffle(seed=0).batch(1024)
         """
         size = whole_number("batch(size)", size, at_least=1)
-        cut = EvenCut(size, per_worker=per_worker, drop_last=drop_last)
+        cut = even_cut(size, per_worker=per_worker, drop_last=drop_last)
         if isinstance(self._source, Stream):
             description = self._source.describe()
             return Batches(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shoal.core import job as jobs
 from shoal.core.errors import BatchTooSmall, ConfigError, DataError, EmptyDataset
 from shoal.data.order import Indices, Order
 from shoal.data.reader import Reader, Request
@@ -120,6 +121,14 @@ class EvenCut:
     def describe(self) -> dict[str, Any]:
         """Identity, fit for JSON."""
         return {"batch_size": self.size, "per_worker": self.per_worker, "drop_last": self.drop_last}
+
+
+def even_cut(size: int, *, per_worker: bool, drop_last: bool) -> EvenCut:
+    """Batches of `size`. One process that is the reference of several workers takes their batches of one step as one."""
+    plan = jobs.current().verify
+    if per_worker and plan is not None and plan.stands_for > 1:
+        return EvenCut(size * plan.stands_for, drop_last=drop_last)
+    return EvenCut(size, per_worker=per_worker, drop_last=drop_last)
 
 
 class IndexedFeed:

@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.data.collate import Collate
-from shoal.data.feed import Cut, EvenCut, Feed, IndexedFeed, Share, make_slice
+from shoal.data.feed import Cut, EvenCut, Feed, IndexedFeed, Share, even_cut, make_slice
 from shoal.data.loader_options import LoaderOptions, identity, start_pass
 from shoal.data.order import Order
 from shoal.data.reader import Reader, Request
@@ -61,7 +61,7 @@ def feed_of(loader: DataLoader[Any], *, default_seed: int) -> Feed:
         sampler = batch_sampler.sampler
         order = order_of(sampler, seed=seed)
         per_worker = isinstance(sampler, DistributedSampler)
-        cut = EvenCut(batch_sampler.batch_size, per_worker=per_worker, drop_last=batch_sampler.drop_last)
+        cut = even_cut(batch_sampler.batch_size, per_worker=per_worker, drop_last=batch_sampler.drop_last)
     else:
         order = Drawn(batch_sampler, seed, in_batches=True)
         cut = DrawnCut(order)
