@@ -11,8 +11,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from waiting import wait_until
+
+# How long one example takes says more about the machine than about shoal; every test has a time limit anyway.
+settings.register_profile("shoal", deadline=None)
+settings.load_profile("shoal")
 
 SET_BY_LIBRARIES = {
     "PYTEST_CURRENT_TEST",
