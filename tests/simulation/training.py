@@ -45,7 +45,7 @@ class Label(NamedTuple):
 
     call: int
     what: str
-    index: int
+    number: int
 
 
 # ---- what the script asks for ---------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Life:
 @lru_cache(maxsize=1 << 16)
 def contribution(rank: int, label: Label, weights: Weights) -> int:
     """A rank's part: a function of rank, step and weights, as a gradient is."""
-    return (rank + 3) * (label.index + 7) * weights.parameters % PRIME + label.call + len(label.what)
+    return (rank + 3) * (label.number + 7) * weights.parameters % PRIME + label.call + len(label.what)
 
 
 def summed(parts: Sequence[int]) -> int:

@@ -111,6 +111,7 @@ class Worker(Process):
                 if self.rank == 0:
                     self.cluster.disk.checkpoint = self.life.package() | {"anchor": request.anchor}
             else:
+                assert isinstance(request, training.End)
                 self._ask(ScriptEnded(self.rank, request.num_calls))
                 return
 

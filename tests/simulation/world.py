@@ -93,6 +93,9 @@ class Process:
         else:
             action(*arguments)
 
+    def die(self) -> None:
+        self.is_alive = False
+
     def stop(self) -> None:
         self.is_stopped = True
 
