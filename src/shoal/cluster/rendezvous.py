@@ -15,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import select
 import socket
+import threading
 from datetime import timedelta
 
 import torch
@@ -32,6 +34,9 @@ from shoal.core.job import Job
 
 CONNECT_TIMEOUT_S = 10.0
 """From the moment all ranks are there until all are connected: milliseconds, unless one dies just then."""
+
+BURIAL_S = 0.25
+"""How long the end of a group's threads is waited for: they take milliseconds, or all of their time-out."""
 
 _view: int | None = None
 """The view whose group this process is in."""
@@ -80,7 +85,11 @@ def form_group(job: Job, view: int) -> None:
             timeout=timedelta(seconds=_connect_timeout_s(job, else_s=job.step_timeout_s)),
         )
         _set_pg_timeout(timedelta(seconds=job.step_timeout_s))
-        _sockets = {fd: which for fd, which in _open_sockets().items() if before.get(fd) != which}
+        _sockets = {
+            fd: which
+            for fd, which in _open_sockets().items()
+            if before.get(fd) != which and _is_of_the_group(fd)
+        }
         _view = view
     except (dist.DistError, RuntimeError) as error:
         leave_group()
@@ -93,6 +102,19 @@ def form_group(job: Job, view: int) -> None:
         raise
 
 
+def is_broken() -> bool:
+    """Whether a connection of the group has been closed, by its other end or because of it."""
+    watcher = select.poll()
+    for fd, which in _sockets.items():
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}") != which:
+                return True
+        except OSError:
+            return True
+        watcher.register(fd, select.POLLRDHUP)
+    return bool(watcher.poll(0))
+
+
 def leave_group() -> None:
     """Take the group down: its threads, its sockets, its connection to the coordinator. Not collective.
 
@@ -102,7 +124,13 @@ def leave_group() -> None:
     _shut(_sockets)
     _sockets, _view = {}, None
     if dist.is_initialized():
+        held = [dist.group.WORLD]
         dist.destroy_process_group()
+        # Its threads end when the last reference goes. A collective that missed the end of its connection (gloo does,
+        # one kill in a hundred) holds them to its time-out; nothing can reach it any more, so it is left to itself.
+        burial = threading.Thread(target=held.clear, name="old group", daemon=True)
+        burial.start()
+        burial.join(BURIAL_S)
     if _store is not None:
         _store.close()
         _store = None
@@ -163,18 +191,20 @@ def _open_sockets() -> dict[int, str]:
     return found
 
 
+def _is_of_the_group(fd: int) -> bool:
+    """Whether it is a connection over loopback. What another thread opened at the same moment leads elsewhere."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+        is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and not is_listening:
+            return ipaddress.ip_address(sock.getpeername()[0]).is_loopback
+    return False
+
+
 def _shut(sockets: dict[int, str]) -> None:
-    """End the connections among these over loopback. Their owners notice, and close them."""
+    """End these connections. Their owners notice, and close them."""
     for fd, which in sockets.items():
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}") != which:
                 continue  # closed, and its number used for something else
             with socket.socket(fileno=os.dup(fd)) as sock:
-                is_connected = not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                # What another thread opened at the same moment leads elsewhere.
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and is_connected and _is_loopback(sock):
-                    sock.shutdown(socket.SHUT_RDWR)
-
-
-def _is_loopback(sock: socket.socket) -> bool:
-    return ipaddress.ip_address(sock.getpeername()[0]).is_loopback
+                sock.shutdown(socket.SHUT_RDWR)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from shoal.cluster import session
-from shoal.cluster.rendezvous import form_group, leave_group
+from shoal.cluster.rendezvous import form_group, is_broken, leave_group
 from shoal.collectives.native import Native
 from shoal.core import job as jobs
 from shoal.core.errors import CallsDiffer, PeerLost
@@ -215,7 +215,7 @@ class Together:
         formed = session.enter_view(view_left=self._view, finished=-1 if fresh else self._log.num_known)
         self._view = formed.view
         form_group(self._job, formed.view)
-        native = Native(rank=self._job.rank, num_workers=self._job.num_workers)
+        native = Native(rank=self._job.rank, num_workers=self._job.num_workers, is_broken=is_broken)
         if formed.donor >= 0:
             behind = fresh or self._log.num_known < formed.finished
             self._hand_over(native, formed.donor, behind=behind, fresh=fresh)
