@@ -223,6 +223,16 @@ def test_a_model_factory_is_called_once_under_the_trainers_seed() -> None:
     assert not torch.equal(first.model.state_dict()["0.bias"], other.model.state_dict()["0.bias"])
 
 
+def test_a_lazy_layer_is_refused_by_name_until_it_has_seen_a_sample() -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    trainer = shoal.Trainer(model, loss=nn.CrossEntropyLoss(), progress=False)
+    data = shoal.Dataset.from_arrays((torch.randn(4, 3), torch.zeros(4).long())).batch(2)
+    with pytest.raises(ConfigError, match=r"'0\.weight' is not known yet.* call the model once"):
+        trainer.evaluate(data)
+    model(torch.randn(1, 3))
+    assert shoal.Trainer(model, loss=nn.CrossEntropyLoss(), progress=False).evaluate(data)["loss"] > 0
+
+
 def test_a_class_is_a_factory() -> None:
     class Net(nn.Linear):
         def __init__(self) -> None:

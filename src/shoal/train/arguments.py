@@ -9,8 +9,29 @@ import torch
 from torch import nn
 
 from shoal.core.errors import ConfigError
+from shoal.core.seeds import mix
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def build_model(given: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:
+    """The model that was given, or that the given function builds under `seed`."""
+    if not isinstance(given, nn.Module):
+        torch.manual_seed(mix(seed))
+        built = given()
+        if not isinstance(built, nn.Module):
+            raise ConfigError(
+                f"the function given as model= returned a {type(built).__name__}, not an nn.Module."
+            )
+        given = built
+    for name, tensor in given.named_parameters():
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"the shape of the parameter '{name}' is not known yet: a lazy layer learns it from its first batch, which "
+                "the workers would each see another of. Nothing was trained; call the model once with a sample before it "
+                "is given to the Trainer, or build it with the sizes."
+            )
+    return given
 
 
 def build_optimizer(

@@ -19,7 +19,6 @@ from torch import nn
 from shoal.cluster import session
 from shoal.core import job as jobs
 from shoal.core.errors import ConfigError, Interrupted
-from shoal.core.seeds import mix
 from shoal.data.tree import Tree
 from shoal.strategies import create
 from shoal.strategies.loss import loss_rule
@@ -29,6 +28,7 @@ from shoal.train import fingerprint, saving
 from shoal.train.anchoring import BEFORE_A_STEP, inherit, restore, snapshot
 from shoal.train.arguments import (
     OptimizerFactory,
+    build_model,
     build_optimizer,
     check_callable,
     check_choice,
@@ -357,14 +357,7 @@ class Trainer:
         return logged
 
     def _prepare(self, strategy: Strategy) -> None:
-        model = self._model_or_factory
-        if not isinstance(model, nn.Module):
-            torch.manual_seed(mix(self.seed))
-            model = model()
-            if not isinstance(model, nn.Module):
-                raise ConfigError(
-                    f"the function given as model= returned a {type(model).__name__}, not an nn.Module."
-                )
+        model = build_model(self._model_or_factory, seed=self.seed)
         settings = dict(self._settings)
         if self.verification is not None:
             self.verification.cast(model)
