@@ -32,7 +32,7 @@ from shoal.strategies import create
 from shoal.strategies.compute import place, seed_all
 from shoal.strategies.loss import loss_rule
 from shoal.strategies.protocol import Strategy, TakesGradients, TrainJob, Wishes
-from shoal.train import fingerprint, resuming
+from shoal.train import custom_anchoring, fingerprint
 from shoal.train.calls import Call, batches_of, described, next_number
 from shoal.train.interrupts import asked_to_leave
 from shoal.train.verification import Verification
@@ -55,7 +55,7 @@ class WorkerData:
     def __iter__(self) -> Iterator[Tree]:
         job = self._loop.job
         epoch, self.epoch = self.epoch, self.epoch + 1
-        start = resuming.start_of(self._number, epoch, self._loop.strategy, _script.optimizers)
+        start = custom_anchoring.start_of(self._number, epoch, self._loop.strategy, _script.optimizers)
         try:
             if start is None:
                 return  # the others were through with this epoch before this worker came to be
@@ -66,7 +66,7 @@ class WorkerData:
                 self.num_local = part.num_local
                 for loop in _script.loops:
                     loop.about_to_run()
-                resuming.note(self._number, part, self._loop.strategy, _script.optimizers)
+                custom_anchoring.note(self._number, part, self._loop.strategy, _script.optimizers)
                 if job.num_workers > 1:  # else every worker would draw the same dropout as the others
                     seed_all(mix(self._seed, job.rank, epoch, part.start), self._loop.device)
                 failpoint(BEFORE_FORWARD, self._loop.strategy.step + 1)
