@@ -38,7 +38,7 @@ def test_everything_after_the_script_is_the_scripts(shoal: Shoal, launched: list
 
 
 def test_every_option_of_run_reaches_the_launch(shoal: Shoal, launched: list[LaunchConfig]) -> None:
-    given = "-n 4 --strategy ddp --name click --run-dir out --seed 7 --step-timeout 9.5 --grace 2 t.py"
+    given = "-n 4 --strategy ddp --name click --run-dir out --seed 7 --step-timeout 9.5 --grace 2 --max-restarts 5 t.py"
     assert shoal("run", *given.split()).exit_code == 0
     assert launched == [
         LaunchConfig(
@@ -49,6 +49,7 @@ def test_every_option_of_run_reaches_the_launch(shoal: Shoal, launched: list[Lau
             run_dir="out",
             seed=7,
             step_timeout_s=9.5,
+            max_restarts=5,
             grace_s=2.0,
         )
     ]
@@ -81,6 +82,7 @@ def test_defaults_in_the_help_are_the_launch_configs() -> None:
     assert shown["workers"] == config.workers
     assert shown["step_timeout"] == config.step_timeout_s
     assert shown["grace"] == config.grace_s
+    assert shown["max_restarts"] == config.max_restarts
     assert str(shown["run_dir"]) == config.run_dir
     assert (shown["strategy"], shown["name"], shown["seed"]) == (config.strategy, config.name, config.seed)
 

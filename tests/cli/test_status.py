@@ -109,8 +109,8 @@ def test_status_of_one_run_tells_what_its_directory_tells(shoal: Shoal, make_run
     assert told["checkpoint"].endswith("step-000000500")
     assert told["progress"]["step"] == told["step"] == 512
     assert told["processes"] == [
-        {"rank": 0, "pid": 41, "state": "running", "code": None},
-        {"rank": 1, "pid": 42, "state": "exited", "code": -9},
+        {"rank": 0, "pid": 41, "restarts": 0, "state": "running", "code": None},
+        {"rank": 1, "pid": 42, "restarts": 0, "state": "exited", "code": -9},
     ]
     assert told["events"][-1]["event"] == "worker-exited"
     # Its supervisor is gone, and no worker outlives it.

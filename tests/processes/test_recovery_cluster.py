@@ -517,6 +517,53 @@ def test_a_journal_that_is_damaged_while_the_coordinator_is_down_ends_the_job_in
     assert "the coordinator cannot go on with its journal" in str(done.error)
 
 
+# ---- groups ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_group_is_left_at_once_whatever_became_of_the_others(
+    launch_script: Launch, tmp_path: Path, workers: int, signum: signal.Signals
+) -> None:
+    done = launch_script(
+        script(f"""
+        import torch
+        import torch.distributed as dist
+        from shoal.cluster import rendezvous
+        if not first:
+            time.sleep(600)
+        session.begin_call("fit", "")
+        rendezvous.group()
+        dist.all_reduce(torch.ones(1 << 16))
+        pathlib.Path(f"through-{{job.rank}}").touch()
+        if job.rank == 1:
+            while len(list(pathlib.Path(".").glob("through-*"))) < job.num_workers:
+                time.sleep(0.001)
+            pathlib.Path("victim.new").write_text(str(os.getpid()))
+            os.rename("victim.new", "victim")
+            die({int(signum)})
+        while not pathlib.Path("victim").exists():
+            time.sleep(0.001)
+        victim = int(pathlib.Path("victim").read_text())
+        while psutil.pid_exists(victim) and psutil.Process(victim).status() not in ("stopped", "zombie"):
+            time.sleep(0.001)
+        works = [dist.all_reduce(torch.ones(1 << 16), async_op=True) for _ in range(4)]  # wait for nobody yet
+        began = time.monotonic()
+        rendezvous.leave_group()
+        tell(seconds=time.monotonic() - began)
+        while len(list(pathlib.Path(".").glob("told-*"))) < job.num_workers - 1:
+            time.sleep(0.01)
+        raise RuntimeError("measured")
+        """),
+        workers=workers,
+        max_restarts=0 if signum == signal.SIGSTOP else 1,
+        step_timeout_s=60.0,
+    )
+    assert "measured" in str(done.error)
+    times = [told(tmp_path, rank)["seconds"] for rank in range(workers) if rank != 1]
+    assert max(times) < 5.0  # milliseconds; and the time-out is 60 s
+
+
 # ---- the supervisor -------------------------------------------------------------------------------
 
 

@@ -62,4 +62,14 @@ Grace = Annotated[
     ),
 ]
 
+MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        "--max-restarts",
+        metavar="N",
+        min=0,
+        help="How often a worker that dies is replaced without the job getting ahead; 0: its death ends the job.",
+    ),
+]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.options import Grace, RunDir, Script, StepTimeout, Strategy, Workers
+from shoal.cli.options import Grace, MaxRestarts, RunDir, Script, StepTimeout, Strategy, Workers
 from shoal.cli.verb import leave
 
 EXAMPLES = (
@@ -57,6 +57,7 @@ def run(
     ] = None,
     step_timeout: StepTimeout = 300.0,
     grace: Grace = 60.0,
+    max_restarts: MaxRestarts = 3,
 ) -> None:
     """Train a script in one process or many. Options of shoal come before SCRIPT."""
     from shoal.cluster.api import LaunchConfig, launch
@@ -72,6 +73,7 @@ def run(
         seed=seed,
         step_timeout_s=step_timeout,
         grace_s=grace,
+        max_restarts=max_restarts,
         faults=Faults.parse(faults) if faults else None,
     )
     misplaced = [option for option in BEFORE_SCRIPT if option in config.args]

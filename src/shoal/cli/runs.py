@@ -128,7 +128,13 @@ def processes(events: list[dict[str, Any]], state: State, *, num_workers: int | 
         if not isinstance(rank, int) or (num_workers is not None and rank >= num_workers):
             continue
         if event.get("event") in ("worker-started", "worker-replaced"):
-            found[rank] = {"rank": rank, "pid": event.get("pid"), "state": "running", "code": None}
+            found[rank] = {
+                "rank": rank,
+                "pid": event.get("pid"),
+                "restarts": event.get("incarnation", 0),
+                "state": "running",
+                "code": None,
+            }
         elif event.get("event") == "worker-exited" and rank in found:
             found[rank] |= {"state": "exited", "code": event.get("code")}
     for process in found.values():

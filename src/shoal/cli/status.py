@@ -124,6 +124,7 @@ def _show(details: dict[str, Any]) -> None:
     table.add_row("progress", _progress(progress) or "no step yet")
     table.add_row("samples/s", _rate(details["samples_per_s"]))
     table.add_row("checkpoint", details["checkpoint"] or "none yet")
+    table.add_row("restarts", str(sum(process["restarts"] for process in details["processes"])))
     for index, process in enumerate(details["processes"]):
         table.add_row("workers" if index == 0 else "", _process(process))
     table.add_row("logs", details["logs"])
