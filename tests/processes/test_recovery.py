@@ -40,7 +40,11 @@ def run(launch_script: Callable[..., Launched], tmp_path: Path) -> Run:
         out = tmp_path / f"out-{len(list(tmp_path.glob('out-*')))}"
         out.mkdir()
         launched = launch_script(
-            SCRIPTS / f"{script}.py", workers=workers, args=(str(out), variant), quiet=True, **options
+            SCRIPTS / f"{script}.py",
+            workers=workers,
+            args=(str(out), variant),
+            quiet=True,
+            **{"step_timeout_s": 30.0, **options},
         )
         assert launched.exit_code == 0, f"{launched.error}\n{launched.stderr}\n{launched.events}"
         ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(workers)]
