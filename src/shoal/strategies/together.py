@@ -9,6 +9,7 @@ contributed. Nobody above this file notices more than a longer wait.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,6 +49,7 @@ class Together:
         self._job = jobs.current()
         self._view = 0
         self._is_exchanging = False  # or else, when a view is over, it waits at a call for the others
+        self._waited_s = 0.0  # for the others, in the exchange that broke
         self._stands = False  # whether it holds state that counts: from view 1 on, or since a donor gave it
         self._native: Native | None = None
         self._log = ExchangeLog()
@@ -94,6 +96,7 @@ class Together:
             if known:
                 self._caught_up()
                 return result
+            began_at = time.monotonic()
             try:
                 failpoint("worker: exchange begun")
                 done = attempt(self.native)
@@ -107,9 +110,9 @@ class Together:
                 self._log.finish(result)
                 return result
             abandon()
-            self._is_exchanging = True
+            self._is_exchanging, self._waited_s = True, time.monotonic() - began_at
             self.regroup()
-            self._is_exchanging = False
+            self._is_exchanging, self._waited_s = False, 0.0
             attempt = again or first
 
     @property
@@ -212,7 +215,9 @@ class Together:
     def _enter(self) -> None:
         fresh = not self._stands
         # The view is left even by one that was given nothing in it: to be told of the same view again would help nobody.
-        formed = session.enter_view(view_left=self._view, finished=-1 if fresh else self._log.num_known)
+        formed = session.enter_view(
+            view_left=self._view, finished=-1 if fresh else self._log.num_known, waited_s=self._waited_s
+        )
         self._view = formed.view
         form_group(self._job, formed.view)
         native = Native(rank=self._job.rank, num_workers=self._job.num_workers, is_broken=is_broken)
