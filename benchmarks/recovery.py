@@ -105,7 +105,7 @@ def main(quick: bool = False) -> None:
         warm.wait_ready()
         runs = Runs(folder, warm)
         for workers in (2, 3, 4):
-            steps = 150
+            steps = 120
             calm = runs(workers, steps)
             lasted_s = calm.commits[-1] - calm.commits[0]
             times: list[float] = []
@@ -134,7 +134,7 @@ def main(quick: bool = False) -> None:
 def _coordinator(
     report: Report, runs: Runs, draw: random.Random, num_kills: int, about: dict[str, Any]
 ) -> None:
-    steps = 150
+    steps = 120
     calm = runs(2, steps)
     calm_rate = len(calm.steps_s) / sum(calm.steps_s)
     back, rates, equal = [], [], 0
@@ -142,7 +142,7 @@ def _coordinator(
         at_s = round(draw.uniform(0.1, calm.commits[-1] - calm.commits[0]), 3)
         ran = runs(2, steps, Faults().kill("coordinator", after_s=at_s))
         equal += ran.exit_code == 0 and ran.weights == calm.weights
-        back += [event["after_s"] for event in ran.events if event["event"] == "coordinator-restarted"]
+        back += [event["after_s"] for event in ran.events if event["event"] == "coordinator-serves-again"]
         rates.append(len(ran.steps_s) / sum(ran.steps_s))
     values = {"kills": num_kills, "bits_equal": equal, "restarts": len(back), **spread(back)}
     values["steps_per_s_of_calm"] = round(statistics.median(rates) / calm_rate, 3)
@@ -152,7 +152,7 @@ def _coordinator(
 
 
 def _goodput(report: Report, runs: Runs, quick: bool, about: dict[str, Any]) -> None:
-    steps = 600 if quick else 5000
+    steps = 600 if quick else 2500
     calm = runs(2, steps)
     calm_s = calm.commits[-1] - calm.commits[0]
     faults = Faults()
@@ -173,7 +173,7 @@ def _goodput(report: Report, runs: Runs, quick: bool, about: dict[str, Any]) -> 
 
 def _overhead(report: Report, runs: Runs, quick: bool, about: dict[str, Any]) -> None:
     """Blocks of steps with and without the anchor and the log, in turn, within one job."""
-    steps, block = 400 if quick else 4000, 20
+    steps, block = 400 if quick else 1600, 20
     taken = runs(2, steps, None, "alternate").steps_s
     # taken[i] is step i + 2: the first block is with, the second without, and so on.
     blocks = [taken[begin : begin + block] for begin in range(block - 1, len(taken) - block, block)]

@@ -183,7 +183,7 @@ def _story(told: Told) -> list[tuple[str, float | None]]:
             continue
         later = told.events[number:]
         is_coordinator = "coordinator" in event["what"]
-        sign = "coordinator-restarted" if is_coordinator else "view-formed"
+        sign = "coordinator-serves-again" if is_coordinator else "view-formed"
         healed = next((each["time"] for each in later if each["event"] == sign), None)
         if healed is not None and not is_coordinator:
             healed = next((commit for commit in told.commits if commit > healed), healed)
