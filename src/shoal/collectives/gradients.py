@@ -57,12 +57,8 @@ class GradientExchange:
         """From now on gradients are final: the next backward is the step's last, and they leave through `native`."""
         self._native = native
 
-    def finish(self) -> None:
-        """Send what has not left yet, wait for all, and put the sums in place of the gradients.
-
-        A parameter that no rank used keeps `grad=None` on all of them. Until
-        the very last sum is there, every gradient is this rank's own.
-        """
+    def send_rest(self) -> None:
+        """Start everything that has not left yet: after this, other exchanges may follow in the same order everywhere."""
         native = self._native
         assert native is not None
         if self._is_broken:
@@ -72,6 +68,16 @@ class GradientExchange:
                 self._fill(index)
         self._filled.update(self._sparse)
         self._send_full(native)
+
+    def finish(self) -> None:
+        """Send what has not left yet, wait for all, and put the sums in place of the gradients.
+
+        A parameter that no rank used keeps `grad=None` on all of them. Until
+        the very last sum is there, every gradient is this rank's own.
+        """
+        self.send_rest()
+        native = self._native
+        assert native is not None
         for work in self._works:
             native.finish(work, "the exchange of gradients")
         for number, bucket in enumerate(self.layout):

@@ -20,6 +20,7 @@ from shoal.core.errors import ModelsDiffer, PeerLost
 from shoal.core.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
+from shoal.strategies.buffers import ChangingBuffers
 from shoal.strategies.compute import Compute
 from shoal.strategies.heritage import Part
 from shoal.strategies.optimizer_state import optimizer_settings
@@ -56,6 +57,7 @@ class Ddp:
             self._refuse_different_models(job.model)
         self._compute = Compute(job, check_loss=True)
         self._statistics = RunningStatistics(job.model)
+        self._changing = ChangingBuffers(job.model)
         self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
@@ -82,7 +84,13 @@ class Ddp:
 
         A donor hands these over, and a step that is left out goes back to them.
         """
-        self._buffers_before = {name: buffer.clone() for name, buffer in self._job.model.named_buffers()}
+        constants = self._changing.constants()
+        self._buffers_before = {
+            name: buffer.clone()
+            for name, buffer in self._job.model.named_buffers()
+            if id(buffer) not in constants
+        }
+        self._changing.look()
 
     def adopt(self, batch: Slice) -> None:
         """Take gradients of the slice's mean that the user's own backward computed, weighted by its samples."""
@@ -157,6 +165,10 @@ class Ddp:
             count=loss.count,
             wishes=self._job.wishes,
         )
+        if self._changing:
+            flags = torch.tensor(self._changing.flags(), dtype=torch.float64)
+            self._my_vector = torch.cat([self._my_vector, flags])
+        self._my_share = share
         self._my_statistics = self._statistics.flat() * share if self._statistics else None
         try:
             self._announce(self._together.native)
@@ -180,6 +192,15 @@ class Ddp:
             raise PeerLost(rank=self._rank, operation="the exchange of losses", reason="a peer went away")
         for work in self._works:
             native.finish(work, "the exchange of losses and statistics")
+        self._exchange.send_rest()
+        # Which buffers changed on any rank, all ranks read from the summed flags.
+        flags = self._vector[len(self._vector) - len(self._changing) :].tolist()
+        self._changed = [number for number, flag in enumerate(flags) if flag]
+        if self._changed:
+            self._changed_sum = self._changing.contribution(
+                self._changed, share=self._my_share, rank=self._rank
+            )
+            native.finish(native.start_all_reduce(self._changed_sum), "the exchange of buffers")
         self._exchange.finish()
 
     def _exchange_again(self, native: Native) -> None:
@@ -195,7 +216,10 @@ class Ddp:
         assert self.optimizer is not None
         if self._statistics:
             self._statistics.write(self._statistics_sum)
-        verdict = update(self._job, self.optimizer, self._parameters, decide(self._vector), self._num_global)
+        if self._changed:
+            self._changing.write(self._changed, self._changed_sum)
+        vector = self._vector[: len(self._vector) - len(self._changing)]
+        verdict = update(self._job, self.optimizer, self._parameters, decide(vector), self._num_global)
         if not verdict.applied:  # a step that is left out leaves no trace
             self._restore_buffers()
         self._works, self._buffers_before = [], {}

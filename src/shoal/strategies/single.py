@@ -8,6 +8,7 @@ import torch
 
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree, concatenate
+from shoal.strategies.buffers import ChangingBuffers
 from shoal.strategies.compute import Compute
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.strategies.state import load_state, state_pieces
@@ -38,6 +39,7 @@ class Single:
         job.model.to(job.device)
         self._compute = Compute(job, check_loss=self._num_slices > 1 or job.num_micro > 1)
         self._statistics = RunningStatistics(job.model)
+        self._changing = ChangingBuffers(job.model)
         self._kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
@@ -100,7 +102,10 @@ class Single:
         load_state(self._job.model, self.optimizer, pieces)
 
     def _slice_by_slice(self, batch: Slice) -> LossSum:
-        statistics = self._statistics
+        statistics, changing = self._statistics, self._changing
+        everything = list(range(len(changing)))
+        kept = changing.contribution(everything, share=1.0, rank=0) if changing else None
+        changed, merged = set[int](), torch.zeros_like(kept) if kept is not None else None
         before = statistics.flat() if statistics else None
         averaged = torch.zeros_like(before) if before is not None else None
         counts = statistics.counts()
@@ -109,11 +114,19 @@ class Single:
             if before is not None:
                 statistics.write(before)
                 statistics.write_counts(counts)
+            if kept is not None:
+                changing.write(everything, kept)
+                changing.look()
             results.append(self._compute.forward_backward(part, rank=rank, step=self.step))
+            if merged is not None:
+                changed |= {number for number, flag in enumerate(changing.flags()) if flag}
+                merged += changing.contribution(everything, share=part.num_local / part.num_global, rank=rank)
             if averaged is not None:
                 averaged += statistics.flat() * (part.num_local / part.num_global)
         if averaged is not None:
             statistics.write(averaged)
+        if kept is not None and merged is not None:
+            changing.write(everything, merged if changed else kept)
         outputs = [result.outputs for result in results if result.outputs is not None]
         return LossSum(
             total=torch.stack([result.total for result in results]).sum(),

@@ -64,7 +64,7 @@ def snapshot(trainer: Trainer, place: Place = BEFORE_A_STEP) -> Callable[[], dic
     schedule = scheduler.state_dict() if scheduler is not None else None
     callbacks = [callback.state() for callback in trainer.callbacks]
     lengths = [len(history.epochs) for history in trainer.histories]
-    skipped, newest = trainer.num_skipped_steps, trainer.newest_checkpoint
+    skipped, newest, line = trainer.num_skipped_steps, trainer.newest_checkpoint, trainer.last_line
 
     def state() -> dict[str, Any]:
         histories = [
@@ -82,6 +82,7 @@ def snapshot(trainer: Trainer, place: Place = BEFORE_A_STEP) -> Callable[[], dic
             "elapsed_s": time.monotonic() - trainer.fit_began_s,
             "skipped_steps": skipped,
             "newest_checkpoint": newest,
+            "last_line": line,
         }
 
     return state
@@ -95,6 +96,7 @@ def inherit(trainer: Trainer) -> Inherited | None:
         return None
     restore(trainer, given)
     running = trainer.histories.pop()
+    trainer.last_line = given["last_line"]
     trainer.train_metrics.reset()
     if trainer.train_metrics and trainer.position.next_index:
         print(

@@ -68,6 +68,10 @@ class FitLoop:
         trainer, position = self._trainer, self._position
         if trainer.job.launched and self._rank == 0:
             self._log = MetricsLog(trainer.run_dir / "metrics.jsonl", from_step=position.step)
+            if (
+                trainer.last_line is not None
+            ):  # rank 0 may have died before it wrote the step it had committed
+                self._log.make_up_for(trainer.last_line)
         try:
             self._each(lambda callback: callback.on_fit_begin(trainer))
             if self._place.is_epoch_end:  # the others are there already
@@ -200,15 +204,16 @@ class FitLoop:
         )
         self._each(lambda callback: callback.on_step_end(trainer, logs))
         extra = trainer.take_logged()
+        trainer.last_line = {
+            "step": position.step,
+            "epoch": position.epoch,
+            "loss": verdict.loss,
+            "samples": part.num_global,
+            "time": time.time(),
+            **extra,
+        }
         if self._log is not None:
-            line = {
-                "step": position.step,
-                "epoch": position.epoch,
-                "loss": verdict.loss,
-                "samples": part.num_global,
-                "time": time.time(),
-            }
-            self._log.write({**line, **extra})
+            self._log.write(trainer.last_line)
         now = time.monotonic()
         if now - self._reported_at >= _REPORT_EVERY_S:
             self._reported_at = now

@@ -15,6 +15,7 @@ class MetricsLog:
     """Appends lines; the first of a process drops those after the step it goes on from, which an earlier run left."""
 
     def __init__(self, path: Path, *, from_step: int) -> None:
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path not in _written_here:
             _drop_after(path, from_step)
@@ -29,6 +30,12 @@ class MetricsLog:
             for name, value in line.items()
         }
         self._file.write(json.dumps(finite) + "\n")
+
+    def make_up_for(self, line: dict[str, Any]) -> None:
+        """Write the line of a step, unless it is there."""
+        written = self._path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
+        if not written or json.loads(written)["step"] < line["step"]:
+            self.write(line)
 
     def close(self) -> None:
         """Flush and end."""

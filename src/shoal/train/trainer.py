@@ -109,6 +109,7 @@ class Trainer:
         self.position = Position()
         self.wishes = Wishes()
         self.num_skipped_steps = 0
+        self.last_line: dict[str, Any] | None = None
         self.newest_checkpoint: str | None = None
         self.histories: list[History] = []
         self.fit_began_at = (0, 0)

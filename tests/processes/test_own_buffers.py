@@ -1,0 +1,46 @@
+"""A model with state of its own in buffers: the same on all ranks, and after a death."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from launched import Launched
+
+from shoal.cluster.faults import Faults
+
+SCRIPT = """
+import hashlib, torch, shoal
+from torch import nn
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.register_buffer("centre", torch.zeros(6))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.centre = self.centre * 0.9 + 0.1 * x.detach().mean(0)
+            self.seen.add_(1)
+        return self.outer(self.inner(x - self.centre).tanh())
+
+torch.manual_seed(0)
+x = torch.randn(120, 6)
+trainer = shoal.Trainer(Centred(), loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+trainer.fit(shoal.Dataset.from_arrays((x, (x.sum(1) > 0).long())).shuffle(seed=1).batch(10), epochs=3)
+raw = b"".join(tensor.numpy().tobytes() for tensor in trainer.model.state_dict().values())
+mine = int(hashlib.sha256(raw).hexdigest()[:8], 16)
+print(mine, float(shoal.reduce(float(mine))) == mine * shoal.num_workers(), int(trainer.model.seen))
+"""
+
+
+def test_buffers_agree_over_the_ranks_and_a_death_changes_no_bit(
+    launch_script: Callable[..., Launched],
+) -> None:
+    calm = launch_script(SCRIPT, workers=3)
+    assert calm.exit_code == 0, calm.stderr
+    assert calm.stdout.split()[1:] == ["True", "36"]
+    for victim in (0, 2):
+        killed = launch_script(SCRIPT, workers=3, faults=Faults().kill(f"worker-{victim}", at_step=20))
+        assert (killed.exit_code, killed.stdout) == (0, calm.stdout), killed.stderr
