@@ -366,20 +366,6 @@ def test_a_client_whose_coordinator_dies_joins_again_and_repeats_its_question(
     assert heard == [join, join, question, join, question, join, question]
 
 
-def test_a_wait_without_an_end_of_its_own_is_asked_again(start: Start) -> None:
-    running = start()
-    with running.client(rank=0) as zero, raw(running.path) as one, ThreadPoolExecutor() as pool:
-        waiting = pool.submit(zero.request, BeginCall(0, 1, "fit", ""), 0.02, ask_again=True)
-        join(one, rank=1)
-        while running.coordinator._num_accepted < 6:  # it has connected a few times by now
-            send_message(one, StoreNumKeys())
-            read_message(one)
-        assert not waiting.done()
-        send_message(one, BeginCall(1, 1, "fit", ""))
-        assert read_message(one)[0] == CallGranted(1)
-        assert waiting.result(10.0) == CallGranted(1)
-
-
 def test_a_coordinator_tells_whoever_watches_and_only_this_jobs_supervisor_may(start: Start) -> None:
     running = start(can_recover=True, step_timeout_s=0.05)
     with raw(running.path) as supervisor, running.client(rank=0) as zero, ThreadPoolExecutor() as pool:

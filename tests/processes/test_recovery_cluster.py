@@ -19,7 +19,14 @@ from launched import Launched
 from shoal.cluster import coordinator_keeper
 from shoal.cluster.api import launch, resume_config
 from shoal.cluster.supervisor import Supervisor
-from shoal.core.errors import ClusterError, RunDirectoryError, ScriptFailed, WaitTimedOut, WorkerDied
+from shoal.core.errors import (
+    ClusterError,
+    Interrupted,
+    RunDirectoryError,
+    ScriptFailed,
+    WaitTimedOut,
+    WorkerDied,
+)
 from waiting import wait_until
 
 Launch = Callable[..., Launched]
@@ -44,8 +51,14 @@ def coordinator():
 def kill_coordinator():
     victim = coordinator()
     victim.kill()
-    while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+    while not is_out(victim.pid):
         time.sleep(0.001)
+
+def is_out(pid):
+    try:
+        return psutil.Process(pid).status() in ("stopped", "zombie")
+    except psutil.NoSuchProcess:
+        return True
 
 def tell(**facts):
     pathlib.Path(f"told-{job.rank}-{job.incarnation}").write_text(json.dumps(facts))
@@ -253,6 +266,7 @@ def test_without_restarts_a_worker_that_does_not_come_ends_the_wait_by_name(laun
     done = launch_script(
         script("""
         if job.rank == 1:
+            print("about to sleep")
             time.sleep(600)
         session.begin_call("fit", "")
         """),
@@ -261,7 +275,67 @@ def test_without_restarts_a_worker_that_does_not_come_ends_the_wait_by_name(laun
         max_restarts=0,
     )
     assert isinstance(done.error, WaitTimedOut)
-    assert "rank 1" in str(done.error)
+    assert str(done.error).endswith("\nLast lines of rank 1:\n  about to sleep")
+
+
+@pytest.fixture
+def one_never_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process of rank 1 is stopped as soon as it is there."""
+    start_worker = Supervisor._start_worker
+
+    def stop_one(supervisor: Supervisor, rank: int, incarnation: int = 0) -> None:
+        start_worker(supervisor, rank, incarnation)
+        if (rank, incarnation) == (1, 0):
+            [pid] = [pid for pid, worker in supervisor._workers.items() if worker.rank == 1]
+            os.kill(pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(Supervisor, "_start_worker", stop_one)
+
+
+@pytest.mark.usefixtures("one_never_joins")
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_rank_that_never_joins_is_named_or_replaced(launch_script: Launch, max_restarts: int) -> None:
+    done = launch_script(
+        script("session.begin_call('fit', '')"),
+        workers=2,
+        join_timeout_s=0.4,
+        step_timeout_s=0.4,
+        max_restarts=max_restarts,
+    )
+    if max_restarts:
+        assert succeeded(done)
+        assert of_kind(done, "suspect")[0]["why"].endswith("for rank 1 (never joined) at call 1 (fit)")
+    else:
+        assert isinstance(done.error, WaitTimedOut)
+        assert done.error.missing == ["rank 1 (never joined)"]
+
+
+def test_asked_to_leave_while_a_replacement_catches_up_all_leave_together(
+    launch_script: Launch, at_file: Callable[[Path, Callable[[], object]], None], tmp_path: Path
+) -> None:
+    at_file(tmp_path / "replaced", lambda: os.kill(os.getpid(), signal.SIGINT))
+    done = launch_script(
+        script("""
+        session.begin_call("fit", "")
+        if job.rank == 1:
+            if first:
+                die()
+            pathlib.Path("replaced").touch()
+            while not pathlib.Path("asked").exists():
+                time.sleep(0.01)
+            assert session.stop_requested() is None  # it would only have broken off
+            session.live()
+        while session.stop_requested() is None:
+            time.sleep(0.01)
+        pathlib.Path("asked").touch()
+        raise KeyboardInterrupt
+        """),
+        workers=2,
+        grace_s=30.0,
+    )
+    assert isinstance(done.error, Interrupted)
+    assert "did not leave in time" not in str(done.error)
+    assert done.exit_code == 130
 
 
 def test_a_script_that_is_too_slow_again_and_again_ends_the_job_with_the_setting_to_raise(
@@ -545,7 +619,7 @@ def test_a_group_is_left_at_once_whatever_became_of_the_others(
         while not pathlib.Path("victim").exists():
             time.sleep(0.001)
         victim = int(pathlib.Path("victim").read_text())
-        while psutil.pid_exists(victim) and psutil.Process(victim).status() not in ("stopped", "zombie"):
+        while not is_out(victim):
             time.sleep(0.001)
         works = [dist.all_reduce(torch.ones(1 << 16), async_op=True) for _ in range(4)]  # wait for nobody yet
         began = time.monotonic()

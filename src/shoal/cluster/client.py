@@ -82,12 +82,11 @@ class CoordinatorClient:
         with self._lock:
             self._connect(f"rank {rank}'s join", max(reconnect_s, join_timeout_s))
 
-    def request(self, message: Message, timeout_s: float, *, ask_again: bool = False) -> Message:
+    def request(self, message: Message, timeout_s: float | None) -> Message:
         """Ask, and return the answer. Raises WaitTimedOut, CallsDiffer or CoordinatorLost where there is none.
 
-        `ask_again`: the wait has no end of its own. Without an answer for
-        `timeout_s` it is asked again on a new connection, which shows whether
-        the coordinator is there at all.
+        Without `timeout_s` the wait ends when the coordinator says so. That it
+        is at work, and not stuck, is its supervisor's to see to.
         """
         operation = f"rank {self.rank}'s {type(message).__name__}"
         packet = b"".join(encode(message))  # first: what cannot be said leaves the connection as it is
@@ -99,17 +98,16 @@ class CoordinatorClient:
                 try:
                     return _plain(self._exchange(packet, timeout_s), operation, self.join_timeout_s)
                 except TimeoutError:
-                    if not ask_again:
-                        raise WaitTimedOut(
-                            operation=operation,
-                            waited_s=time.monotonic() - started,
-                            missing=["the coordinator"],
-                            setting=f"its timeout of {timeout_s:g} s",
-                        ) from None
+                    raise WaitTimedOut(
+                        operation=operation,
+                        waited_s=time.monotonic() - started,
+                        missing=["the coordinator"],
+                        setting=f"its timeout of {timeout_s:g} s",
+                    ) from None
                 except (OSError, EOFError, _Garbled):
                     continue
 
-    def _exchange(self, packet: bytes, timeout_s: float) -> Message:
+    def _exchange(self, packet: bytes, timeout_s: float | None) -> Message:
         """Say it and hear the answer, whole; else the connection is gone."""
         assert self._sock is not None
         try:
@@ -187,7 +185,7 @@ class CoordinatorClient:
             self._sock = None
 
     def _wait(self, message: Message, expected: type[A]) -> A:
-        answer = self.request(message, self.join_timeout_s + GRACE_S, ask_again=True)
+        answer = self.request(message, None)
         if not isinstance(answer, expected):
             raise WireError(f"{type(message).__name__} was answered by {type(answer).__name__}")
         return answer

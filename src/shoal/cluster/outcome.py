@@ -7,6 +7,7 @@ a process or a disk.
 from __future__ import annotations
 
 import json
+import re
 import signal
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from shoal.cluster import failure
 from shoal.cluster.fate import Fate
 from shoal.cluster.fate_events import CoordinatorDied, Died, Left, Stuck
-from shoal.core.errors import ClusterError, Interrupted, ShoalError, WorkerDied
+from shoal.core.errors import ClusterError, Interrupted, ShoalError, WaitTimedOut, WorkerDied
 from shoal.wire.messages import Failed, Progress, Saved
 
 
@@ -44,7 +45,7 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
         case None:
             return None
         case Failed():
-            return failure.to_error(cause, num_workers=num_workers)
+            return _with_logs(failure.to_error(cause, num_workers=num_workers), outcome.last_lines)
         case Died(rank, code, finished, why, num_times):
             again = f" {num_times} times without the job getting ahead" if num_times > 1 else ""
             return WorkerDied(
@@ -73,6 +74,17 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
                 "script that is not a daemon, or an exit handler, goes on. What the script wrote is there; let it end its "
                 "threads."
             )
+
+
+def _with_logs(error: ShoalError, last_lines: dict[int, list[str]]) -> ShoalError:
+    """To a wait that ended without its answer: what the ranks had to say that did not come."""
+    if isinstance(error, WaitTimedOut):
+        missing = [int(found[1]) for each in error.missing if (found := re.match(r"rank (\d+)\b", str(each)))]
+        for rank in missing:
+            if last_lines.get(rank):
+                said = "\n  ".join(last_lines[rank])
+                error.args = (f"{error}\nLast lines of rank {rank}:\n  {said}",)
+    return error
 
 
 def how_it_ended(code: int, *, finished: bool = False) -> str:

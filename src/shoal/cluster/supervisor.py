@@ -258,6 +258,8 @@ class Supervisor:
 
     def _exited(self, pid: int, code: int) -> None:
         if pid == self._coordinator.pid:
+            for message in self._coordinator.hear():  # its last words first
+                self._told_by_coordinator(message)
             self._coordinator_died_at = time.monotonic()
             self.outcome.coordinator_last_lines = self._coordinator.exited()[-NUM_LAST_LINES:]
             self._run.event("coordinator-exited", code=code)
