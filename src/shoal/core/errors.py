@@ -77,7 +77,9 @@ class ScriptNotFound(ConfigError):
     def __init__(self, *, script: str, guess: str | None = None) -> None:
         self.script, self.guess = script, guess
         hint = f" Did you mean '{guess}'?" if guess else ""
-        super().__init__(f"the script '{script}' does not exist.{hint} Nothing was started; give the path of a Python file.")
+        super().__init__(
+            f"the script '{script}' does not exist.{hint} Nothing was started; give the path of a Python file."
+        )
 
 
 class ScriptFailed(ShoalError):
@@ -133,10 +135,14 @@ class TrainingError(ShoalError):
 class NonFiniteLoss(TrainingError):
     """The loss of a step is NaN or infinite; the step was not applied."""
 
-    def __init__(self, *, rank: int, step: int, value: float, samples: Sequence[int], checkpoint: str | None) -> None:
+    def __init__(
+        self, *, rank: int, step: int, value: float, samples: Sequence[int], checkpoint: str | None
+    ) -> None:
         self.rank, self.step, self.value = rank, step, value
         self.samples, self.checkpoint = list(samples), checkpoint
-        shown = ", ".join(str(index) for index in self.samples[:8]) + (", ..." if len(self.samples) > 8 else "")
+        shown = ", ".join(str(index) for index in self.samples[:8]) + (
+            ", ..." if len(self.samples) > 8 else ""
+        )
         safe = f"the newest checkpoint is {checkpoint}" if checkpoint else "no checkpoint was written yet"
         super().__init__(
             f"the loss became {value} on rank {rank} at step {step}, in a slice of {len(self.samples)} samples of the "
@@ -201,7 +207,12 @@ class CheckpointMismatch(CheckpointError):
     def __init__(
         self, *, path: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]
     ) -> None:
-        self.path, self.missing, self.unexpected, self.shapes = path, list(missing), list(unexpected), list(shapes)
+        self.path, self.missing, self.unexpected, self.shapes = (
+            path,
+            list(missing),
+            list(unexpected),
+            list(shapes),
+        )
         parts = []
         if missing:
             parts.append(f"the model has {_some(missing)}, the checkpoint has not")
@@ -244,7 +255,14 @@ class WorkerDied(ClusterError):
     """A worker ended without finishing its script."""
 
     def __init__(
-        self, *, rank: int, how: str, step: int | None, checkpoint: str | None, log: Sequence[str] = (), run: str = ""
+        self,
+        *,
+        rank: int,
+        how: str,
+        step: int | None,
+        checkpoint: str | None,
+        log: Sequence[str] = (),
+        run: str = "",
     ) -> None:
         self.rank, self.how, self.step, self.checkpoint, self.log = rank, how, step, checkpoint, list(log)
         when = f" after step {step}" if step is not None else " before its first step"
@@ -282,7 +300,12 @@ class WaitTimedOut(ClusterError):
     """A wait that reached its deadline, and who was missing."""
 
     def __init__(self, *, operation: str, waited_s: float, missing: Sequence[str], setting: str) -> None:
-        self.operation, self.waited_s, self.missing, self.setting = operation, waited_s, list(missing), setting
+        self.operation, self.waited_s, self.missing, self.setting = (
+            operation,
+            waited_s,
+            list(missing),
+            setting,
+        )
         super().__init__(
             f"{operation} waited {waited_s:.1f} s for {', '.join(self.missing) or 'nobody it knows of'}. "
             f"If that is only slow, raise {setting}."

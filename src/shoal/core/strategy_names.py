@@ -22,7 +22,9 @@ def choose(strategy: str | None, num_workers: int) -> str:
         return "single" if num_workers == 1 else "ddp"
     if strategy not in STRATEGIES:
         guesses = get_close_matches(strategy, STRATEGIES, n=1)
-        raise UnknownStrategy(strategy=strategy, known=list(STRATEGIES), guess=guesses[0] if guesses else None)
+        raise UnknownStrategy(
+            strategy=strategy, known=list(STRATEGIES), guess=guesses[0] if guesses else None
+        )
     if strategy == "single" and num_workers > 1:
         raise ConfigError(
             f"the strategy 'single' is one process, and {num_workers} workers were asked for. Nothing was started; "

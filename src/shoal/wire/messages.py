@@ -124,7 +124,9 @@ class EnterView(Message, frozen=True, tag="enter-view"):
     view_left: Count  # 0: never was in one
     finished: Annotated[int, msgspec.Meta(ge=-1)]  # exchanges finished; -1: none, and no state either
     call: Count  # the newest call this rank has begun; 0: none
-    waited_s: Seconds = 0.0  # for the others, in the exchange that broke: their patience with it is used up by so much
+    waited_s: Seconds = (
+        0.0  # for the others, in the exchange that broke: their patience with it is used up by so much
+    )
 
 
 class ViewFormed(Message, frozen=True, tag="view-formed"):
