@@ -7,7 +7,8 @@ from shoal.wire.messages import MESSAGES, Join, Message
 
 
 def test_every_message_class_is_in_the_table_of_messages() -> None:
-    assert set(MESSAGES) == set(Message.__subclasses__())
+    ours = {each for each in Message.__subclasses__() if each.__module__.startswith("shoal.")}
+    assert set(MESSAGES) == ours
     assert len(MESSAGES) == len(set(MESSAGES))
 
 
