@@ -27,7 +27,8 @@ def seconds_to_first_step(command: list[str], out: Path) -> float:
     began = time.time()
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if not out.exists():  # torch's group sometimes aborts while it is taken down; the step was measured by then
+    # Not by the exit code: torch's group sometimes aborts while it is taken down, and the step was measured by then.
+    if not out.exists():
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
     return float(json.loads(out.read_text())["first_step_at"]) - began
 
