@@ -638,6 +638,36 @@ def test_a_group_is_left_at_once_whatever_became_of_the_others(
     assert max(times) < 5.0  # milliseconds; and the time-out is 60 s
 
 
+def test_a_rank_that_dies_while_a_group_is_formed_costs_no_time_out(launch_script: Launch) -> None:
+    done = launch_script(
+        script("""
+        import torch
+        from shoal.cluster import rendezvous
+        from shoal.core.errors import PeerLost
+        session.begin_call("fit", "")
+        while True:
+            formed = enter(-1)
+            if first and job.rank == 1:
+                rendezvous._open_store(job, formed.view)  # the others see it come
+                die()
+            try:
+                rendezvous.form_group(job, formed.view)
+                break
+            except PeerLost:
+                pass
+        value = torch.ones(1)
+        torch.distributed.all_reduce(value)
+        assert value.item() == 3
+        rendezvous.leave_group()
+        """),
+        workers=3,
+        step_timeout_s=60.0,
+    )
+    assert succeeded(done)
+    assert [event["view"] for event in of_kind(done, "view-formed")] == [1, 2]
+    assert done.events[-1]["monotonic"] - of_kind(done, "worker-replaced")[0]["monotonic"] < 9.0
+
+
 # ---- the supervisor -------------------------------------------------------------------------------
 
 

@@ -17,23 +17,29 @@ import ipaddress
 import os
 import select
 import socket
+import sys
 import threading
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from shoal.cluster import session
+from shoal.cluster import forming, session
+from shoal.cluster.client import CoordinatorClient
 from shoal.cluster.store import ShoalStore, StoreWaitTimedOut
 from shoal.cluster.store_table import prefix_of
 from shoal.core import job as jobs
-from shoal.core.errors import ConfigError, PeerLost, WaitTimedOut
+from shoal.core.errors import ClusterError, ConfigError, PeerLost, WaitTimedOut
 from shoal.core.job import Job
+from shoal.wire.messages import StoreCheck
+
+MEET_TIMEOUT_S = 10.0
+"""From the moment all ranks entered the view until all are here to form its group."""
 
 CONNECT_TIMEOUT_S = 10.0
-"""From the moment all ranks are there until all are connected: milliseconds, unless one dies just then."""
+"""From then until all are connected: milliseconds, unless one dies just then."""
 
 BURIAL_S = 0.25
 """How long the end of a group's threads is waited for: they take milliseconds, or all of their time-out."""
@@ -73,33 +79,45 @@ def form_group(job: Job, view: int) -> None:
     backend = backend_for(job)
     # Before they look: otherwise they take the interface that the host's name leads to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # all connections now: they are what is watched
     if "nccl" in backend:
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    before = _open_sockets()
+    # torch names groups by how often it has begun one, counting those that failed: the ranks would look for each other
+    # under different names.
+    _world.group_count = 0
+    before, excepthook = _open_sockets(), sys.excepthook
     try:
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(prefix_of(view), _open_store(job, view)),
-            rank=job.rank,
-            world_size=job.num_workers,
-            timeout=timedelta(seconds=_connect_timeout_s(job, else_s=job.step_timeout_s)),
+        store = PrefixStore(prefix_of(view), _open_store(job, view))
+        forming.unless(
+            lambda: _is_over(job, view),
+            lambda: dist.init_process_group(
+                backend,
+                store=store,
+                rank=job.rank,
+                world_size=job.num_workers,
+                timeout=timedelta(seconds=_connect_timeout_s(job)),
+            ),
+            inside=dist.distributed_c10d.__name__,
         )
+        sys.excepthook = excepthook  # it wraps one more around it for every group
         _set_pg_timeout(timedelta(seconds=job.step_timeout_s))
         _sockets = {
             fd: which
             for fd, which in _open_sockets().items()
             if before.get(fd) != which and _is_of_the_group(fd)
         }
+        if len(_sockets) < job.num_workers - 1:
+            # Closed before we could look: nothing would tell us later.
+            raise RuntimeError("a connection of the group was closed as soon as it was made")
         _view = view
+        return
     except (dist.DistError, RuntimeError) as error:
-        leave_group()
-        # Only its words: the exception itself holds what there is of the group.
-        raise PeerLost(
-            rank=job.rank, operation=f"forming the group of view {view}", reason=str(error)
-        ) from None
+        reason = str(error)  # and not the error itself: it holds what there is of the group
     except BaseException:
         leave_group()
         raise
+    leave_group()
+    raise PeerLost(rank=job.rank, operation=f"forming the group of view {view}", reason=reason)
 
 
 def is_broken() -> bool:
@@ -151,16 +169,30 @@ def _open_store(job: Job, view: int) -> Store:
                 "the script with `shoal run`."
             )
         return HashStore()
-    timeout = timedelta(seconds=_connect_timeout_s(job, else_s=job.join_timeout_s))
+    # Who does not come is not waited for, where it can be replaced.
+    timeout_s = min(MEET_TIMEOUT_S, job.step_timeout_s) if job.can_recover else job.join_timeout_s
+    timeout = timedelta(seconds=timeout_s)
     who = (job.coordinator, job.rank, job.incarnation)
     _store = ShoalStore(*who, num_workers=job.num_workers, timeout=timeout)
     _meet(_store, job, view)
     return _store
 
 
-def _connect_timeout_s(job: Job, *, else_s: float) -> float:
-    """All have entered the view a moment ago. Who does not come is not waited for, where it can be replaced."""
-    return min(CONNECT_TIMEOUT_S, job.step_timeout_s) if job.can_recover else else_s
+def _connect_timeout_s(job: Job) -> float:
+    return min(CONNECT_TIMEOUT_S, job.step_timeout_s) if job.can_recover else job.step_timeout_s
+
+
+def _is_over(job: Job, view: int) -> bool:
+    """Whether a rank has left this view already. Asked on a connection of its own: the store's may be waiting."""
+    if job.coordinator is None:
+        return False
+    who = (job.coordinator, job.rank, job.incarnation)
+    with contextlib.closing(CoordinatorClient(*who, num_workers=job.num_workers)) as client:
+        try:
+            client.request(StoreCheck([f"{prefix_of(view)}/here/{job.rank}"]), CONNECT_TIMEOUT_S)
+        except ClusterError:
+            return True
+    return False
 
 
 def _meet(store: ShoalStore, job: Job, view: int) -> None:

@@ -249,13 +249,12 @@ class Together:
                 self._stands = self.was_given_state = True
                 self._heritage = taken
                 self._log.inherit(taken.log, starts_at=taken.anchored_at)
-                self._unclaimed = taken.parts
-                for number, holder in self._holders.items():
-                    self.hold(number, holder)
             else:
-                for number, part in taken.parts.items():
-                    self._holders[number].take(part)
                 self._log.inherit(taken.log)
+            # The donor may be past the making of a holder that this process has yet to make.
+            self._unclaimed = taken.parts
+            for number, holder in self._holders.items():
+                self.hold(number, holder)
         with native.during("agreeing that everybody has what it needs"):
             native.all_gather(standing)
 
