@@ -25,7 +25,7 @@ STUCK_AFTER_S = 0.25
 
 
 class GivenUp(RuntimeError):
-    """It will not succeed any more, or nobody needs it."""
+    """Not an error a user sees: it will not succeed any more, or nobody needs it."""
 
 
 class _Attempt:
