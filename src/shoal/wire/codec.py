@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 import zlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -120,14 +121,27 @@ def send_message(
         sock.sendall(frame)
 
 
-def read_message(sock: socket.socket, *, limits: Limits = CONTROL) -> Received:
-    """Read one message from a blocking socket; EOFError where the other side closed it between messages."""
+def read_message(
+    sock: socket.socket, *, limits: Limits = CONTROL, timeout_s: float | None = None
+) -> Received:
+    """Read one message from a blocking socket; EOFError where the other side closed it between messages.
+
+    With `timeout_s` all of the message must come within it (else TimeoutError,
+    and the connection is of no more use); without, the socket's own time-out
+    holds for each piece, and a peer may send byte by byte for ever.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     parser = _parse(limits)
     wanted, begun = next(parser), False
     while True:
         part = bytearray(wanted)
         view = memoryview(part)
         while view:
+            if deadline is not None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"a message was not whole after {timeout_s:g} s")
+                sock.settimeout(left_s)
             count = sock.recv_into(view)
             if not count:
                 if begun:
