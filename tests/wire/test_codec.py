@@ -41,6 +41,10 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
             return st.lists(values_of(item), max_size=4)
         case info.DictType(key_type=key, value_type=value):
             return st.dictionaries(values_of(key), values_of(value), max_size=4)
+        case info.TupleType(item_types=items):
+            return st.tuples(*(values_of(each) for each in items))
+        case info.StructType(cls=cls, fields=fields):
+            return st.builds(cls, **{field.name: values_of(field.type) for field in fields})
         case info.UnionType(types=types):
             return st.one_of([values_of(each) for each in types])
     raise AssertionError(f"the test does not know fields of type {kind}")

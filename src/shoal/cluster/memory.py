@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from shoal.wire.messages import Count, Join, Message, Reaped, Saved, ViewFormed
+from shoal.wire.message import Count
+from shoal.wire.messages import Join, Message, Reaped, Saved, ViewFormed
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted", tag_field="type", forbid_unknown_fields=True):

@@ -11,16 +11,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-"""Ranks, numbers and totals: never negative."""
-
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-"""A time to wait. The bound keeps NaN and infinity out of the deadlines."""
-
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
-    """One sentence. Immutable, tagged, and refused when it holds a field its class has not."""
-
+from shoal.wire.message import Count, Seconds
+from shoal.wire.message import Message as Message
+from shoal.wire.ps_messages import PS_MESSAGES
 
 # ---- joining -------------------------------------------------------------------------------------
 
@@ -405,5 +398,6 @@ MESSAGES: tuple[type[Message], ...] = (
     Live,
     Saved,
     Finished,
+    *PS_MESSAGES,
 )
 """All a decoder accepts. A new message is one class above and one line here."""
