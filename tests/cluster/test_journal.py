@@ -177,6 +177,13 @@ def newer(path: Path) -> None:
     db.close()
 
 
+def older(path: Path) -> None:
+    whole(path)
+    with sqlite3.connect(path) as db:
+        db.execute(f"PRAGMA user_version = {VERSION - 1}")
+    db.close()
+
+
 UNUSABLE = {
     "text": (lambda path: path.write_text("my notes\n" * 1000), "damaged, or no database"),
     "one page missing": (lambda path: path.write_bytes(whole(path)[: -2 * 4096]), "damaged"),
@@ -184,6 +191,7 @@ UNUSABLE = {
     "a damaged page": (damaged, "damaged"),
     "another program's": (foreign, "not a journal of shoal's"),
     "a newer version": (newer, "written by a newer shoal"),
+    "an older version": (older, "written by an older shoal"),
     "a folder": (lambda path: path.mkdir(), "unable to open"),
 }
 

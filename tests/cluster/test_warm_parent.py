@@ -3,14 +3,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from shoal.cluster import warm_messages
 from shoal.cluster.warm_messages import Exited, Fork, Forked, NotForked, Ready, Signal
 from shoal.cluster.warm_parent import WarmParentLoop
+from shoal.core.errors import WireError
 
 MESSAGES = [
     Fork("worker", "shoal worker 0 [x]", ["spec", "stdout"]),
@@ -54,6 +58,39 @@ def test_descriptors_travel_with_a_message_and_are_closed_on_exec(
     assert not os.get_inheritable(fd)
     with open(fd, "rb") as file:
         assert file.read() == b"what to do" * 100_000
+
+
+@given(st.binary(min_size=1, max_size=200))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(b"[" * 200)
+@example(b'{"type": "fork"}')
+def test_bytes_that_are_no_message_are_refused_and_their_descriptors_closed(
+    pair: tuple[socket.socket, socket.socket], packet: bytes
+) -> None:
+    ours, theirs = pair
+    before = sorted(os.listdir("/proc/self/fd"))
+    for receive in (warm_messages.receive_command, warm_messages.receive_report):
+        socket.send_fds(ours, [packet], [ours.fileno(), theirs.fileno()])
+        with pytest.raises(
+            WireError, match=f"{len(packet)} bytes between the supervisor and its warm parent"
+        ):
+            receive(theirs)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_warm_parent_that_hears_nonsense_ends_its_children_and_itself(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = pair
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    loop = WarmParentLoop(theirs)
+    loop._pidfds[child.pid] = os.pidfd_open(child.pid)
+    ours.send(b"nonsense")
+    with pytest.raises(WireError):
+        loop.run()
+    assert child.wait(timeout=10.0) == -signal.SIGKILL
+    os.close(loop._pidfds.pop(child.pid))
+    loop._selector.close()
 
 
 def test_an_end_that_closed_is_none(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -175,6 +175,10 @@ def _open(path: Path) -> sqlite3.Connection:
             raise _Unusable(
                 f"it was written by a newer shoal (journal version {version}, this one writes {VERSION})"
             )
+        if num_tables and version < VERSION:
+            raise _Unusable(
+                f"it was written by an older shoal (journal version {version}, this one writes {VERSION})"
+            )
         if num_tables and (damage := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise _Unusable(f"it is damaged ({damage})")
         db.execute("PRAGMA journal_mode = WAL")

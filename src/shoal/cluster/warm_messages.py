@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
+from shoal.core.errors import WireError
+
 MAX_PACKET_BYTES = 64 * 1024
 MAX_FDS = 8
 
@@ -104,7 +106,12 @@ def _receive(sock: socket.socket, decoder: msgspec.json.Decoder[T]) -> tuple[T, 
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data)
-    return decoder.decode(packet), fds.tolist()
+    try:
+        return decoder.decode(packet), fds.tolist()
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        for fd in fds:
+            os.close(fd)
+        raise WireError(f"{len(packet)} bytes between the supervisor and its warm parent ({error})") from None
 
 
 def memfd_with(content: bytes) -> int:
