@@ -28,7 +28,10 @@
     │   │   └── StoreWaitTimedOut  (cluster/store.py: it is torch's DistStoreError too)
     │   ├── CoordinatorLost
     │   ├── JournalFailed
-    │   └── WireError
+    │   ├── WireError
+    │   └── PsError                what a parameter server refuses, or cannot do
+    │       ├── LinkLost
+    │       └── ArenaFull
     └── Interrupted                Ctrl-C or SIGTERM: the step was finished, saved   exit 130, 143
 
 Each message is one paragraph: what happened with its numbers, what is safe,
@@ -342,6 +345,32 @@ class WireError(ClusterError):
         super().__init__(
             f"bytes that are no shoal message: {problem}. Nothing of them was used and their connection is closed; "
             "both ends must be the same version of shoal, and nobody else belongs on its sockets."
+        )
+
+
+class PsError(ClusterError):
+    """A parameter server refused, or what passes between it and its clients cannot be done."""
+
+
+class LinkLost(PsError):
+    """The connection to a parameter server ended. What it did not acknowledge is the client's to send again."""
+
+    def __init__(self, *, peer: str, reason: str) -> None:
+        self.peer, self.reason = peer, reason
+        super().__init__(
+            f"the connection to {peer} is lost: {reason}. What it acknowledged is kept there and on its replicas; what it "
+            "did not has to be sent again to whoever holds its slots in the next view."
+        )
+
+
+class ArenaFull(PsError):
+    """A buffer that does not fit into what a connection may share with its server."""
+
+    def __init__(self, *, asked: int, in_use: int, limit: int, setting: str) -> None:
+        self.asked, self.in_use, self.limit, self.setting = asked, in_use, limit, setting
+        super().__init__(
+            f"no {asked:,} bytes of shared memory more: {in_use:,} of {limit:,} are in use by what is under way. Nothing "
+            f"was sent; wait for answers before asking for more, send smaller pieces, or raise {setting}."
         )
 
 

@@ -85,7 +85,7 @@ class Decoder:
     def __init__(self, limits: Limits = CONTROL) -> None:
         self._limits = limits
         self._pending = bytearray()
-        self._parser = _parse(limits)
+        self._parser = parse(limits)
         self._wanted = next(self._parser)
         self._taken = 0
 
@@ -106,7 +106,7 @@ class Decoder:
                 self._wanted = self._parser.send(part)
             except StopIteration as done:
                 received.append(done.value)
-                self._parser = _parse(self._limits)
+                self._parser = parse(self._limits)
                 self._wanted, self._taken = next(self._parser), 0
         return received
 
@@ -131,7 +131,7 @@ def read_message(
     holds for each piece, and a peer may send byte by byte for ever.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    parser = _parse(limits)
+    parser = parse(limits)
     wanted, begun = next(parser), False
     while True:
         part = bytearray(wanted)
@@ -155,7 +155,7 @@ def read_message(
             return received
 
 
-def _parse(limits: Limits) -> Generator[int, Bytes, Received]:
+def parse(limits: Limits) -> Generator[int, Bytes, Received]:
     """Asks for so many bytes at a time and returns the message they make, wherever they come from."""
     preamble = yield _PREAMBLE.size
     magic, version, num_frames, header_bytes, checksum = _PREAMBLE.unpack(preamble)
