@@ -27,7 +27,8 @@ from shoal.strategies.optimizer_state import optimizer_settings
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.strategies.state import MODEL, load_state, state_pieces
 from shoal.strategies.statistics import RunningStatistics
-from shoal.strategies.together import Together, together
+from shoal.strategies.timeline import Timeline
+from shoal.strategies.together import together
 from shoal.strategies.update import update
 from shoal.strategies.verdict import contribution, decide
 
@@ -39,7 +40,7 @@ class Ddp:
         self._rank, self._num_workers = job.rank, job.num_workers
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
-        self.together: Together | None = together()
+        self.timeline: Timeline | None = together()
         self._together = together()
         self._exchange: GradientExchange | None = None
         self._prepared_at: int | None = None

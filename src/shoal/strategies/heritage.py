@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +96,34 @@ def receive(native: Native, donor: int) -> Heritage:
     plain["parts"] = {int(owner): Part(**part) for owner, part in plain["parts"].items()}
     plain["log"] = {int(number): result for number, result in plain["log"].items()}
     return Heritage(**plain)
+
+
+def to_bytes(value: Any) -> bytes:
+    """Plain values and tensors in one piece of memory."""
+    packed, tensors = _pack(value)
+    header = json.dumps(
+        {"plain": packed, "tensors": [[str(t.dtype), list(t.shape)] for t in tensors]}
+    ).encode()
+    raw = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+    return b"".join([len(header).to_bytes(8, "little"), header, *raw])
+
+
+def from_bytes(raw: bytes | bytearray | memoryview) -> Any:
+    """What `to_bytes` was given."""
+    memory = memoryview(raw)
+    at = 8 + int.from_bytes(memory[:8], "little")
+    header = json.loads(bytes(memory[8:at]))
+    tensors = []
+    for dtype, shape in header["tensors"]:
+        size = math.prod(shape) * _DTYPES[dtype].itemsize
+        flat = (
+            torch.frombuffer(bytearray(memory[at : at + size]), dtype=torch.uint8) if size else torch.empty(0)
+        )
+        tensors.append(
+            flat.view(_DTYPES[dtype]).reshape(shape) if size else torch.empty(shape, dtype=_DTYPES[dtype])
+        )
+        at += size
+    return _unpack(header["plain"], tensors)
 
 
 def _pack(value: Any) -> tuple[Any, list[Tensor]]:

@@ -19,7 +19,7 @@ from shoal.data.tree import Tree
 from shoal.strategies.loss import LossRule
 
 if TYPE_CHECKING:
-    from shoal.strategies.together import Together
+    from shoal.strategies.timeline import Timeline
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class Strategy(Protocol):
     step: int
     """Steps committed so far; seeds are drawn from it."""
 
-    together: Together | None
+    timeline: Timeline | None
     """Where a strategy's exchanges survive the death of a rank: what it needs to hand over; None in one process."""
 
     def prepare(self, job: TrainJob) -> None:

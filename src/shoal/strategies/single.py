@@ -13,7 +13,7 @@ from shoal.strategies.compute import Compute
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.strategies.state import load_state, state_pieces
 from shoal.strategies.statistics import RunningStatistics
-from shoal.strategies.together import Together
+from shoal.strategies.timeline import Timeline
 from shoal.strategies.update import update
 from shoal.strategies.verdict import contribution, decide
 
@@ -31,7 +31,7 @@ class Single:
         self._num_slices = num_slices
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
-        self.together: Together | None = None
+        self.timeline: Timeline | None = None
 
     def prepare(self, job: TrainJob) -> None:
         """Take the job as it is."""

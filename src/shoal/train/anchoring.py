@@ -49,7 +49,7 @@ class Inherited:
 
 def note(trainer: Trainer, place: Place) -> None:
     """The loop is at an anchor."""
-    if (together := trainer.strategy.together) is not None:
+    if (together := trainer.strategy.timeline) is not None:
         together.anchor(snapshot(trainer, place))
 
 
@@ -90,7 +90,7 @@ def snapshot(trainer: Trainer, place: Place = BEFORE_A_STEP) -> Callable[[], dic
 
 def inherit(trainer: Trainer) -> Inherited | None:
     """In a replaced worker: stand at the anchor of the others' fit. None in everybody else."""
-    together = trainer.strategy.together
+    together = trainer.strategy.timeline
     given = together.inherited_anchor() if together is not None else None
     if given is None:
         return None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from shoal.core import job as jobs
 from shoal.core.errors import BatchTooSmall, EmptyDataset
 from shoal.data.batches import Batches, as_batches
-from shoal.strategies.together import Together
+from shoal.strategies.timeline import Timeline
 
 R = TypeVar("R")
 
@@ -34,19 +34,19 @@ class Call:
     def __init__(
         self,
         number: int,
-        together: Together | None,
+        timeline: Timeline | None,
         state_after: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         """`state_after` is asked at the call's end; a replacement stands there once it has passed the call."""
-        self._number, self._together, self._state_after = number, together, state_after
-        self.is_over, kept = together.begin_call(number) if together is not None else (False, None)
+        self._number, self._timeline, self._state_after = number, timeline, state_after
+        self.is_over, kept = timeline.begin_call(number) if timeline is not None else (False, None)
         self.result, self.after = (kept["result"], kept["after"]) if kept is not None else (None, None)
 
     def end(self, result: R, *, kept: Any = None) -> R:
         """The call is done; `kept` (by default the result itself) is what a replacement is given for it."""
-        if self._together is not None:
+        if self._timeline is not None:
             after = self._state_after() if self._state_after is not None else None
-            self._together.end_call(
+            self._timeline.end_call(
                 self._number, {"result": result if kept is None else kept, "after": after}
             )
         return result

@@ -187,7 +187,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     loop = next((loop for loop in _script.loops if loop.optimizer is optimizer), None)
     if loop is None:
         loop = CustomLoop()
-        call = Call(number, loop.strategy.together)
+        call = Call(number, loop.strategy.timeline)
         loop.take(model, optimizer)
         _script.loops.append(loop)
     elif loop.model is not model:
@@ -196,7 +196,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
             "optimizer for each model."
         )
     else:
-        call = Call(number, loop.strategy.together)
+        call = Call(number, loop.strategy.timeline)
     if not call.is_over:
         call.end(None)
     return model, optimizer, WorkerData(loop, batches)
@@ -206,10 +206,10 @@ def reduce(value: Tensor | float) -> Any:
     """The sum of `value` over all workers, in rank order; a number gives a number."""
     strategy = _current_loop().strategy
     tensor = value if isinstance(value, Tensor) else torch.tensor([value], dtype=torch.float64)
-    if strategy.together is None or _script.between is None:
+    if strategy.timeline is None or _script.between is None:
         summed = strategy.reduce(tensor)
     else:  # a replaced worker passes here without the others
-        summed = strategy.together.remembered(f"reduce {_script.between}", lambda: strategy.reduce(tensor))
+        summed = strategy.timeline.remembered(f"reduce {_script.between}", lambda: strategy.reduce(tensor))
     return summed if isinstance(value, Tensor) else float(summed)
 
 

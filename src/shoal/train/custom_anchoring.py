@@ -23,13 +23,13 @@ _schedulers: dict[int, list[Any]] = {}
 
 def note(data: int, part: Slice, strategy: Strategy, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """The loop over `data` is before a step."""
-    if strategy.together is None:
+    if strategy.timeline is None:
         return
     groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in optimizers]
     schedules = [
         [scheduler.state_dict() for scheduler in _schedulers_of(optimizer)] for optimizer in optimizers
     ]
-    strategy.together.anchor(
+    strategy.timeline.anchor(
         lambda: {
             "data": data,
             "epoch": part.epoch,
@@ -44,12 +44,12 @@ def start_of(
     data: int, epoch: int, strategy: Strategy, optimizers: Sequence[torch.optim.Optimizer]
 ) -> int | None:
     """Where an epoch begins: at 0; in a replaced worker at the others' place, or not at all if they are past it."""
-    waiting = strategy.together.waiting_anchor() if strategy.together is not None else None
-    if strategy.together is None or waiting is None or "data" not in waiting:
+    waiting = strategy.timeline.waiting_anchor() if strategy.timeline is not None else None
+    if strategy.timeline is None or waiting is None or "data" not in waiting:
         return 0
     if (data, epoch) != (waiting["data"], waiting["epoch"]):
         return None
-    strategy.together.inherited_anchor()
+    strategy.timeline.inherited_anchor()
     for optimizer, groups, states in zip(optimizers, waiting["groups"], waiting["schedules"], strict=True):
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update(saved)

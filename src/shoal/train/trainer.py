@@ -395,7 +395,7 @@ class Trainer:
         number = session.begin_call(kind, detail)
         if self._strategy is None:
             self._strategy = create(self.job)
-        call = Call(number, self._strategy.together, lambda: snapshot(self)())
+        call = Call(number, self._strategy.timeline, lambda: snapshot(self)())
         # Also where the call is over: the script's own variable may be all that still uses the model.
         _ = self.strategy
         if call.after is not None:
@@ -405,6 +405,6 @@ class Trainer:
     def _resume_from(self, asked: str | None) -> str | None:
         """A resumed job goes on from its newest checkpoint, and so does a restarted one that nobody hands state to."""
         alone = self.job.incarnation > 0 and not (
-            self.strategy.together and self.strategy.together.was_given_state
+            self.strategy.timeline and self.strategy.timeline.was_given_state
         )
         return "auto" if asked is None and (self.job.resume or alone) else asked

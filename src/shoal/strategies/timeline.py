@@ -1,0 +1,150 @@
+"""Where a process is in its script: calls, anchors, numbered exchanges, and what a replacement is given of them.
+
+See docs/adr/0007-recovery.md. Knows nothing of how exchanges travel or where
+heritage comes from: `together.py` runs them over a group and takes state from
+a donor, `served.py` runs them through servers and finds it there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from shoal.cluster import session
+from shoal.core.failpoints import failpoint
+from shoal.strategies.exchange_log import ExchangeLog
+from shoal.strategies.heritage import Heritage, Part
+
+MAX_KEPT = 100_000
+"""Results of reductions between steps that are kept for a replacement."""
+
+
+class Holder(Protocol):
+    """Somebody whose state a replacement needs: a strategy with its model and optimizer."""
+
+    def give(self) -> Part:
+        """The state as of the last commit."""
+
+    def take(self, part: Part) -> None:
+        """Stand where the giver stood."""
+
+
+class Timeline:
+    """One process's past and present. A subclass sees that it is `_be_there` before anything counts."""
+
+    def __init__(self) -> None:
+        self._log = ExchangeLog()
+        self._holders: dict[int, Holder] = {}
+        self._call, self._call_is_over = 0, True
+        self._anchor: Callable[[], dict[str, Any]] = dict
+        self._results: dict[str, Any] = {}
+        self._moments: Counter[str] = Counter()
+        self.was_given_state = False
+        self._unclaimed: dict[int, Part] = {}  # given state whose holder the script has not come to yet
+        self._heritage: Heritage | None = None  # until this process stands at the anchor it was given
+
+    def _be_there(self) -> None:
+        """Be one of the job's workers; in a replacement: with what it is given."""
+        raise NotImplementedError
+
+    @property
+    def next_is_known(self) -> bool:
+        """True when the next exchange will be answered from the log: nothing needs to be computed for it."""
+        return self._log.is_catching_up
+
+    def remembered(self, moment: str, run: Callable[[], Any]) -> Any:
+        """Run something of the script's own between steps, once: a replacement is given the result.
+
+        The same moment may come several times; each is remembered for itself.
+        """
+        moment = f"call {session.num_calls()}, {moment}"
+        self._moments[moment] += 1
+        key = f"{moment} #{self._moments[moment]}"
+        if self._heritage is not None and key in self._heritage.results:
+            return self._heritage.results[key]
+        result = run()
+        if len(self._results) < MAX_KEPT:
+            self._keep(key, result)
+        return result
+
+    # ---- anchors and calls ----------------------------------------------------------------------
+
+    def begin_call(self, number: int) -> tuple[bool, Any]:
+        """A call begins: whether it is finished already, and with what result."""
+        self._be_there()
+        if self._heritage is not None:
+            given = self._heritage
+            finished = number < given.call or (number == given.call and given.call_is_over)
+            if finished:
+                if number == given.call and not given.anchor:
+                    self._stand_at_anchor()
+                return True, given.results.get(f"call/{number}")
+            if not given.anchor:  # anchored at this call's very begin
+                self._stand_at_anchor()
+            return False, None
+        self._call, self._call_is_over = number, False
+        self._note(dict)
+        return False, None
+
+    def end_call(self, number: int, result: Any) -> None:
+        """A call is over; its result is kept for a replacement."""
+        self._call, self._call_is_over = number, True
+        self._keep(f"call/{number}", result)
+        self._note(dict)
+        failpoint("worker: a call ended")
+
+    def anchor(self, state: Callable[[], dict[str, Any]]) -> None:
+        """From here a replacement can run the present call forward, given what `state` then answers."""
+        if self._heritage is None:
+            self._note(state)
+
+    @property
+    def anchored_at(self) -> int:
+        """Number of the first exchange after the anchor."""
+        return self._log.anchored_at
+
+    @property
+    def num_finished(self) -> int:
+        """How many exchanges this process has run through."""
+        return self._log.num_finished
+
+    def inherited_anchor(self) -> dict[str, Any] | None:
+        """In a replacement, once: the state noted at the anchor from which it runs on."""
+        if self._heritage is None:
+            return None
+        state = self._heritage.anchor
+        self._stand_at_anchor()
+        return state
+
+    def waiting_anchor(self) -> dict[str, Any] | None:
+        """In a replacement: the state noted at the anchor it is on its way to."""
+        return self._heritage.anchor if self._heritage is not None else None
+
+    def waiting_part(self, number: int) -> Part | None:
+        """In a replacement: the state that this holder will be given."""
+        return self._unclaimed.get(number)
+
+    def hold(self, number: int, holder: Holder) -> None:
+        """Take part in what is handed over from now on, and take what waits for this holder."""
+        self._holders[number] = holder
+        if number in self._unclaimed:
+            holder.take(self._unclaimed.pop(number))
+
+    def _keep(self, key: str, result: Any) -> None:
+        self._results[key] = result
+
+    def _note(self, state: Callable[[], dict[str, Any]]) -> None:
+        self._log.anchor()
+        self._anchor = state
+
+    def _stand_at_anchor(self) -> None:
+        given, self._heritage = self._heritage, None
+        assert given is not None
+        self._call, self._call_is_over = given.call, given.call_is_over
+        self._anchor, self._results = lambda: given.anchor, given.results
+        self._caught_up()
+
+    def _caught_up(self) -> None:
+        if self._heritage is None and not self._log.is_catching_up:
+            session.live()
