@@ -18,7 +18,8 @@ import msgspec
 from shoal.core.errors import WireError
 
 MAX_PACKET_BYTES = 64 * 1024
-MAX_FDS = 8
+MAX_FDS = 96
+"""The kernel takes 253 at once. A worker of a job with servers is given a way to each there may be."""
 
 
 class Fork(msgspec.Struct, tag="fork", forbid_unknown_fields=True, frozen=True):

@@ -67,6 +67,15 @@ class Job:
     coordinator: str | None = None
     """Path of the coordinator's Unix socket."""
 
+    num_servers: int = 0
+    """Servers of the parameter server, at launch; `shoal scale` changes how many there are, never this."""
+
+    num_replicas: int = 1
+    """Copies of everything on the servers, the one that answers among them."""
+
+    servers: tuple[str, ...] = ()
+    """Paths of the servers' Unix sockets by number, for as many as there may ever be."""
+
     step_timeout_s: float = 300.0
     """How long a rank waits for the others within one step before it gives up and names them."""
 

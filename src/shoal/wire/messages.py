@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from shoal.wire.group_messages import GROUP_MESSAGES
 from shoal.wire.message import Count, Seconds
 from shoal.wire.message import Message as Message
 from shoal.wire.ps_messages import PS_MESSAGES
@@ -398,6 +399,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Live,
     Saved,
     Finished,
+    *GROUP_MESSAGES,
     *PS_MESSAGES,
 )
 """All a decoder accepts. A new message is one class above and one line here."""

@@ -1,0 +1,104 @@
+"""What a worker asks the coordinator about servers and leases.
+
+On connections of its own, because both questions may wait long: `session.py`'s
+is for calls and views. May be used from several threads; closed by `close`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from shoal.cluster.client import CoordinatorClient
+from shoal.core.errors import ClusterError, WireError
+from shoal.core.job import Job
+from shoal.wire.group_messages import AskLease, AskServers, LeaseRefused, Leases, NoMoreLeases
+from shoal.wire.message import Message
+from shoal.wire.ps_messages import ServerView
+
+A = TypeVar("A", bound=Message)
+
+
+class ServerSession:
+    """A worker's lines to the coordinator, made when they are first used."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._clients: dict[str, CoordinatorClient] = {}
+        self._is_closed = False
+
+    def ask_servers(self, after_view: int, timeout_s: float) -> ServerView:
+        """The newest view of the servers, once there is one after `after_view`.
+
+        Raises WaitTimedOut, naming the servers that have not joined, and CoordinatorLost.
+        """
+        answer = self._client("servers").request(AskServers(after_view, timeout_s), None)
+        return _expect(answer, ServerView)
+
+    def ask_lease(
+        self,
+        *,
+        call: int,
+        finished: Sequence[int],
+        num_samples: int,
+        samples_per_lease: int,
+        num_epochs: int,
+        num_ahead: int = 2,
+        first_epoch: int = 0,
+        done: Sequence[int] = (),
+        timeout_s: float | None = None,
+    ) -> Leases | NoMoreLeases:
+        """Tell which leases are finished (all their pushes acknowledged), and get all that this worker holds now.
+
+        Waits at the end of an epoch, until others' leases are done or come back.
+        `first_epoch` and `done` (leases of that epoch) are where a checkpoint begins; the first worker
+        to ask decides them for the call. `timeout_s` is step_timeout_s unless given. Raises WaitTimedOut, naming
+        who holds what is left.
+        """
+        job = self._job
+        question = AskLease(
+            call=call,
+            rank=job.rank,
+            incarnation=job.incarnation,
+            finished=list(finished),
+            num_samples=num_samples,
+            samples_per_lease=samples_per_lease,
+            num_epochs=num_epochs,
+            num_ahead=num_ahead,
+            timeout_s=job.step_timeout_s if timeout_s is None else timeout_s,
+            first_epoch=first_epoch,
+            done=list(done),
+        )
+        answer = self._client("leases").request(question, None)
+        if isinstance(answer, LeaseRefused):
+            raise ClusterError(
+                f"the coordinator refused rank {job.rank} a lease: {answer.reason}. Nothing was changed by it."
+            )
+        return answer if isinstance(answer, NoMoreLeases) else _expect(answer, Leases)
+
+    def close(self) -> None:
+        """End both lines; a thread that waits on one is woken. Closing twice is fine."""
+        self._is_closed = True
+        for client in list(self._clients.values()):
+            client.close()
+
+    def _client(self, purpose: str) -> CoordinatorClient:
+        if self._is_closed:
+            raise ClusterError("the line to the coordinator is closed.")
+        client = self._clients.get(purpose)
+        if client is None:
+            job = self._job
+            client = self._clients[purpose] = CoordinatorClient(
+                str(job.coordinator),
+                job.rank,
+                job.incarnation,
+                num_workers=job.num_workers,
+                join_timeout_s=job.join_timeout_s,
+            )
+        return client
+
+
+def _expect(answer: Message, expected: type[A]) -> A:
+    if not isinstance(answer, expected):
+        raise WireError(f"a {expected.__name__} was expected, and a {type(answer).__name__} came")
+    return answer
