@@ -112,7 +112,7 @@ class ScaleServers(Message, frozen=True, tag="scale-servers"):
 
 
 class ScaleRefused(Message, frozen=True, tag="scale-refused"):
-    """To who asked for another number of servers: "that cannot be"; nothing was changed."""
+    """Coordinator to supervisor, and on to `shoal scale`: "that cannot be"; nothing was changed."""
 
     reason: str
 
