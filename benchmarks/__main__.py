@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import sys
 
 BENCHMARKS = ("trainer_overhead", "ddp_step", "launch", "recovery")
 
 
 def main() -> None:
-    names = [argument for argument in sys.argv[1:] if not argument.startswith("-")] or list(BENCHMARKS)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all without")
+    parser.add_argument("--quick", action="store_true", help="few rounds: whether it runs at all")
+    parser.add_argument("--part", action="append", default=[], help="of recovery: only this part")
+    parser.add_argument("--minutes", type=float, help="of recovery: how long each part repeats at most")
+    options = parser.parse_args()
+    names = options.names or list(BENCHMARKS)
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         raise SystemExit(f"no benchmark '{unknown[0]}'; there are: {', '.join(BENCHMARKS)}")
     for name in names:
-        importlib.import_module(f"benchmarks.{name}").main(quick="--quick" in sys.argv)
+        more = {"parts": options.part, "minutes": options.minutes} if name == "recovery" else {}
+        importlib.import_module(f"benchmarks.{name}").main(quick=options.quick, **more)
 
 
 if __name__ == "__main__":

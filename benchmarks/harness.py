@@ -61,10 +61,14 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 class Report:
-    """Figures of one benchmark: a JSON line each, on the screen and in benchmarks/results/NAME.jsonl."""
+    """Figures of one benchmark: a JSON line each, on the screen and in benchmarks/results/NAME.jsonl.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    With `keeps_others`, figures in the file that this run does not measure
+    stay, as long as they come from the same machine: for running it in parts.
+    """
+
+    def __init__(self, name: str, *, keeps_others: bool = False) -> None:
+        self._name, self._keeps_others = name, keeps_others
         self._lines: list[str] = []
 
     def add(self, figure: str, values: dict[str, Any], **configuration: Any) -> None:
@@ -90,5 +94,25 @@ class Report:
             "measured": time.strftime("%Y-%m-%d"),
         }
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{self._name}.jsonl").write_text("\n".join([json.dumps(machine), *self._lines]) + "\n")
+        path = RESULTS / f"{self._name}.jsonl"
+        lines = [
+            json.dumps(machine),
+            *(self._others(path, machine) if self._keeps_others else ()),
+            *self._lines,
+        ]
+        path.write_text("\n".join(lines) + "\n")
         print(f"written to benchmarks/results/{self._name}.jsonl", file=sys.stderr)
+
+    def _others(self, path: Path, machine: dict[str, Any]) -> list[str]:
+        header, *lines = path.read_text().splitlines() if path.exists() else ["{}"]
+        if json.loads(header).get("machine") != machine["machine"]:
+            return []
+        ours = {_which(line) for line in self._lines}
+        return [line for line in lines if _which(line) not in ours]
+
+
+def _which(line: str) -> tuple[Any, ...]:
+    """What makes a figure the same one as another."""
+    read = json.loads(line)
+    configuration = read["configuration"]
+    return read["figure"], configuration.get("workers"), configuration.get("model")

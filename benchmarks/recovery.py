@@ -3,198 +3,263 @@
 Aims: bits equal every time; under 1 s from the kill to the next commit for a
 script with light set-up; the coordinator back in 3 s without stopping the
 training; under 1 % per step without faults.
+
+    python -m benchmarks recovery                          all of it, about 40 minutes
+    python -m benchmarks recovery --part workers           a part: workers, failpoints, coordinator, goodput, cost
+    python -m benchmarks recovery --part cost --minutes 5  stop repeating after so long; what was done is written down
+    python -m benchmarks recovery --quick                  whether it runs at all; nothing is written down
 """
 
 from __future__ import annotations
 
-import io
-import itertools
-import json
 import os
 import random
 import statistics
+import sys
 import tempfile
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.harness import Report
+from benchmarks.recovery_runs import Ran, Runs, kill_to_commit_s, spread
 from shoal import Faults
-from shoal.cluster.api import LaunchConfig, launch
 from shoal.cluster.warm_client import WarmParent
+from shoal.core.failpoints import POINTS
 
-SCRIPT = Path(__file__).parent / "scripts" / "recovering.py"
-
-
-@dataclass(slots=True)
-class Ran:
-    weights: set[str]
-    steps_s: list[float]
-    events: list[dict[str, Any]]
-    commits: list[float]
-    exit_code: int
+STEPS = 120
+FAR_STEP = 60
+BLOCK = 20  # as in scripts/recovering.py
 
 
-class Runs:
-    """Launches of the benchmark's script, one after the other."""
+class Recovery:
+    """All parts. Each adds its figures as soon as they are there, and they are kept at once."""
 
-    def __init__(self, folder: str, warm: WarmParent) -> None:
-        self._folder, self._warm, self._num = Path(folder), warm, 0
+    def __init__(self, runs: Runs, *, quick: bool, minutes: float | None) -> None:
+        self._runs, self._quick, self._minutes = runs, quick, minutes
+        self._report = Report("recovery", keeps_others=True)
+        self._draw = random.Random(0)
 
-    def __call__(self, workers: int, steps: int, faults: Faults | None = None, *extra: str) -> Ran:
-        self._num += 1
-        out = self._folder / f"out-{self._num}"
-        out.mkdir()
-        config = LaunchConfig(
-            script=str(SCRIPT),
-            args=(str(steps), str(out), *extra),
-            workers=workers,
-            run_dir=str(self._folder / "runs"),
-            quiet=True,
-            seed=0,
-            step_timeout_s=20.0,
-            max_restarts=50,
-            faults=faults,
-        )
-        result = launch(config, warm=self._warm, stdout=io.BytesIO(), stderr=io.BytesIO())
-        told = [json.loads(path.read_text()) for path in out.glob("*.json")]
-        times: list[float] = told[0]["times"] if told else []
-        return Ran(
-            weights={each["weights"] for each in told},
-            steps_s=[b - a for a, b in itertools.pairwise(times)],
-            events=_lines(result.run_dir / "events.jsonl"),
-            commits=[line["time"] for line in _lines(result.run_dir / "metrics.jsonl")],
-            exit_code=result.exit_code,
-        )
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def kill_to_commit_s(ran: Ran) -> list[float]:
-    """From each fault to the first step that was committed in the view formed after it."""
-    found = []
-    for number, event in enumerate(ran.events):
-        if event["event"] == "fault" and event["hit"]:
-            formed = next(
-                (each["time"] for each in ran.events[number:] if each["event"] == "view-formed"), None
+    def workers(self) -> None:
+        for workers in (2, 3, 4):
+            calm = self._runs(workers, STEPS)
+            tally = Tally(calm)
+            for _ in self._repeat(3 if self._quick else 100, share=3):
+                victim = f"worker-{self._draw.randrange(workers)}"
+                at_s = round(self._draw.uniform(0.0, calm.lasted_s + 0.1), 3)
+                faults = Faults().kill(victim, after_s=at_s)
+                tally.add(self._runs(workers, STEPS, faults), str(faults))
+            self._add(
+                "a worker killed at random moments",
+                {**tally.values(), **spread(tally.times)},
+                workers=workers,
+                aim="bits_equal == kills, p99_s < 1",
             )
-            after = next((at for at in ran.commits if formed is not None and at > formed), None)
-            if after is not None:
-                found.append(after - event["time"])
+
+    def failpoints(self) -> None:
+        """At every failpoint, every rank once: the faults that random moments hit least."""
+        for workers in (2,) if self._quick else (2, 3, 4):
+            calm = self._runs(workers, STEPS, None, "whole")
+            tally, missed = Tally(calm), []
+            for point, faults, num_deaths in planned(workers):
+                ran = self._runs(workers, STEPS, faults, "whole")
+                tally.add(ran, str(faults))
+                if ran.num("worker-replaced") + ran.num("coordinator-restarted") < num_deaths:
+                    missed.append(f"{point}: {faults}")
+            self._add(
+                "killed at every failpoint",
+                {
+                    **tally.values(),
+                    "failpoints": len(POINTS),
+                    "not_reached": missed,
+                    **spread(tally.times),
+                },
+                workers=workers,
+                aim="bits_equal == kills, p99_s < 1",
+            )
+
+    def coordinator(self) -> None:
+        calm = self._runs(2, STEPS)
+        tally, back, rates = Tally(calm), [], []
+        for number in self._repeat(3 if self._quick else 100):
+            if number % 10 == 0:
+                calm = self._runs(2, STEPS)  # how fast it is now
+            at_s = round(self._draw.uniform(0.1, calm.lasted_s), 3)
+            faults = Faults().kill("coordinator", after_s=at_s)
+            ran = self._runs(2, STEPS, faults)
+            tally.add(ran, str(faults))
+            back += [event["after_s"] for event in ran.events if event["event"] == "coordinator-serves-again"]
+            if ran.steps_s:
+                rates.append(statistics.median(calm.steps_s) / statistics.median(ran.steps_s))
+        values = {**tally.values(), "restarts": len(back), **spread(back)}
+        values["median_step_of_calm"] = round(statistics.median(rates), 3)
+        self._add(
+            "the coordinator killed at random moments",
+            values,
+            workers=2,
+            aim="bits_equal == kills, p99_s < 3",
+        )
+
+    def goodput(self) -> None:
+        """One job, long enough for ten kills and more, against the same job left in peace."""
+        every_s, num_kills = (2.0, 3) if self._quick else (15.0, 11)
+        pace = self._runs(2, 200)
+        steps = int((num_kills + 0.5) * every_s * len(pace.steps_s) / sum(pace.steps_s))
+        calm = self._runs(2, steps)
+        faults = Faults()
+        # More than fit in: should the disturbed run take longer, it is disturbed to its end.
+        for number in range(1, num_kills * 3):
+            faults = faults.kill(f"worker-{number % 2}", after_s=number * every_s)
+        ran = self._runs(2, steps, faults)
+        values = {
+            "goodput": round(calm.lasted_s / ran.lasted_s, 3) if ran.commits else None,
+            "calm_s": round(calm.lasted_s, 1),
+            "disturbed_s": round(ran.lasted_s, 1) if ran.commits else None,
+            "kills": ran.num("worker-replaced"),
+            "bits_equal": ran.is_equal_to(calm),
+            **spread(kill_to_commit_s(ran)),
+        }
+        self._add(f"goodput at one kill per {every_s:g} s", values, workers=2, steps=steps)
+
+    def cost(self) -> None:
+        """Blocks of steps with and without what recovery needs of a step, in turn, within one job."""
+        for size in ("small", "large"):
+            ratios: list[float] = []
+            extra_s: list[float] = []
+            steps_s: list[float] = []
+            steps = 8 * BLOCK if self._quick else 2000 if size == "small" else 600
+            for _ in self._repeat(2 if self._quick else 10, share=2):
+                ran = self._runs(2, steps, None, f"alternate-{size}")
+                for ours, theirs in pairs(ran.steps_s):
+                    ratios.append(ours / theirs)
+                    extra_s.append(ours - theirs)
+                    steps_s.append(theirs)
+            ordered, quarter = sorted(ratios), len(ratios) // 4
+            low, high = confident(ratios)
+            values = {
+                "ratio": round(statistics.median(ratios), 4),
+                "ratio_spread": [round(ordered[quarter], 4), round(ordered[-1 - quarter], 4)],
+                "ratio_95_percent": [round(low, 4), round(high, 4)],
+                "extra_us": round(1e6 * statistics.median(extra_s), 1),
+                "without_ms": round(1e3 * statistics.median(steps_s), 3),
+                "pairs": len(ratios),
+            }
+            self._add(
+                "a step with anchor and log against one without",
+                values,
+                workers=2,
+                steps=steps,
+                model=size,
+                aim="ratio < 1.01",
+            )
+
+    def _repeat(self, times: int, share: int = 1) -> Iterator[int]:
+        """Up to so many rounds: fewer where the minutes are over, of which this is one of `share` users."""
+        began = time.monotonic()
+        for number in range(times):
+            if number and self._minutes and time.monotonic() - began > 60 * self._minutes / share:
+                return
+            print(f"\r{number + 1}/{times} ", end="", file=sys.stderr, flush=True)
+            yield number
+
+    def _add(self, figure: str, values: dict[str, Any], **configuration: Any) -> None:
+        about = {
+            "steps": STEPS,
+            **configuration,
+            "cores": len(os.sched_getaffinity(0)),
+            "load_after": round(os.getloadavg()[0], 1),
+        }
+        self._report.add(figure, values, **about)
+        if not self._quick:
+            self._report.save()
+
+
+class Tally:
+    """How many disturbed runs ended like the calm one, and what became of the others."""
+
+    def __init__(self, calm: Ran) -> None:
+        self._calm = calm
+        self._num = self._num_equal = 0
+        self._others: list[str] = []
+        self.times: list[float] = []
+
+    def add(self, ran: Ran, what: str) -> None:
+        self._num += 1
+        self._num_equal += ran.is_equal_to(self._calm)
+        took_s = kill_to_commit_s(ran)
+        self.times += took_s
+        if not ran.is_equal_to(self._calm):
+            self._others.append(f"{what}: exit {ran.exit_code}, {len(ran.weights)} weights {ran.problem}")
+        elif took_s and max(took_s) > 1.0:
+            self._others.append(f"{what}: {max(took_s):.1f} s")
+
+    def values(self) -> dict[str, Any]:
+        return {
+            "kills": self._num,
+            "bits_equal": self._num_equal,
+            "recoveries": len(self.times),
+            "worth_a_look": self._others[:10],
+        }
+
+
+def planned(workers: int) -> Iterator[tuple[str, Faults, int]]:
+    """Every failpoint, with a fault that reaches it and how many deaths that makes."""
+    for point in POINTS:
+        if point.startswith("coordinator"):
+            yield point, Faults().kill("coordinator", at=point).kill("worker-1", at_step=FAR_STEP), 2
+        elif point == "worker: view left":
+            for rank in {0, workers - 1} - {1}:  # a survivor leaves its view
+                first = Faults().kill("worker-1", at_step=FAR_STEP)
+                yield point, first.kill(f"worker-{rank}", at=point), 2
+        elif "taking state" in point:
+            first = Faults().kill("worker-1", at_step=FAR_STEP)
+            yield point, first.kill("worker-1", at=point, incarnation=1), 2
+        else:
+            for rank in range(workers if point != "worker: checkpoint written" else 1):  # only rank 0 writes
+                yield point, Faults().kill(f"worker-{rank}", at=point, at_step=_step_of(point)), 1
+
+
+def _step_of(point: str) -> int | None:
+    is_of_a_step = any(word in point for word in ("forward", "commit", "exchange"))
+    return FAR_STEP if is_of_a_step else None
+
+
+def pairs(steps_s: Sequence[float]) -> list[tuple[float, float]]:
+    """Medians of neighbouring blocks, (with, without); the first block warms up.
+
+    steps_s[i] is step i + 2, and blocks go with, without, without, with, ...:
+    of neighbours, each kind comes first as often as the other.
+    """
+    begins = range(2 * BLOCK - 1, len(steps_s) - BLOCK + 1, BLOCK)
+    # The first two steps of a block still pay for the change.
+    medians = [statistics.median(steps_s[begin + 2 : begin + BLOCK]) for begin in begins]
+    found = []
+    for number in range(0, len(medians) - 1, 2):
+        first, second = medians[number], medians[number + 1]
+        has_first = number // 2 % 2 == 0
+        found.append((first, second) if has_first else (second, first))
     return found
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and 99th percentile (of few values: the largest)."""
-    ordered = sorted(values)
-    return {
-        "median_s": round(statistics.median(ordered), 3),
-        "p99_s": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 3),
-    }
-
-
-def main(quick: bool = False) -> None:
-    report = Report("recovery")
+def confident(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median lies, by drawing from the values again and again."""
     draw = random.Random(0)
-    num_kills = 5 if quick else 34
-    load = f"shared with other work, load {os.getloadavg()[0]:.1f} before"
-    about = {"cores": len(os.sched_getaffinity(0)), "machine": load}
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(500))
+    return medians[12], medians[-13]
+
+
+PARTS = ("workers", "failpoints", "coordinator", "goodput", "cost")
+
+
+def main(quick: bool = False, parts: Sequence[str] = (), minutes: float | None = None) -> None:
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise SystemExit(f"recovery has no part '{unknown[0]}'; it has: {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory() as folder, WarmParent() as warm:
         warm.wait_ready()
-        runs = Runs(folder, warm)
-        for workers in (2, 3, 4):
-            steps = 120
-            calm = runs(workers, steps)
-            lasted_s = calm.commits[-1] - calm.commits[0]
-            times: list[float] = []
-            equal = 0
-            for _ in range(num_kills):
-                victim = f"worker-{draw.randrange(workers)}"
-                ran = runs(
-                    workers, steps, Faults().kill(victim, after_s=round(draw.uniform(0.0, lasted_s + 0.1), 3))
-                )
-                equal += ran.exit_code == 0 and ran.weights == calm.weights
-                times += kill_to_commit_s(ran)
-            report.add(
-                "a worker killed at random moments",
-                {"kills": num_kills, "bits_equal": equal, "recoveries": len(times), **spread(times)},
-                workers=workers,
-                steps=steps,
-                **about,
-                aim="bits_equal == kills, median_s < 1",
-            )
-        _coordinator(report, runs, draw, num_kills // 2, about)
-        _goodput(report, runs, quick, about)
-        _overhead(report, runs, quick, about)
-    report.save()
-
-
-def _coordinator(
-    report: Report, runs: Runs, draw: random.Random, num_kills: int, about: dict[str, Any]
-) -> None:
-    steps = 120
-    calm = runs(2, steps)
-    calm_rate = len(calm.steps_s) / sum(calm.steps_s)
-    back, rates, equal = [], [], 0
-    for _ in range(num_kills):
-        at_s = round(draw.uniform(0.1, calm.commits[-1] - calm.commits[0]), 3)
-        ran = runs(2, steps, Faults().kill("coordinator", after_s=at_s))
-        equal += ran.exit_code == 0 and ran.weights == calm.weights
-        back += [event["after_s"] for event in ran.events if event["event"] == "coordinator-serves-again"]
-        rates.append(len(ran.steps_s) / sum(ran.steps_s))
-    values = {"kills": num_kills, "bits_equal": equal, "restarts": len(back), **spread(back)}
-    values["steps_per_s_of_calm"] = round(statistics.median(rates) / calm_rate, 3)
-    report.add(
-        "the coordinator killed at random moments", values, workers=2, steps=steps, **about, aim="p99_s < 3"
-    )
-
-
-def _goodput(report: Report, runs: Runs, quick: bool, about: dict[str, Any]) -> None:
-    steps = 600 if quick else 2500
-    calm = runs(2, steps)
-    calm_s = calm.commits[-1] - calm.commits[0]
-    faults = Faults()
-    every_s = 4.0 if quick else 15.0
-    for number in range(1, int(calm_s * 2 / every_s) + 1):
-        faults = faults.kill(f"worker-{number % 2}", after_s=number * every_s)
-    ran = runs(2, steps, faults)
-    took_s = ran.commits[-1] - ran.commits[0]
-    values = {
-        "goodput": round(calm_s / took_s, 3),
-        "calm_s": round(calm_s, 1),
-        "disturbed_s": round(took_s, 1),
-        "kills": len(kill_to_commit_s(ran)),
-        "bits_equal": ran.weights == calm.weights,
-    }
-    report.add(f"goodput at one kill per {every_s:g} s", values, workers=2, steps=steps, **about)
-
-
-def _overhead(report: Report, runs: Runs, quick: bool, about: dict[str, Any]) -> None:
-    """Blocks of steps with and without the anchor and the log, in turn, within one job."""
-    steps, block = 400 if quick else 1600, 20
-    taken = runs(2, steps, None, "alternate").steps_s
-    # taken[i] is step i + 2: the first block is with, the second without, and so on.
-    blocks = [taken[begin : begin + block] for begin in range(block - 1, len(taken) - block, block)]
-    medians = [statistics.median(each) for each in blocks]
-    pairs = list(zip(medians[1::2], medians[::2], strict=False))  # with, without
-    ratios = sorted(ours / theirs for ours, theirs in pairs)
-    quarter = len(ratios) // 4
-    values = {
-        "ratio": round(statistics.median(ratios), 4),
-        "ratio_spread": [round(ratios[quarter], 4), round(ratios[-1 - quarter], 4)],
-        "with_ms": round(1e3 * statistics.median(ours for ours, _ in pairs), 3),
-        "without_ms": round(1e3 * statistics.median(theirs for _, theirs in pairs), 3),
-    }
-    report.add(
-        "a step with anchor and log against one without",
-        values,
-        workers=2,
-        steps=steps,
-        **about,
-        aim="ratio < 1.01",
-    )
+        recovery = Recovery(Runs(folder, warm), quick=quick, minutes=minutes)
+        for part in parts or PARTS:
+            getattr(recovery, part)()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""A job with light set-up whose ranks hash their final weights: STEPS OUT [alternate].
+"""A job with light set-up whose ranks hash their final weights: STEPS OUT MODE.
 
-`alternate` leaves out, in every second block of steps, what recovery costs a
-step without faults: the anchor, and the log of exchanges.
+plain        a fit of STEPS steps
+whole        the same with validation and checkpoints, then evaluate and predict: it passes every failpoint
+alternate-*  leaves out, in every second block of steps, what recovery costs a step without faults: the anchor, and
+             the log of exchanges. "small" is a step of a millisecond or two, "large" one of some tens
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import shoal
 from shoal.strategies.together import Together
 from shoal.train import anchoring
 
-steps, out, alternates = int(sys.argv[1]), Path(sys.argv[2]), "alternate" in sys.argv
+steps, out, mode = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 BLOCK = 20
 times: list[float] = []
 full = (anchoring.note, Together.exchange)
@@ -34,31 +36,44 @@ bare = (lambda trainer, place: None, exchange)
 
 
 class Clock(shoal.callbacks.Callback):
-    """Times every step, and, where asked to, leaves the cost of recovery out of every second block of them."""
+    """Times every step, and, where asked to, leaves the cost of recovery out of half of the blocks."""
 
     ranks = "every"
 
     def on_step_end(self, trainer: shoal.Trainer, logs: object) -> None:
         times.append(time.perf_counter())
-        if alternates and trainer.step % BLOCK == 0:
-            anchoring.note, Together.exchange = bare if trainer.step // BLOCK % 2 else full  # type: ignore
+        if mode.startswith("alternate") and trainer.step % BLOCK == 0:
+            # Blocks from 0: one and two warm up, then with, without, without, with, ...
+            is_bare = (trainer.step // BLOCK - 2) % 4 in (1, 2) and trainer.step >= 2 * BLOCK
+            anchoring.note, Together.exchange = bare if is_bare else full  # type: ignore
 
 
 torch.manual_seed(0)
-width = 256
+width = 1024 if mode.endswith("large") else 256
 model = nn.Sequential(
     nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
 )
 x = torch.randn(4096, 64, generator=torch.Generator().manual_seed(1))
 data = shoal.Dataset.from_arrays((x, x[:, :10].argmax(1)))
+callbacks: list[shoal.callbacks.Callback] = [Clock()]
+if mode == "whole":
+    callbacks.append(shoal.callbacks.ModelCheckpoint(every_steps=50))
 trainer = shoal.Trainer(
     model,
     loss=nn.CrossEntropyLoss(),
     optimizer=lambda params: torch.optim.Adam(params, lr=1e-3),
-    callbacks=[Clock()],
+    callbacks=callbacks,
     seed=0,
     device="cpu",
 )
-trainer.fit(data.shuffle(seed=0).batch(256), max_steps=steps)
+few, _ = data.split(0.125, 0.875, seed=0)
+trainer.fit(
+    data.shuffle(seed=0).batch(256),
+    max_steps=steps,
+    validation_data=few.batch(256) if mode == "whole" else None,
+)
+if mode == "whole":
+    trainer.evaluate(few.batch(128))
+    trainer.predict(few.batch(128))
 digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
 (out / f"{shoal.rank()}.json").write_text(json.dumps({"weights": digest, "times": times}))
