@@ -222,12 +222,14 @@ class Commit(Message, frozen=True, tag="ps-commit"):
     seq: Count
     factor: float
     apply: bool
+    norm: float = 0.0  # of the gradient before clipping, for those who ask later what came of the step
 
 
 class Committed(Message, frozen=True, tag="ps-committed"):
     """Server to client: "the step counts here and on the replicas"; what was pushed may be forgotten.
 
-    Frame: the vectors' sum in exact strategies. `updates` is how many
+    Frame: the vectors' sum in exact strategies, and two numbers more: whether
+    it was applied (1 or 0), and the norm of Commit. `updates` is how many
     updates there were in all, `slowest` the smallest clock; `late` where the
     contribution came too late to count (drop).
     """
@@ -299,7 +301,7 @@ class AskNote(Message, frozen=True, tag="ps-ask-note"):
 
 class Note(Message, frozen=True, tag="ps-note"):
     """Holder of slot 0 to a replacement. Frames: the rank's newest note, then one frame per entry of `log`: what each of
-    these exchanges gave (all contributions, packed) or, for a commit, the vectors' sum.
+    these exchanges gave (all contributions, packed) or, for a commit, what Committed carries.
     """
 
     anchored_at: Count
