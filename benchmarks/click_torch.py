@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +38,7 @@ def wide_mlp() -> nn.Sequential:
     """2 M parameters, all dense: 512 inputs, 1024, 1024, 512, 10 classes."""
     sizes = (512, 1024, 1024, 512)
     layers: list[nn.Module] = []
-    for inside, outside in zip(sizes, sizes[1:], strict=False):
+    for inside, outside in itertools.pairwise(sizes):
         layers += [nn.Linear(inside, outside), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
 
