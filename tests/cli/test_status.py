@@ -127,6 +127,16 @@ def test_a_replaced_worker_is_shown_as_the_process_that_took_its_place(
         assert "rank 0, process 51: running" in shoal("status", "click").stdout
 
 
+def test_a_view_that_nobody_brought_state_into_is_told_in_words(shoal: Shoal, make_run: MakeRun) -> None:
+    with make_run("click") as run:
+        run.event("view-formed", view=1, donor=-1, finished=-1, call=0, incarnations=[0, 0])
+        run.event("view-formed", view=2, donor=1, finished=40, call=1, incarnations=[1, 0])
+        shown = shoal("status", "click").stdout
+    assert "view 1, donor none: all begin, incarnations [0, 0]" in shown
+    assert "view 2, donor 1, finished 40, call 1, incarnations [1, 0]" in shown
+    assert "-1" not in shown
+
+
 def test_workers_that_a_resumed_run_no_longer_has_are_not_shown(shoal: Shoal, make_run: MakeRun) -> None:
     with make_run("click", workers=1) as run:
         for rank, pid in ((0, 41), (1, 42), (0, 51)):

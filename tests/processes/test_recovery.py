@@ -149,7 +149,21 @@ def test_all_workers_dead_at_once_begin_again_from_the_newest_checkpoint(run: Ru
     launched, ended = run("everything", workers=2, faults=faults)
     assert ended.ranks == undisturbed.ranks
     assert "going on from" in launched.stderr
-    assert "step 4" in launched.stderr
+    note = "no worker is left that has what was trained; all begin anew from the checkpoint of step 4, "
+    assert launched.stderr.count(note) == 1
+
+
+def test_all_workers_dead_before_a_checkpoint_begin_again_from_the_start_and_say_so(run: Run) -> None:
+    _, undisturbed = run("everything", workers=2)
+    faults = Faults().kill("worker-0", at_step=3).kill("worker-1", at_step=3)
+    launched, ended = run("everything", workers=2, faults=faults)
+    assert ended.ranks == undisturbed.ranks
+    assert launched.stderr.count("all begin anew from where this launch began") == 1
+
+
+def test_nothing_is_said_of_beginning_anew_where_a_worker_is_left(run: Run) -> None:
+    launched, _ = run("everything", workers=2, faults=Faults().kill("worker-0", at_step=3))
+    assert "begin anew" not in launched.stderr
 
 
 @pytest.mark.parametrize(("variant", "rank", "step"), [("sparse", 1, 6), ("adam", 0, 8), ("mixing", 1, 3)])

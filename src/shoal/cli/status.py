@@ -143,7 +143,12 @@ def _progress(line: dict[str, Any]) -> str:
 
 
 def _event(event: dict[str, Any]) -> str:
-    facts = ", ".join(f"{key} {_shown(value)}" for key, value in event.items() if key not in _NOT_FACTS)
+    said = {key: value for key, value in event.items() if key not in _NOT_FACTS}
+    if event.get("event") == "view-formed" and said.get("donor") == -1:
+        # Nobody had any state: how much was finished, and in which call, says nothing then.
+        said = {key: value for key, value in said.items() if key not in ("finished", "call")}
+        said["donor"] = "none: all begin"
+    facts = ", ".join(f"{key} {_shown(value)}" for key, value in said.items())
     at = event.get("time")
     clock = time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, float) else "-"
     return f"{clock}  {event.get('event', '-')}  {facts}"

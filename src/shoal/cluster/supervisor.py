@@ -69,6 +69,7 @@ class Supervisor:
         self._coordinator_died_at: float | None = None  # until the next one answers
         self._furthest = (0, 0, 0)  # call, epoch and step that any worker has reached
         self._most_finished = 0  # exchanges, as of the newest view
+        self._incarnations: list[int] = []  # of the newest view
         self._injector = Injector(Faults(spec.job.faults))
         self._started_at = time.monotonic()
         self._paused_at: dict[int, float] = {}  # by pid
@@ -231,6 +232,9 @@ class Supervisor:
                     call=call,
                     incarnations=incarnations,
                 )
+                before, self._incarnations = self._incarnations, incarnations
+                if before and all(new > old for new, old in zip(incarnations, before, strict=True)):
+                    self._display.note(_begins_anew(self.outcome.checkpoint))
                 if finished > self._most_finished:
                     self._most_finished = finished
                     self._feed(fate_events.Advanced())
@@ -344,3 +348,12 @@ class Supervisor:
 def _replacing(died: fate_events.Died, max_restarts: int) -> str:
     why = f": {died.why}" if died.why else ""
     return f"worker {died.rank} {how_it_ended(died.code)}{why}; replacing it ({died.num_times} of {max_restarts} times)"
+
+
+def _begins_anew(checkpoint: Saved | None) -> str:
+    where = (
+        f"the checkpoint of step {checkpoint.step:,}, {checkpoint.path}"
+        if checkpoint is not None
+        else "where this launch began: it has written no checkpoint yet"
+    )
+    return f"no worker is left that has what was trained; all begin anew from {where}"

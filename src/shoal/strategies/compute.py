@@ -7,10 +7,11 @@ what is seeded and in which precision; exchanges nothing and updates nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.core.seeds import mix
@@ -18,6 +19,8 @@ from shoal.data.slice import Slice, split_target
 from shoal.data.tree import Tree, concatenate, map_tensors
 from shoal.strategies.calling import ModelCall
 from shoal.strategies.protocol import LossSum, TrainJob
+
+M = TypeVar("M", bound=nn.Module)
 
 _EVALUATION = 1 << 40  # keeps the seeds of evaluate and predict apart from those of steps
 
@@ -79,7 +82,7 @@ class Compute:
     def forward(self, batch: Slice, *, rank: int) -> Tree:
         """The outputs of a slice in evaluation mode, without gradients."""
         seed_all(mix(self._job.seed, rank, _EVALUATION + batch.start), self._job.device)
-        with self._evaluation_mode(), torch.no_grad(), autocast(self._job):
+        with evaluating(self._job.model.modules()), torch.no_grad(), autocast(self._job):
             return self._call(split_target(self._placed(batch.batch))[0])
 
     def _output(self, inputs: Tree, piece: Slice) -> Tree:
@@ -98,31 +101,27 @@ class Compute:
     @contextlib.contextmanager
     def _batchnorm_at_rest(self) -> Iterator[None]:
         """For a borrowed sample: BatchNorm takes no batch of one, and should keep nothing of it but the count."""
-        training = [module for module in self._batchnorms if module.training]
-        for module in training:
-            module.training = False
-        try:
+        with evaluating(self._batchnorms) as rested:
             yield
-        finally:
-            for module in training:
-                module.training = True
-                if module.num_batches_tracked is not None:
-                    module.num_batches_tracked.add_(1)
-
-    @contextlib.contextmanager
-    def _evaluation_mode(self) -> Iterator[None]:
-        """Every part in evaluation mode, then each as it was: a frozen BatchNorm among those that train stays frozen."""
-        training = [module for module in self._job.model.modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+        for module in rested:
+            if module.num_batches_tracked is not None:
+                module.num_batches_tracked.add_(1)
 
     def _placed(self, batch: Tree) -> Tree:
         return place(batch, self._job.device, self._job.cast_inputs)
+
+
+@contextlib.contextmanager
+def evaluating(modules: Iterable[M]) -> Iterator[list[M]]:
+    """Those of `modules` that train, in evaluation mode, then training again: what was frozen before stays frozen."""
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield training
+    finally:
+        for module in training:
+            module.training = True
 
 
 def autocast(job: TrainJob) -> contextlib.AbstractContextManager[object]:
