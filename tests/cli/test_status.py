@@ -134,7 +134,7 @@ def test_a_view_that_nobody_brought_state_into_is_told_in_words(shoal: Shoal, ma
         shown = shoal("status", "click").stdout
     assert "view 1, donor none: all begin, incarnations [0, 0]" in shown
     assert "view 2, donor 1, finished 40, call 1, incarnations [1, 0]" in shown
-    assert "-1" not in shown
+    assert "donor -1" not in shown
 
 
 def test_workers_that_a_resumed_run_no_longer_has_are_not_shown(shoal: Shoal, make_run: MakeRun) -> None:
