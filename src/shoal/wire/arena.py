@@ -9,6 +9,7 @@ writes into memory that nobody reads any more.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from dataclasses import dataclass, field
 
@@ -30,7 +31,7 @@ class ArenaConfig:
     """All segments together. Backed as it is touched, so it is a bound and no cost."""
 
     segment_bytes: int = 16 << 20
-    """What is reserved at a time; a larger buffer has a segment of its own."""
+    """What is reserved at first; later a quarter of what there is, and never less than a buffer needs."""
 
     def __post_init__(self) -> None:
         if not ALIGNMENT <= self.segment_bytes <= self.limit_bytes:
@@ -147,7 +148,9 @@ class Arena:
         return segment, offset
 
     def _reserve(self, size: int, nbytes: int) -> Segment:
-        reserved = max(size, min(self._config.segment_bytes, self._config.limit_bytes - self.bytes_reserved))
+        # Larger the more there is: a mapping holds a descriptor, here and in the server.
+        usual = max(self._config.segment_bytes, self.bytes_reserved // 4 // mmap.PAGESIZE * mmap.PAGESIZE)
+        reserved = max(size, min(usual, self._config.limit_bytes - self.bytes_reserved))
         if self.bytes_reserved + reserved > self._config.limit_bytes:
             raise ArenaFull(
                 asked=nbytes,

@@ -19,7 +19,7 @@ import socket
 import stat
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shoal.core.errors import ConfigError, WireError
 
@@ -113,7 +113,12 @@ def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
         raise WireError(f"shared memory that cannot be mapped ({error.strerror})") from None
 
 
-def close(fds: Sequence[int]) -> None:
+def duplicate(fds: Iterable[int]) -> list[int]:
+    """Copies of `fds`, the caller's to close; not inherited by children."""
+    return [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in fds]
+
+
+def close(fds: Iterable[int]) -> None:
     """Close all of them."""
     for fd in fds:
         with contextlib.suppress(OSError):
