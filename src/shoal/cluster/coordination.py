@@ -11,15 +11,27 @@ promise it: whoever carries the actions out must write down before it answers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
 
-from shoal.cluster import calls, store_table, views
+from shoal.cluster import calls, serving, store_table, views
 from shoal.cluster.calls import Calls
+from shoal.cluster.coordinator_actions import Action as Action
+from shoal.cluster.coordinator_actions import Drop as Drop
+from shoal.cluster.coordinator_actions import Remember as Remember
+from shoal.cluster.coordinator_actions import TellWatchers
 from shoal.cluster.membership import Membership
-from shoal.cluster.memory import Entry, Granted, Memory, StoreChanged
+from shoal.cluster.memory import Granted, Memory, StoreChanged
+from shoal.cluster.serving import Serving, ServingConfig
 from shoal.cluster.store_table import Answer, StoreTable
 from shoal.cluster.views import FormView, Views
+from shoal.wire.group_messages import (
+    AskLease,
+    AskServers,
+    JoinServer,
+    ReapedServer,
+    ScaleServers,
+    ServerAlive,
+)
 from shoal.wire.messages import (
     BeginCall,
     CallGranted,
@@ -41,6 +53,7 @@ from shoal.wire.messages import (
     Watch,
     Watching,
 )
+from shoal.wire.ps_messages import SlotsFilled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,23 +75,8 @@ class CoordinationConfig:
     dead_after_s: float = 5.0
     """After its own restart nobody is suspected for so long."""
 
-
-@dataclass(frozen=True, slots=True)
-class Remember:
-    """Write this down before anything is answered."""
-
-    entry: Entry
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Close this client's connection; `problem` says what it did wrong, if anything."""
-
-    client: int
-    problem: str | None = None
-
-
-Action: TypeAlias = Answer | Remember | Drop
+    servers: ServingConfig = field(default_factory=ServingConfig)
+    """How many servers there are."""
 
 
 @dataclass(slots=True)
@@ -124,6 +122,17 @@ class Coordination:
         )
         self._num_remembered = len(memory.calls)
         self._store = StoreTable(memory.store, memory.answers)
+        self._serving = Serving(
+            config.servers,
+            patience_s=config.step_timeout_s,
+            join_patience_s=config.join_timeout_s,
+            now=now,
+            grace_s=config.dead_after_s if memory.joins else 0.0,
+        )
+        self._serving.recall(memory.serving)
+        for join in memory.joins.values():
+            if not self._membership.is_fenced(join.rank, join.incarnation):
+                self._serving.rank_joined(join.rank, join.incarnation)
         if memory.view is not None:
             self._membership.form(memory.view.view, memory.view.incarnations)
             self._store.handle(store_table.Closed(memory.view.view - 1))
@@ -131,7 +140,8 @@ class Coordination:
     @property
     def deadline(self) -> float | None:
         """When `tick` will have something to do, if nothing happens before."""
-        deadlines = (self._calls.deadline, self._store.deadline, self._views.deadline)
+        parts = (self._calls, self._store, self._views, self._serving)
+        deadlines = [part.deadline for part in parts]
         return min((each for each in deadlines if each is not None), default=None)
 
     def connected(self, client: int, *, is_supervisor: bool = False) -> None:
@@ -141,7 +151,7 @@ class Coordination:
     def has_introduced_itself(self, client: int) -> bool:
         """Whether this connection has joined or watches."""
         me = self._clients.get(client)
-        return me is None or me.rank >= 0 or me.is_watching
+        return me is None or me.rank >= 0 or me.is_watching or self._serving.is_server(client)
 
     def hear(self, client: int, message: Message, now: float) -> list[Action]:
         """A client says something."""
@@ -150,8 +160,16 @@ class Coordination:
             return []  # dropped a moment ago, and what it said before that is of no account
         if me.has_asked:
             return [Drop(client, "it asks before it was answered")]
-        if isinstance(message, Watch | Reaped | Saved):
+        if isinstance(message, Watch | Reaped | Saved | ReapedServer | ScaleServers):
             return self._hear_supervisor(client, me, message, now)
+        if self._serving.is_server(client):
+            if isinstance(message, SlotsFilled | ServerAlive):
+                return self._about_serving(self._serving.hear_server(client, message, now))
+            return [Drop(client, f"a server says {type(message).__name__}, which is not for it to say")]
+        if isinstance(message, JoinServer):
+            if me.rank >= 0 or me.is_watching:
+                return [Drop(client, f"rank {me.rank} joins a second time, as server {message.number}")]
+            return self._about_serving(self._serving.join_server(client, message, now))
         me.has_asked = True
         match message:
             case Join():
@@ -174,6 +192,10 @@ class Coordination:
                 self._enterers[me.rank] = client
                 self._membership.spoke(me.rank, now)
                 return self._about_views(self._views.handle(_entered(message, now)))
+            case AskServers():
+                return self._about_serving(self._serving.ask_servers(client, message, now))
+            case AskLease() if (message.rank, message.incarnation) == (me.rank, me.incarnation):
+                return self._about_serving(self._serving.ask_lease(client, message, now))
             case _ if isinstance(message, store_table.Request):
                 return self._about_store(self._store.handle(store_table.Asked(client, message, now)))
         return [Drop(client, f"rank {me.rank} says {message}, which is not for it to say")]
@@ -184,13 +206,14 @@ class Coordination:
         if me is None:
             return []
         self._store.handle(store_table.Gone(client))
+        served = self._about_serving(self._serving.gone(client))
         if self._callers.get(me.rank) == client:
             del self._callers[me.rank]
             self._calls.handle(calls.Gone(me.rank))
         if self._enterers.get(me.rank) == client:
             del self._enterers[me.rank]
-            return self._about_views(self._views.handle(views.Gone(me.rank, me.incarnation)))
-        return []
+            return [*served, *self._about_views(self._views.handle(views.Gone(me.rank, me.incarnation)))]
+        return served
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
@@ -198,6 +221,7 @@ class Coordination:
             *self._about_calls(self._calls.handle(calls.Tick(now))),
             *self._about_views(self._views.handle(views.Tick(now))),
             *self._about_store(self._store.handle(store_table.Tick(now))),
+            *self._about_serving(self._serving.tick(now)),
         ]
 
     # ---- who speaks -----------------------------------------------------------------------------
@@ -225,6 +249,7 @@ class Coordination:
             Remember(join),
             *self._drop_fenced(),
             self._answer(client, Joined(self._membership.view)),
+            *self._about_serving(self._serving.rank_joined(join.rank, join.incarnation)),
         ]
 
     def _hear_supervisor(self, client: int, me: _Client, message: Message, now: float) -> list[Action]:
@@ -234,11 +259,16 @@ class Coordination:
             case Reaped(rank, incarnation, code):
                 if not self._membership.reaped(rank, incarnation, code, now):
                     return []
-                return [Remember(message), *self._drop_fenced()]
+                freed = self._about_serving(self._serving.rank_dead(rank, incarnation, now))
+                return [Remember(message), *self._drop_fenced(), *freed]
             case Saved():
                 return [Remember(message)]
+            case ReapedServer() | ScaleServers():
+                return self._about_serving(self._serving.hear_supervisor(client, message, now))
+        news = () if me.is_watching else self._serving.news_for_watcher()
         me.is_watching = True
-        return [Answer(client, each) for each in (Watching(self._membership.view), *self._suspects.values())]
+        said = (Watching(self._membership.view), *self._suspects.values(), *news)
+        return [Answer(client, each) for each in said]
 
     def _drop_fenced(self) -> list[Action]:
         fenced = [
@@ -302,6 +332,18 @@ class Coordination:
         values, answered = self._store.take_changes()
         changes = [Remember(StoreChanged(values, answered))] if values or answered else []
         return [*changes, *(self._answer(each.client, each.message) for each in answers)]
+
+    def _about_serving(self, decided: list[serving.Action]) -> list[Action]:
+        actions: list[Action] = []
+        for each in decided:
+            match each:
+                case TellWatchers(message):
+                    actions += self._to_watchers(message)
+                case Answer(client, message):
+                    actions.append(self._answer(client, message))
+                case _:
+                    actions.append(each)
+        return actions
 
     def _form(self, formed: FormView) -> list[Action]:
         message = ViewFormed(

@@ -25,19 +25,9 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.cluster.memory import Entry, Fact, Granted, Memory, StoreChanged
+from shoal.cluster.memory import Entry, Fact, Memory, StoreChanged
 from shoal.core.errors import JournalFailed, RunDirectoryError
-from shoal.wire.messages import (
-    Join,
-    Reaped,
-    Saved,
-    StoreCount,
-    StoreDone,
-    StoreFlag,
-    StoreRefused,
-    StoreValues,
-    ViewFormed,
-)
+from shoal.wire.messages import StoreCount, StoreDone, StoreFlag, StoreRefused, StoreValues
 
 FILE_NAME = "journal.sqlite"
 APPLICATION_ID = int.from_bytes(b"SHOL", "big")
@@ -55,7 +45,7 @@ CREATE TABLE store (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE answers (client INTEGER PRIMARY KEY, serial INTEGER NOT NULL, answer TEXT NOT NULL);
 """
 
-_facts = msgspec.json.Decoder(Join | Reaped | ViewFormed | Granted | Saved)
+_facts: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(Fact)
 _answers = msgspec.json.Decoder(StoreCount | StoreDone | StoreFlag | StoreRefused | StoreValues)
 _to_json = msgspec.json.Encoder().encode
 

@@ -17,9 +17,12 @@ only those they have not seen.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
+
+import msgspec
 
 from shoal.core.errors import ConfigError
 
@@ -93,6 +96,19 @@ class Holder(NamedTuple):
     incarnation: int
 
 
+class LeaseSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that `Leases` knows, for a journal."""
+
+    epoch: int
+    done_below: int
+    done: list[int]  # of this epoch, beyond done_below
+    held: list[tuple[int, int, int]]  # lease, rank, incarnation
+    waiting: list[tuple[int, int]]  # rank, incarnation; the longest first
+    incarnations: dict[int, int]
+    counts: dict[int, tuple[int, int]]
+    num_samples_twice: int = 0
+
+
 # ---- events -------------------------------------------------------------------------------------
 
 
@@ -115,13 +131,20 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True)
+class GaveUp:
+    """A worker that asked waits no longer; what it holds stays with it."""
+
+    by: Holder
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
     at: float
 
 
-Event: TypeAlias = Asked | Replaced | Tick
+Event: TypeAlias = Asked | Replaced | GaveUp | Tick
 
 
 # ---- actions ------------------------------------------------------------------------------------
@@ -168,14 +191,52 @@ class Leases:
     nothing to do waits for what comes back or for the next epoch.
     """
 
-    def __init__(self, config: LeaseConfig) -> None:
+    def __init__(self, config: LeaseConfig, *, epoch: int = 0, done: Iterable[int] = ()) -> None:
+        """`epoch` and `done`, leases of it, are where a checkpoint begins."""
         self.config = config
-        self.epoch = 0
+        self.epoch = epoch
         self.num_samples_twice = 0  # in this epoch
+        self.counts: dict[int, tuple[int, int]] = {}  # rank: leases and samples it has finished
         self._begin_epoch()
         self._incarnations: dict[int, int] = {}  # rank: the newest heard of
         self._waiting: dict[Holder, float] = {}
-        self._is_over = False
+        self._is_over = epoch >= config.num_epochs
+        self._pass_over(done)
+        self._end_epoch()
+
+    def snapshot(self) -> LeaseSnapshot:
+        """Everything as it stands, in plain values."""
+        below = self.done_below
+        return LeaseSnapshot(
+            epoch=self.epoch,
+            done_below=below,
+            done=sorted(number for number in self._done if number >= below),
+            held=[(number, *by) for number, holders in sorted(self._holders.items()) for by in holders],
+            waiting=[(by.rank, by.incarnation) for by in self._waiting],
+            incarnations=dict(self._incarnations),
+            counts=dict(self.counts),
+            num_samples_twice=self.num_samples_twice,
+        )
+
+    @classmethod
+    def restore(cls, config: LeaseConfig, kept: LeaseSnapshot) -> Leases:
+        """Leases that stand where `kept` was taken. Times begin anew."""
+        first = kept.epoch * config.num_leases
+        leases = cls(config, epoch=kept.epoch, done={*range(first, kept.done_below), *kept.done})
+        for number, rank, incarnation in kept.held:
+            leases._holders.setdefault(number, {})[Holder(rank, incarnation)] = 0.0
+        leases._todo = [number for number in leases._todo if number not in leases._holders]
+        leases._waiting = {Holder(*by): 0.0 for by in kept.waiting}
+        leases._incarnations, leases.counts = dict(kept.incarnations), dict(kept.counts)
+        leases.num_samples_twice = kept.num_samples_twice
+        return leases
+
+    @property
+    def done_below(self) -> int:
+        """Every lease below this is done."""
+        while self._below in self._done:
+            self._below += 1
+        return self._below
 
     @property
     def deadline(self) -> float | None:
@@ -203,6 +264,9 @@ class Leases:
             case Replaced(rank, incarnation, at):
                 self._fence(rank, incarnation)
                 return self._serve(at)
+            case GaveUp(by):
+                self._waiting.pop(by, None)
+                return []
             case Tick(at):
                 return self._serve(at)
 
@@ -225,6 +289,9 @@ class Leases:
         for number in finished:
             if self.state(number) is LeaseState.HELD:
                 self._move(number, LeaseState.DONE)
+                _, _, start, stop = self.config.lease(number)
+                num_leases, num_samples = self.counts.get(by.rank, (0, 0))
+                self.counts[by.rank] = (num_leases + 1, num_samples + stop - start)
         actions = self._end_epoch()
         self._waiting[by] = at
         return actions + self._serve(at)
@@ -297,9 +364,17 @@ class Leases:
 
     def _begin_epoch(self) -> None:
         first = self.epoch * self.config.num_leases
-        self._todo = list(range(first, first + self.config.num_leases))  # a heap: what comes back goes first
+        self._below = first
+        self._todo: list[int] = list(
+            range(first, first + self.config.num_leases)
+        )  # what comes back goes first
         self._holders: dict[int, dict[Holder, float]] = {}
         self._done: set[int] = set()
+
+    def _pass_over(self, done: Iterable[int]) -> None:
+        ahead = set(self._todo)
+        self._done |= ahead & set(done)
+        self._todo = sorted(ahead - self._done)
 
     def _end_epoch(self) -> list[Action]:
         if self._is_over or len(self._done) < self.config.num_leases:

@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from shoal.cluster.leases import LeaseSnapshot
+from shoal.wire.group_messages import AskLease, JoinServer, ReapedServer, ScaleServers
 from shoal.wire.message import Count
 from shoal.wire.messages import Join, Message, Reaped, Saved, ViewFormed
 
@@ -32,7 +34,41 @@ class StoreChanged:
     answers: dict[int, tuple[int, Message]]  # by client: its newest serial, and what was answered
 
 
-Fact: TypeAlias = Join | Reaped | ViewFormed | Granted | Saved
+class ServerFilled(
+    msgspec.Struct, frozen=True, tag="server-filled", tag_field="type", forbid_unknown_fields=True
+):
+    """A server has these slots and follows their updates."""
+
+    number: Count
+    incarnation: Count
+    view: Count
+    slots: list[Count]
+
+
+class LeaseGaveUp(
+    msgspec.Struct, frozen=True, tag="lease-gave-up", tag_field="type", forbid_unknown_fields=True
+):
+    """A worker waits no longer for a lease."""
+
+    rank: Count
+    incarnation: Count
+
+
+class LeasesStand(
+    msgspec.Struct, frozen=True, tag="leases-stand", tag_field="type", forbid_unknown_fields=True
+):
+    """How leases stand, after everything that was asked before; `asked` says how the epochs are cut."""
+
+    asked: AskLease
+    snapshot: LeaseSnapshot
+
+
+ServingFact: TypeAlias = (
+    JoinServer | ReapedServer | ServerFilled | ScaleServers | AskLease | LeaseGaveUp | LeasesStand | Reaped
+)
+"""What changes servers and leases; told again in the same order, they stand where they stood."""
+
+Fact: TypeAlias = Join | ViewFormed | Granted | Saved | ServingFact
 """Entries that stay: the history of a job."""
 
 Entry: TypeAlias = Fact | StoreChanged
@@ -53,6 +89,9 @@ class Memory:
     """What was granted, in order; None at the end of the script."""
 
     checkpoint: Saved | None = None
+    serving: list[ServingFact] = field(default_factory=list)
+    """What happened to servers and leases, in order, as far as it still matters."""
+
     store: dict[str, bytes] = field(default_factory=dict)
     answers: dict[int, tuple[int, Message]] = field(default_factory=dict)
 
@@ -63,6 +102,16 @@ class Memory:
                 self.joins[entry.rank] = entry
             case Reaped():
                 self.deaths[entry.rank] = entry
+                self.serving.append(entry)
+            case JoinServer() | ReapedServer() | ServerFilled() | ScaleServers() | AskLease() | LeaseGaveUp():
+                self.serving.append(entry)
+            case LeasesStand():
+                self.serving = [
+                    each
+                    for each in self.serving
+                    if not isinstance(each, AskLease | LeaseGaveUp | LeasesStand)
+                ]
+                self.serving.append(entry)
             case ViewFormed():
                 self.view = entry
             case Granted(number, call):

@@ -26,6 +26,7 @@ class ServerSession:
         self._job = job
         self._clients: dict[str, CoordinatorClient] = {}
         self._is_closed = False
+        self._view = 0
 
     def ask_servers(self, after_view: int, timeout_s: float) -> ServerView:
         """The newest view of the servers, once there is one after `after_view`.
@@ -33,7 +34,9 @@ class ServerSession:
         Raises WaitTimedOut, naming the servers that have not joined, and CoordinatorLost.
         """
         answer = self._client("servers").request(AskServers(after_view, timeout_s), None)
-        return _expect(answer, ServerView)
+        view = _expect(answer, ServerView)
+        self._view = max(self._view, view.view)
+        return view
 
     def ask_lease(
         self,
@@ -50,6 +53,8 @@ class ServerSession:
     ) -> Leases | NoMoreLeases:
         """Tell which leases are finished (all their pushes acknowledged), and get all that this worker holds now.
 
+        Ask for the servers first: who knows only a view that was lost is not heard.
+
         Waits at the end of an epoch, until others' leases are done or come back.
         `first_epoch` and `done` (leases of that epoch) are where a checkpoint begins; the first worker
         to ask decides them for the call. `timeout_s` is step_timeout_s unless given. Raises WaitTimedOut, naming
@@ -60,6 +65,7 @@ class ServerSession:
             call=call,
             rank=job.rank,
             incarnation=job.incarnation,
+            view=self._view,
             finished=list(finished),
             num_samples=num_samples,
             samples_per_lease=samples_per_lease,

@@ -148,6 +148,7 @@ class AskLease(Message, frozen=True, tag="ask-lease"):
     call: Count
     rank: Count
     incarnation: Count
+    view: Count  # of the servers, the newest the worker has heard of: who knows only one that was lost is not heard
     finished: list[Count]
     num_samples: Count
     samples_per_lease: Count
