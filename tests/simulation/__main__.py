@@ -48,10 +48,11 @@ def _tell(scenario: str, seed: int) -> int:
 def _run_many(scenarios: list[str], start: int, num_seeds: int, num_jobs: int) -> int:
     # Most of the seeds go to training: it has the most that can go wrong.
     shares = {name: (6 if name == "training" else 1) for name in scenarios}
+    counted = {name: num_seeds * share // sum(shares.values()) for name, share in shares.items()}
+    counted[scenarios[0]] += num_seeds - sum(counted.values())
     chunks = [
         (name, first, min(CHUNK, start + count - first))
-        for name in scenarios
-        for count in [num_seeds * shares[name] // sum(shares.values())]
+        for name, count in counted.items()
         for first in range(start, start + count, CHUNK)
     ]
     began, num_run, num_events = time.monotonic(), 0, 0
@@ -63,7 +64,9 @@ def _run_many(scenarios: list[str], start: int, num_seeds: int, num_jobs: int) -
             counts += done[2]
             broken += done[3]
             rate = num_run / (time.monotonic() - began)
-            print(f"\r{num_run} schedules, {rate:.0f}/s, {len(broken)} broken ", end="", file=sys.stderr)
+            left_s = (sum(chunk[2] for chunk in chunks) - num_run) / rate
+            said = f"{num_run} schedules, {rate:.0f}/s, {len(broken)} broken, {left_s:.0f} s left"
+            print(f"\r{said} ", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     for what, count in sorted(counts.items()):
         print(f"{count:10}  {what}")

@@ -7,8 +7,10 @@ from collections import Counter
 from typing import NamedTuple, Protocol
 
 from simulation.cluster import Cluster
+from simulation.fencing import Fencing
 from simulation.leasing import Leasing
 from simulation.planted import PLANTED
+from simulation.planted_fences import PLANTED_FENCES
 from simulation.planted_leases import PLANTED_LEASES
 from simulation.planted_slots import PLANTED_SLOTS
 from simulation.serving import Serving
@@ -30,10 +32,15 @@ class Scenario(Protocol):
         """Who is in it, and what will go wrong."""
 
 
-SCENARIOS: dict[str, type[Scenario]] = {"training": Cluster, "leasing": Leasing, "serving": Serving}
-"""What is simulated: exact training through views, leases of samples, slots on servers."""
+SCENARIOS: dict[str, type[Scenario]] = {
+    "training": Cluster,
+    "leasing": Leasing,
+    "serving": Serving,
+    "fencing": Fencing,
+}
+"""What is simulated: exact training through views, leases of samples, slots on servers, pushes of the replaced."""
 
-BUGS: dict[str, type[Scenario]] = {**PLANTED, **PLANTED_LEASES, **PLANTED_SLOTS}
+BUGS: dict[str, type[Scenario]] = {**PLANTED, **PLANTED_LEASES, **PLANTED_SLOTS, **PLANTED_FENCES}
 """What is wrong: a scenario in which it is."""
 
 

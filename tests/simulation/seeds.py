@@ -51,5 +51,10 @@ FINDS: dict[str, int] = {
     "a copy is taken before its view's map (once real)": 218,
     "a slot is switched before its copy has caught up": 0,
     "a restarted coordinator goes on with the old view (once real)": 34,
+    "a push of any view is taken": 14,
+    "a server promises and takes the old view all the same": 1647,
+    "a worker that was replaced may join again": 5,
+    "a view is formed before every server has promised": 4,
+    "a replaced worker is told of the new view": 14,
 }
 """A planted bug: a seed that finds it."""

@@ -16,7 +16,7 @@ from simulation.running import BUGS, SCENARIOS, run
 from simulation.seeds import FINDS
 
 BLOCK = 200
-NUM_BLOCKS = {"training": 12, "leasing": 2, "serving": 1}
+NUM_BLOCKS = {"training": 12, "leasing": 2, "serving": 1, "fencing": 1}
 """Of so many seeds each: a test is short, however busy the machine."""
 
 REACHED = {
@@ -30,6 +30,9 @@ REACHED = {
     "fault: worker dies at: state is there, not taken": 20,
     "fault: worker dies at: view formed, group not": 20,
     "fault: worker is killed as a donor": 20,
+    "fenced: told so": 20,
+    "fenced: worker given up": 20,
+    "fenced: worker killed": 20,
     "group not formed": 20,
     "job refused": 5,
     "let go when born too late": 5,
