@@ -30,7 +30,9 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     env: dict[bytes, bytes] = msgspec.field(default_factory=dict)
     num_threads: int = 1
-    server_memory_bytes: int = 0  # of its own, clients' shared memory aside; 0: 80 % of what is available at its start
+    server_memory_bytes: int = (
+        0  # of its own, clients' shared memory aside; 0: 80 % of what is available at its start
+    )
     step_timeout_s: float = 300.0
     join_timeout_s: float = 120.0
     faults: tuple[Fault, ...] = ()  # of all processes; arm with process=f"server-{number}"
