@@ -1,0 +1,1 @@
+"""The parameter server: slots of rows and dense parameters, kept, updated, replicated and given out."""
