@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 from shoal.core.errors import LinkLost, PsError, WaitTimedOut, WireError
@@ -218,6 +219,14 @@ class Link:
             if self._lost is None:
                 self.on_lost = None
                 self._lose(LinkLost(peer=self.peer, reason="it was closed on this side"))
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # ---- with the lock held -----------------------------------------------------------------------
 

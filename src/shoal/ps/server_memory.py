@@ -1,0 +1,79 @@
+"""How much memory a server may hold, and what it says when that is all in use.
+
+A server that refuses in time ends a job with a sentence; one that does not is
+ended by the kernel without one, and its replacement after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import time
+from pathlib import Path
+
+from shoal.wire.message import Message
+from shoal.wire.ps_messages import (
+    DeclareDense,
+    DeclareTable,
+    PullRows,
+    PushDense,
+    PushRows,
+    WriteChunk,
+    WriteRows,
+)
+
+LOOK_EVERY_S = 0.02
+SHARE = 0.8
+"""Of the memory that is available when a server starts."""
+
+GROWING = (DeclareTable, DeclareDense, PushRows, PushDense, WriteRows, WriteChunk, PullRows)
+"""Requests of clients that may make a server hold more than before."""
+
+
+class MemoryGuard:
+    """Knows how much this process holds, and refuses what would make it more once that is too much."""
+
+    def __init__(self, name: str, limit_bytes: int = 0) -> None:
+        """`limit_bytes` 0: a share of what is available now."""
+        self.name = name
+        self.limit_bytes = limit_bytes or int(SHARE * available_bytes()) + private_bytes()
+        self._held, self._looked_at = 0, float("-inf")
+
+    def problem(self, nbytes: int = 0) -> str | None:
+        """Why `nbytes` more cannot be taken, as a paragraph."""
+        held = self._look()
+        if held + nbytes <= self.limit_bytes:
+            return None
+        return (
+            f"{self.name} holds {held:,} bytes of its own and was to take {nbytes:,} more, where its limit is "
+            f"{self.limit_bytes:,} (server_memory_bytes). Nothing of this request was done, and all that is held is whole; "
+            "use more servers (--servers), smaller tables or optimizer state, or raise server_memory_bytes where the machine "
+            "has room."
+        )
+
+    def refusal(self, message: Message) -> str | None:
+        """Why this request is not to be heard, as a paragraph."""
+        return self.problem() if isinstance(message, GROWING) else None
+
+    def _look(self) -> int:
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_EVERY_S:
+            self._held, self._looked_at = private_bytes(), now
+        return self._held
+
+
+def private_bytes() -> int:
+    """Memory that only this process has: neither files nor what clients share with it."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
+
+
+def available_bytes() -> int:
+    """What the machine can give without swapping, or the control group where that is less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        found = min(found, max(0, limit - used))
+    return found

@@ -1,0 +1,236 @@
+"""A server as a process: serves its clients, follows the coordinator, speaks to other servers, and ends in order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shoal.cluster.server_spec import ServerSpec, encode_spec
+from shoal.core.errors import LinkLost
+from shoal.wire import unix
+from shoal.wire.codec import read_message, send_message
+from shoal.wire.group_messages import (
+    JoinedServer,
+    JoinServer,
+    PingServer,
+    RankJoined,
+    ServerAlive,
+)
+from shoal.wire.message import Message
+from shoal.wire.messages import JoinRefused, Leave
+from shoal.wire.ps_messages import (
+    Committed,
+    Declared,
+    Hello,
+    Post,
+    Posted,
+    PsRefused,
+    Pulled,
+    PullRows,
+    PushRows,
+    ServerView,
+    SetClock,
+    SlotsFilled,
+)
+from shoal.wire.shared import Link
+
+HELLO = Hello(name="worker-0", incarnation=0)
+PUSH = PushRows(view=1, stream=0, seq=1, table=0)
+PULL = PullRows(view=1, clock=0, table=0)
+POST = Post(view=1, exchange=1, rank=0, anchored_at=0)
+VIEW = ServerView(view=3, holders=[[0]], incarnations={0: 0, 1: 0})
+HERE = Path(__file__).parent
+
+
+class Coordinator:
+    """Whoever a server takes for the coordinator."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._listener = path, unix.listen(path)
+        self._listener.settimeout(20.0)
+        self.lines: list[socket.socket] = []
+
+    def accept(self) -> Message:
+        self.lines.append(unix.accept(self._listener)[0])
+        return self.hear()
+
+    def say(self, *messages: Message) -> None:
+        for message in messages:
+            send_message(self.lines[-1], message)
+
+    def hear(self) -> Message:
+        return read_message(self.lines[-1], timeout_s=20.0)[0]
+
+    def close(self) -> None:
+        for sock in (*self.lines, self._listener):
+            sock.close()
+
+
+class Server:
+    """A server process and the socket it listens at."""
+
+    def __init__(self, folder: Path, number: int, coordinator: Path, **told: int) -> None:
+        self.path, self.number = folder / f"server-{number}", number
+        self.listener = unix.listen(self.path)
+        self._told, self._coordinator = told, coordinator
+        self.process: subprocess.Popen[str]
+        self._links: list[Link] = []
+
+    def link(self) -> Link:
+        """A client's link; closed with the group."""
+        self._links.append(Link.connect(self.path, HELLO, 20.0))
+        return self._links[-1]
+
+    def start(self, others: list[Server]) -> None:
+        spec = ServerSpec(
+            job="test", number=self.number, num_workers=1, num_servers=len(others), num_replicas=1, strategy="ps",
+            run_dir="", **self._told,
+        )  # fmt: skip
+        ways = {"coordinator": os.open(self._coordinator, os.O_PATH)}
+        ways |= {f"server-{other.number}": os.open(other.path, os.O_PATH) for other in others}
+        fds = {"listener": self.listener.fileno(), **ways}
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "fake_server.py"), encode_spec(spec).hex(), *(f"{n}={fd}" for n, fd in fds.items())],
+            pass_fds=list(fds.values()), stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        for fd in ways.values():
+            os.close(fd)
+
+    def close(self) -> None:
+        self.listener.close()
+        for link in self._links:
+            link.close()
+
+    def end(self) -> tuple[int, str]:
+        _, said = self.process.communicate(timeout=20.0)
+        return self.process.returncode, said
+
+
+@contextmanager
+def group(folder: Path, num_servers: int = 1, **told: int) -> Iterator[tuple[Coordinator, list[Server]]]:
+    coordinator = Coordinator(folder / "coordinator")
+    servers = [Server(folder, number, coordinator.path, **told) for number in range(num_servers)]
+    for server in servers:
+        server.start(servers)
+    try:
+        yield coordinator, servers
+    finally:
+        for server in servers:
+            server.process.kill()
+            server.end()
+            server.close()
+        coordinator.close()
+
+
+def test_a_server_serves_follows_the_coordinator_outlives_it_and_leaves_when_told(tmp_path: Path) -> None:
+    with group(tmp_path) as (coordinator, [server]):
+        link = server.link()  # before it runs: its socket is there
+        joined = coordinator.accept()
+        assert joined == JoinServer(number=0, incarnation=0, pid=server.process.pid)
+        coordinator.say(JoinedServer(view=3), RankJoined(0, 0), VIEW, PingServer(9))
+        assert coordinator.hear() == SlotsFilled(3, [7])
+        assert coordinator.hear() == ServerAlive(9)
+
+        pushed, into = link.alloc(1 << 20), link.alloc(1 << 20)
+        pushed.view[:] = os.urandom(1 << 20)
+        assert isinstance(link.wait(link.send(PUSH, [pushed]), 5.0)[0], Committed)
+        assert isinstance(link.wait(link.send(PULL, into=[into]), 5.0)[0], Pulled)
+        assert into.view == pushed.view
+
+        coordinator.lines[-1].close()  # it was killed; another one comes at the same address
+        assert coordinator.accept() == joined
+        assert isinstance(link.wait(link.send(PUSH, [b"while it was away"]), 5.0)[0], Committed)
+        assert link.welcome is not None
+        assert link.welcome.view == 0
+        assert server.link().welcome.view == 3  # type: ignore[union-attr]
+        coordinator.say(Leave())
+        assert server.end() == (0, "")
+        with pytest.raises(LinkLost):
+            link.wait(link.send(PUSH), 5.0)
+
+
+def test_what_the_core_sends_reaches_the_other_server_and_its_answer_comes_back(tmp_path: Path) -> None:
+    with group(tmp_path, 2) as (coordinator, [first, second]):
+        link = first.link()
+        second.link().close()  # both run
+        large, empty, small = os.urandom(3 << 20), b"", b"small"
+        tickets = [link.send(POST, [large, empty, small]) for _ in range(5)]
+        for ticket in tickets:
+            assert isinstance(link.wait(ticket, 10.0)[0], Posted)
+        reader = second.link()
+        into = [reader.alloc(len(large)), reader.alloc(1), reader.alloc(len(small))]
+        link.wait(link.send(POST, [large, b"1", small]), 10.0)
+        reader.wait(reader.send(PULL, into=into), 5.0)
+        assert [bytes(buffer.view) for buffer in into] == [large, b"1", small]
+
+        # The other one is killed and replaced: what is sent from the next view on reaches its successor.
+        reader.close()
+        second.process.kill()
+        assert second.end()[0] == -signal.SIGKILL
+        second.start([first, second])
+        second.link().close()
+        for _ in range(3):
+            coordinator.accept()
+        for line in coordinator.lines:
+            with contextlib.suppress(BrokenPipeError):  # of the one that was killed
+                send_message(line, VIEW)
+        deadline = time.monotonic() + 10.0
+        while first.link().welcome.view != 3:  # type: ignore[union-attr]
+            assert time.monotonic() < deadline
+        answer, frames = link.wait(link.send(POST, [large]), 10.0)
+        assert isinstance(answer, Posted)
+        assert bytes(frames[0]) == b"lost 1"
+        for server in (first, second):
+            server.process.send_signal(signal.SIGTERM)
+            assert server.end() == (0, "")
+
+
+def test_a_server_short_of_memory_refuses_what_would_grow_and_goes_on_with_the_rest(tmp_path: Path) -> None:
+    with group(tmp_path, server_memory_bytes=1 << 30) as (_, [server]):
+        link = server.link()
+        other = server.link()
+        frame = link.alloc(100_000)
+        assert isinstance(link.wait(link.send(PUSH, [frame]), 5.0)[0], Committed)
+        assert isinstance(link.wait(link.send(SetClock(1, 1 << 30)), 20.0)[0], Declared)
+        refused, _ = link.wait(link.send(PUSH, [frame]), 5.0)
+        assert isinstance(refused, PsRefused)
+        assert "server-0 holds 1," in refused.reason
+        assert "raise server_memory_bytes" in refused.reason
+        # A segment that is new to it is refused in the same words, and so is what lies in it.
+        for _ in range(2):
+            refused, _ = other.wait(other.send(POST, [other.alloc(100_000)]), 5.0)
+            assert isinstance(refused, PsRefused)
+        assert isinstance(link.wait(link.send(SetClock(1, 0)), 5.0)[0], Declared)
+
+
+def test_a_server_that_nobody_wants_says_so_and_ends(tmp_path: Path) -> None:
+    with group(tmp_path) as (coordinator, [server]):
+        coordinator.accept()
+        coordinator.say(JoinRefused("there is a newer one"))
+        code, said = server.end()
+        assert code == 3
+        assert "does not want server-0: there is a newer one" in said
+
+
+def test_a_client_that_the_core_drops_is_counted_and_told_at_the_end(tmp_path: Path) -> None:
+    with group(tmp_path) as (_, [server]):
+        bad, good = server.link(), server.link()
+        ticket = bad.send(PushRows(view=1, stream=13, seq=1, table=0))
+        with pytest.raises(LinkLost):
+            bad.wait(ticket, 5.0)
+        assert isinstance(good.wait(good.send(PUSH), 5.0)[0], Committed)
+        server.process.send_signal(signal.SIGTERM)
+        code, said = server.end()
+        assert code == 0
+        assert "closed 1 connections" in said
+        assert f"process {os.getpid()}: thirteen" in said
