@@ -188,3 +188,9 @@ def ask_ahead(rows: Any, i: int, table: Any) -> None:
         start = table.ctypes.data + np.int64(rows[i + _AHEAD]) * row_bytes
         for line in range(0, row_bytes, 64):
             prefetch(start + line)
+
+
+@inlined
+def ask_for(array: Any, i: Any) -> None:
+    """Have the cache line of an element of a vector under way."""
+    prefetch(array.ctypes.data + np.int64(i) * array.itemsize)

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 from numba import types
 
-from shoal.nn.compiled import INT, kernel, mixed, vector
+from shoal.nn.compiled import INT, ask_for, inlined, kernel, mixed, vector
 from shoal.nn.row_memory import GrowingArray
 
 _KEYS = vector(types.int64)
 _ROWS = vector(types.int32, written=True)
-_MAX_LOAD = 0.92
 _MAX_ROWS = 2**31 - 2
 
 
@@ -77,7 +76,8 @@ class HashedIndex:
         self.num_rows = 0
         # An index of a tenth of its rows: 8 bytes are the key's, so these are left for its entry.
         left = 0.1 * row_bytes - 8
-        self._load_after_growth = min(0.835, max(0.45, 4 / left)) if left > 0 else 0.45
+        is_tight = left > 0 and 4 / left > 0.35
+        self._load_after_growth, self._max_load = (min(0.835, 4 / left), 0.92) if is_tight else (0.35, 0.7)
         self._entries = np.zeros(64, np.uint32)
         self._row_bits = 6
 
@@ -90,7 +90,7 @@ class HashedIndex:
         wanted = self.num_rows + num_new
         assert wanted < _MAX_ROWS
         self.keys.reserve(wanted)
-        if wanted > _MAX_LOAD * len(self._entries):
+        if wanted > self._max_load * len(self._entries):
             self._rehash(wanted)
         self.num_rows = _add_hashed(keys, self._entries, self._row_bits, rows, self.keys.array, self.num_rows)
 
@@ -138,15 +138,32 @@ def _add_to_array(keys: Any, row_of: Any, rows: Any, row_keys: Any, num_rows: in
     return num_rows
 
 
+_SOON, _SOONER = 24, 12  # keys ahead: first their entries are asked for, then what these point to
+
+
+@inlined
+def _hash(key: int) -> Any:
+    return mixed(np.uint64(key) + np.uint64(0x632BE59BD9B4E019))
+
+
+@inlined
+def _home(hashed: Any, size: Any) -> Any:
+    return ((hashed >> np.uint64(32)) * size) >> np.uint64(32)
+
+
 @kernel((_KEYS, vector(types.uint32), INT, _KEYS, _ROWS))
 def _find_hashed(keys: Any, entries: Any, row_bits: int, row_keys: Any, rows: Any) -> int:
     size, num_missing = np.uint64(len(entries)), 0
     row_mask = np.uint32((1 << row_bits) - 1)
     for i in range(len(keys)):
+        if i + _SOON < len(keys):
+            ask_for(entries, _home(_hash(keys[i + _SOON]), size))
+        if i + _SOONER < len(keys):
+            ask_for(row_keys, entries[_home(_hash(keys[i + _SOONER]), size)] & row_mask)
         key = keys[i]
-        hashed = mixed(np.uint64(key) + np.uint64(0x632BE59BD9B4E019))
+        hashed = _hash(key)
         piece = np.uint32(hashed) & ~row_mask
-        at = ((hashed >> np.uint64(32)) * size) >> np.uint64(32)
+        at = _home(hashed, size)
         row = np.int64(-1)
         while True:
             entry = entries[at]
@@ -170,12 +187,14 @@ def _add_hashed(keys: Any, entries: Any, row_bits: int, rows: Any, row_keys: Any
     size = np.uint64(len(entries))
     row_mask = np.uint32((1 << row_bits) - 1)
     for i in range(len(keys)):
+        if i + _SOON < len(keys):
+            ask_for(entries, _home(_hash(keys[i + _SOON]), size))
         if rows[i] >= 0:
             continue
         key = keys[i]
-        hashed = mixed(np.uint64(key) + np.uint64(0x632BE59BD9B4E019))
+        hashed = _hash(key)
         piece = np.uint32(hashed) & ~row_mask
-        at = ((hashed >> np.uint64(32)) * size) >> np.uint64(32)
+        at = _home(hashed, size)
         while True:
             entry = entries[at]
             if entry == 0:
@@ -198,8 +217,10 @@ def _enter_all(row_keys: Any, num_rows: int, entries: Any, row_bits: int) -> Non
     size = np.uint64(len(entries))
     row_mask = np.uint32((1 << row_bits) - 1)
     for row in range(num_rows):
-        hashed = mixed(np.uint64(row_keys[row]) + np.uint64(0x632BE59BD9B4E019))
-        at = ((hashed >> np.uint64(32)) * size) >> np.uint64(32)
+        if row + _SOON < num_rows:
+            ask_for(entries, _home(_hash(row_keys[row + _SOON]), size))
+        hashed = _hash(row_keys[row])
+        at = _home(hashed, size)
         while entries[at] != 0:
             at += np.uint64(1)
             if at == size:
