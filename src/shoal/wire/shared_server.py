@@ -12,6 +12,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -87,6 +88,7 @@ class _Peer:
     since: float
     pid: int
     intake: Intake = field(default_factory=lambda: Intake(REQUESTS, max_fds=MAX_NEW_SEGMENTS))
+    backlog: deque[Received] = field(default_factory=deque)  # came, and is heard once it reads its answers
     outbox: Outbox = field(default_factory=Outbox)
     segments: dict[int, memoryview | None] = field(default_factory=dict)  # None: there was no memory for it
     segment_bytes: int = 0
@@ -221,12 +223,13 @@ class Listener:
                 peer.outbox.flush(peer.sock)
                 self._watch(peer)
             if mask & selectors.EVENT_READ:
-                for received in peer.intake.receive(peer.sock):
-                    request = self._open(peer, received)
-                    if request is not None:
-                        self._hear(request)
-                    if peer.number not in self._peers:
-                        return
+                peer.backlog += peer.intake.receive(peer.sock)
+            while peer.backlog and not self._is_paused(peer):
+                request = self._open(peer, peer.backlog.popleft())
+                if request is not None:
+                    self._hear(request)
+                if peer.number not in self._peers:
+                    return
         except WireError as error:
             self.close_peer(peer.number, error.problem)
         except BlockingIOError:
@@ -237,9 +240,12 @@ class Listener:
         except OSError:
             self.close_peer(peer.number)
 
+    def _is_paused(self, peer: _Peer) -> bool:
+        return peer.outbox.num_bytes > self._config.pause_bytes
+
     def _watch(self, peer: _Peer) -> None:
         """Listen to it unless it does not read; write to it while there is something to write."""
-        events = selectors.EVENT_READ if peer.outbox.num_bytes <= self._config.pause_bytes else 0
+        events = 0 if self._is_paused(peer) else selectors.EVENT_READ
         if peer.outbox.num_bytes:
             events |= selectors.EVENT_WRITE
         if events != peer.events:
