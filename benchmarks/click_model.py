@@ -50,9 +50,8 @@ def write_data(folder: Path, *, seed: int = 0, num_batches: int = NUM_BATCHES) -
 
 def read_data(folder: str | Path) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Ids (samples x columns) and labels, mapped: processes of one machine share the pages."""
-    return np.load(Path(folder) / "ids.npy", mmap_mode="r"), np.load(
-        Path(folder) / "label.npy", mmap_mode="r"
-    )
+    ids, label = (np.load(Path(folder) / f"{name}.npy", mmap_mode="c") for name in ("ids", "label"))
+    return ids, label
 
 
 def batches(
