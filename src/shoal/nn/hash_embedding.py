@@ -1,0 +1,137 @@
+"""An embedding for ids that nobody counted: any int64 has a row, which comes to be when it is first trained on."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import ConfigError
+from shoal.nn.local_rows import LocalRows
+from shoal.nn.row_source import RowSource
+from shoal.nn.rows import embedding_forward
+from shoal.nn.rules import rule_of_optimizer
+from shoal.wire.ps_messages import TableSpec
+
+_DTYPES: dict[torch.dtype, Literal["float32", "float64"]] = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+
+
+class HashEmbedding(nn.Module):
+    """Rows of `embedding_dim` numbers for any int64 id; a row nobody trained is a function of (seed, id).
+
+    Its rows are not parameters: there is no largest id, so there is no tensor
+    of them. Under shoal.Trainer they are trained as the strategy trains
+    sparse rows. In a loop of one's own, `follow(optimizer)` makes every
+    `optimizer.step()` update them too, by the rule that the optimizer has for
+    sparse gradients (SGD without momentum, Adagrad, SparseAdam).
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        *,
+        init: Literal["zeros", "normal", "uniform"] = "normal",
+        scale: float = 0.01,
+        seed: int = 0,
+        name: str = "",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        if embedding_dim < 1 or init not in ("zeros", "normal", "uniform") or dtype not in _DTYPES:
+            raise ConfigError(
+                "HashEmbedding takes an embedding_dim of at least 1, init 'zeros', 'normal' or 'uniform', and float32 or "
+                f"float64, got {embedding_dim}, '{init}' and {dtype}."
+            )
+        self.embedding_dim, self.init, self.scale, self.seed = embedding_dim, init, scale, seed
+        self.name, self.dtype = name, dtype
+        self._source: RowSource | None = None
+
+    @property
+    def source(self) -> RowSource:
+        """Where its rows are: in this process, unless a strategy said otherwise."""
+        if self._source is None:
+            # "add" has no state: what rows need besides their values is known with the optimizer.
+            self._source = LocalRows(self.table_spec(rule="add", settings={}))
+        return self._source
+
+    def use(self, source: RowSource | None) -> None:
+        """Have the rows there from now on; None: in this process, all new."""
+        self._source = source
+
+    def table_spec(self, *, rule: str, settings: dict[str, float], number: int = 0) -> TableSpec:
+        """The table that its rows are, trained by this rule."""
+        return TableSpec(
+            number=number,
+            name=self.name or "HashEmbedding",
+            dim=self.embedding_dim,
+            dtype=_DTYPES[self.dtype],
+            rule=rule,
+            settings=settings,
+            init=self.init,
+            scale=self.scale,
+            seed=self.seed,
+        )
+
+    def follow(self, optimizer: torch.optim.Optimizer, *, group: int = 0) -> None:
+        """Have every `optimizer.step()` update the rows too, with the settings of its parameter group `group`."""
+        self._rule(optimizer, group)
+
+        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            self._rule(optimizer, group).apply()
+
+        optimizer.register_step_post_hook(after_step)
+
+    def _rule(self, optimizer: torch.optim.Optimizer, group: int) -> LocalRows:
+        rule = rule_of_optimizer(type(optimizer).__name__, optimizer.param_groups[group])
+        source = self.source
+        if isinstance(rule, str) or not isinstance(source, LocalRows):
+            why = rule if isinstance(rule, str) else "they are on servers"
+            raise ConfigError(
+                f"the rows of a HashEmbedding cannot follow this optimizer: {why}. Nothing was changed; use "
+                "SGD without momentum, Adagrad or SparseAdam, and have servers' rows trained by their strategy."
+            )
+        source.train_by(*rule)
+        return source
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows of `ids`, in its shape with one dim more."""
+        return embedding_forward(self.source, ids)
+
+    def extra_repr(self) -> str:
+        """What is shown in print(model)."""
+        return f"{self.embedding_dim}, init={self.init!r}, scale={self.scale}, seed={self.seed}"
+
+    # ---- rows as part of a state_dict, where they are in this process ----
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if isinstance(self._source, LocalRows):
+            table = self._source.table
+            keys, values, _ = table.read_rows(np.arange(table.num_rows))
+            destination[f"{prefix}keys"] = torch.from_numpy(keys)
+            destination[f"{prefix}rows"] = torch.from_numpy(values)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = [state_dict.get(f"{prefix}{name}") for name in ("keys", "rows")]
+        if given[0] is None or given[1] is None:
+            return  # saved before a row came to be
+        keys, rows = given[0].numpy(), given[1].to(self.dtype).contiguous().numpy()
+        if rows.shape != (len(keys), self.embedding_dim):
+            error_msgs.append(
+                f"{prefix}rows: {rows.shape} for {len(keys)} keys of {self.embedding_dim} numbers"
+            )
+        elif isinstance(self.source, LocalRows):
+            self.source.table.set(np.ascontiguousarray(keys), rows, None, 0)
