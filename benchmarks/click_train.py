@@ -1,0 +1,108 @@
+"""shoal's side: an ordinary Trainer script over the same data, which measures its own steady rate.
+
+    shoal run -n 2 --servers 1 --strategy ps:async benchmarks/click_train.py --data DIR --out DIR
+
+Every rank writes OUT/RANK.json: what it trained between the end of the
+warm-up and the deadline. The sum over the ranks is the job's rate, whatever a
+strategy makes of the batch, because samples are counted where the loss sees them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
+from torch import Tensor, nn
+
+import shoal
+from benchmarks.click_model import BATCH, LR, read_data
+from benchmarks.click_torch import WIDE_BATCH, WIDE_LR, ClickModel, wide_arrays, wide_mlp
+from benchmarks.peers.meter import Meter
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--data", help="folder with ids.npy and label.npy")
+parser.add_argument("--out", type=Path, required=True)
+parser.add_argument("--model", choices=("click", "wide"), default="click")
+parser.add_argument("--seconds", type=float, default=8.0)
+parser.add_argument("--warm", type=float, default=3.0)
+parser.add_argument("--per-worker", action="store_true", help="the batch is each worker's, not all workers'")
+options = parser.parse_args()
+
+
+class Counted(nn.Module):
+    """A loss that counts the samples it has seen."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self._loss = loss
+        self.num_samples = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.num_samples += target.shape[0]
+        return self._loss(output, target)
+
+
+class Clock(shoal.callbacks.Callback):
+    """Feeds the meter, and ends the fit when it has seen enough."""
+
+    ranks = "every"
+
+    def __init__(self) -> None:
+        self.meter: Meter | None = None
+        self._num_before = 0
+        self.last_loss: float | None = None
+
+    def on_step_end(self, trainer: shoal.Trainer, logs: Any) -> None:
+        # The clock starts with the first step: joining and the first pulls are not what is measured.
+        self.meter = self.meter or Meter(warm_s=options.warm, seconds=options.seconds)
+        if not self.meter.goes_on():
+            return
+        self.meter.step(loss.num_samples - self._num_before)
+        self._num_before = loss.num_samples
+        self.last_loss = logs.loss
+        if not self.meter.goes_on():
+            trainer.stop()
+
+
+torch.manual_seed(0)
+if options.model == "click":
+    ids, label = read_data(options.data)
+    arrays = (torch.from_numpy(ids), torch.from_numpy(label))
+    model: nn.Module = ClickModel()
+    loss = Counted(nn.BCEWithLogitsLoss())
+    batch = BATCH
+else:
+    arrays = wide_arrays()
+    model, loss, batch = wide_mlp(), Counted(nn.CrossEntropyLoss()), WIDE_BATCH
+
+
+def optimizer(params: Any) -> torch.optim.Optimizer:
+    if options.model == "click":
+        return torch.optim.Adagrad(params, lr=LR)
+    return torch.optim.SGD(params, lr=WIDE_LR, momentum=0.9)
+
+
+clock = Clock()
+trainer = shoal.Trainer(
+    model, loss=loss, optimizer=optimizer, callbacks=[clock], device="cpu", progress=False
+)
+data = shoal.Dataset.from_arrays(arrays).batch(batch, per_worker=options.per_worker, drop_last=True)
+trainer.fit(data, epochs=1_000_000)
+meter = clock.meter
+if meter is None:
+    raise SystemExit("no step was trained")
+told = {
+    "samples_per_s": meter.samples_per_s,
+    "steps": meter.num_steps,
+    "samples": meter.num_samples,
+    "seconds": meter.seconds,
+    "last_loss": clock.last_loss,
+    "threads": torch.get_num_threads(),
+}
+options.out.mkdir(parents=True, exist_ok=True)
+(options.out / f"{shoal.rank()}.json").write_text(json.dumps(told))
