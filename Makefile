@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test check format bench simulate clean
+.PHONY: setup demo test check format bench bench-peers simulate clean
 
 setup: $(READY)
 
@@ -33,10 +33,14 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
+# Against the peers that pip can install, each in an environment of its own under .peers/: a gigabyte or two the first time.
+bench-peers: $(READY)
+	$(BIN)/python -m benchmarks peers $(PEERS_ARGS)
+
 # Seeded schedules of a simulated cluster under every fault, on all cores: make simulate SEEDS=100000
 SEEDS ?= 20000
 simulate: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m simulation --seeds $(SEEDS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis runs out
+	rm -rf $(VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis runs out

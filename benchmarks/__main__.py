@@ -1,14 +1,18 @@
-"""Runs the benchmarks, one after the other: `python -m benchmarks [NAME ...] [--quick]`."""
+"""Runs the benchmarks, one after the other: `python -m benchmarks [NAME ...] [--quick]`, or `peers`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 
 BENCHMARKS = ("trainer_overhead", "ddp_step", "launch", "recovery")
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["peers"]:  # installs other people's software, so only when it is asked for
+        importlib.import_module("benchmarks.peers.compare").main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all without")
     parser.add_argument("--quick", action="store_true", help="few rounds: whether it runs at all")
