@@ -1,0 +1,97 @@
+"""How far every slot is: per stream the last push that counted, and how many updates there were.
+
+A mark changes in the same turn as the parameters of its slot, travels with
+them, and alone decides whether a push that comes again counts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.cluster.slot_map import NUM_SLOTS
+
+Slots = npt.NDArray[np.bool_]
+"""One flag per slot."""
+
+
+def no_slots() -> Slots:
+    """None of them."""
+    return np.zeros(NUM_SLOTS, dtype=np.bool_)
+
+
+def some_slots(slots: list[int]) -> Slots:
+    """These."""
+    mask = no_slots()
+    mask[slots] = True
+    return mask
+
+
+class Marks:
+    """The marks of all slots that a server holds, as primary or not."""
+
+    def __init__(self) -> None:
+        self.version = np.zeros(NUM_SLOTS, dtype=np.int64)
+        """Steps committed, by slot; strategies whose steps have all ranks in them."""
+        self.steps = np.zeros(NUM_SLOTS, dtype=np.int64)
+        """Updates applied, by slot: what a rule that counts its steps goes by."""
+        self.done_below = 0
+        """Streams below this are over: nothing of them counts any more."""
+        self._streams: dict[int, npt.NDArray[np.int64]] = {}
+
+    @property
+    def num_streams(self) -> int:
+        """Streams of which something is remembered."""
+        return len(self._streams)
+
+    def missing(self, stream: int, seq: int) -> Slots:
+        """The slots in which this push does not count yet."""
+        if stream < self.done_below:
+            return no_slots()
+        marks = self._streams.get(stream)
+        return marks < seq if marks is not None else np.full(NUM_SLOTS, seq > 0)
+
+    def count(self, stream: int, seq: int, slots: Slots) -> None:
+        """The push counts in these slots now."""
+        if stream < self.done_below:
+            return
+        marks = self._streams.get(stream)
+        if marks is None:
+            marks = self._streams[stream] = np.zeros(NUM_SLOTS, dtype=np.int64)
+        np.maximum(marks, seq, out=marks, where=slots)
+
+    def forget_below(self, stream: int) -> None:
+        """All streams below are over."""
+        if stream > self.done_below:
+            self.done_below = stream
+            for each in [each for each in self._streams if each < stream]:
+                del self._streams[each]
+
+    def drop(self, slots: Slots) -> None:
+        """These slots are held no more."""
+        self.version[slots] = 0
+        self.steps[slots] = 0
+        for marks in self._streams.values():
+            marks[slots] = 0
+
+    def of_slot(self, slot: int) -> list[tuple[int, int]]:
+        """(stream, seq) of everything that counts in it."""
+        return [(stream, int(self._streams[stream][slot])) for stream in sorted(self._streams)]
+
+    def set_slot(self, slot: int, marks: list[tuple[int, int]]) -> None:
+        """It came from another server, with these."""
+        for each in self._streams.values():
+            each[slot] = 0
+        one = some_slots([slot])
+        for stream, seq in marks:
+            self.count(stream, seq, one)
+
+    def triples(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """(slot, stream, seq) of these slots, for a checkpoint."""
+        found = [
+            (slot, stream, seq)
+            for slot in np.flatnonzero(slots).tolist()
+            for stream, seq in self.of_slot(slot)
+            if seq
+        ]
+        return np.array(found, dtype=np.int64).reshape(-1, 3)
