@@ -44,7 +44,7 @@ class Recovery:
         for workers in (2, 3, 4):
             calm = self._runs(workers, STEPS)
             tally = Tally(calm)
-            for _ in self._repeat(3 if self._quick else 100, share=3):
+            for _ in self._until(tally, 3 if self._quick else 100, share=3):
                 victim = f"worker-{self._draw.randrange(workers)}"
                 at_s = round(self._draw.uniform(0.0, calm.lasted_s + 0.1), 3)
                 faults = Faults().kill(victim, after_s=at_s)
@@ -81,7 +81,7 @@ class Recovery:
     def coordinator(self) -> None:
         calm = self._runs(2, STEPS)
         tally, back, rates = Tally(calm), [], []
-        for number in self._repeat(3 if self._quick else 100):
+        for number in self._until(tally, 3 if self._quick else 100):
             if number % 10 == 0:
                 calm = self._runs(2, STEPS)  # how fast it is now
             at_s = round(self._draw.uniform(0.1, calm.lasted_s), 3)
@@ -153,6 +153,13 @@ class Recovery:
                 aim="ratio < 1.01",
             )
 
+    def _until(self, tally: Tally, num_kills: int, share: int = 1) -> Iterator[int]:
+        """Until so many kills have hit: one that comes when the job is over is none."""
+        for number in self._repeat(2 * num_kills, share):
+            if tally.num_kills == num_kills:
+                return
+            yield number
+
     def _repeat(self, times: int, share: int = 1) -> Iterator[int]:
         """Up to so many rounds: fewer where the minutes are over, of which this is one of `share` users."""
         began = time.monotonic()
@@ -179,12 +186,17 @@ class Tally:
 
     def __init__(self, calm: Ran) -> None:
         self._calm = calm
-        self._num = self._num_equal = 0
+        self.num_kills = self._num_equal = self._num_late = 0
         self._others: list[str] = []
         self.times: list[float] = []
 
     def add(self, ran: Ran, what: str) -> None:
-        self._num += 1
+        if any(event["event"] == "fault" and not event["hit"] for event in ran.events) or (
+            "after" in what and not ran.num("fault")
+        ):
+            self._num_late += 1
+            return
+        self.num_kills += 1
         self._num_equal += ran.is_equal_to(self._calm)
         took_s = kill_to_commit_s(ran)
         self.times += took_s
@@ -195,7 +207,8 @@ class Tally:
 
     def values(self) -> dict[str, Any]:
         return {
-            "kills": self._num,
+            "kills": self.num_kills,
+            "came_too_late": self._num_late,
             "bits_equal": self._num_equal,
             "recoveries": len(self.times),
             "worth_a_look": self._others[:10],
