@@ -35,7 +35,7 @@ def test_words_that_are_no_fault_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(("process", "when", "problem"), [
-    ("server-1", {"at_step": 3}, "no process of a job"),
+    ("driver-1", {"at_step": 3}, "no process of a job"),
     ("worker-1", {"at_step": 0}, "steps count from 1"),
     ("worker-1", {"at_step": -3}, "steps count from 1"),
     ("worker-1", {"after_s": -1.0}, "cannot happen"),

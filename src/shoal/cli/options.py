@@ -44,6 +44,28 @@ Strategy = Annotated[
     ),
 ]
 
+Servers = Annotated[
+    int | None,
+    typer.Option(
+        "--servers",
+        metavar="N",
+        min=0,
+        help="Server processes that hold the weights, for the strategies ps and ps:...",
+        show_default="1 with ps, else 0",
+    ),
+]
+
+Replicas = Annotated[
+    int | None,
+    typer.Option(
+        "--replicas",
+        metavar="N",
+        min=1,
+        help="On how many servers everything is kept.",
+        show_default="2 with two servers or more",
+    ),
+]
+
 RunDir = Annotated[Path, typer.Option("--run-dir", metavar="DIR", help="Where the directories of runs are.")]
 
 StepTimeout = Annotated[

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.options import Grace, MaxRestarts, RunDir, Script, StepTimeout, Strategy, Workers
+from shoal.cli.options import (
+    Grace,
+    MaxRestarts,
+    Replicas,
+    RunDir,
+    Script,
+    Servers,
+    StepTimeout,
+    Strategy,
+    Workers,
+)
 from shoal.cli.verb import leave
 
 EXAMPLES = (
@@ -15,10 +25,11 @@ EXAMPLES = (
     "Examples:\n"
     "  shoal run train.py                          one process\n"
     "  shoal run -n 4 train.py --lr 0.1            four workers; --lr is the script's\n"
-    "  shoal run -n 4 --name click train.py        in runs/click"
+    "  shoal run -n 4 --name click train.py        in runs/click\n"
+    "  shoal run -n 2 --servers 2 --strategy ps train.py   two servers hold the weights"
 )
 
-BEFORE_SCRIPT = ("-n", "--workers", "--strategy")
+BEFORE_SCRIPT = ("-n", "--workers", "--strategy", "--servers", "--replicas")
 """Options that change what runs. Meant for shoal, and written behind the script, they would silently do nothing."""
 
 
@@ -30,6 +41,8 @@ def run(
     ] = None,
     workers: Workers = 1,
     strategy: Strategy = None,
+    servers: Servers = None,
+    replicas: Replicas = None,
     name: Annotated[
         str | None,
         typer.Option(
@@ -68,6 +81,8 @@ def run(
         args=tuple(args or ()),
         workers=workers,
         strategy=strategy,
+        servers=servers,
+        replicas=replicas,
         name=name,
         run_dir=str(run_dir),
         seed=seed,

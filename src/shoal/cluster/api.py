@@ -31,6 +31,7 @@ from shoal.cluster.launch_config import LaunchConfig
 from shoal.cluster.outcome import Outcome, error_of, summary_of
 from shoal.cluster.roles import preload_for
 from shoal.cluster.run_directory import RunConfig, RunDirectory, Versions, read_config
+from shoal.cluster.server_keeper import max_servers
 from shoal.cluster.signals import SignalInbox
 from shoal.cluster.supervisor import Supervisor
 from shoal.cluster.threads import available_cores, threads_per_worker
@@ -42,6 +43,12 @@ from shoal.core.job import Job
 
 FILES_PER_WORKER = 5
 """A worker's stdout, stderr, status and log, and a replacement's silent output."""
+
+FILES_PER_SERVER = 3
+"""A server's stdout, stderr and log."""
+
+FILES_PER_SERVER_ADDRESS = 2
+"""A listening socket and a way to it, for every server there may be."""
 
 SPARE_FILES = 32
 """For what does not grow with the workers, and the other ends while one of them is started."""
@@ -84,7 +91,7 @@ def launch(
     """
     cores = available_cores()
     described = _describe(config, cores)
-    _refuse_more_than_can_be_opened(config.workers)
+    _refuse_more_than_can_be_opened(config.workers, config.num_servers)
     with _open_run(config, described) as run:
         display = open_display(stdout or binary(sys.stdout), stderr or binary(sys.stderr), quiet=config.quiet)
         if set_title:
@@ -130,6 +137,8 @@ def resume_config(run: str | os.PathLike[str], *, workers: int | None = None) ->
         workers=num_workers,
         # What was chosen by the number of workers is chosen again.
         strategy=None if before.strategy == "single" else before.strategy,
+        servers=before.servers or None,
+        replicas=before.replicas if before.servers else None,
         name=path.name,
         run_dir=str(path.parent),
         seed=before.seed,
@@ -151,6 +160,8 @@ def _run_job(
             name=run.name,
             run_dir=run.path,
             num_workers=described.workers,
+            num_servers=described.servers,
+            num_replicas=described.replicas,
             strategy=described.strategy,
             launched=True,
             resume=config.resume,
@@ -176,7 +187,7 @@ def _run_job(
         # The inbox first: from the first process on, Ctrl-C is a wish and not an exception.
         with (
             SignalInbox() as inbox,
-            contextlib.nullcontext(warm) if warm else _warm_parent(run, described.script) as parent,
+            contextlib.nullcontext(warm) if warm else _warm_parent(run, described) as parent,
         ):
             supervisor = Supervisor(spec, patience=patience, run=run, display=display, warm=parent)
             outcome = supervisor.outcome
@@ -220,6 +231,8 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         cwd=cwd,
         strategy=strategy_names.choose(config.strategy, config.workers),
         workers=config.workers,
+        servers=config.num_servers,
+        replicas=config.num_replicas,
         seed=secrets.randbits(32) if config.seed is None else config.seed,
         threads=threads_per_worker(config.workers, cores=cores, env=os.environ),
         step_timeout_s=config.step_timeout_s,
@@ -234,13 +247,14 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
     )
 
 
-def _refuse_more_than_can_be_opened(num_workers: int) -> None:
+def _refuse_more_than_can_be_opened(num_workers: int, num_servers: int) -> None:
     needed = len(os.listdir("/proc/self/fd")) + FILES_PER_WORKER * num_workers + SPARE_FILES
+    needed += (FILES_PER_SERVER + FILES_PER_SERVER_ADDRESS) * max_servers(num_servers)
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != resource.RLIM_INFINITY and needed > allowed:
         raise ConfigError(
-            f"{num_workers} workers take {needed} open files, and this process may have {allowed}. Nothing was started; "
-            f"raise the limit with `ulimit -n {needed}`, or use fewer workers."
+            f"{num_workers} workers {f'and {num_servers} servers ' if num_servers else ''}take {needed} open files, and this "
+            f"process may have {allowed}. Nothing was started; raise the limit with `ulimit -n {needed}`, or use fewer."
         )
 
 
@@ -255,7 +269,8 @@ def _open_run(config: LaunchConfig, described: RunConfig) -> RunDirectory:
 def _first_words(run: RunDirectory, described: RunConfig, cores: int) -> str:
     workers, threads = _count(described.workers, "worker"), _count(described.threads, "thread")
     each = " each" if described.workers > 1 else ""
-    words = f"{_shown(run.path)}: {workers}, {described.strategy}, {threads}{each}"
+    servers = f"{_count(described.servers, 'server')}, " if described.servers else ""
+    words = f"{_shown(run.path)}: {workers}, {servers}{described.strategy}, {threads}{each}"
     if described.workers > cores:
         words += f"; they share {_count(cores, 'core')} and take turns"
     return words
@@ -287,5 +302,5 @@ def _entries(folder: str) -> list[str]:
         return []
 
 
-def _warm_parent(run: RunDirectory, script: str) -> WarmParent:
-    return WarmParent(run.name, preload=preload_for(script))
+def _warm_parent(run: RunDirectory, described: RunConfig) -> WarmParent:
+    return WarmParent(run.name, preload=preload_for(described.script, with_servers=bool(described.servers)))

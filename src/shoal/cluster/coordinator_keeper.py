@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import time
@@ -21,10 +20,12 @@ import msgspec
 
 from shoal.cluster.coordinator_process import CoordinatorSpec
 from shoal.cluster.output import Log, Pipe
+from shoal.cluster.sockets import listen_unnamed
 from shoal.cluster.warm_client import WarmParent
 from shoal.core.errors import WireError
 from shoal.wire import unix
 from shoal.wire.codec import Decoder, encode
+from shoal.wire.group_messages import ReapedServer, ScaleServers
 from shoal.wire.messages import Message, Reaped, Saved, Watch
 
 ASK_EVERY_S = 3.0
@@ -51,7 +52,7 @@ class CoordinatorKeeper:
         self.pid: int | None = None  # while it lives
         self._spec, self._title, self._warm, self._selector = spec, title, warm, selector
         self._log = Log(log)
-        self._listener, self.way_in = _listen()
+        self._listener, self.way_in = listen_unnamed("coordinator")
         self._pipe: Pipe | None = None
         self._line: socket.socket | None = None
         self._decoder = Decoder()
@@ -88,10 +89,21 @@ class CoordinatorKeeper:
             self._pipe = None
         return self._log.last_lines()
 
-    def tell(self, fact: Reaped | Saved) -> None:
+    def tell(self, fact: Reaped | Saved | ReapedServer) -> None:
         """Let it know, now and, should it be started again, once more."""
-        self._facts[("reaped", fact.rank) if isinstance(fact, Reaped) else "saved"] = fact
+        match fact:
+            case Reaped(rank):
+                self._facts[("reaped", rank)] = fact
+            case ReapedServer(number):
+                self._facts[("reaped-server", number)] = fact
+            case Saved():
+                self._facts["saved"] = fact
         self._say(fact)
+
+    def ask_to_scale(self, num_servers: int) -> bool:
+        """Ask for more or fewer servers; False where nobody hears it at present."""
+        self._say(ScaleServers(num_servers))
+        return self._line is not None
 
     def hear(self) -> list[Message]:
         """What it has said."""
@@ -169,19 +181,3 @@ class CoordinatorKeeper:
                 self._selector.unregister(self._line)
             self._line.close()
             self._line = None
-
-
-def _listen() -> tuple[socket.socket, int]:
-    """A socket for the coordinator to listen on, and a descriptor that leads there.
-
-    Its name is gone before anybody uses it, so nothing is left in the file
-    system however the job ends; `/proc/self/fd/N` still leads to it, for
-    processes that were given the descriptor, and for nobody else.
-    """
-    directory = unix.runtime_dir()
-    try:
-        listener = unix.listen(directory / "coordinator")
-        way_in = os.open(directory / "coordinator", os.O_PATH | os.O_CLOEXEC)
-    finally:
-        shutil.rmtree(directory)
-    return listener, way_in

@@ -11,7 +11,8 @@ the time at which they came and carries out the actions that come back.
      └─┴──a worker died: it is replaced
 
 A worker that dies without a word is replaced by the next incarnation of its
-rank. A user's exception is not retried: it would come again. Deaths are
+rank, and so is a server. Where servers were the last to hold something, all
+are killed and started anew from the newest checkpoint. A user's exception is not retried: it would come again. Deaths are
 counted per rank and forgotten when the job gets ahead, so that only a crash
 loop ends it.
 
@@ -41,11 +42,20 @@ from shoal.cluster.fate_events import (
     Died,
     Event,
     Exited,
+    GoBack,
     Kill,
+    KillServers,
     Left,
     Replace,
+    ReplaceServer,
     RestartCoordinator,
+    ServerDied,
+    ServerExited,
+    ServerStarted,
+    ServerSuspected,
+    StartAnew,
     Started,
+    StateLost,
     Stuck,
     Suspected,
     Tick,
@@ -114,6 +124,11 @@ class Fate:
         self._num_deaths: dict[int, int] = {}  # by rank, since the job last got ahead
         self._unrecovered: Died | None = None  # the newest death since then
         self._why_killed: dict[int, str] = {}
+        self._servers: dict[int, int] = {}  # number -> incarnation, of those that live
+        self._num_server_deaths: dict[int, int] = {}  # as for ranks
+        self._why_servers_killed: dict[int, str] = {}
+        self._num_losses = 0  # of everything, since the job last got ahead
+        self._starting_anew: StartAnew | None = None  # once all are gone
         self._coordinator_served_at: float | None = None
         self._num_coordinator_deaths = 0
         self._suspicion: tuple[Failed, float] | None = None  # a broken exchange, and until when it may wait
@@ -156,10 +171,26 @@ class Fate:
                 return [AskToLeave((rank,), self.cause.signum)] if isinstance(self.cause, Left) else []
             case Advanced():
                 self._num_deaths.clear()
+                self._num_server_deaths.clear()
+                self._num_losses = 0
                 self._unrecovered = None
                 return []
             case Suspected(rank, incarnation, why):
                 return self._suspected(rank, incarnation, why)
+            case ServerStarted(number, incarnation):
+                self._servers[number] = incarnation
+                return []
+            case ServerExited(number, code, is_wanted):
+                return self._server_exited(number, code, is_wanted, now)
+            case ServerSuspected(number, incarnation, why):
+                if self._servers.get(number) != incarnation or self.phase is Phase.ENDING:
+                    return []
+                self._why_servers_killed[number] = why
+                return [KillServers((number,))]
+            case StateLost():
+                return self._state_lost(event, now)
+            case Failed() | Finished() if self._starting_anew:
+                return []  # of one that is being killed
             case Failed():
                 return self._failed(event, now)
             case Finished():
@@ -206,6 +237,8 @@ class Fate:
     def _exited(self, rank: int, code: int, now: float) -> list[Action]:
         incarnation = self._alive.pop(rank, 0)
         self._behind.discard(rank)
+        if self._starting_anew and self.phase is Phase.RUNNING:
+            return self._start_anew()
         actions: list[Action] = []
         if self.phase is not Phase.ENDING and not self._explains(rank, code):
             actions = self._died(rank, incarnation, code, now)
@@ -242,9 +275,50 @@ class Fate:
             return True  # nobody leaves before all reach the script's end, so it had
         return code == 0 and rank in self.finished
 
+    def _server_exited(self, number: int, code: int, is_wanted: bool, now: float) -> list[Action]:
+        incarnation = self._servers.pop(number, 0)
+        why = self._why_servers_killed.pop(number, "")
+        if self._starting_anew and self.phase is Phase.RUNNING:
+            return self._start_anew()
+        # Nobody leaves before all have reached the script's end, and from there on nobody needs a server.
+        if not is_wanted or self.finished or self.phase not in (Phase.RUNNING, Phase.LEAVING):
+            return []
+        num_times = self._num_server_deaths[number] = self._num_server_deaths.get(number, 0) + 1
+        died = ServerDied(number, code, why, num_times)
+        if num_times > self._patience.max_restarts:
+            return self._end(died, now)
+        self.num_restarts += 1
+        return [ReplaceServer(died, incarnation + 1)]
+
+    def _state_lost(self, lost: StateLost, now: float) -> list[Action]:
+        if self.phase not in (Phase.RUNNING, Phase.LEAVING) or self._starting_anew or self.finished:
+            return []
+        self._num_losses += 1
+        lost = StateLost(lost.servers, self._num_losses)
+        if self.phase is Phase.LEAVING or self._num_losses > 1 or not self._patience.max_restarts:
+            return self._end(lost, now)
+        # Those that live hold what is later than any checkpoint. They all go before any of them comes back: else one
+        # that goes late would be lost anew, from the new group.
+        self._starting_anew = StartAnew(
+            {rank: incarnation + 1 for rank, incarnation in self._alive.items()},
+            {number: incarnation + 1 for number, incarnation in self._servers.items()},
+        )
+        self._suspicion = None
+        self.failures.clear()
+        kill: list[Action] = [Kill(tuple(sorted(self._alive))), KillServers(tuple(sorted(self._servers)))]
+        return [GoBack(lost), *kill]
+
+    def _start_anew(self) -> list[Action]:
+        if self._alive or self._servers:
+            return []
+        anew, self._starting_anew = self._starting_anew, None
+        assert anew is not None
+        self.num_restarts += 1
+        return [anew]
+
     def _coordinator_exited(self, code: int, is_final: bool, now: float) -> list[Action]:
         served_at, self._coordinator_served_at = self._coordinator_served_at, None
-        if self.phase not in (Phase.RUNNING, Phase.LEAVING) or not self._alive:
+        if self.phase not in (Phase.RUNNING, Phase.LEAVING) or not (self._alive or self._starting_anew):
             return []
         if served_at is not None and now - served_at >= self._patience.steady_s:
             self._num_coordinator_deaths = 0
@@ -257,6 +331,9 @@ class Fate:
         if not self._alive:
             self.cause, self.phase = self.cause or Left(signum), Phase.ENDED
             return []
+        if self._starting_anew:  # nobody could finish a step
+            self.cause = Left(signum)
+            return self._kill_all(now)
         if self.phase is Phase.RUNNING:
             return self._leave(signum, now)
         return self._kill_all(now)  # asked again, or while it ends anyway: now

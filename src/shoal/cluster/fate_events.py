@@ -61,6 +61,40 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerStarted:
+    """A server was forked."""
+
+    number: int
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerExited:
+    """A server is gone; `is_wanted` where nobody sent it away."""
+
+    number: int
+    code: int
+    is_wanted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSuspected:
+    """A server says nothing, and nothing excuses it."""
+
+    number: int
+    incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateLost:
+    """Servers died that alone held parts of the weights. Event, and cause where it ends the job."""
+
+    servers: tuple[int, ...]
+    num_times: int = 1  # without the job getting ahead
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorServes:
     """The coordinator has answered."""
 
@@ -93,6 +127,10 @@ Event: TypeAlias = (
     | Failed
     | Finished
     | Exited
+    | ServerStarted
+    | ServerExited
+    | ServerSuspected
+    | StateLost
     | CoordinatorServes
     | CoordinatorExited
     | Asked
@@ -127,11 +165,43 @@ class Replace:
 
 
 @dataclass(frozen=True, slots=True)
+class KillServers:
+    """End these servers now."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceServer:
+    """Start this incarnation of a server that died, in its place."""
+
+    died: ServerDied
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class GoBack:
+    """Tell the user that the job goes back to its newest checkpoint. Who lives is killed."""
+
+    lost: StateLost
+
+
+@dataclass(frozen=True, slots=True)
+class StartAnew:
+    """All are gone: start these incarnations, by rank and by number, to go on from the newest checkpoint."""
+
+    ranks: dict[int, int]
+    servers: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class RestartCoordinator:
     """Start the coordinator again; it goes on from its journal."""
 
 
-Action: TypeAlias = AskToLeave | Kill | Replace | RestartCoordinator
+Action: TypeAlias = (
+    AskToLeave | Kill | Replace | KillServers | ReplaceServer | GoBack | StartAnew | RestartCoordinator
+)
 
 
 # ---- causes --------------------------------------------------------------------------------------
@@ -144,6 +214,16 @@ class Died:
     rank: int
     code: int
     finished: bool = False
+    why: str = ""  # why we killed it, where we did
+    num_times: int = 1  # in a row, without the job getting ahead
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDied:
+    """A server died, and once too often."""
+
+    number: int
+    code: int
     why: str = ""  # why we killed it, where we did
     num_times: int = 1  # in a row, without the job getting ahead
 
@@ -170,4 +250,4 @@ class Stuck:
     ranks: tuple[int, ...]
 
 
-Cause: TypeAlias = Failed | Died | CoordinatorDied | Left | Stuck
+Cause: TypeAlias = Failed | Died | ServerDied | StateLost | CoordinatorDied | Left | Stuck

@@ -3,8 +3,8 @@
     Faults().kill("worker-1", at_step=30).pause("worker-0", at_step=50, for_s=3).kill("coordinator", at_step=20)
 
 A worker does it to itself, at a failpoint, so a step is met exactly. What
-comes by the clock, and all that happens to the coordinator by step, is the
-supervisor's to do when it hears of it; `Injector` tells it what is due.
+comes by the clock, and all that happens to coordinator and servers by step,
+is the supervisor's to do when it hears of it; `Injector` tells it what is due.
 """
 
 from __future__ import annotations
@@ -92,26 +92,35 @@ class Faults:
         return faults
 
     @classmethod
-    def random(cls, *, seed: int, num_workers: int, every_s: float, for_s: float) -> Faults:
+    def random(
+        cls, *, seed: int, num_workers: int, every_s: float, for_s: float, num_servers: int = 0
+    ) -> Faults:
         """Faults at random moments, one in `every_s` seconds on average; the same for the same arguments."""
         draw = random.Random(seed)
         faults, at_s = cls(), draw.expovariate(1 / every_s)
         while at_s < for_s:
-            act = draw.choices(("kill worker", "kill coordinator", "pause worker"), weights=(6, 2, 2))[0]
-            process = "coordinator" if "coordinator" in act else f"worker-{draw.randrange(num_workers)}"
+            act = draw.choices(
+                ("kill worker", "kill coordinator", "pause worker", "kill server", "pause server"),
+                weights=(6, 2, 2, 4 if num_servers else 0, 2 if num_servers else 0),
+            )[0]
+            process = act.split()[1]
+            if process != "coordinator":
+                process += f"-{draw.randrange(num_workers if process == 'worker' else num_servers)}"
             pause_s = round(draw.uniform(0.2, 2.0), 2) if "pause" in act else 0.0
             faults = faults._and(act.split()[0], process, None, None, round(at_s, 3), pause_s, -1)
             at_s += draw.expovariate(1 / every_s)
         return faults
 
-    def check(self, *, num_workers: int) -> None:
-        """Refuse what names a worker that the job does not have."""
-        names = [f"worker-{rank}" for rank in range(num_workers)]
+    def check(self, *, num_workers: int, num_servers: int = 0) -> None:
+        """Refuse what names a worker or server that the job does not have."""
+        counts = {"worker": num_workers, "server": num_servers}
         for fault in self.planned:
-            if fault.process != "coordinator" and fault.process not in names:
+            kind, _, number = fault.process.partition("-")
+            if kind in counts and int(number) >= counts[kind]:
+                last = f"{kind}-0 to {kind}-{counts[kind] - 1}" if counts[kind] else "none"
                 raise ConfigError(
-                    f"a fault is planned for {fault.process}, and a job with {num_workers} workers has {names[0]} to "
-                    f"{names[-1]}. Nothing was started."
+                    f"a fault is planned for {fault.process}, and a job with {counts[kind]} {kind}s has {last}. Nothing was "
+                    "started."
                 )
 
     def __str__(self) -> str:
@@ -127,8 +136,10 @@ class Faults:
         for_s: float,
         incarnation: int,
     ) -> Faults:
-        if not re.fullmatch(r"worker-\d{1,4}|coordinator", process):
-            raise ConfigError(f"'{process}' is no process of a job: write 'worker-0', or 'coordinator'.")
+        if not re.fullmatch(r"(worker|server)-\d{1,4}|coordinator", process):
+            raise ConfigError(
+                f"'{process}' is no process of a job: write 'worker-0', 'server-0' or 'coordinator'."
+            )
         if at is not None and at not in POINTS:
             close = get_close_matches(at, POINTS, n=1)
             guess = f" Did you mean '{close[0]}'?" if close else f" There are: {', '.join(POINTS)}."
@@ -151,6 +162,8 @@ class Faults:
             raise ConfigError(
                 "the coordinator does not count steps: give it a step or a failpoint, not both."
             )
+        if process.startswith("server") and act in ("exit", "raise") and at is None:
+            raise ConfigError(f"a server can {act} at a failpoint of its own: write at='server: ...'.")
         fault = Fault(
             act=act,
             process=process,
@@ -170,12 +183,18 @@ class Injector:
         self._waiting = [
             fault
             for fault in faults.planned
-            if fault.after_s is not None or (fault.process == "coordinator" and fault.step is not None)
+            if fault.after_s is not None
+            or (
+                not fault.process.startswith("worker")
+                and fault.step is not None
+                and fault.at == BEFORE_FORWARD
+            )
         ]
         self.pauses = {
             fault.process: fault.for_s for fault in faults.planned if fault.act == "pause" and fault.for_s
         }
         """How long each process that is paused stays so."""
+        self._paused_at: dict[int, float] = {}  # by pid
 
     def due(self, *, since_start_s: float, step: int) -> list[Fault]:
         """What must happen now; each is told once."""
@@ -187,6 +206,14 @@ class Injector:
         ]
         self._waiting = [fault for fault in self._waiting if fault not in due]
         return due
+
+    def is_to_wake(self, process: str, pid: int, is_stopped: bool, now: float) -> bool:
+        """Whether a pause of this process has lasted as long as it should."""
+        lasts_s = self.pauses.get(process)
+        if lasts_s is None or not is_stopped:
+            self._paused_at.pop(pid, None)
+            return False
+        return now - self._paused_at.setdefault(pid, now) >= lasts_s
 
     def wait_s(self, since_start_s: float) -> float | None:
         """After how many seconds something is due by the clock alone."""

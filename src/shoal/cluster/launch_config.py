@@ -16,6 +16,9 @@ from shoal.core.job import VerifyPlan
 MAX_WORKERS = 1024
 """On one host. Beyond it a number is a slip of the hand."""
 
+MAX_LAUNCHED_SERVERS = 64
+"""On one host. Every worker is given a way to each of them."""
+
 MAX_RESTARTS = 1000
 """Of one worker, without a step between. Beyond it a crash loop would fill the disk with its logs."""
 
@@ -35,6 +38,12 @@ class LaunchConfig:
 
     strategy: str | None = None
     """How the model is spread. None: "single" for one worker, "ddp" for more."""
+
+    servers: int | None = None
+    """How many servers hold the weights. None: one for the strategies of the parameter server, none for others."""
+
+    replicas: int | None = None
+    """On how many servers everything is kept. None: two where there are two servers or more."""
 
     name: str | None = None
     """Name of the run. None: the script's name and the first free number."""
@@ -101,9 +110,56 @@ class LaunchConfig:
                 "Nothing was started; rename it."
             ) from None
         strategy_names.choose(self.strategy, self.workers)
+        self._check_servers()
         if self.faults is not None:
             if not isinstance(self.faults, Faults):
                 raise ConfigError(
                     f"faults must be a shoal.Faults(), got {self.faults!r}. Nothing was started."
                 )
-            self.faults.check(num_workers=self.workers)
+            self.faults.check(num_workers=self.workers, num_servers=self.num_servers)
+
+    @property
+    def num_servers(self) -> int:
+        """How many servers there will be."""
+        if self.servers is not None:
+            return self.servers
+        return int(self._has_servers)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of everything there will be."""
+        if self.replicas is not None:
+            return self.replicas
+        return 2 if self.num_servers >= 2 else 1
+
+    @property
+    def _has_servers(self) -> bool:
+        return strategy_names.parse(strategy_names.choose(self.strategy, self.workers)).has_servers
+
+    def _check_servers(self) -> None:
+        strategy = strategy_names.choose(self.strategy, self.workers)
+        if not 0 <= self.num_servers <= MAX_LAUNCHED_SERVERS:
+            raise ConfigError(
+                f"{self.num_servers} servers cannot be started: give a number from 1 to {MAX_LAUNCHED_SERVERS} with "
+                "--servers. Nothing was started."
+            )
+        if self.num_servers and not self._has_servers:
+            raise ConfigError(
+                f"the strategy '{strategy}' has no servers, and {self.num_servers} were asked for. Nothing was started; use "
+                "--strategy ps, or leave --servers out."
+            )
+        if self._has_servers and not self.num_servers:
+            raise ConfigError(
+                f"the strategy '{strategy}' needs a server, and 0 were asked for. Nothing was started; use --servers 1."
+            )
+        if self.replicas is not None and not self._has_servers:
+            raise ConfigError(
+                f"the strategy '{strategy}' has no servers, so nothing is replicated. Nothing was started; leave "
+                "--replicas out, or use --strategy ps."
+            )
+        if not 1 <= self.num_replicas <= max(1, self.num_servers):
+            raise ConfigError(
+                f"{self.num_replicas} replicas of everything need as many servers, and there are {self.num_servers}. "
+                f"Nothing was started; give --replicas from 1 to {max(1, self.num_servers)}, or more --servers. One "
+                "replica means: a server that dies takes the job back to its newest checkpoint."
+            )

@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.cluster import failure
 from shoal.cluster.fate import Fate
-from shoal.cluster.fate_events import CoordinatorDied, Died, Left, Stuck
+from shoal.cluster.fate_events import CoordinatorDied, Died, Left, ServerDied, StateLost, Stuck
 from shoal.core.errors import ClusterError, Interrupted, ShoalError, WaitTimedOut, WorkerDied
 from shoal.wire.messages import Failed, Progress, Saved
 
@@ -32,6 +32,18 @@ class Outcome:
 
     last_lines: dict[int, list[str]] = field(default_factory=dict)
     """Of each rank's log, once it is gone."""
+
+    server_last_lines: dict[int, list[str]] = field(default_factory=dict)
+    """Of each server's log, once it is gone."""
+
+    num_servers: int = 0
+    """How many there are; `shoal scale` changes it."""
+
+    num_went_back: int = 0
+    """How often all began anew from a checkpoint, because servers were lost."""
+
+    leases: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By rank: leases and samples it has finished. Empty where the strategy hands out none."""
 
     coordinator_last_lines: list[str] = field(default_factory=list)
     """Of its log, once it is gone."""
@@ -58,6 +70,22 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
                 checkpoint=checkpoint,
                 log=outcome.last_lines.get(rank, []),
                 run=run,
+            )
+        case ServerDied(number, code, why, num_times):
+            again = f" {num_times} times without the job getting ahead" if num_times > 1 else ""
+            because = f" ({why}; if it is only slow, raise step_timeout_s)" if why else ""
+            last_lines = outcome.server_last_lines.get(number, [])
+            return ClusterError(
+                f"server {number} {how_it_ended(code, finished=True)}{again}{because}, so the job was stopped. "
+                f"{_go_on(checkpoint, run)}"
+                + "\n  ".join([f"\nLast lines of server {number}:", *last_lines] if last_lines else [])
+            )
+        case StateLost(servers, num_times):
+            lost = ("server " if len(servers) == 1 else "servers ") + ", ".join(map(str, servers))
+            again = ", the second time without the job getting ahead" if num_times > 1 else ""
+            return ClusterError(
+                f"{lost} died, and nobody else held what they held of the weights{again}, so the job was stopped. "
+                f"{_go_on(checkpoint, run)} To survive this, run with --replicas {len(servers) + 1} or more."
             )
         case CoordinatorDied(code):
             said = " ".join(outcome.coordinator_last_lines)
@@ -116,6 +144,12 @@ def summary_of(outcome: Outcome, *, started: float, ended: float, **facts: Any) 
         "steps": steps,
         "metrics": metrics,
         "restarts": outcome.fate.num_restarts,
+        **({"went_back": outcome.num_went_back} if outcome.num_servers else {}),
+        **(
+            {"leases": {str(rank): list(done) for rank, done in sorted(outcome.leases.items())}}
+            if outcome.leases
+            else {}
+        ),
         "checkpoint": outcome.checkpoint.path if outcome.checkpoint else None,
         "started": started,
         "ended": ended,

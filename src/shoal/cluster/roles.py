@@ -9,6 +9,7 @@ where the warm parent has not already done it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 
 Entry = Callable[[bytes, dict[str, int]], int]
@@ -16,6 +17,7 @@ Entry = Callable[[bytes, dict[str, int]], int]
 ROLES = {
     "worker": "shoal.cluster.worker:main",
     "coordinator": "shoal.cluster.coordinator_process:main",
+    "server": "shoal.ps.server_process:main",
 }
 
 PRELOAD = (
@@ -38,14 +40,26 @@ PRELOAD_WHERE_NAMED = {"metrics": "shoal.train.metrics"}
 """A word in the script -> what it will probably need. torchmetrics takes up to seconds to import; not all need it."""
 
 
-def preload_for(script: str) -> tuple[str, ...]:
+PRELOAD_WITH_SERVERS = ("numba", "shoal.ps.server_process", "shoal.strategies.ps")
+"""What servers, and workers that have servers, need besides; as far as there is such a module."""
+
+
+def preload_for(script: str, *, with_servers: bool = False) -> tuple[str, ...]:
     """What else to import before forking for this script. A wrong guess costs time, nothing else."""
+    servers = tuple(name for name in PRELOAD_WITH_SERVERS if with_servers and _exists(name))
     try:
         with open(script, encoding="utf-8", errors="replace") as file:
             text = file.read()
     except OSError:
-        return ()
-    return tuple(module for word, module in PRELOAD_WHERE_NAMED.items() if word in text)
+        return servers
+    return (*servers, *(module for word, module in PRELOAD_WHERE_NAMED.items() if word in text))
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def entry(role: str) -> Entry:

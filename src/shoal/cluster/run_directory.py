@@ -4,7 +4,7 @@
         config.json      what was launched: enough to launch it again
         events.jsonl     what happened, a line each
         metrics.jsonl    a line per step, written by rank 0's Trainer
-        logs/            worker-<rank>.log: what each worker wrote
+        logs/            worker-<rank>.log, server-<number>.log: what each process wrote
         checkpoints/     written by the Trainer
         summary.json     what came of it; appears when the job has ended
         journal.sqlite   what the coordinator has promised
@@ -48,6 +48,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str
     workers: int
     servers: int = 0
+    replicas: int = 1
     seed: int
     threads: int  # of each worker
     step_timeout_s: float

@@ -13,8 +13,11 @@ import os
 import selectors
 import signal
 import time
+from dataclasses import replace
 
-from shoal.cluster import failure, fate_events, worker_process
+import msgspec
+
+from shoal.cluster import failure, fate_events, notes, worker_process
 from shoal.cluster.coordination import CoordinationConfig
 from shoal.cluster.coordinator_keeper import CoordinatorKeeper
 from shoal.cluster.coordinator_process import CANNOT_GO_ON, CoordinatorSpec
@@ -22,14 +25,18 @@ from shoal.cluster.display import Display
 from shoal.cluster.fate import Fate, Patience, Phase
 from shoal.cluster.fate_events import LEAVE_SIGNALS
 from shoal.cluster.faults import Faults, Injector
-from shoal.cluster.outcome import Outcome, how_it_ended
+from shoal.cluster.outcome import Outcome
 from shoal.cluster.output import Pipe
 from shoal.cluster.run_directory import RunDirectory
+from shoal.cluster.server_keeper import Server, ServerKeeper, max_servers
+from shoal.cluster.server_spec import ServerSpec
+from shoal.cluster.serving import ServingConfig
 from shoal.cluster.signals import SignalInbox
 from shoal.cluster.warm_client import WarmParent
 from shoal.cluster.worker import WorkerSpec
 from shoal.cluster.worker_process import Worker
 from shoal.core.errors import ClusterError
+from shoal.wire.group_messages import LeaseCounts, ReapedServer, SlotsLost, SuspectServer
 from shoal.wire.messages import (
     Failed,
     Finished,
@@ -42,6 +49,7 @@ from shoal.wire.messages import (
     ViewFormed,
     Watching,
 )
+from shoal.wire.ps_messages import ServerView
 
 REAP_TIMEOUT_S = 10.0
 """From SIGKILL to the news of it. Longer only where the kernel itself is stuck (a dead disk)."""
@@ -72,13 +80,15 @@ class Supervisor:
         self._incarnations: list[int] = []  # of the newest view
         self._injector = Injector(Faults(spec.job.faults))
         self._started_at = time.monotonic()
-        self._paused_at: dict[int, float] = {}  # by pid
         self._selector = selectors.DefaultSelector()
         self._coordinator: CoordinatorKeeper
+        self._servers: ServerKeeper
+        self._num_servers = self.outcome.num_servers = spec.job.num_servers
+        self._settled_leases_at = 0.0  # when it was last written how they stand
 
     def supervise(self, inbox: SignalInbox) -> None:
         """Start everything, watch it, heed what comes to `inbox`, and return when all of it is gone."""
-        with self._selector, self._warm.in_use(), self._keep_coordinator():
+        with self._selector, self._warm.in_use(), self._keep_coordinator(), self._keep_servers():
             self._selector.register(inbox, selectors.EVENT_READ, inbox)
             self._selector.register(self._warm, selectors.EVENT_READ)
             try:
@@ -88,6 +98,8 @@ class Supervisor:
                 if not self._has_ended:
                     self._run.event("coordinator-started", pid=self._coordinator.start())
                     self._started_at = time.monotonic()
+                    for number in range(self._num_servers):
+                        self._start_server(number)
                     for rank in range(self._spec.job.num_workers):
                         self._start_worker(rank)
                 while not self._has_ended:
@@ -109,6 +121,11 @@ class Supervisor:
             join_timeout_s=job.join_timeout_s,
             step_timeout_s=job.step_timeout_s,
             can_recover=self._patience.max_restarts > 0,
+            servers=ServingConfig(
+                num_servers=job.num_servers,
+                num_copies=job.num_replicas,
+                max_servers=max_servers(job.num_servers),
+            ),
         )
         self._coordinator = CoordinatorKeeper(
             CoordinatorSpec(
@@ -125,12 +142,41 @@ class Supervisor:
         )
         return self._coordinator
 
+    def _keep_servers(self) -> ServerKeeper:
+        job = self._spec.job
+        self._servers = ServerKeeper(
+            ServerSpec(
+                job=job.name,
+                number=0,
+                num_workers=job.num_workers,
+                num_servers=job.num_servers,
+                num_replicas=job.num_replicas,
+                strategy=job.strategy,
+                run_dir=str(job.run_dir),
+                env=self._spec.env,
+                step_timeout_s=job.step_timeout_s,
+                join_timeout_s=job.join_timeout_s,
+                faults=job.faults,
+            ),
+            run=self._run,
+            screen=self._display,
+            warm=self._warm,
+            selector=self._selector,
+        )
+        return self._servers
+
+    def _start_server(self, number: int, incarnation: int = 0) -> None:
+        server = self._servers.start(number, incarnation, coordinator=self._coordinator.way_in)
+        kind = "server-replaced" if incarnation else "server-started"
+        self._run.event(kind, server=number, pid=server.pid, incarnation=incarnation)
+        self._feed(fate_events.ServerStarted(number, incarnation))
+
     def _start_worker(self, rank: int, incarnation: int = 0) -> None:
         worker = worker_process.start(
             self._spec,
             rank=rank,
             incarnation=incarnation,
-            way_in=self._coordinator.way_in,
+            ways_in={"coordinator": self._coordinator.way_in, **self._servers.ways_in},
             run=self._run,
             screen=self._display,
             warm=self._warm,
@@ -199,6 +245,8 @@ class Supervisor:
                     self._furthest = reached
                     self._feed(fate_events.Advanced())
             case Saved():
+                if self.outcome.checkpoint is None or message.step > self.outcome.checkpoint.step:
+                    self._feed(fate_events.Advanced())
                 self.outcome.checkpoint = message
                 self._run.event("saved", rank=message.rank, path=message.path, step=message.step)
                 self._coordinator.tell(message)
@@ -234,12 +282,33 @@ class Supervisor:
                 )
                 before, self._incarnations = self._incarnations, incarnations
                 if before and all(new > old for new, old in zip(incarnations, before, strict=True)):
-                    self._display.note(_begins_anew(self.outcome.checkpoint))
+                    self._display.note(notes.begins_anew(self.outcome.checkpoint))
                 if finished > self._most_finished:
                     self._most_finished = finished
                     self._feed(fate_events.Advanced())
             case Suspect():
                 self._suspect(message)
+            case _:
+                self._told_of_servers(message)
+
+    def _told_of_servers(self, message: Message) -> None:
+        match message:
+            case ServerView(view):
+                self._run.event("server-view", view=view, servers=notes.slots_by_server(message))
+            case SuspectServer(number, incarnation, why):
+                self._run.event("suspect", server=number, incarnation=incarnation, why=why, killed=True)
+                self._feed(fate_events.ServerSuspected(number, incarnation, why))
+            case SlotsLost(_, view, num_slots, servers):
+                self._run.event("slots-lost", view=view, slots=num_slots, servers=servers)
+                self._feed(fate_events.StateLost(tuple(servers)))
+            case LeaseCounts(by_rank):
+                self.outcome.leases = by_rank
+                self._note_leases()
+
+    def _note_leases(self, *, every_s: float = 1.0) -> None:
+        if self.outcome.leases and time.monotonic() >= self._settled_leases_at + every_s:
+            self._settled_leases_at = time.monotonic()
+            self._run.event("leases", by_rank=self.outcome.leases)
 
     def _suspect(self, suspect: Suspect) -> None:
         rank, incarnation = suspect.rank, suspect.incarnation
@@ -279,6 +348,12 @@ class Supervisor:
             self._run.event("worker-exited", rank=worker.rank, incarnation=worker.incarnation, code=code)
             self._coordinator.tell(Reaped(worker.rank, worker.incarnation, code))
             self._feed(fate_events.Exited(worker.rank, code))
+        elif server := self._servers.exited(pid):
+            number = server.number
+            self.outcome.server_last_lines[number] = server.log.last_lines()[-NUM_LAST_LINES:]
+            self._run.event("server-exited", server=number, incarnation=server.incarnation, code=code)
+            self._coordinator.tell(ReapedServer(number, server.incarnation, code))
+            self._feed(fate_events.ServerExited(number, code, is_wanted=number < self._num_servers))
 
     def _asked(self, signum: signal.Signals) -> None:
         self._run.event("asked-to-leave", signal=signum.name)
@@ -295,30 +370,55 @@ class Supervisor:
                 case fate_events.Kill(ranks):
                     self._signal(ranks, signal.SIGKILL)
                 case fate_events.Replace(died, incarnation):
-                    self._display.note(_replacing(died, self._patience.max_restarts))
+                    self._display.note(notes.replacing(died, self._patience.max_restarts))
                     self._start_worker(died.rank, incarnation)
+                case fate_events.KillServers(numbers):
+                    for number in numbers:
+                        if server := self._servers.of(number):
+                            self._warm.signal(server.pid, signal.SIGKILL)
+                case fate_events.ReplaceServer(server_died, incarnation):
+                    self._display.note(notes.replacing_server(server_died, self._patience.max_restarts))
+                    self._start_server(server_died.number, incarnation)
+                case fate_events.GoBack(lost):
+                    self._go_back(lost)
+                case fate_events.StartAnew(ranks, servers):
+                    self._start_anew(ranks, servers)
                 case fate_events.RestartCoordinator():
                     self._run.event("coordinator-restarted", pid=self._coordinator.start())
 
+    def _go_back(self, lost: fate_events.StateLost) -> None:
+        checkpoint, reached = self.outcome.checkpoint, self._furthest[2]
+        self.outcome.num_went_back += 1
+        self._run.event(
+            "went-back", servers=lost.servers, to_step=checkpoint.step if checkpoint else 0, from_step=reached
+        )
+        self._display.note(notes.going_back(lost, checkpoint, reached))
+
+    def _start_anew(self, ranks: dict[int, int], servers: dict[int, int]) -> None:
+        job = replace(self._spec.job, resume=True)
+        self._spec = msgspec.structs.replace(self._spec, job=job)
+        for number, incarnation in sorted(servers.items()):
+            if number < self._num_servers:
+                self._start_server(number, incarnation)
+        for rank, incarnation in sorted(ranks.items()):
+            self._start_worker(rank, incarnation)
+
     def _inject(self) -> None:
         """Cause the faults that are this process's to cause."""
-        now = time.monotonic()
         step = max((progress.step for progress in self.outcome.progress.values()), default=0)
+        processes: list[Worker | Server] = [*self._workers.values(), *self._servers.living.values()]
+        pids = {process.name: process.pid for process in processes}
+        if self._coordinator.pid is not None:
+            pids["coordinator"] = self._coordinator.pid
+        now = time.monotonic()
         for fault in self._injector.due(since_start_s=now - self._started_at, step=step):
-            victims = [
-                pid for pid, worker in self._workers.items() if f"worker-{worker.rank}" == fault.process
-            ]
-            if fault.process == "coordinator" and self._coordinator.pid is not None:
-                victims = [self._coordinator.pid]
-            self._run.event("fault", what=str(fault), hit=bool(victims))
-            for pid in victims:
-                self._warm.signal(pid, signal.SIGSTOP if fault.act == "pause" else signal.SIGKILL)
-        for pid, worker in self._workers.items():
-            lasts_s = self._injector.pauses.get(f"worker-{worker.rank}")
-            if lasts_s is None or not worker.is_stopped():
-                self._paused_at.pop(pid, None)
-            elif now - self._paused_at.setdefault(pid, now) >= lasts_s:
-                self._warm.signal(pid, signal.SIGCONT)
+            self._run.event("fault", what=str(fault), hit=fault.process in pids)
+            if fault.process in pids:
+                stop = fault.act == "pause"
+                self._warm.signal(pids[fault.process], signal.SIGSTOP if stop else signal.SIGKILL)
+        for process in processes if self._injector.pauses else ():
+            if self._injector.is_to_wake(process.name, process.pid, process.is_stopped(), now):
+                self._warm.signal(process.pid, signal.SIGCONT)
 
     def _signal(self, ranks: tuple[int, ...], signum: signal.Signals) -> None:
         for pid, worker in self._workers.items():
@@ -329,7 +429,8 @@ class Supervisor:
 
     def _end_everything(self) -> None:
         """Nobody is left behind, whatever brought us here."""
-        for pid in self._workers:
+        self._note_leases(every_s=0.0)
+        for pid in (*self._workers, *self._servers.living):
             self._warm.signal(pid, signal.SIGKILL)
         # Where the warm parent is gone, so are all its children.
         with contextlib.suppress(ClusterError):
@@ -337,23 +438,9 @@ class Supervisor:
             for signum in (signal.SIGTERM, signal.SIGKILL):
                 self._coordinator.signal(signum)
                 deadline = time.monotonic() + REAP_TIMEOUT_S
-                while (self._workers or self._coordinator.pid) and (
+                while (self._workers or self._servers.living or self._coordinator.pid) and (
                     left_s := deadline - time.monotonic()
                 ) > 0:
                     self._turn(left_s)
         for worker in self._workers.values():
             worker.close()
-
-
-def _replacing(died: fate_events.Died, max_restarts: int) -> str:
-    why = f": {died.why}" if died.why else ""
-    return f"worker {died.rank} {how_it_ended(died.code)}{why}; replacing it ({died.num_times} of {max_restarts} times)"
-
-
-def _begins_anew(checkpoint: Saved | None) -> str:
-    where = (
-        f"the checkpoint of step {checkpoint.step:,}, {checkpoint.path}"
-        if checkpoint is not None
-        else "where this launch began: it has written no checkpoint yet"
-    )
-    return f"no worker is left that has what was trained; all begin anew from {where}"

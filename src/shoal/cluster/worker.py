@@ -56,8 +56,13 @@ def _decode(spec: bytes) -> WorkerSpec:
 def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     """Be a worker until the script has ended on every rank; returns the exit code."""
     spec = _decode(spec_bytes)
-    # The coordinator's socket has no name in the file system: this descriptor is the way to it.
-    job = replace(spec.job, coordinator=f"/proc/self/fd/{fds['coordinator']}")
+    # The sockets of coordinator and servers have no name in the file system: these descriptors are the ways to them.
+    servers = [fds[name] for number in range(len(fds)) if (name := f"server-{number}") in fds]
+    job = replace(
+        spec.job,
+        coordinator=f"/proc/self/fd/{fds['coordinator']}",
+        servers=tuple(f"/proc/self/fd/{fd}" for fd in servers),
+    )
     # A replacement is silent until it has caught up: its output leads elsewhere, and these are where it then goes.
     live_output = (fds["live_stdout"], fds["live_stderr"]) if "live_stdout" in fds else None
     session.attach(rank=job.rank, status=socket.socket(fileno=fds["status"]), live_output=live_output)

@@ -11,6 +11,7 @@ import contextlib
 import os
 import selectors
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -37,6 +38,11 @@ class Worker:
     status: socket.socket
     pipes: list[Pipe]
     log: Log
+
+    @property
+    def name(self) -> str:
+        """As faults call it."""
+        return f"worker-{self.rank}"
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Listen to it."""
@@ -65,11 +71,7 @@ class Worker:
 
     def is_stopped(self) -> bool:
         """Whether somebody stopped it (SIGSTOP, a debugger): the one kind of silence that is no work."""
-        try:
-            with open(f"/proc/{self.pid}/stat", "rb") as file:
-                return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-        except (OSError, IndexError):
-            return False
+        return is_stopped(self.pid)
 
     def close(self) -> None:
         """Let go of everything, when it is dead: what it wrote is handed on first."""
@@ -79,17 +81,26 @@ class Worker:
         self.log.close()
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of ours was stopped by a signal or a debugger."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
+
+
 def start(
     spec: WorkerSpec,
     *,
     rank: int,
     incarnation: int,
-    way_in: int,
+    ways_in: Mapping[str, int],
     run: RunDirectory,
     screen: Screen,
     warm: WarmParent,
 ) -> Worker:
-    """Fork a worker. `spec` is rank 0's; `way_in` leads to the coordinator.
+    """Fork a worker. `spec` is rank 0's; `ways_in` lead to the coordinator and the servers.
 
     A replacement begins with its output going to its log alone: it repeats
     what was done before. It has the real pipes beside it, for when it has caught up.
@@ -118,7 +129,7 @@ def start(
             "worker",
             title=f"shoal worker {rank} [{job.name}]",
             spec=encode_spec(msgspec.structs.replace(spec, job=job)),
-            fds={**theirs, "status": their_status.fileno(), "coordinator": way_in},
+            fds={**theirs, "status": their_status.fileno(), **ways_in},
         )
     except BaseException:
         worker.close()

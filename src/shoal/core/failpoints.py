@@ -52,7 +52,7 @@ class Fault:
     """"kill" (SIGKILL), "pause" (SIGSTOP), "exit" or "raise"."""
 
     process: str
-    """"worker-1", or "coordinator"."""
+    """"worker-1", "server-0", or "coordinator"."""
 
     at: str = BEFORE_FORWARD
     """The failpoint. Not looked at where `after_s` is set."""
