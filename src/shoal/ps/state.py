@@ -88,9 +88,17 @@ class State:
             self.steps = Steps(mode)
             self.clocks.expect(mode.num_workers)
             return True
-        if self.steps.mode != mode:
-            raise Refusal(f"contributions were declared to count as {self.steps.mode}, now as {mode}")
-        return False
+        known = self.steps.mode
+        # One model of a script may want norms and another not: what one of them needs, all have.
+        merged = msgspec.structs.replace(
+            known,
+            two_phase=known.two_phase or mode.two_phase,
+            wants_norm=known.wants_norm or mode.wants_norm,
+        )
+        if (known.num_workers, known.kind, known.bound) != (mode.num_workers, mode.kind, mode.bound):
+            raise Refusal(f"contributions were declared to count as {known}, now as {mode}")
+        self.steps.mode = merged
+        return merged != known
 
     # ---- steps and pushes -----------------------------------------------------------------------
 

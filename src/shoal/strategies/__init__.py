@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from shoal.core import strategy_names
+from shoal.core.errors import ConfigError
 from shoal.core.job import Job
 
 if TYPE_CHECKING:
@@ -23,10 +25,25 @@ def _ddp(job: Job) -> Strategy:
     return Ddp(job)
 
 
-REGISTRY: dict[str, Callable[[Job], Strategy]] = {"single": _single, "ddp": _ddp}
+def _ps(job: Job) -> Strategy:
+    mode = strategy_names.parse(job.strategy).mode
+    if mode == "exact":
+        from shoal.strategies.ps import Ps
+
+        return Ps(job)
+    if mode in ("ssp", "async"):
+        from shoal.strategies.ps_relaxed import PsRelaxed
+
+        return PsRelaxed(job)
+    raise ConfigError(
+        f"the strategy '{job.strategy}' is not there yet. Nothing was trained; there are ps, ps:ssp=K and ps:async."
+    )
+
+
+REGISTRY: dict[str, Callable[[Job], Strategy]] = {"single": _single, "ddp": _ddp, "ps": _ps}
 """Name to builder. A strategy is imported when it is chosen: nobody pays for the others."""
 
 
 def create(job: Job) -> Strategy:
     """The strategy a job was launched with."""
-    return REGISTRY[job.strategy](job)
+    return REGISTRY[strategy_names.parse(job.strategy).base](job)

@@ -7,7 +7,6 @@ gradients in one small vector.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import torch
@@ -16,10 +15,11 @@ from torch import nn
 from shoal.collectives.gather import gather_any, sum_in_rank_order
 from shoal.collectives.gradients import GradientExchange
 from shoal.collectives.native import Native
-from shoal.core.errors import ModelsDiffer, PeerLost
+from shoal.core.errors import PeerLost
 from shoal.core.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
+from shoal.strategies.agreement import refuse_different_models
 from shoal.strategies.buffers import ChangingBuffers
 from shoal.strategies.compute import Compute
 from shoal.strategies.heritage import Part
@@ -55,7 +55,7 @@ class Ddp:
         # A replacement: the others compared their models and shared their weights before the anchor it starts from.
         is_past = done is not None and done <= self._together.anchored_at
         if not is_past:
-            self._refuse_different_models(job.model)
+            refuse_different_models(job.model, self.gather)
         self._compute = Compute(job, check_loss=True)
         self._statistics = RunningStatistics(job.model)
         self._changing = ChangingBuffers(job.model)
@@ -237,26 +237,6 @@ class Ddp:
             for tensor in self._job.model.state_dict().values():
                 if isinstance(tensor, torch.Tensor):
                     native.broadcast(tensor)
-
-    def _refuse_different_models(self, model: nn.Module) -> None:
-        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        mine = {
-            name: f"{tuple(t.shape)} {t.dtype}" + (", frozen" if name in frozen else "")
-            for name, t in model.state_dict().items()
-            if isinstance(t, torch.Tensor)
-        }
-        raw = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        described = [json.loads(bytes(part.tolist())) for part in self.gather(raw)]
-        for rank, other in enumerate(described):
-            differences = [
-                f"'{name}' is {described[0].get(name, 'absent')} on rank 0 and {other.get(name, 'absent')} on rank {rank}"
-                for name in dict.fromkeys([*described[0], *other])
-                if described[0].get(name) != other.get(name)
-            ]
-            if not differences and list(other) != list(described[0]):
-                differences = ["its parameters come in another order"]
-            if differences:
-                raise ModelsDiffer(rank=rank, differences=differences)
 
 
 def _sparse_parameters(model: nn.Module) -> frozenset[str]:

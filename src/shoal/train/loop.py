@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +29,7 @@ from shoal.train.interrupts import asked_to_leave
 from shoal.train.metrics_log import MetricsLog
 
 if TYPE_CHECKING:
+    from shoal.train.leasing import Leasing
     from shoal.train.trainer import Trainer
 
 _REPORT_EVERY_S = 0.1
@@ -60,6 +61,8 @@ class FitLoop:
         self._place = place
         self._over = place.over
         self._log: MetricsLog | None = None
+        self._looks_ahead: Callable[[Slice], None] | None = getattr(trainer.strategy, "coming", None)
+        self._leasing = self._lease()
         self._started_at = self._reported_at = time.monotonic()
         self._started_samples, self._first_step = self._position.samples, self._position.step
 
@@ -84,7 +87,26 @@ class FitLoop:
         finally:
             if self._log is not None:
                 self._log.close()
+            if self._leasing is not None:
+                self._leasing.close()
         return self._history
+
+    def _lease(self) -> Leasing | None:
+        """In relaxed strategies batches come by lease."""
+        trainer = self._trainer
+        if not getattr(trainer.strategy, "is_relaxed", False):
+            return None
+        from shoal.train.leasing import Leasing
+
+        first = self._position.epoch
+        return Leasing(
+            trainer.strategy,  # type: ignore[arg-type]  # those are relaxed
+            self._batches,
+            call=session.num_calls(),
+            first_epoch=first,
+            num_epochs=self._last_epoch - first if self._last_epoch is not None else None,
+            num_workers=self._num_workers,
+        )
 
     def _reached_the_end(self) -> bool:
         position = self._position
@@ -94,19 +116,33 @@ class FitLoop:
 
     def _run_epoch(self) -> None:
         trainer, position = self._trainer, self._position
-        for part in self._batches.slices(
-            epoch=position.epoch, start=position.next_index, rank=self._rank, num_workers=self._num_workers
-        ):
+        parts = self._parts()
+        part = next(parts, None)
+        while part is not None:
             anchoring.note(trainer, BEFORE_A_STEP)
+            coming = next(parts, None) if self._looks_ahead is not None else None
+            if coming is not None and self._looks_ahead is not None:
+                self._looks_ahead(coming)
             self._run_step(part)
             if self._over:
                 break
-        if position.next_index == 0:
+            part = coming if self._looks_ahead is not None else next(parts, None)
+        if position.next_index == 0 and self._leasing is None:
             raise EmptyDataset(what="fit")
         self._finish_epoch()
 
+    def _parts(self) -> Iterator[Slice]:
+        position = self._position
+        if self._leasing is not None:
+            return self._leasing.slices(position.epoch)
+        return self._batches.slices(
+            epoch=position.epoch, start=position.next_index, rank=self._rank, num_workers=self._num_workers
+        )
+
     def _finish_epoch(self) -> None:
         failpoint("worker: epoch ended")
+        if self._leasing is not None and not self._over:
+            self._leasing.epoch_is_over(self._position)
         # Stopped halfway, the position stays where it is: the next fit, or a resumed job, goes on from there.
         ended = self._over or self._reached_the_end()
         left = self._batches.num_steps(self._num_workers, start=self._position.next_index)
@@ -124,13 +160,18 @@ class FitLoop:
         failpoint("worker: committed")
         trainer.wishes.checkpoint = False
         if verdict.applied:
-            trainer.advance_scheduler("step", {"loss": verdict.loss})
             self._count(part, contributed, verdict)
         else:
             self._leave_out(part, verdict)
-        position.step += 1
-        position.next_index = part.start + part.num_global
-        position.samples += part.num_global
+        if self._leasing is not None:
+            num_new = self._leasing.trained(part, position)
+        else:
+            num_new = 1
+            position.step += 1
+            position.next_index = part.start + part.num_global
+            position.samples += part.num_global
+        for _ in range(num_new if verdict.applied else 0):
+            trainer.advance_scheduler("step", {"loss": verdict.loss})
         self._write_down(part, verdict)
         if trainer.verification is not None:
             trainer.verification.count(trainer.model, verdict.loss)
@@ -267,7 +308,11 @@ class FitLoop:
 
     def _measure_epoch(self) -> dict[str, float]:
         trainer, position = self._trainer, self._position
-        logs = {"loss": position.loss_total / position.loss_count if position.loss_count else math.nan}
+        total, count = position.loss_total, position.loss_count
+        if self._leasing is not None:  # each rank knows of its own batches alone
+            sums = torch.tensor([total, count], dtype=torch.float64)
+            total, count = trainer.strategy.reduce(sums).tolist()
+        logs = {"loss": total / count if count else math.nan}
         logs |= trainer.train_metrics.compute(trainer.strategy.gather)
         if self._validation is not None:
             measured = evaluate(

@@ -1,0 +1,422 @@
+"""`ps`: parameters and optimizer live on servers, workers compute gradients; exact, as one process would.
+
+A step from above: weights and rows are pulled, backward pushes chunk by
+chunk, commit says that it was all. The servers sum in rank order and update;
+what a worker holds of the model afterwards is a copy. Workers have no
+connection to each other, and nothing a replacement would need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.core.errors import ConfigError
+from shoal.core.failpoints import failpoint
+from shoal.core.job import Job
+from shoal.data.slice import Slice
+from shoal.data.tree import Tree, leaves
+from shoal.ps.dense_plan import check_optimizer
+from shoal.ps.pulls import DensePull
+from shoal.ps.step import Decision, Step
+from shoal.strategies import takeover
+from shoal.strategies.agreement import refuse_different_models
+from shoal.strategies.buffers import ChangingBuffers
+from shoal.strategies.compute import Compute, place
+from shoal.strategies.heritage import Part
+from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
+from shoal.strategies.served import Served, served
+from shoal.strategies.served_model import ServedModel
+from shoal.strategies.state import MODEL, load_state, state_pieces
+from shoal.strategies.statistics import RunningStatistics
+from shoal.strategies.timeline import Timeline
+from shoal.strategies.verdict import contribution, decide
+from shoal.wire.ps_messages import StepEnd
+
+MAX_CHANGING_NUMEL = 1 << 16
+"""Buffers of the user's own that forward changes travel with every step; so many elements in all."""
+
+
+class Ps:
+    """The parameter server, exact."""
+
+    def __init__(self, job: Job) -> None:
+        self._launched = job
+        self._rank, self._num_workers = job.rank, job.num_workers
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.step = 0
+        self.timeline: Timeline | None = served()
+        self._served: Served = served()
+        self._model: ServedModel | None = None
+        self._saved: PieceReader | None = None
+        self._prepared_at: int | None = None
+        self._laid_out_at: int | None = None
+        self._current: Step | None = None
+        self._weights_at = -1  # the clock as of which this process's copy of the weights is
+        self._buffers_before: dict[str, Tensor] = {}
+        self._coming: Slice | None = None
+
+    # ---- preparing ------------------------------------------------------------------------------
+
+    def prepare(self, job: TrainJob) -> None:
+        """Check that all ranks built the same model; the rest waits for the first batch."""
+        self._job = job
+        job.model.to(job.device)
+        waiting = self._served.waiting_part(job.number)
+        done = waiting.plain["prepared_at"] if waiting is not None else None
+        is_past = done is not None and done <= self._served.anchored_at
+        if not is_past:
+            refuse_different_models(job.model, self.gather)
+            self._prepared_at = self._served.num_finished
+        self._compute = Compute(job, check_loss=True)
+        self._statistics = RunningStatistics(job.model)
+        self._changing = ChangingBuffers(job.model)
+        self._parameters = list(job.model.parameters())
+        if job.build_optimizer is not None and self.optimizer is None:
+            optimizer = job.build_optimizer(job.model)
+            check_optimizer(optimizer)
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # it never steps here, and schedulers would warn
+            self.optimizer = optimizer
+        self._served.hold(job.number, self)
+
+    def _lay_out(self, batch: Slice | None) -> None:
+        """Put the model on the servers, once all that forward uses can be told."""
+        if self._model is not None or self.optimizer is None:
+            return
+        group, job = self._served.group, self._job
+        self._served._be_there()
+        if self._wants_norm:
+            mode = msgspec.structs.replace(self._served.mode, two_phase=True, wants_norm=True)
+            group.declare(mode)
+        model = ServedModel(job, self.optimizer, group, self._launched)
+        placed = place(batch.batch, job.device, job.cast_inputs) if batch is not None else None
+        model.lay_out(placed, lambda: self._compute.forward(batch, rank=self._rank) if batch else None)
+        model.declare()
+        done = self._laid_out_at
+        if done is None or done > self._served.anchored_at:
+            if self._rank == 0 and not self._served.next_is_known:
+                model.write(self._saved)
+                for line in takeover.describe(model.plan):
+                    print(f"note: {line}", file=sys.stderr, flush=True)
+            self._served.exchange(b"")
+            self._laid_out_at = self._served.num_finished
+        self._saved = None
+        model.install()
+        self._model = model
+
+    @property
+    def _wants_norm(self) -> bool:
+        return self._job.clip_norm is not None or self._job.on_nonfinite == "skip"
+
+    # ---- a step ---------------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Slice) -> LossSum:
+        """Compute this rank's gradients; they leave chunk by chunk while backward runs."""
+        self._lay_out(batch)
+        if self._served.next_is_known:
+            return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
+        self.about_to_run()
+        self._begin(batch)
+        share = batch.num_local / batch.num_global
+        return self._compute.forward_backward(
+            batch, rank=self._rank, step=self.step, before_backward=lambda loss: self._contribute(loss, share)
+        )
+
+    def about_to_run(self) -> None:
+        """Have the weights of the last commit, and keep the buffers as they are: forward writes into them."""
+        self._lay_out(None)  # a loop of the script's own: nobody has shown us a batch
+        self._refresh()
+        self._buffers_before = {
+            name: buffer.clone() for name, buffer in self._job.model.named_buffers() if self._travels(buffer)
+        }
+        self._changing.look()
+
+    def adopt(self, batch: Slice) -> None:
+        """Take gradients of the slice's mean that the user's own backward computed, weighted by its samples."""
+        if self._served.next_is_known:
+            self._restore_buffers()
+            return
+        self._begin(batch)
+        share = batch.num_local / batch.num_global
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * share if share else None
+        self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None), share)
+
+    def coming(self, batch: Slice) -> None:
+        """The batch after this one: its rows can be asked for as soon as this step is pushed."""
+        self._coming = batch
+
+    def commit(self) -> Verdict:
+        """Say that all is pushed, and wait until the servers have summed and updated."""
+        step = self._end_step() if not self._served.next_is_known else None
+        ahead = None
+        if step is not None:
+            ahead = self._pull_ahead(self._served.updates + 1)
+        vector = self._served.commit(step)
+        failpoint("worker: committed, not counted")
+        if step is not None:
+            step.release()
+        verdict = self._conclude(vector)
+        if ahead is not None:
+            assert self._model is not None
+            self._served.group.finish(ahead)
+            self._model.dense.take(ahead)
+            self._weights_at = self._served.updates
+        return verdict
+
+    def _begin(self, batch: Slice) -> None:
+        assert self._model is not None
+        updates = self._served.updates
+        self._num_global = batch.num_global
+        for module in self._model.rows:
+            module.clock, module.is_training = updates, True
+        self._current = Step(self._served.group, stream=self._rank, seq=updates + 1, decide=self._decide)
+
+    def _contribute(self, loss: LossSum, share: float) -> None:
+        assert self._model is not None
+        assert self._current is not None
+        vector = contribution(
+            rank=self._rank,
+            num_workers=self._num_workers,
+            loss_total=float(loss.total),
+            count=loss.count,
+            wishes=self._job.wishes,
+        )
+        parts = [vector]
+        if self._statistics:
+            parts.append(self._statistics.flat() * share)
+        if self._changing:
+            self._refuse_large_buffers()
+            everything = range(len(self._changing))
+            parts.append(self._changing.contribution(list(everything), share=share, rank=self._rank))
+            parts.append(torch.tensor(self._changing.flags(), dtype=torch.float64))
+        self._vector = torch.cat(parts).numpy()
+        self._model.dense.arm(self._current)
+
+    def _end_step(self) -> Step:
+        assert self._model is not None
+        assert self._current is not None
+        step, self._current = self._current, None
+        self._model.dense.send_rest()
+        for module in self._model.rows:
+            gradients = module.take_gradients()
+            if gradients is not None and len(gradients[0]):
+                step.push_rows(module.spec.number, *gradients)
+        settings, table_settings = self._model.changed_settings()
+        end = StepEnd(
+            view=0,
+            stream=step.stream,
+            seq=step.seq,
+            rank=self._rank,
+            num_pushes=0,
+            exchange=self._served.num_finished,
+            anchored_at=self._served.anchored_at,
+            settings=settings,
+            table_settings=table_settings,
+            factor=float(self._num_global),
+        )
+        step.end(end, self._vector, self._served.note())
+        return step
+
+    def _pull_ahead(self, clock: int) -> DensePull:
+        assert self._model is not None
+        pull = self._model.dense.pull(clock)
+        self._served.group.start(pull)
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            columns = list(leaves(coming.batch))
+            for module in self._model.rows:
+                if module.taken.leaf is not None and isinstance(columns[module.taken.leaf], Tensor):
+                    module.pull_ahead(columns[module.taken.leaf], clock)
+        return pull
+
+    def _decide(self, vector: NDArray[np.float64], norm: float) -> Decision:
+        """What every rank makes of a summed step, in two phases."""
+        verdict = decide(torch.from_numpy(vector[: 4 + self._num_workers].copy()))
+        factor = self._num_global / verdict.count if verdict.count else 0.0
+        if not verdict.applied or not self._wants_norm:
+            return Decision(factor, verdict.applied)
+        norm = factor * norm
+        if self._job.clip_norm is not None:
+            factor *= min(1.0, self._job.clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
+        return Decision(factor, math.isfinite(norm), norm)
+
+    def _conclude(self, vector: NDArray[np.float64]) -> Verdict:
+        """The servers have updated; do here what belongs to it."""
+        flat = torch.from_numpy(vector.copy())
+        told, at = flat[-2:].tolist(), 4 + self._num_workers
+        verdict = decide(flat[:at])
+        norm = told[1] if self._wants_norm and verdict.applied else None
+        verdict = dataclasses.replace(verdict, applied=bool(told[0]), grad_norm=norm)
+        if self._statistics:
+            size = self._statistics.flat().numel()
+            self._statistics.write(flat[at : at + size])
+            at += size
+        if self._changing:
+            flags = flat[-2 - len(self._changing) : -2].tolist()
+            changed = [number for number, flag in enumerate(flags) if flag]
+            if changed:
+                self._changing.write(range(len(self._changing)), flat[at : -2 - len(self._changing)])
+        if not verdict.applied:
+            self._restore_buffers()
+        if self._model is not None:
+            for module in self._model.rows:
+                module.release()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._buffers_before = {}
+        self.step += 1
+        return verdict
+
+    # ---- beside the steps -----------------------------------------------------------------------
+
+    def forward(self, batch: Slice) -> Tree:
+        """This rank's outputs, without gradients."""
+        if self._model is None:
+            self._equalize()
+        else:
+            self._refresh()
+            for module in self._model.rows:
+                module.clock, module.is_training = self._served.updates, False
+        outputs = self._compute.forward(batch, rank=self._rank)
+        if self._model is not None:
+            for module in self._model.rows:
+                module.release()
+        return outputs
+
+    def reduce(self, values: Tensor) -> Tensor:
+        """The sum over the ranks, in rank order."""
+        parts = self.gather(values)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total.to(values.device)
+
+    def gather(self, value: Tensor | None) -> list[Tensor]:
+        """Every rank's tensor, in rank order."""
+        contributions = self._served.exchange(_tensor_bytes(value))
+        tensors = [_tensor_of(raw) for raw in contributions]
+        known = next((tensor for tensor in tensors if tensor is not None), torch.empty(0))
+        empty = torch.empty([0, *known.shape[1:]], dtype=known.dtype)
+        return [tensor if tensor is not None else empty for tensor in tensors]
+
+    def state(self) -> Iterator[Piece]:
+        """Model and optimizer, whole. Rank 0 reads them; nobody can update before it goes on."""
+        if self._model is None:
+            yield from state_pieces(self._job.model, self.optimizer)
+        elif self._rank == 0:
+            self._model.bring_home(self._served.updates)
+            yield from self._model.model_pieces()
+            yield from self._model.optimizer_pieces()
+
+    def load(self, pieces: PieceReader) -> None:
+        """Take over weights and optimizer state: here now, on the servers when the model is put there."""
+        load_state(self._job.model, None, pieces)
+        if self._model is None:
+            self._saved = pieces
+            return
+        if self._rank == 0:
+            self._model.write(pieces)
+        self._weights_at = -1
+        self._served.exchange(b"")
+
+    def bring_home(self) -> None:
+        """Put the trained weights into the model of this process."""
+        if self._model is not None:
+            self._model.bring_home(self._served.updates)
+            self._weights_at = self._served.updates
+
+    # ---- what a replacement is given ------------------------------------------------------------
+
+    def give(self) -> Part:
+        """What of this rank is not on the servers: where it is, and the buffers as of the last commit."""
+        buffers = {
+            MODEL + name: self._buffers_before.get(name, buffer)
+            for name, buffer in self._job.model.named_buffers()
+            if self._travels(buffer)
+        }
+        plain = {"step": self.step, "prepared_at": self._prepared_at, "laid_out_at": self._laid_out_at}
+        return Part(plain, buffers)
+
+    def take(self, part: Part) -> None:
+        """Stand where this rank stood."""
+        self.step = part.plain["step"]
+        self._prepared_at, self._laid_out_at = part.plain["prepared_at"], part.plain["laid_out_at"]
+        with torch.no_grad():
+            for name, buffer in self._job.model.named_buffers():
+                if MODEL + name in part.tensors:
+                    buffer.copy_(part.tensors[MODEL + name])
+        self._weights_at, self._buffers_before = -1, {}
+
+    # ---- small things ---------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        """Have the weights as of the newest commit."""
+        if self._model is not None and self._weights_at != self._served.updates:
+            self._model.dense.refresh(self._served.group, self._served.updates)
+            self._weights_at = self._served.updates
+
+    def _equalize(self) -> None:
+        """Before the model is on the servers: everybody has rank 0's weights."""
+        if self._weights_at == -2:
+            return
+        tensors = [t for t in self._job.model.state_dict().values() if isinstance(t, Tensor)]
+        mine = b"".join(_raw(tensor) for tensor in tensors) if self._rank == 0 else b""
+        raw, at = self._served.exchange(mine)[0], 0
+        with torch.no_grad():
+            for tensor in tensors:
+                size = tensor.numel() * tensor.element_size()
+                part = torch.frombuffer(bytearray(raw[at : at + size]) or bytearray(1), dtype=torch.uint8)
+                if size:
+                    tensor.copy_(part.view(tensor.dtype).reshape(tensor.shape))
+                at += size
+        self._weights_at = -2
+
+    def _travels(self, buffer: Tensor) -> bool:
+        return buffer.numel() <= MAX_CHANGING_NUMEL
+
+    def _refuse_large_buffers(self) -> None:
+        numel = sum(buffer.numel() for buffer in self._job.model.buffers())
+        if numel <= MAX_CHANGING_NUMEL or not any(self._changing.flags()):
+            return
+        raise ConfigError(
+            f"forward changes buffers of a model whose buffers have {numel:,} elements, and under ps at most "
+            f"{MAX_CHANGING_NUMEL:,} travel with a step. Nothing was updated; use --strategy ddp for this model."
+        )
+
+    def _restore_buffers(self) -> None:
+        for name, buffer in self._job.model.named_buffers():
+            if name in self._buffers_before:
+                buffer.copy_(self._buffers_before[name])
+
+
+def _raw(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _tensor_bytes(value: Tensor | None) -> bytes:
+    if value is None:
+        return b""
+    head = json.dumps([str(value.dtype).removeprefix("torch."), list(value.shape)]).encode()
+    return len(head).to_bytes(4, "little") + head + (_raw(value) if value.numel() else b"")
+
+
+def _tensor_of(raw: bytes) -> Tensor | None:
+    if not raw:
+        return None
+    start = 4 + int.from_bytes(raw[:4], "little")
+    dtype, shape = json.loads(raw[4:start])
+    kind = getattr(torch, dtype)
+    if len(raw) == start:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(bytearray(raw[start:]), dtype=torch.uint8).view(kind).reshape(shape)

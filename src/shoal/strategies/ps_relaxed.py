@@ -1,0 +1,210 @@
+"""`ps:ssp=K` and `ps:async`: every push is one update, and nobody waits for the slowest, or only so far.
+
+One worker computes one whole batch, so batch size, learning rate and schedule
+mean what they mean in one process; which batches, the coordinator says by
+leases. What is bent (how stale the weights were) is counted and reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.core.failpoints import failpoint
+from shoal.core.job import Job
+from shoal.data.slice import Slice
+from shoal.ps.pulls import DensePull
+from shoal.ps.step import Step
+from shoal.strategies.protocol import LossSum, Verdict
+from shoal.strategies.ps import Ps
+from shoal.strategies.verdict import contribution, decide
+from shoal.wire.ps_messages import StepEnd
+
+STOP, CHECKPOINT, LEAVE = 1, 2, 4
+
+
+@dataclass(slots=True)
+class Naming:
+    """How pushes of the running fit are named: by the lease and the batch within it."""
+
+    call: int
+    num_leases: int
+    samples_per_lease: int
+    first_epoch: int
+    done_below: int = 0
+
+    def name(self, batch: Slice, batch_size: int) -> tuple[int, int]:
+        """(stream, seq) of a batch."""
+        lease, within = divmod(batch.start, self.samples_per_lease)
+        number = (batch.epoch - self.first_epoch) * self.num_leases + lease
+        return self.stream(number), within // batch_size + 1
+
+    def stream(self, lease: int) -> int:
+        """A lease's stream: leases of one fit are not those of another."""
+        return (self.call << 32) | (lease + 1)
+
+
+class PsRelaxed(Ps):
+    """The parameter server, bounded or asynchronous."""
+
+    is_relaxed = True
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._clock = 0  # steps this worker has finished
+        self._naming: Naming | None = None
+        self._batch_size = 1
+        self._ahead: DensePull | None = None
+        self.staleness: Counter[int] = Counter()
+        """How many pulls were how far ahead of the slowest worker."""
+
+        self.updates = 0
+        """Updates of all workers, as far as this one has heard."""
+
+    def lease_by(self, naming: Naming, batch_size: int) -> None:
+        """From now on batches come by lease."""
+        self._naming, self._batch_size = naming, batch_size
+
+    @property
+    def session(self):  # type: ignore[no-untyped-def]
+        """The lines to the coordinator."""
+        return self._served.session
+
+    def forward_backward(self, batch: Slice) -> LossSum:
+        """Compute the gradients of a whole batch on the weights there are."""
+        self._lay_out(batch)
+        self.about_to_run()
+        self._begin(batch)
+        return self._compute.forward_backward(
+            batch, rank=self._rank, step=self.step, before_backward=self._contribute_alone
+        )
+
+    def about_to_run(self) -> None:
+        """Have weights that are fresh enough, and keep the buffers."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and self._model is not None:
+            self._served.group.finish(ahead)
+            self.staleness[max(ahead.staleness, 0)] += 1
+            self._model.dense.take(ahead)
+            self._weights_at = self._clock
+        super().about_to_run()
+
+    def _refresh(self) -> None:
+        if self._model is not None and self._weights_at != self._clock:
+            self._model.dense.refresh(self._served.group, self._clock)
+            self._weights_at = self._clock
+
+    def _begin(self, batch: Slice) -> None:
+        assert self._model is not None
+        self._num_global = batch.num_global
+        for module in self._model.rows:
+            module.clock, module.is_training = self._clock, True
+        stream, seq = (
+            self._naming.name(batch, self._batch_size)
+            if self._naming is not None
+            else (self._rank + 1, self._clock + 1)
+        )
+        self._current = Step(self._served.group, stream=stream, seq=seq)
+
+    def _contribute_alone(self, loss: LossSum) -> None:
+        assert self._model is not None
+        assert self._current is not None
+        self._loss = loss
+        vector = contribution(
+            rank=0, num_workers=1, loss_total=float(loss.total), count=loss.count, wishes=self._job.wishes
+        )
+        self._verdict = decide(vector)
+        self._vector = vector.numpy()
+        if self._verdict.applied and not self._wants_norm:
+            self._model.dense.arm(self._current)
+        # Else nothing leaves before the whole gradient is known, or nothing at all.
+
+    def commit(self) -> Verdict:
+        """Push what is left, and wait until it counts."""
+        assert self._model is not None
+        assert self._current is not None
+        verdict, step = self._verdict, self._current
+        factor = self._num_global / verdict.count if verdict.count else 0.0
+        rows = [(module, module.take_gradients()) for module in self._model.rows]
+        if verdict.applied and self._wants_norm:
+            norm = factor * self._norm(
+                [values for _, held in rows if held is not None for values in held[1:]]
+            )
+            verdict = dataclasses.replace(verdict, grad_norm=norm, applied=math.isfinite(norm))
+            if self._job.clip_norm is not None:
+                factor *= min(1.0, self._job.clip_norm / (norm + 1e-6))
+            if verdict.applied:
+                self._model.dense.arm(step)
+        if verdict.applied:
+            self._model.dense.send_rest()
+            for module, held in rows:
+                if held is not None and len(held[0]):
+                    step.push_rows(module.spec.number, *held)
+        else:
+            self._model.dense.disarm()
+        settings, table_settings = self._model.changed_settings()
+        step.end(
+            StepEnd(
+                view=0,
+                stream=step.stream,
+                seq=step.seq,
+                rank=self._rank,
+                num_pushes=0,
+                exchange=0,
+                anchored_at=self._served.anchored_at,
+                settings=settings,
+                table_settings=table_settings,
+                factor=factor if verdict.applied else 0.0,
+                done_below=self._naming.stream(self._naming.done_below) if self._naming else 0,
+            ),
+            self._vector,
+            self._served.note(),
+        )
+        self._current = None
+        self._ahead = self._pull_ahead(self._clock + 1)
+        self._served.group.finish(step)
+        failpoint("worker: committed, not counted")
+        committed = step.committed
+        assert committed is not None
+        step.release()
+        self._clock += 1
+        self.step += 1
+        self._served.updates = self.updates = committed.updates
+        for module in self._model.rows:
+            self.staleness.update(max(each, 0) for each in module.staleness)
+            module.staleness.clear()
+            module.release()
+        if not verdict.applied:
+            self._restore_buffers()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._buffers_before = {}
+        return dataclasses.replace(
+            verdict,
+            stop=verdict.stop or bool(committed.wishes & STOP),
+            leave=verdict.leave or bool(committed.wishes & LEAVE),
+            checkpoint=verdict.checkpoint and self._rank == 0,
+        )
+
+    def rest(self) -> None:
+        """This worker has nothing to do for now: nobody has to wait for it."""
+
+    def bring_home(self) -> None:
+        """Put the trained weights into the model of this process: all workers are through by now."""
+        if self._model is not None:
+            self._served.exchange(b"")  # nobody pushes any more
+            self._model.bring_home(0)
+            self._model._is_home_at = -1
+            self._weights_at = -1
+
+    def _norm(self, rows: list[np.ndarray]) -> float:
+        dense = [p.grad for p in self._parameters if isinstance(p.grad, Tensor)]
+        squares = [torch.linalg.vector_norm(each.float()) ** 2 for each in dense]
+        squares += [torch.linalg.vector_norm(torch.from_numpy(each)) ** 2 for each in rows]
+        return math.sqrt(float(sum(squares))) if squares else 0.0

@@ -1,0 +1,136 @@
+"""An embedding whose rows are on the servers: what its forward calls instead of its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from shoal.nn import HashEmbedding
+from shoal.nn.row_source import merged, uniques_of
+from shoal.nn.rows import embedding_bag_forward, embedding_forward
+from shoal.ps.group import Group
+from shoal.ps.pulls import RowsPull
+from shoal.strategies.takeover import Taken
+from shoal.wire.ps_messages import TableSpec
+
+_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+class RowModule:
+    """One taken-over module: pulls rows for its forward and keeps their gradients for the step.
+
+    `clock` and `is_training` are set by the strategy before the model runs.
+    """
+
+    def __init__(self, taken: Taken, number: int, group: Group, *, dtype: torch.dtype, seed: int) -> None:
+        self.taken, self.module = taken, taken.module
+        self.clock, self.is_training = 0, True
+        self.staleness: list[int] = []
+        module = taken.module
+        settings: dict[str, Any] = {"num_rows": None}
+        if isinstance(module, HashEmbedding):
+            settings |= {"init": module.init, "scale": module.scale, "seed": module.seed}
+            self.dim = module.embedding_dim
+        else:
+            settings |= {"num_rows": module.num_embeddings, "seed": seed}
+            self.dim = int(module.embedding_dim)  # type: ignore[arg-type]
+        self.spec = TableSpec(
+            number=number,
+            name=taken.name,
+            dim=self.dim,
+            dtype=_DTYPES[dtype],  # type: ignore[arg-type]
+            rule=taken.rule.name,
+            settings=taken.rule.settings,
+            **settings,
+        )
+        self.np_dtype = np.dtype(self.spec.dtype)
+        self._group = group
+        self._ahead: RowsPull | None = None
+        self._seen: tuple[Tensor, NDArray[np.int64], NDArray[Any]] | None = None
+        self._pulls: list[RowsPull] = []
+        self._gradients: list[tuple[NDArray[np.int64], NDArray[Any]]] = []
+        self._forward: Callable[..., Any] | None = None
+
+    # ---- in the place of the weight -------------------------------------------------------------
+
+    def install(self) -> None:
+        """From now on the module's forward looks its rows up here."""
+        module = self.module
+        if isinstance(module, HashEmbedding):
+            module.use(self)
+        elif isinstance(module, nn.EmbeddingBag):
+            bag = module
+            module.forward = lambda input, offsets=None, per_sample_weights=None: embedding_bag_forward(  # type: ignore[method-assign]
+                self,
+                input,
+                offsets,
+                mode=bag.mode,
+                per_sample_weights=per_sample_weights,
+                include_last_offset=bag.include_last_offset,
+                padding_idx=bag.padding_idx,
+            )
+        else:
+            assert isinstance(module, nn.Embedding)
+            padding_idx = module.padding_idx
+            module.forward = lambda input: embedding_forward(self, input, padding_idx=padding_idx)  # type: ignore[method-assign]
+
+    def uniques(self, ids: Tensor) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """The distinct ids in increasing order, and where each id is among them."""
+        if self._seen is not None and self._seen[0] is ids:
+            return self._seen[1:]
+        return uniques_of(ids)
+
+    def pull(self, keys: NDArray[np.int64]) -> Tensor:
+        """Rows for these keys, as of the clock."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and (ahead.keys is keys or np.array_equal(ahead.keys, keys)):
+            pull = ahead
+        else:
+            if ahead is not None:
+                self._pulls.append(ahead)
+            pull = self._new_pull(keys, self.clock)
+            self._group.start(pull)
+        self._group.finish(pull)
+        if self.is_training:
+            self.staleness.append(pull.staleness)
+        self._pulls.append(pull)
+        return torch.from_numpy(pull.rows)
+
+    def push(self, keys: NDArray[np.int64], gradients: NDArray[Any]) -> None:
+        """The gradients of rows that were pulled; kept for the step."""
+        self._gradients.append((keys, gradients))
+
+    # ---- what the strategy asks -----------------------------------------------------------------
+
+    def pull_ahead(self, ids: Tensor, clock: int) -> None:
+        """Ask for the rows of a batch that comes next."""
+        keys, inverse = uniques_of(ids)
+        self._seen = (ids, keys, inverse)
+        if self._ahead is not None:
+            self._pulls.append(self._ahead)
+        self._ahead = self._new_pull(keys, clock)
+        self._group.start(self._ahead)
+
+    def take_gradients(self) -> tuple[NDArray[np.int64], NDArray[Any]] | None:
+        """What backward left, merged; None where the module was not used."""
+        gradients, self._gradients = self._gradients, []
+        return merged(gradients) if gradients else None
+
+    def release(self) -> None:
+        """The step is over: nobody reads its rows any more."""
+        for pull in self._pulls:
+            pull.release()
+        self._pulls = []
+
+    def forget(self) -> None:
+        """Gradients of a step that is not going to be."""
+        self._gradients = []
+        self.release()
+
+    def _new_pull(self, keys: NDArray[np.int64], clock: int) -> RowsPull:
+        return RowsPull(self.spec.number, keys, self.dim, self.np_dtype, clock=clock, create=self.is_training)

@@ -1,0 +1,223 @@
+"""A model whose parameters live on servers: which of it are rows and which chunks, and how all of it gets there and back.
+
+Made on the first batch, because only a forward shows which embeddings can be
+rows. Knows nothing of steps; `ps.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.core.job import Job
+from shoal.data.tree import Tree
+from shoal.nn import HashEmbedding
+from shoal.ps.group import Group
+from shoal.ps.pulls import RowsPull
+from shoal.ps.transfer import read_chunk, read_rows, write_chunk, write_rows
+from shoal.strategies import takeover
+from shoal.strategies.dense_part import DensePart, plain_settings
+from shoal.strategies.optimizer_state import PREFIX
+from shoal.strategies.protocol import Piece, PieceReader, TrainJob
+from shoal.strategies.row_module import RowModule
+from shoal.strategies.state import MODEL
+from shoal.strategies.takeover import Plan
+from shoal.wire.ps_messages import DeclareDense, DeclareTable
+
+TABLES_PER_MODEL, CHUNKS_PER_MODEL = 1_000, 100_000
+BLOCK_ROWS = 1 << 18
+"""Rows that are written or brought home at a time."""
+
+STATE_OF_RULE = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
+"""What torch calls the state that a rule keeps per row."""
+
+
+class ServedModel:
+    """The parameters of one model on the servers."""
+
+    def __init__(self, job: TrainJob, optimizer: torch.optim.Optimizer, group: Group, launched: Job) -> None:
+        self._job, self._optimizer, self._group, self._launched = job, optimizer, group, launched
+        self.rows: list[RowModule] = []
+        self.plan = Plan([], {})
+        self._sent_settings: list[dict[str, Any]] = []
+        self._is_home_at = 0
+
+    def lay_out(self, batch: Tree | None, run: Callable[[], Any]) -> None:
+        """Decide what is rows and what is chunks. Without a batch only rows that could be nothing else are."""
+        job, optimizer = self._job, self._optimizer
+        found = takeover.plan(job.model, optimizer)
+        if batch is None:
+            hashed = [each for each in found.taken if isinstance(each.module, HashEmbedding)]
+            others = {e.name: "the loop is the script's own" for e in found.taken if e not in hashed}
+            found = Plan(hashed, {**found.dense, **others})
+        elif found.taken:
+            found = takeover.watch(found, batch, run)
+        self.plan = found
+        dtype = next((p.dtype for p in job.model.parameters() if p.is_floating_point()), torch.float32)
+        for number, taken in enumerate(found.taken):
+            weight = getattr(taken.module, "weight", None)
+            module = RowModule(
+                taken,
+                job.number * TABLES_PER_MODEL + number,
+                self._group,
+                dtype=weight.dtype if isinstance(weight, Tensor) else dtype,
+                seed=job.seed,
+            )
+            self.rows.append(module)
+        rows = {
+            id(taken.module.weight) for taken in found.taken if isinstance(taken.module.weight, nn.Parameter)
+        }
+        groups = {
+            id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
+        }
+        self.dense = DensePart(
+            [
+                (name, parameter, groups[id(parameter)])
+                for name, parameter in job.model.named_parameters()
+                if parameter.requires_grad and id(parameter) in groups and id(parameter) not in rows
+            ],
+            optimizer=type(optimizer).__name__,
+            num_servers=self._launched.num_servers,
+            num_copies=self._launched.num_replicas,
+            first_chunk=job.number * CHUNKS_PER_MODEL,
+        )
+
+    def declare(self) -> None:
+        """Tell all servers, and those to come."""
+        for module in self.rows:
+            self._group.declare(DeclareTable(module.spec))
+        self._sent_settings = [plain_settings(group) for group in self._optimizer.param_groups]
+        kind = type(self._optimizer).__name__
+        if self.dense.specs:
+            self._group.declare(DeclareDense(self.dense.specs, kind, self._sent_settings))
+
+    def write(self, saved: PieceReader | None) -> None:
+        """Give the servers what this process's model holds, and the optimizer state of `saved`."""
+        for module in self.rows:
+            if isinstance(module.module, HashEmbedding):
+                continue  # its rows come to be on first use
+            weight = module.module.weight
+            assert isinstance(weight, Tensor)
+            state, step = self._saved_rows(module, saved)
+            for first in range(0, len(weight), BLOCK_ROWS):
+                block = slice(first, min(first + BLOCK_ROWS, len(weight)))
+                keys = np.arange(block.start, block.stop, dtype=np.int64)
+                values = weight.detach()[block].cpu().numpy()
+                write_rows(
+                    self._group, module.spec, keys, values, None if state is None else state[block], step
+                )
+        for spec in self.dense.specs:
+            write_chunk(self._group, spec, self.dense.flat(spec), self._saved_chunk(spec, saved))
+
+    def install(self) -> None:
+        """From now on forward looks rows up on the servers."""
+        for module in self.rows:
+            module.install()
+
+    def changed_settings(self) -> tuple[list[dict[str, Any]], dict[int, dict[str, float]]]:
+        """Hyper-parameters that a scheduler has changed since they were last sent: of groups, and of tables."""
+        settings = [plain_settings(group) for group in self._optimizer.param_groups]
+        if settings == self._sent_settings:
+            return [], {}
+        self._sent_settings = settings
+        tables = {}
+        for module in self.rows:
+            rule = takeover.row_rule(self._optimizer, max(module.taken.group, 0))
+            if not isinstance(rule, str):
+                tables[module.spec.number] = rule.settings
+        return settings, tables
+
+    # ---- all of it ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def bring_home(self, clock: int) -> None:
+        """Put what the servers hold into the model of this process."""
+        if self._is_home_at == clock:
+            return
+        self.dense.refresh(self._group, clock)
+        for module in self.rows:
+            weight = getattr(module.module, "weight", None)
+            if not isinstance(weight, Tensor):
+                continue
+            for first in range(0, len(weight), BLOCK_ROWS):
+                last = min(first + BLOCK_ROWS, len(weight))
+                keys = np.arange(first, last, dtype=np.int64)
+                pull = RowsPull(
+                    module.spec.number, keys, module.dim, module.np_dtype, clock=clock, create=False
+                )
+                self._group.run(pull)
+                weight[first:last].copy_(torch.from_numpy(pull.rows))
+                pull.release()
+        self._is_home_at = clock
+
+    def optimizer_pieces(self) -> Iterator[Piece]:
+        """The optimizer's state, by parameter, whole."""
+        parameters = dict(self._job.model.named_parameters())
+        whole: dict[str, Tensor] = {}
+        for spec in self.dense.specs:
+            _, state = read_chunk(self._group, spec)
+            for (number, key), tensor in state.items():
+                part = spec.parts[number]
+                parameter = parameters[part.parameter]
+                name = f"{PREFIX}{part.parameter}/{key}"
+                numel = torch.Size(part.shape).numel()
+                if tensor.numel() == numel and numel != parameter.numel():
+                    target = whole.setdefault(name, torch.zeros(parameter.shape, dtype=tensor.dtype))
+                    target.view(-1)[part.offset : part.offset + numel] = tensor.reshape(-1)
+                elif tensor.numel() == parameter.numel() and tensor.dim():
+                    whole[name] = tensor.reshape(parameter.shape)
+                else:
+                    whole[name] = tensor
+        for module in self.rows:
+            keys = STATE_OF_RULE.get(module.spec.rule)
+            weight = getattr(module.module, "weight", None)
+            if keys is None or not isinstance(weight, Tensor):
+                continue
+            held = [torch.zeros_like(weight, device="cpu") for _ in keys]
+            num_updates = 0
+            for row_keys, _, row_state, num_updates in read_rows(self._group, module.spec):  # noqa: B007
+                for number, tensor in enumerate(held):
+                    columns = row_state[:, number * module.dim : (number + 1) * module.dim]
+                    tensor[torch.from_numpy(row_keys)] = torch.from_numpy(np.ascontiguousarray(columns))
+            for key, tensor in zip(keys, held, strict=True):
+                whole[f"{PREFIX}{module.taken.name}/{key}"] = tensor
+            if keys:
+                whole[f"{PREFIX}{module.taken.name}/step"] = torch.tensor(float(num_updates))
+        for name, tensor in whole.items():
+            yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+    def _saved_rows(self, module: RowModule, saved: PieceReader | None) -> tuple[Any, int]:
+        keys = STATE_OF_RULE.get(module.spec.rule, ())
+        names = [f"{PREFIX}{module.taken.name}/{key}" for key in keys]
+        if saved is None or saved.optimizer_settings is None or not all(n in saved.tensors for n in names):
+            return None, 0
+        state = torch.cat([saved.tensors[name] for name in names], dim=1).numpy() if names else None
+        step = saved.tensors.get(f"{PREFIX}{module.taken.name}/step")
+        return state, int(step) if step is not None else 0
+
+    def _saved_chunk(self, spec: Any, saved: PieceReader | None) -> dict[tuple[int, str], Tensor]:
+        if saved is None or saved.optimizer_settings is None:
+            return {}
+        state: dict[tuple[int, str], Tensor] = {}
+        parameters = dict(self._job.model.named_parameters())
+        for number, part in enumerate(spec.parts):
+            prefix = f"{PREFIX}{part.parameter}/"
+            numel = torch.Size(part.shape).numel()
+            for name in saved.tensors:
+                if not name.startswith(prefix) or "/" in name.removeprefix(prefix):
+                    continue
+                tensor = saved.tensors[name]
+                if tensor.dim() and tensor.numel() == parameters[part.parameter].numel():
+                    tensor = tensor.reshape(-1)[part.offset : part.offset + numel].reshape(part.shape)
+                state[number, name.removeprefix(prefix)] = tensor
+        return state
+
+    def model_pieces(self) -> Iterator[Piece]:
+        """The model's own tensors; `bring_home` first."""
+        for name, tensor in self._job.model.state_dict().items():
+            if isinstance(tensor, Tensor):
+                yield Piece(MODEL + name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())

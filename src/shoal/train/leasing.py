@@ -1,0 +1,155 @@
+"""Batches by lease: which part of the data this worker trains, as the coordinator hands it out.
+
+In relaxed strategies one worker trains whole batches, and a fast one more of
+them. A lease is asked for while another is being worked on, so a coordinator
+that is away for some seconds is missed by nobody. A lease is finished when
+the last of its batches is acknowledged by the servers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.core.errors import ConfigError
+from shoal.data.batches import Batches
+from shoal.data.slice import Slice
+from shoal.strategies.ps_relaxed import Naming, PsRelaxed
+from shoal.train.position import Position
+from shoal.wire.group_messages import Leases, NoMoreLeases
+
+LEASES_PER_WORKER = 8
+"""Of an epoch, at least: so that a slow worker keeps the others waiting only for its last one."""
+
+MAX_BATCHES = 32
+"""Of a lease, at most: what a killed worker leaves to be run again."""
+
+ENDLESS = 1 << 20
+"""Epochs of a fit that ends by its steps."""
+
+
+class _Lease(NamedTuple):
+    number: int
+    epoch: int  # of the fit, from 0
+    start: int
+    stop: int
+
+
+class Leasing:
+    """The leases of one worker in one fit."""
+
+    def __init__(
+        self,
+        strategy: PsRelaxed,
+        batches: Batches,
+        *,
+        call: int,
+        first_epoch: int,
+        num_epochs: int | None,
+        num_workers: int,
+        done: Sequence[int] = (),
+    ) -> None:
+        """Epochs count from `first_epoch`; `done` are leases of it that a checkpoint has."""
+        num_samples, size = batches.num_samples, batches.batch_size(1)
+        if num_samples is None or not size:
+            raise ConfigError(
+                "a relaxed strategy hands out ranges of samples, so it needs data of known length and batch size. Nothing "
+                "was trained; use shoal.Dataset, or an exact strategy (ps, ddp)."
+            )
+        num_batches = -(-num_samples // size)
+        per_lease = max(1, min(MAX_BATCHES, num_batches // (num_workers * LEASES_PER_WORKER)))
+        self._strategy, self._batches, self._size = strategy, batches, size
+        self._asked: dict[str, Any] = {
+            "call": call,
+            "num_samples": num_samples,
+            "samples_per_lease": per_lease * size,
+            "num_epochs": num_epochs or ENDLESS,
+            "done": tuple(done),
+        }
+        num_leases = -(-num_batches // per_lease)
+        self._naming = Naming(call, num_leases, per_lease * size, first_epoch)
+        strategy.lease_by(self._naming, size)
+        self._first_epoch = first_epoch
+        self._held: deque[_Lease] = deque()
+        self._taken: set[int] = set()
+        self._finished: list[int] = []
+        self._is_over = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="leases")
+        self._answer: Future[Leases | NoMoreLeases] | None = None
+        self._steps_before = 0  # of the trainer, when this fit began
+        self._updates_before: int | None = None
+
+    def slices(self, epoch: int) -> Iterator[Slice]:
+        """Whole batches of an epoch, as long as there are leases of it."""
+        while (lease := self._next(epoch)) is not None:
+            for part in self._batches.slices(epoch=epoch, start=lease.start, rank=0, num_workers=1):
+                if part.start >= lease.stop:
+                    break
+                yield part
+
+    def trained(self, part: Slice, position: Position) -> int:
+        """A batch is acknowledged; returns how many updates there were since this worker's last, its own among them."""
+        lease = part.start // self._naming.samples_per_lease
+        stop = min((lease + 1) * self._naming.samples_per_lease, self._asked["num_samples"])
+        if part.start + part.num_global >= stop:
+            number = (part.epoch - self._first_epoch) * self._naming.num_leases + lease
+            self._finished.append(number)
+            if self._answer is not None and self._answer.done():
+                self._hear()
+            if self._answer is None:
+                self._ask()
+        updates = self._strategy.updates
+        if self._updates_before is None:
+            self._updates_before, self._steps_before = updates - 1, position.step
+        step = self._steps_before + updates - self._updates_before
+        num_new = max(1, step - position.step)
+        position.step += num_new
+        position.samples += num_new * self._size
+        position.next_index = part.start + part.num_global
+        return num_new
+
+    def epoch_is_over(self, position: Position) -> None:
+        """All workers are through with the epoch: count what the others did of it."""
+        newest = max(int(each) for each in self._strategy.gather(torch.tensor([self._strategy.updates])))
+        self._strategy.updates = newest
+        if self._updates_before is None:
+            self._updates_before, self._steps_before = 0, position.step
+        num_new = self._steps_before + newest - self._updates_before - position.step
+        position.step += max(0, num_new)
+        position.samples += max(0, num_new) * self._size
+        position.next_index = self._asked["num_samples"]
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _next(self, epoch: int) -> _Lease | None:
+        while not self._held and not self._is_over:
+            self._hear()
+        if not self._held or self._held[0].epoch + self._first_epoch > epoch:
+            return None
+        lease = self._held.popleft()
+        self._taken.add(lease.number)
+        return lease
+
+    def _ask(self) -> None:
+        finished, self._finished = self._finished, []
+        self._answer = self._thread.submit(self._strategy.session.ask_lease, finished=finished, **self._asked)
+
+    def _hear(self) -> None:
+        if self._answer is None:
+            self._strategy.rest()  # nobody has to wait for a worker that has nothing to do
+            self._ask()
+        assert self._answer is not None
+        answer, self._answer = self._answer.result(), None
+        self._naming.done_below = max(self._naming.done_below, answer.done_below)
+        if isinstance(answer, NoMoreLeases):
+            self._is_over = True
+            return
+        for number, epoch, start, stop in answer.leases:
+            if number not in self._taken and all(held.number != number for held in self._held):
+                self._held.append(_Lease(number, epoch, start, stop))
