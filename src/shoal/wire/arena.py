@@ -54,7 +54,7 @@ class Segment:
     round: int = 0  # counts how often it was empty; free places of an older round are void
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that would cost as much as all the rest of `alloc`
 class Buffer:
     """Bytes of an arena that belong to whoever asked for them, until they are given back."""
 

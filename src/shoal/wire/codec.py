@@ -155,6 +155,37 @@ def read_message(
             return received
 
 
+def take(buffer: bytearray, start: int, end: int, limits: Limits) -> tuple[Received, int] | None:
+    """The message that begins at `start`, and where it ends, if all of it is there and nothing is wrong with it.
+
+    Else None, and `parse` says what is missing or wrong: this is its short cut.
+    """
+    if end - start < _PREAMBLE.size:
+        return None
+    magic, version, num_frames, header_bytes, checksum = _PREAMBLE.unpack_from(buffer, start)
+    table = start + _PREAMBLE.size
+    header = table + 8 * num_frames
+    at = header + header_bytes
+    if magic != MAGIC or version != VERSION or num_frames > limits.num_frames or at > end:
+        return None
+    lengths = struct.unpack_from(f"<{num_frames}Q", buffer, table)
+    stop = at + sum(lengths)
+    if stop > end or not 0 < header_bytes <= limits.header_bytes or stop - at > limits.frames_bytes:
+        return None
+    with memoryview(buffer) as view:
+        if zlib.crc32(view[table:at], zlib.crc32(view[start : start + _SUMMED_BYTES])) != checksum:
+            return None
+    try:
+        message = _from_header(buffer[header:at])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    frames: list[Bytes] = []
+    for length in lengths:
+        frames.append(buffer[at : at + length])
+        at += length
+    return (message, frames), stop
+
+
 def parse(limits: Limits) -> Generator[int, Bytes, Received]:
     """Asks for so many bytes at a time and returns the message they make, wherever they come from."""
     preamble = yield _PREAMBLE.size

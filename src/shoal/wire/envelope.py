@@ -91,11 +91,13 @@ def open_table(received: Received) -> tuple[Envelope, list[Bytes]]:
     if len(table) != _HEAD.size + 16 * num_new + 24 * (num_frames + num_into):
         raise WireError(f"a table of {len(table)} bytes, which is not what its own head says")
     numbers = struct.unpack_from(f"<{2 * num_new + 3 * (num_frames + num_into)}Q", table, _HEAD.size)
+    if not numbers and not inline:
+        return Envelope(ticket, [], [], []), inline
     at, new = 2 * num_new, numbers[: 2 * num_new]
     places: list[Place] = list(zip(numbers[at::3], numbers[at + 1 :: 3], numbers[at + 2 :: 3], strict=True))
     frames, into = places[:num_frames], places[num_frames:]
     lengths = [nbytes for segment, _, nbytes in frames if segment == 0]
-    if lengths != [memoryview(frame).nbytes for frame in inline]:
+    if lengths != [len(frame) for frame in inline]:
         raise WireError("frames in the socket that are not those which the table announces")
     if any(segment == 0 for segment, _, _ in into):
         raise WireError("a buffer for the answer that lies nowhere")
@@ -155,6 +157,12 @@ class Intake:
     def _parse_buffer(self) -> list[Received]:
         received: list[Received] = []
         while self._end - self._start >= self._wanted:
+            if self._is_between:
+                taken = codec.take(self._buffer, self._start, self._end, self._limits)
+                if taken is not None:
+                    received.append(taken[0])
+                    self._start = taken[1]
+                    continue
             end = self._start + self._wanted
             part = self._buffer[self._start : end]
             self._start = end
@@ -201,17 +209,20 @@ class Outbox:
     def send(self, sock: socket.socket, parts: Sequence[Bytes], fds: Sequence[int] = ()) -> None:
         """Send, or keep a copy of what the socket does not take: the caller's bytes are free either way.
 
-        Copies of `fds` are kept too, until they are sent.
+        Copies of `fds` are kept too, until they are sent. Parts are of bytes, not of larger items.
         """
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        views = parts
         if not self._parts:
-            num_sent, fds = self._try(sock, views, fds)
+            num_sent, fds = self._try(sock, parts, fds)
+            if num_sent == sum(map(len, parts)):
+                return
+            views = [memoryview(part) for part in parts if len(part)]
             while num_sent and num_sent >= len(views[0]):
                 num_sent -= len(views.pop(0))
-                if not views:
-                    return
             views[0] = views[0][num_sent:]
         for view in views:
+            if not len(view):
+                continue
             self._parts.append((memoryview(bytes(view)), tuple(memfd.duplicate(fds))))
             self.num_bytes += len(view)
             fds = ()
@@ -238,7 +249,7 @@ class Outbox:
         self.num_bytes = 0
 
     def _try(
-        self, sock: socket.socket, views: list[memoryview], fds: Sequence[int]
+        self, sock: socket.socket, views: Sequence[Bytes], fds: Sequence[int]
     ) -> tuple[int, Sequence[int]]:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
         try:

@@ -345,7 +345,14 @@ def _place(frames: Sequence[Buffer | Bytes]) -> tuple[list[Place], list[Bytes]]:
         if isinstance(frame, Buffer) and frame.nbytes > INLINE_BYTES:
             places.append((frame.segment, frame.offset, frame.nbytes))
         else:
-            view = frame.view if isinstance(frame, Buffer) else memoryview(frame).cast("B")
-            places.append((0, 0, view.nbytes))
+            view = frame.view if isinstance(frame, Buffer) else _as_bytes(frame)
+            places.append((0, 0, len(view)))
             inline.append(view)
     return places, inline
+
+
+def _as_bytes(frame: Bytes) -> Bytes:
+    """The same bytes, one by one: an array of larger items counts its items."""
+    if isinstance(frame, bytes | bytearray):
+        return frame
+    return frame.cast("B") if frame.nbytes else b""
