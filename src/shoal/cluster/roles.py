@@ -40,7 +40,7 @@ PRELOAD_WHERE_NAMED = {"metrics": "shoal.train.metrics"}
 """A word in the script -> what it will probably need. torchmetrics takes up to seconds to import; not all need it."""
 
 
-PRELOAD_WITH_SERVERS = ("numba", "shoal.ps.server_process", "shoal.strategies.ps")
+PRELOAD_WITH_SERVERS = ("numba", "shoal.ps.server_process", "shoal.ps.core", "shoal.strategies.ps")
 """What servers, and workers that have servers, need besides; as far as there is such a module."""
 
 
