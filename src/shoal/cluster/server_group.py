@@ -234,10 +234,7 @@ class ServerGroup:
     @functools.cached_property
     def _seed(self) -> int:
         # Of the group as it was launched, so that later changes move as little as they can.
-        weights = {_name(number): 1.0 for number in range(self.num_servers)}
-        if len(weights) == 1:
-            return 0
-        return evenest_seed(weights, [1.0] * NUM_SLOTS, num_copies=self.num_copies)
+        return _evenest_seed(self.num_servers, self.num_copies)
 
     def _go_on(self, there: SlotMap) -> list[Action]:
         """From the map as it is: plan what is missing, carry out what is ready, and tell of it if anything changed."""
@@ -255,7 +252,8 @@ class ServerGroup:
 
     def _plan(self, there: SlotMap) -> None:
         """Moves to where slots belong. Those under way that are still right go on as far as they are."""
-        target = tuple(self._belongs(slot, before) for slot, before in enumerate(there.holders))
+        placed = _placed(tuple(range(self.num_servers)), self.num_copies, self._seed)
+        target = [self._belongs(*each) for each in zip(placed, there.holders, strict=True)]
         moves: dict[int, tuple[Move, int]] = {}
         for move in plan_moves(there, target):
             under_way = self._moves.get(move.slot)
@@ -265,9 +263,8 @@ class ServerGroup:
                 moves[move.slot] = (move, self.view + 1)
         self._moves = moves
 
-    def _belongs(self, slot: int, before: Holders) -> Holders:
+    def _belongs(self, placed: Holders, before: Holders) -> Holders:
         """Who shall hold a slot, of those that are there now: a server that is expected back is waited for."""
-        placed = _placed(tuple(range(self.num_servers)), self.num_copies, self._seed)[slot]
         after = [name for name in placed if _number(name) in self.members]
         # As long as not all are there, nobody lets go of a copy.
         after += [name for name in before if name not in after][: max(0, self._num_wanted - len(after))]
@@ -335,6 +332,12 @@ class ServerGroup:
 
 
 _NO_MARKS = (0,) * NUM_SLOTS
+
+
+@functools.lru_cache(maxsize=64)
+def _evenest_seed(num_servers: int, num_copies: int) -> int:
+    weights = {_name(number): 1.0 for number in range(num_servers)}
+    return evenest_seed(weights, [1.0] * NUM_SLOTS, num_copies=num_copies) if num_servers > 1 else 0
 
 
 @functools.lru_cache(maxsize=64)
