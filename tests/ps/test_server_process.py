@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
+from server_group_of_processes import group
 
-from shoal.cluster.server_spec import ServerSpec, encode_spec
 from shoal.core.errors import LinkLost
-from shoal.wire import unix
-from shoal.wire.codec import read_message, send_message
+from shoal.ps.slots import slot_of
+from shoal.wire.arena import Buffer
+from shoal.wire.codec import send_message
 from shoal.wire.group_messages import (
     JoinedServer,
     JoinServer,
@@ -26,12 +23,12 @@ from shoal.wire.group_messages import (
     RankJoined,
     ServerAlive,
 )
-from shoal.wire.message import Message
 from shoal.wire.messages import JoinRefused, Leave
 from shoal.wire.ps_messages import (
     Committed,
     Declared,
-    Hello,
+    DeclareMode,
+    DeclareTable,
     Post,
     Posted,
     PsRefused,
@@ -41,95 +38,15 @@ from shoal.wire.ps_messages import (
     ServerView,
     SetClock,
     SlotsFilled,
+    StepEnd,
+    TableSpec,
 )
 from shoal.wire.shared import Link
 
-HELLO = Hello(name="worker-0", incarnation=0)
 PUSH = PushRows(view=1, stream=0, seq=1, table=0)
 PULL = PullRows(view=1, clock=0, table=0)
 POST = Post(view=1, exchange=1, rank=0, anchored_at=0)
 VIEW = ServerView(view=3, holders=[[0]], incarnations={0: 0, 1: 0})
-HERE = Path(__file__).parent
-
-
-class Coordinator:
-    """Whoever a server takes for the coordinator."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._listener = path, unix.listen(path)
-        self._listener.settimeout(20.0)
-        self.lines: list[socket.socket] = []
-
-    def accept(self) -> Message:
-        self.lines.append(unix.accept(self._listener)[0])
-        return self.hear()
-
-    def say(self, *messages: Message) -> None:
-        for message in messages:
-            send_message(self.lines[-1], message)
-
-    def hear(self) -> Message:
-        return read_message(self.lines[-1], timeout_s=20.0)[0]
-
-    def close(self) -> None:
-        for sock in (*self.lines, self._listener):
-            sock.close()
-
-
-class Server:
-    """A server process and the socket it listens at."""
-
-    def __init__(self, folder: Path, number: int, coordinator: Path, **told: int) -> None:
-        self.path, self.number = folder / f"server-{number}", number
-        self.listener = unix.listen(self.path)
-        self._told, self._coordinator = told, coordinator
-        self.process: subprocess.Popen[str]
-        self._links: list[Link] = []
-
-    def link(self) -> Link:
-        """A client's link; closed with the group."""
-        self._links.append(Link.connect(self.path, HELLO, 20.0))
-        return self._links[-1]
-
-    def start(self, others: list[Server]) -> None:
-        spec = ServerSpec(
-            job="test", number=self.number, num_workers=1, num_servers=len(others), num_replicas=1, strategy="ps",
-            run_dir="", **self._told,
-        )  # fmt: skip
-        ways = {"coordinator": os.open(self._coordinator, os.O_PATH)}
-        ways |= {f"server-{other.number}": os.open(other.path, os.O_PATH) for other in others}
-        fds = {"listener": self.listener.fileno(), **ways}
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "fake_server.py"), encode_spec(spec).hex(), *(f"{n}={fd}" for n, fd in fds.items())],
-            pass_fds=list(fds.values()), stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        for fd in ways.values():
-            os.close(fd)
-
-    def close(self) -> None:
-        self.listener.close()
-        for link in self._links:
-            link.close()
-
-    def end(self) -> tuple[int, str]:
-        _, said = self.process.communicate(timeout=20.0)
-        return self.process.returncode, said
-
-
-@contextmanager
-def group(folder: Path, num_servers: int = 1, **told: int) -> Iterator[tuple[Coordinator, list[Server]]]:
-    coordinator = Coordinator(folder / "coordinator")
-    servers = [Server(folder, number, coordinator.path, **told) for number in range(num_servers)]
-    for server in servers:
-        server.start(servers)
-    try:
-        yield coordinator, servers
-    finally:
-        for server in servers:
-            server.process.kill()
-            server.end()
-            server.close()
-        coordinator.close()
 
 
 def test_a_server_serves_follows_the_coordinator_outlives_it_and_leaves_when_told(tmp_path: Path) -> None:
@@ -234,3 +151,44 @@ def test_a_client_that_the_core_drops_is_counted_and_told_at_the_end(tmp_path: P
         assert code == 0
         assert "closed 1 connections" in said
         assert f"process {os.getpid()}: thirteen" in said
+
+
+def test_what_was_acknowledged_is_on_the_replica_when_its_primary_is_killed(tmp_path: Path) -> None:
+    keys = np.arange(1000, dtype=np.int64)
+    table = TableSpec(
+        number=0, name="t", dim=4, dtype="float32", rule="sgd", settings={"lr": 1.0}, num_rows=1000
+    )
+    with group(tmp_path, 2, is_real=True) as (coordinator, servers):
+        for _ in servers:
+            coordinator.accept()
+        both = ServerView(
+            view=1, holders=[[slot % 2, 1 - slot % 2] for slot in range(256)], incarnations={0: 0, 1: 0}
+        )
+        for line in coordinator.lines:
+            send_message(line, both)
+        links = [server.link() for server in servers]
+        for link in links:
+            link.wait(link.send(DeclareTable(table)), 20.0)
+            link.wait(link.send(DeclareMode(num_workers=1, kind="async")), 20.0)
+        for seq in (1, 2, 3):
+            for number, link in enumerate(links):
+                mine = keys[slot_of(0, keys) % 2 == number]
+                frames = [put(link, mine), put(link, np.ones((len(mine), 4), np.float32))]
+                link.send(PushRows(view=1, stream=1, seq=seq, table=0), frames, wants_reply=False)
+                end = StepEnd(view=1, stream=1, seq=seq, rank=0, num_pushes=1, exchange=0, anchored_at=0)
+                assert isinstance(link.wait(link.send(end, [bytes(32), b""]), 20.0)[0], Committed)
+                assert not link.unasked
+        servers[1].process.kill()
+        for line in coordinator.lines:
+            with contextlib.suppress(BrokenPipeError):
+                send_message(line, ServerView(view=2, holders=[[0]] * 256, incarnations={0: 0}))
+        into = links[0].alloc(16 * len(keys))
+        asked = links[0].send(PullRows(view=2, clock=0, table=0), [put(links[0], keys)], [into])
+        assert isinstance(links[0].wait(asked, 20.0)[0], Pulled)
+        assert (np.frombuffer(into.view, np.float32) == -3.0).all()
+
+
+def put(link: Link, array: np.ndarray) -> Buffer:
+    buffer = link.alloc(array.nbytes)
+    buffer.view[:] = array.tobytes()
+    return buffer

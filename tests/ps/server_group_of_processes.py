@@ -1,0 +1,109 @@
+"""Servers as processes, with whoever a test wants as their coordinator and clients."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.cluster.server_spec import ServerSpec, encode_spec
+from shoal.wire import unix
+from shoal.wire.codec import read_message, send_message
+from shoal.wire.message import Message
+from shoal.wire.ps_messages import Hello
+from shoal.wire.shared import Link
+
+HELLO = Hello(name="worker-0", incarnation=0)
+FAKE = Path(__file__).parent / "fake_server.py"
+REAL = (
+    "import sys; from shoal.ps import server_process; sys.exit(server_process.main(bytes.fromhex(sys.argv[1]), "
+    "{name: int(fd) for name, _, fd in (each.partition('=') for each in sys.argv[2:])}))"
+)
+
+
+class Coordinator:
+    """Whoever a server takes for the coordinator."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._listener = path, unix.listen(path)
+        self._listener.settimeout(20.0)
+        self.lines: list[socket.socket] = []
+
+    def accept(self) -> Message:
+        self.lines.append(unix.accept(self._listener)[0])
+        return self.hear()
+
+    def say(self, *messages: Message) -> None:
+        for message in messages:
+            send_message(self.lines[-1], message)
+
+    def hear(self) -> Message:
+        return read_message(self.lines[-1], timeout_s=20.0)[0]
+
+    def close(self) -> None:
+        for sock in (*self.lines, self._listener):
+            sock.close()
+
+
+class Server:
+    """A server process and the socket it listens at."""
+
+    def __init__(self, folder: Path, number: int, coordinator: Path, is_real: bool, **told: int) -> None:
+        self._program = ["-c", REAL] if is_real else [str(FAKE)]
+        self.path, self.number = folder / f"server-{number}", number
+        self.listener = unix.listen(self.path)
+        self._told, self._coordinator = told, coordinator
+        self.process: subprocess.Popen[str]
+        self._links: list[Link] = []
+
+    def link(self) -> Link:
+        """A client's link; closed with the group."""
+        self._links.append(Link.connect(self.path, HELLO, 20.0))
+        return self._links[-1]
+
+    def start(self, others: list[Server]) -> None:
+        spec = ServerSpec(
+            job="test", number=self.number, num_workers=1, num_servers=len(others), num_replicas=1, strategy="ps",
+            run_dir="", **self._told,
+        )  # fmt: skip
+        ways = {"coordinator": os.open(self._coordinator, os.O_PATH)}
+        ways |= {f"server-{other.number}": os.open(other.path, os.O_PATH) for other in others}
+        fds = {"listener": self.listener.fileno(), **ways}
+        self.process = subprocess.Popen(
+            [sys.executable, *self._program, encode_spec(spec).hex(), *(f"{n}={fd}" for n, fd in fds.items())],
+            pass_fds=list(fds.values()), stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        for fd in ways.values():
+            os.close(fd)
+
+    def close(self) -> None:
+        self.listener.close()
+        for link in self._links:
+            link.close()
+
+    def end(self) -> tuple[int, str]:
+        _, said = self.process.communicate(timeout=20.0)
+        return self.process.returncode, said
+
+
+@contextmanager
+def group(
+    folder: Path, num_servers: int = 1, *, is_real: bool = False, **told: int
+) -> Iterator[tuple[Coordinator, list[Server]]]:
+    """That many servers, with the core of `fake_server.py` or, `is_real`, their own."""
+    coordinator = Coordinator(folder / "coordinator")
+    servers = [Server(folder, number, coordinator.path, is_real, **told) for number in range(num_servers)]
+    for server in servers:
+        server.start(servers)
+    try:
+        yield coordinator, servers
+    finally:
+        for server in servers:
+            server.process.kill()
+            server.end()
+            server.close()
+        coordinator.close()
