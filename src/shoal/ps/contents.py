@@ -31,7 +31,7 @@ Vector = npt.NDArray[np.float64]
 
 
 class Refusal(Exception):
-    """What was asked cannot be; the message says what was expected and what came. Nothing was changed."""
+    """Not an error of this process: what was asked of it cannot be. It is answered PsRefused, with what was expected."""
 
 
 @dataclass(slots=True)

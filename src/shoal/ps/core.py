@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from shoal.cluster.slot_map import NUM_SLOTS
 from shoal.core.errors import ShoalError
 from shoal.ps.actions import Action, Drop, Reply, Request, Tell
 from shoal.ps.contents import Refusal
@@ -70,6 +71,7 @@ class ServerCore(Serving):
         self._joining: Slots = no_slots()
         self._filled: Slots = no_slots()
         self._has_told = False
+        self._primary_of: list[int] = [-1] * NUM_SLOTS
 
     # ---- what happens ---------------------------------------------------------------------------
 
@@ -149,7 +151,9 @@ class ServerCore(Serving):
             return []
         actions = self._end_waits(ViewOver(view.view))
         is_new = self.view_number == 0
-        was_primary = self.mine if view.view == self.view_number + 1 else no_slots()
+        is_next = view.view == self.view_number + 1
+        was_primary = self.mine if is_next else no_slots()
+        trusted = self._demoted() if is_next and self.state.mode and self.state.mode.kind == "exact" else {}
         self.view_number = view.view
         self._sources.clear()
         self._accept(view)
@@ -157,7 +161,7 @@ class ServerCore(Serving):
         self._primary_of = [holders[0] if holders else -1 for holders in view.holders]
         if (self.mine & ~was_primary).any() and not is_new:
             self.state.clocks.take_over()
-        actions += self.replication.view(view, was_primary=was_primary, is_new=is_new)
+        actions += self.replication.view(view, was_primary=was_primary, is_new=is_new, trusted=trusted)
         actions += self._ship_declarations()
         self._after_count()
         self._step_need = self.replication.need()
@@ -166,6 +170,15 @@ class ServerCore(Serving):
             if request.peer in self._names:
                 actions += self.hear(request)
         return actions + self._tell_filled() + self._settle()
+
+    def _demoted(self) -> dict[int, Slots]:
+        """By server, the slots whose primary it was until now: it has all that this one has of them.
+
+        In exact steps what it may have beyond that will come out here with the same bits, and its marks
+        know it. Relaxed ones may come in another order: then the slots are copied to it.
+        """
+        primary_of = np.array(self._primary_of)
+        return {server: primary_of == server for server in set(self._primary_of) - {self.number, -1}}
 
     def _accept(self, view: ServerView) -> None:
         holds = _slots_of(view, lambda holders: self.number in holders)

@@ -145,10 +145,13 @@ class Replication:
 
     # ---- views ----------------------------------------------------------------------------------
 
-    def view(self, view: ServerView, *, was_primary: Slots, is_new: bool) -> list[Send]:
+    def view(
+        self, view: ServerView, *, was_primary: Slots, is_new: bool, trusted: dict[int, Slots] | None = None
+    ) -> list[Send]:
         """Who follows in a new view. `was_primary`: slots of which this server was primary in the view just before.
 
         `is_new`: it has held nothing so far, and neither have the others: a job's begin.
+        `trusted`: by server, slots of which it is known to have all that this one has.
         """
         self._view = view.view
         self._lost.clear()
@@ -159,9 +162,9 @@ class Replication:
             # Numbers of a later view are larger: an answer that comes late answers nothing of this one.
             link.number = link.answered = first_number(view.view) - 1
             before = old.get(server)
-            kept = no_slots()
+            kept = (trusted or {}).get(server, no_slots()).copy()
             if before is not None and before.incarnation == link.incarnation:
-                kept = before.followed & was_primary
+                kept |= before.followed & was_primary
                 for each in before.unanswered:
                     if each.change is None:
                         kept[each.slot] = False  # nobody knows whether it has the copy: it gets another
