@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 
-BENCHMARKS = ("trainer_overhead", "ddp_step", "launch", "recovery")
+BENCHMARKS = ("trainer_overhead", "ddp_step", "launch", "recovery", "ps_channel")
 
 
 def main() -> None:

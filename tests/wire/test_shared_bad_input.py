@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from serving import HELLO, PULL, PUSH, Server, serving
 
 from shoal.core.errors import LinkLost, WireError
-from shoal.wire import memfd, unix
+from shoal.wire import memfd, shared_server, unix
 from shoal.wire.arena import ArenaConfig
 from shoal.wire.envelope import MAX_FRAMES, REQUEST_BYTES, Envelope, seal
 from shoal.wire.ps_messages import Committed, PsRefused
@@ -235,4 +235,17 @@ def test_what_a_server_would_refuse_is_refused_before_it_is_sent(tmp_path: Path)
             link.send(PUSH, [bytes(REQUEST_BYTES + (1 << 20))])
         with pytest.raises(WireError, match="allowed"):
             link.send(PUSH, [b""] * (MAX_FRAMES + 1))
+        assert isinstance(link.wait(link.send(PUSH, [b"1"]), 5.0)[0], Committed)
+
+
+def test_a_server_short_of_descriptors_refuses_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as server, Link.connect(server.path, HELLO) as link:
+        monkeypatch.setattr(shared_server, "SPARE_FILES", 1 << 40)
+        message, _ = link.wait(link.send(PUSH, [link.alloc(10_000)]), 5.0)
+        assert isinstance(message, PsRefused)
+        assert "ulimit -n" in message.reason
+        with pytest.raises(LinkLost):
+            Link.connect(server.path, HELLO)
         assert isinstance(link.wait(link.send(PUSH, [b"1"]), 5.0)[0], Committed)

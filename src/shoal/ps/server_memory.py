@@ -26,6 +26,9 @@ LOOK_EVERY_S = 0.02
 SHARE = 0.8
 """Of the memory that is available when a server starts."""
 
+RESERVE_SHARE = 0.05
+"""Of the same. Once less than this is available, whoever uses the rest, nothing is taken any more."""
+
 GROWING = (DeclareTable, DeclareDense, PushRows, PushDense, WriteRows, WriteChunk, PullRows)
 """Requests of clients that may make a server hold more than before."""
 
@@ -36,30 +39,37 @@ class MemoryGuard:
     def __init__(self, name: str, limit_bytes: int = 0) -> None:
         """`limit_bytes` 0: a share of what is available now."""
         self.name = name
-        self.limit_bytes = limit_bytes or int(SHARE * available_bytes()) + private_bytes()
-        self._held, self._looked_at = 0, float("-inf")
+        available = available_bytes()
+        self.limit_bytes = limit_bytes or int(SHARE * available) + private_bytes()
+        self.reserve_bytes = int(RESERVE_SHARE * available)
+        self._held, self._available, self._looked_at = 0, available, float("-inf")
 
     def problem(self, nbytes: int = 0) -> str | None:
         """Why `nbytes` more cannot be taken, as a paragraph."""
-        held = self._look()
-        if held + nbytes <= self.limit_bytes:
-            return None
-        return (
-            f"{self.name} holds {held:,} bytes of its own and was to take {nbytes:,} more, where its limit is "
-            f"{self.limit_bytes:,} (server_memory_bytes). Nothing of this request was done, and all that is held is whole; "
-            "use more servers (--servers), smaller tables or optimizer state, or raise server_memory_bytes where the machine "
-            "has room."
-        )
+        self._look()
+        if self._held + nbytes > self.limit_bytes:
+            return (
+                f"{self.name} holds {self._held:,} bytes of its own and was to take {nbytes:,} more, where its limit is "
+                f"{self.limit_bytes:,} (server_memory_bytes). Nothing of this request was done, and all that is held is "
+                "whole; use more servers (--servers), smaller tables or optimizer state, or raise server_memory_bytes where "
+                "the machine has room."
+            )
+        if self._available < self.reserve_bytes:
+            return (
+                f"{self.name} holds {self._held:,} bytes, and this machine has only {self._available:,} left, less than the "
+                f"{self.reserve_bytes:,} that must stay free lest the system ends a process. Nothing of this request was "
+                "done, and all that is held is whole; end what else uses the memory, use smaller tables, or a larger machine."
+            )
+        return None
 
     def refusal(self, message: Message) -> str | None:
         """Why this request is not to be heard, as a paragraph."""
         return self.problem() if isinstance(message, GROWING) else None
 
-    def _look(self) -> int:
+    def _look(self) -> None:
         now = time.monotonic()
         if now - self._looked_at >= LOOK_EVERY_S:
-            self._held, self._looked_at = private_bytes(), now
-        return self._held
+            self._held, self._available, self._looked_at = private_bytes(), available_bytes(), now
 
 
 def private_bytes() -> int:

@@ -9,6 +9,7 @@ for its reader to bear in mind.
 
 from __future__ import annotations
 
+import resource
 import selectors
 import socket
 import time
@@ -33,6 +34,9 @@ from shoal.wire.envelope import (
 )
 from shoal.wire.messages import Message
 from shoal.wire.ps_messages import PsRefused
+
+SPARE_FILES = 2 * MAX_NEW_SEGMENTS
+"""Descriptors that are left for what one look at a socket may bring, and for the server's own."""
 
 
 class Request(NamedTuple):
@@ -206,7 +210,8 @@ class Listener:
             return
         except OSError:
             return  # it was gone before we looked
-        if len(self._peers) >= self._config.num_peers:
+        if len(self._peers) >= self._config.num_peers or _is_among_the_last(sock.fileno()):
+            # Without a descriptor to spare, accept would fail and select would spin on the listener.
             sock.close()
             self.num_refused += 1
             self.last_refusal = f"process {who.pid}: there are {len(self._peers)} connections already"
@@ -289,6 +294,8 @@ class Listener:
                     f"segments of {peer.segment_bytes + nbytes:,} bytes, where at most {config.segment_bytes:,} are allowed"
                 )
             problem = self._memory_problem(nbytes)
+            if problem is None and _is_among_the_last(fd):
+                problem = "this server has no descriptor left for another segment of shared memory; raise `ulimit -n`."
             peer.segments[number] = None if problem else memoryview(memfd.map_shared(fd, nbytes))
             peer.segment_bytes += 0 if problem else nbytes
             return problem
@@ -305,3 +312,9 @@ class Listener:
         if nbytes == 0 or offset + nbytes > len(memory):
             raise WireError(f"{nbytes:,} bytes at {offset:,} of segment {number}, which has {len(memory):,}")
         return memory[offset : offset + nbytes]
+
+
+def _is_among_the_last(fd: int) -> bool:
+    """Is the table of descriptors all but full? The lowest free number is always given, so any new one tells."""
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return num_files != resource.RLIM_INFINITY and fd >= num_files - SPARE_FILES

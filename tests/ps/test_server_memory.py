@@ -1,0 +1,38 @@
+"""A server knows what it holds, and says in time that it can take no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.ps import server_memory
+from shoal.ps.server_memory import MemoryGuard, available_bytes, private_bytes
+from shoal.wire.ps_messages import PullRows, ReadRows
+
+
+def test_what_a_process_holds_of_its_own_is_counted_to_the_page() -> None:
+    before = private_bytes()
+    held = bytearray(b"x") * (64 << 20)
+    assert 64 << 20 <= private_bytes() - before <= 70 << 20
+    del held
+    assert available_bytes() > 0
+
+
+def test_up_to_the_limit_all_is_taken_and_beyond_it_nothing_that_grows() -> None:
+    guard = MemoryGuard("server-7", private_bytes() + (1 << 30))
+    assert guard.problem() is None
+    assert guard.problem(1 << 29) is None
+    problem = guard.problem(1 << 31)
+    assert problem is not None
+    assert "server-7" in problem
+    assert "2,147,483,648 more" in problem
+    tight = MemoryGuard("server-7", 1)
+    assert tight.refusal(PullRows(view=1, clock=0, table=0)) is not None
+    assert tight.refusal(ReadRows(view=1, table=0, slot=0)) is None
+
+
+def test_a_machine_that_runs_out_is_noticed_whoever_uses_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = MemoryGuard("server-7")
+    assert guard.problem() is None
+    monkeypatch.setattr(server_memory, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(server_memory, "available_bytes", lambda: guard.reserve_bytes - 1)
+    assert "has only" in str(guard.problem())
