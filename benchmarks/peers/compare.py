@@ -24,7 +24,7 @@ from benchmarks.peers.environments import NOT_BY_PIP, Skipped, environment
 from benchmarks.peers.sides import AIMS, PEERS, Peer, Timing, run_peer, run_shoal
 
 Side = tuple[str, str]
-"""(shoal or peer's key, model)"""
+"""(`shoal STRATEGY` or a peer's key, model): a strategy and a peer may have the same name."""
 
 WIDE = {"model": "MLP of 2 M parameters, 512-1024-1024-512-10", "optimizer": "SGD, momentum 0.9"}
 
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         runs: dict[Side, Callable[[], dict[str, Any] | Skipped]] = {}
         for model in dict.fromkeys(peer.model for peer in peers):
             for strategy in strategies:
-                runs[strategy, model] = lambda s=strategy, m=model: run_shoal(s, m, data, timing)
+                runs[f"shoal {strategy}", model] = lambda s=strategy, m=model: run_shoal(s, m, data, timing)
             for peer in (peer for peer in peers if peer.model == model):
                 python = interpreters[peer.environment]
                 if isinstance(python, Skipped):
@@ -105,7 +105,7 @@ def _tell(
             continue
         cells = [f"{peer.name} ({peer.model})", _rate(theirs)]
         for strategy in strategies:
-            ours = found.get((strategy, peer.model), [])
+            ours = found.get((f"shoal {strategy}", peer.model), [])
             if not ours:
                 cells.append("-")
                 continue
@@ -128,10 +128,10 @@ def _tell(
     for name, why in skipped.items():
         report.add(f"{name}: not measured", {"reason": why.reason})
     ours_rates = [
-        f"{strategy} ({model}): {_rate(found[strategy, model])}"
+        f"{strategy} ({model}): {_rate(found[f'shoal {strategy}', model])}"
         for strategy in strategies
         for model in ("click", "wide")
-        if found.get((strategy, model))
+        if found.get((f"shoal {strategy}", model))
     ]
     _table(["peer", "samples/s", *(f"shoal {strategy} / peer" for strategy in strategies)], rows)
     print(f"\nshoal, 2 workers, samples/s: {'; '.join(ours_rates) or 'nothing measured'}")
