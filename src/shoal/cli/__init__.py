@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import shoal
-from shoal.cli import chaos, doctor, resume, run, status, verify
+from shoal.cli import chaos, doctor, resume, run, scale, status, verify
 from shoal.cli.verb import Verb, Verbs
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
         "  shoal verify train.py -n 3 --strategy ddp   is it what one process computes?\n"
         "  shoal status                                what ran here, and what runs\n"
         "  shoal resume click                          go on from the newest checkpoint\n"
+        "  shoal scale click --servers 3               more servers, while it trains\n"
         "  shoal chaos train.py -n 3 --rate 15s        does it survive what you do to it?"
     ),
     no_args_is_help=True,
@@ -40,6 +41,7 @@ app.command("run", cls=Verb, epilog=run.EXAMPLES, context_settings={"allow_inter
 app.command("verify", cls=Verb, epilog=verify.EXAMPLES)(verify.verify)
 app.command("resume", cls=Verb, epilog=resume.EXAMPLES)(resume.resume)
 app.command("status", cls=Verb, epilog=status.EXAMPLES)(status.status)
+app.command("scale", cls=Verb, epilog=scale.EXAMPLES)(scale.scale)
 app.command("chaos", cls=Verb, epilog=chaos.EXAMPLES)(chaos.chaos)
 app.command("doctor", cls=Verb)(doctor.doctor)
 

@@ -202,7 +202,7 @@ def _run_job(
             outcome,
             strategy=described.strategy,
             workers=described.workers,
-            servers=described.servers,
+            servers=outcome.num_servers or described.servers,
             exit=exit_code,
             error=str(error) if error else None,
             started=described.started,

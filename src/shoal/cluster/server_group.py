@@ -129,7 +129,7 @@ class ServerGroup:
         self._fenced_below: dict[int, int] = {}  # number -> incarnation
         self._map = SlotMap(0, ())
         self._moves: dict[int, tuple[Move, int]] = {}  # slot -> a move under way, and the view it began in
-        self._is_settled = False
+        self.is_settled = False  # every slot is where it belongs
 
     @property
     def missing(self) -> list[int]:
@@ -300,7 +300,7 @@ class ServerGroup:
         if self.newest is None:
             return [Refuse("the servers have not all joined yet; try again in a moment")]
         _ = self._seed  # of the group as it was launched: before the number changes
-        self.num_servers, self._is_settled = num_servers, False
+        self.num_servers, self.is_settled = num_servers, False
         return self._go_on(self._map)
 
     # ---- what is told ---------------------------------------------------------------------------
@@ -325,8 +325,8 @@ class ServerGroup:
         return [Tell(self.newest)]
 
     def _settle(self) -> list[Action]:
-        was_settled, self._is_settled = self._is_settled, not self._moves and not self.missing
-        if self._is_settled and not was_settled:
+        was_settled, self.is_settled = self.is_settled, not self._moves and not self.missing
+        if self.is_settled and not was_settled:
             return [Settle(self.view, self.num_servers)]
         return []
 

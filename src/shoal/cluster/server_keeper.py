@@ -20,6 +20,7 @@ from shoal.cluster.run_directory import RunDirectory
 from shoal.cluster.server_spec import MAX_SERVERS, ServerSpec, encode_spec, way_in
 from shoal.cluster.sockets import listen_unnamed
 from shoal.cluster.warm_client import WarmParent
+from shoal.cluster.worker import WorkerSpec
 from shoal.cluster.worker_process import is_stopped
 
 
@@ -59,6 +60,7 @@ class ServerKeeper:
         selector: selectors.BaseSelector,
     ) -> None:
         self.living: dict[int, Server] = {}  # by pid
+        self._newest: dict[int, int] = {}  # number -> the incarnation that was started last
         self._spec, self._run, self._screen, self._warm, self._selector = spec, run, screen, warm, selector
         self._listeners: list[socket.socket] = []
         self._ways_in: list[int] = []
@@ -103,9 +105,14 @@ class ServerKeeper:
             os.close(their_out)
             os.close(their_err)
         self.living[server.pid] = server
+        self._newest[number] = incarnation
         for pipe in pipes:
             self._selector.register(pipe, selectors.EVENT_READ, pipe)
         return server
+
+    def next_incarnation(self, number: int) -> int:
+        """The one that was not started yet."""
+        return self._newest.get(number, -1) + 1
 
     def exited(self, pid: int) -> Server | None:
         """A process is gone; the server it was, if it was one. All it wrote has been handed on."""
@@ -138,6 +145,24 @@ class ServerKeeper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def spec_for(worker: WorkerSpec) -> ServerSpec:
+    """What server 0 is told, in the job of these workers."""
+    job = worker.job
+    return ServerSpec(
+        job=job.name,
+        number=0,
+        num_workers=job.num_workers,
+        num_servers=job.num_servers,
+        num_replicas=job.num_replicas,
+        strategy=job.strategy,
+        run_dir=str(job.run_dir),
+        env=worker.env,
+        step_timeout_s=job.step_timeout_s,
+        join_timeout_s=job.join_timeout_s,
+        faults=job.faults,
+    )
 
 
 def max_servers(num_servers: int) -> int:

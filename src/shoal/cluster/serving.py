@@ -228,9 +228,15 @@ class Serving:
 
     def news_for_watcher(self) -> list[Message]:
         """What a supervisor that watches anew must know."""
-        news: list[Message] = [self._loss] if self._loss is not None else []
+        if not self._has_servers:
+            return []
+        news: list[Message] = [ScaleBegun(self._group.num_servers)]
+        if self._loss is not None:
+            news.append(self._loss)
         if self._group.newest is not None:
             news.append(self._group.newest)
+            if self._group.is_settled:
+                news.append(ServersScaled(self._group.view, self._group.num_servers))
         return news
 
     def rank_joined(self, rank: int, incarnation: int) -> list[Action]:

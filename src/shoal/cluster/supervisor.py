@@ -17,7 +17,8 @@ from dataclasses import replace
 
 import msgspec
 
-from shoal.cluster import failure, fate_events, notes, worker_process
+from shoal.cluster import failure, fate_events, notes, server_keeper, worker_process
+from shoal.cluster.control import Control
 from shoal.cluster.coordination import CoordinationConfig
 from shoal.cluster.coordinator_keeper import CoordinatorKeeper
 from shoal.cluster.coordinator_process import CANNOT_GO_ON, CoordinatorSpec
@@ -28,15 +29,14 @@ from shoal.cluster.faults import Faults, Injector
 from shoal.cluster.outcome import Outcome
 from shoal.cluster.output import Pipe
 from shoal.cluster.run_directory import RunDirectory
-from shoal.cluster.server_keeper import Server, ServerKeeper, max_servers
-from shoal.cluster.server_spec import ServerSpec
+from shoal.cluster.server_keeper import Server
+from shoal.cluster.server_supervision import ServerSupervision
 from shoal.cluster.serving import ServingConfig
 from shoal.cluster.signals import SignalInbox
 from shoal.cluster.warm_client import WarmParent
 from shoal.cluster.worker import WorkerSpec
 from shoal.cluster.worker_process import Worker
 from shoal.core.errors import ClusterError
-from shoal.wire.group_messages import LeaseCounts, ReapedServer, SlotsLost, SuspectServer
 from shoal.wire.messages import (
     Failed,
     Finished,
@@ -49,7 +49,6 @@ from shoal.wire.messages import (
     ViewFormed,
     Watching,
 )
-from shoal.wire.ps_messages import ServerView
 
 REAP_TIMEOUT_S = 10.0
 """From SIGKILL to the news of it. Longer only where the kernel itself is stuck (a dead disk)."""
@@ -82,9 +81,7 @@ class Supervisor:
         self._started_at = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._coordinator: CoordinatorKeeper
-        self._servers: ServerKeeper
-        self._num_servers = self.outcome.num_servers = spec.job.num_servers
-        self._settled_leases_at = 0.0  # when it was last written how they stand
+        self._servers: ServerSupervision
 
     def supervise(self, inbox: SignalInbox) -> None:
         """Start everything, watch it, heed what comes to `inbox`, and return when all of it is gone."""
@@ -98,8 +95,7 @@ class Supervisor:
                 if not self._has_ended:
                     self._run.event("coordinator-started", pid=self._coordinator.start())
                     self._started_at = time.monotonic()
-                    for number in range(self._num_servers):
-                        self._start_server(number)
+                    self._servers.start_all()
                     for rank in range(self._spec.job.num_workers):
                         self._start_worker(rank)
                 while not self._has_ended:
@@ -124,7 +120,7 @@ class Supervisor:
             servers=ServingConfig(
                 num_servers=job.num_servers,
                 num_copies=job.num_replicas,
-                max_servers=max_servers(job.num_servers),
+                max_servers=server_keeper.max_servers(job.num_servers),
             ),
         )
         self._coordinator = CoordinatorKeeper(
@@ -142,34 +138,18 @@ class Supervisor:
         )
         return self._coordinator
 
-    def _keep_servers(self) -> ServerKeeper:
-        job = self._spec.job
-        self._servers = ServerKeeper(
-            ServerSpec(
-                job=job.name,
-                number=0,
-                num_workers=job.num_workers,
-                num_servers=job.num_servers,
-                num_replicas=job.num_replicas,
-                strategy=job.strategy,
-                run_dir=str(job.run_dir),
-                env=self._spec.env,
-                step_timeout_s=job.step_timeout_s,
-                join_timeout_s=job.join_timeout_s,
-                faults=job.faults,
-            ),
+    def _keep_servers(self) -> ServerSupervision:
+        self._servers = ServerSupervision(
+            self._spec,
             run=self._run,
             screen=self._display,
             warm=self._warm,
             selector=self._selector,
+            coordinator=self._coordinator,
+            outcome=self.outcome,
+            feed=self._feed,
         )
         return self._servers
-
-    def _start_server(self, number: int, incarnation: int = 0) -> None:
-        server = self._servers.start(number, incarnation, coordinator=self._coordinator.way_in)
-        kind = "server-replaced" if incarnation else "server-started"
-        self._run.event(kind, server=number, pid=server.pid, incarnation=incarnation)
-        self._feed(fate_events.ServerStarted(number, incarnation))
 
     def _start_worker(self, rank: int, incarnation: int = 0) -> None:
         worker = worker_process.start(
@@ -221,6 +201,8 @@ class Supervisor:
                 case CoordinatorKeeper() as coordinator:
                     for message in coordinator.hear():
                         self._told_by_coordinator(message)
+                case Control() as control:
+                    self._servers.asked(control, is_running=self._fate.phase is Phase.RUNNING)
                 case SignalInbox() as inbox:
                     for signum in inbox.take():
                         self._asked(signum)
@@ -289,26 +271,7 @@ class Supervisor:
             case Suspect():
                 self._suspect(message)
             case _:
-                self._told_of_servers(message)
-
-    def _told_of_servers(self, message: Message) -> None:
-        match message:
-            case ServerView(view):
-                self._run.event("server-view", view=view, servers=notes.slots_by_server(message))
-            case SuspectServer(number, incarnation, why):
-                self._run.event("suspect", server=number, incarnation=incarnation, why=why, killed=True)
-                self._feed(fate_events.ServerSuspected(number, incarnation, why))
-            case SlotsLost(_, view, num_slots, servers):
-                self._run.event("slots-lost", view=view, slots=num_slots, servers=servers)
-                self._feed(fate_events.StateLost(tuple(servers)))
-            case LeaseCounts(by_rank):
-                self.outcome.leases = by_rank
-                self._note_leases()
-
-    def _note_leases(self, *, every_s: float = 1.0) -> None:
-        if self.outcome.leases and time.monotonic() >= self._settled_leases_at + every_s:
-            self._settled_leases_at = time.monotonic()
-            self._run.event("leases", by_rank=self.outcome.leases)
+                self._servers.told(message)
 
     def _suspect(self, suspect: Suspect) -> None:
         rank, incarnation = suspect.rank, suspect.incarnation
@@ -348,12 +311,8 @@ class Supervisor:
             self._run.event("worker-exited", rank=worker.rank, incarnation=worker.incarnation, code=code)
             self._coordinator.tell(Reaped(worker.rank, worker.incarnation, code))
             self._feed(fate_events.Exited(worker.rank, code))
-        elif server := self._servers.exited(pid):
-            number = server.number
-            self.outcome.server_last_lines[number] = server.log.last_lines()[-NUM_LAST_LINES:]
-            self._run.event("server-exited", server=number, incarnation=server.incarnation, code=code)
-            self._coordinator.tell(ReapedServer(number, server.incarnation, code))
-            self._feed(fate_events.ServerExited(number, code, is_wanted=number < self._num_servers))
+        else:
+            self._servers.exited(pid, code)
 
     def _asked(self, signum: signal.Signals) -> None:
         self._run.event("asked-to-leave", signal=signum.name)
@@ -373,12 +332,10 @@ class Supervisor:
                     self._display.note(notes.replacing(died, self._patience.max_restarts))
                     self._start_worker(died.rank, incarnation)
                 case fate_events.KillServers(numbers):
-                    for number in numbers:
-                        if server := self._servers.of(number):
-                            self._warm.signal(server.pid, signal.SIGKILL)
+                    self._servers.kill(numbers)
                 case fate_events.ReplaceServer(server_died, incarnation):
                     self._display.note(notes.replacing_server(server_died, self._patience.max_restarts))
-                    self._start_server(server_died.number, incarnation)
+                    self._servers.start(server_died.number, incarnation)
                 case fate_events.GoBack(lost):
                     self._go_back(lost)
                 case fate_events.StartAnew(ranks, servers):
@@ -397,9 +354,7 @@ class Supervisor:
     def _start_anew(self, ranks: dict[int, int], servers: dict[int, int]) -> None:
         job = replace(self._spec.job, resume=True)
         self._spec = msgspec.structs.replace(self._spec, job=job)
-        for number, incarnation in sorted(servers.items()):
-            if number < self._num_servers:
-                self._start_server(number, incarnation)
+        self._servers.start_anew(servers)
         for rank, incarnation in sorted(ranks.items()):
             self._start_worker(rank, incarnation)
 
@@ -429,7 +384,7 @@ class Supervisor:
 
     def _end_everything(self) -> None:
         """Nobody is left behind, whatever brought us here."""
-        self._note_leases(every_s=0.0)
+        self._servers.note_leases()
         for pid in (*self._workers, *self._servers.living):
             self._warm.signal(pid, signal.SIGKILL)
         # Where the warm parent is gone, so are all its children.
