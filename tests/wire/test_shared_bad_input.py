@@ -125,8 +125,7 @@ def test_places_that_are_none(
         and all(number and nbytes == SEGMENT for number, nbytes in new)
         and len(set(numbers)) == len(numbers)
         and all(
-            (segment == 0 and nbytes == 1 and is_frame)
-            or (segment in numbers and nbytes and offset + nbytes <= SEGMENT)
+            (segment == 0 and nbytes == 1 and is_frame) or (segment in numbers and offset + nbytes <= SEGMENT)
             for places, is_frame in ((frames, True), (into, False))
             for segment, offset, nbytes in places
         )

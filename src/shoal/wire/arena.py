@@ -89,7 +89,7 @@ class Arena:
         self.peak_bytes_in_use = 0
 
     def alloc(self, nbytes: int) -> Buffer:
-        """A buffer of `nbytes`, whatever is in it; ArenaFull where the limit does not allow it."""
+        """A buffer of `nbytes`, or of none, whatever is in it; ArenaFull where the limit does not allow it."""
         size = size_class(nbytes)
         with self._lock:
             if self._is_closed:
@@ -168,7 +168,7 @@ class Arena:
 
 def size_class(nbytes: int) -> int:
     """The bytes that a buffer of `nbytes` takes up: the next of a few sizes per octave."""
-    if nbytes <= 0:
-        raise ValueError(f"a buffer has at least 1 byte, not {nbytes}")
+    if nbytes < 0:
+        raise ValueError(f"a buffer of {nbytes} bytes")
     step = max(ALIGNMENT, (1 << (nbytes - 1).bit_length()) // (2 * STEPS_PER_OCTAVE))
-    return -(-nbytes // step) * step
+    return max(1, -(-nbytes // step)) * step

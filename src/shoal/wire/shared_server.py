@@ -309,7 +309,7 @@ class Listener:
         memory = peer.segments[number]
         if memory is None:
             return None
-        if nbytes == 0 or offset + nbytes > len(memory):
+        if offset + nbytes > len(memory):
             raise WireError(f"{nbytes:,} bytes at {offset:,} of segment {number}, which has {len(memory):,}")
         return memory[offset : offset + nbytes]
 
