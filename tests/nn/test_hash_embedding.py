@@ -96,7 +96,7 @@ def test_rows_are_saved_loaded_and_copied_with_the_module() -> None:
 
 def test_what_it_cannot_do_is_said() -> None:
     module, weight = HashEmbedding(3), [nn.Parameter(torch.zeros(1))]
-    with pytest.raises(ConfigError, match="momentum=0.9"):
+    with pytest.raises(ConfigError, match=r"momentum=0\.9"):
         module.follow(torch.optim.SGD(weight, momentum=0.9))
     with pytest.raises(ConfigError, match="Adam has no rule for rows"):
         module.follow(torch.optim.Adam(weight))

@@ -63,7 +63,7 @@ def cache_directory() -> Path | None:
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     directory = Path(home) / "shoal" / f"kernels-{sys.version_info[0]}.{sys.version_info[1]}-{text}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.stat()
         if found.st_uid != os.geteuid():
             return None
