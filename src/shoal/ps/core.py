@@ -149,6 +149,8 @@ class ServerCore(Serving):
         """Who holds what from now on. Whatever waits is over: clients ask again."""
         if view.view <= self.view_number:
             return []
+        if view.incarnations.get(self.number, self.incarnation) != self.incarnation:
+            return []  # of its predecessor, whose slots it does not have
         actions = self._end_waits(ViewOver(view.view))
         is_new = self.view_number == 0
         is_next = view.view == self.view_number + 1

@@ -78,6 +78,11 @@ class Serving(Waiting):
                         f"the vector of rank {message.rank} has {len(vector)} numbers, that of rank {rank} has "
                         f"{len(other.vector)}"
                     )
+            if message.is_spoilt:
+                raise Refusal(
+                    f"step {message.seq} cannot be summed again: another server has it already, and what rank {message.rank} "
+                    "contributed to it is lost with the worker and the server that had it"
+                )
             self._check_settings(message)
             staged = self.staging.take(request.peer, message)
             steps.ended[message.rank] = Contribution(message, vector, bytes(request.frames[1]), staged)

@@ -201,6 +201,7 @@ class StepEnd(Message, frozen=True, tag="ps-step-end"):
     table_settings: dict[int, dict[str, float]] = msgspec.field(default_factory=dict)  # by table
     factor: float = 1.0  # what gradients are multiplied with; relaxed strategies and one-phase steps
     done_below: Count = 0  # every lease below this is done: their marks may be forgotten
+    is_spoilt: bool = False  # exact: computed on weights that have this step already; refused where it would count
 
 
 class Summed(Message, frozen=True, tag="ps-summed"):
