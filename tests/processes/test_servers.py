@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from launched import Launched
 
+from shoal.cli.scale import scale
 from shoal.cluster.faults import Faults
 from shoal.cluster.warm_client import WarmParent
-from shoal.core.errors import ClusterError
+from shoal.core.errors import ClusterError, ConfigError
 
 PROLOGUE = """
 import os, pathlib, time
@@ -176,3 +177,63 @@ while not isinstance(got := servers.ask_lease(call=1, finished=finished, num_sam
     ran = sorted(int(line.split()[0]) for line in lines)
     assert ran == list(range(20))
     assert sum(samples for _, samples in done.summary["leases"].values()) == 200
+
+
+def test_a_group_grows_and_shrinks_while_it_runs(
+    launch_script: Launch,
+    at_file: Callable[[Path, Callable[[], object]], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    at_file(tmp_path / "grow", lambda: scale("click", 3, tmp_path / "runs"))
+    at_file(tmp_path / "shrink", lambda: scale("click", 2, tmp_path / "runs"))
+    done = launch_script(
+        PROLOGUE
+        + "pathlib.Path('grow').touch()\n"
+        + "wait_for(lambda view: len(view.incarnations) == 3 and not view.joining)\n"
+        + "print(sorted({each for holders in view.holders for each in holders}))\n"
+        + "time.sleep(0.3)\n"
+        + "pathlib.Path('shrink').touch()\n"
+        + "wait_for(lambda view: len(view.incarnations) == 2)\n"
+        + "print(sorted({each for holders in view.holders for each in holders}))\n",
+        strategy="ps",
+        servers=2,
+        name="click",
+    )
+    assert (done.exit_code, done.stdout) == (0, "[0, 1, 2]\n[0, 1]\n"), done.error
+    said = capsys.readouterr().out
+    assert "3 servers from now on" in said
+    assert "2 servers hold everything" in said
+    assert done.summary["restarts"] == 0
+
+
+def test_what_cannot_be_scaled_is_refused_in_words(
+    launch_script: Launch, at_file: Callable[[Path, Callable[[], object]], None], tmp_path: Path
+) -> None:
+    said: list[str] = []
+
+    def refused(num_servers: int) -> None:
+        try:
+            scale("click", num_servers, tmp_path / "runs")
+        except ConfigError as error:
+            said.append(str(error))
+
+    def all_refused() -> None:
+        for num_servers in (1, 2, 99):
+            refused(num_servers)
+        (tmp_path / "done").touch()
+
+    at_file(tmp_path / "now", all_refused)
+    done = launch_script(
+        PROLOGUE
+        + "pathlib.Path('now').touch()\n"
+        + "while not os.path.exists('done'): time.sleep(0.02)\n"
+        + "print(servers.ask_servers(0, 1.0).view)\n",
+        strategy="ps",
+        servers=2,
+        name="click",
+    )
+    assert (done.exit_code, done.stdout) == (0, "1\n")
+    assert ["2 copies" in said[0], "2 servers already" in said[1], "2 to 16" in said[2]] == [True] * 3
+    refused(3)
+    assert "is not running" in said[3]
