@@ -61,7 +61,7 @@ CONTROL = Limits()
 def encode(message: Message, frames: Sequence[Bytes] = (), *, limits: Limits = CONTROL) -> list[Bytes]:
     """The parts to send, in order: for `sendmsg`, or joined. Refuses what the other side would refuse."""
     header = _to_header(message)
-    lengths = [memoryview(frame).nbytes for frame in frames]
+    lengths = [len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames]
     _check(len(header), len(lengths), limits)
     _check_frames(lengths, limits)
     table = struct.pack(f"<{len(lengths)}Q", *lengths)

@@ -22,7 +22,7 @@ from shoal.core.errors import LinkLost, PsError, WaitTimedOut, WireError
 from shoal.wire import memfd, unix
 from shoal.wire.arena import Arena, ArenaConfig, Buffer
 from shoal.wire.codec import Bytes
-from shoal.wire.envelope import REPLIES, Envelope, Intake, Outbox, Place, open_table, seal
+from shoal.wire.envelope import REPLIES, Envelope, Intake, Outbox, Place, as_bytes, open_table, seal
 from shoal.wire.messages import Message
 from shoal.wire.ps_messages import Hello, PsRefused, Welcome
 
@@ -139,17 +139,18 @@ class Link:
         full: for loops that poll.
         """
         places, inline = _place(frames)
-        needed = {place[0] for place in places} | {buffer.segment for buffer in into}
+        wanted = [(buffer.segment, buffer.offset, buffer.nbytes) for buffer in into]
+        needed = {segment for segment, _, _ in (*places, *wanted) if segment}
         with self._lock:
             self._check()
-            new = [self.arena.segment(number) for number in sorted(needed - {0})]
-            new = [segment for segment in new if segment.fd >= 0]
+            known = [self.arena.segment(number) for number in sorted(needed)]
+            new = [segment for segment in known if segment.fd >= 0]
             ticket = self._next_ticket
             envelope = Envelope(
                 ticket,
                 [(segment.number, segment.nbytes) for segment in new],
                 places,
-                [(buffer.segment, buffer.offset, buffer.nbytes) for buffer in into],
+                wanted,
             )
             parts = seal(envelope, message, inline)
             self._next_ticket += 1
@@ -345,14 +346,7 @@ def _place(frames: Sequence[Buffer | Bytes]) -> tuple[list[Place], list[Bytes]]:
         if isinstance(frame, Buffer) and frame.nbytes > INLINE_BYTES:
             places.append((frame.segment, frame.offset, frame.nbytes))
         else:
-            view = frame.view if isinstance(frame, Buffer) else _as_bytes(frame)
+            view = frame.view if isinstance(frame, Buffer) else as_bytes(frame)
             places.append((0, 0, len(view)))
             inline.append(view)
     return places, inline
-
-
-def _as_bytes(frame: Bytes) -> Bytes:
-    """The same bytes, one by one: an array of larger items counts its items."""
-    if isinstance(frame, bytes | bytearray):
-        return frame
-    return frame.cast("B") if frame.nbytes else b""

@@ -29,6 +29,7 @@ from shoal.wire.envelope import (
     Intake,
     Outbox,
     Place,
+    as_bytes,
     open_table,
     seal,
 )
@@ -155,7 +156,7 @@ class Listener:
         if found.outbox.num_bytes > self._config.unsent_bytes:
             self.close_peer(peer, f"it leaves {found.outbox.num_bytes:,} bytes of answers unread")
             return
-        frames = [memoryview(frame).cast("B") if memoryview(frame).nbytes else b"" for frame in frames]
+        frames = [as_bytes(frame) for frame in frames]
         places: list[Place] = [(0, 0, len(frame)) for frame in frames]
         envelope = Envelope(ticket, [], places, [])
         try:
@@ -165,7 +166,8 @@ class Listener:
             parts = seal(Envelope(ticket, [], [], []), refusal, [])
         try:
             found.outbox.send(found.sock, parts)
-            self._watch(found)
+            if found.outbox.num_bytes:
+                self._watch(found)
         except OSError:
             self.close_peer(peer)
 
