@@ -15,7 +15,7 @@ import pytest
 from launched import Launched
 
 from shoal.cluster.api import resume_config
-from shoal.core.errors import ClusterError, RunDirectoryError
+from shoal.core.errors import ClusterError, RunDirectoryError, ScriptFailed
 
 Launch = Callable[..., Launched]
 
@@ -74,6 +74,19 @@ def test_what_a_script_writes_to_the_supervisors_socket_harms_nobody(
     )
     assert (done.exit_code, done.error) == (0, None)
     assert done.stdout == "done\n"
+
+
+def test_an_empty_packet_does_not_end_the_conversation_with_the_supervisor(launch_script: Launch) -> None:
+    done = launch_script(
+        """
+        from shoal.cluster import session
+        for _ in range(20):
+            session._session.status.send(b"")
+        raise ValueError("mine")
+        """
+    )
+    assert isinstance(done.error, ScriptFailed)
+    assert "ValueError: mine" in done.stderr
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

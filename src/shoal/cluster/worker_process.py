@@ -11,6 +11,7 @@ import contextlib
 import os
 import selectors
 import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ from shoal.wire import codec
 from shoal.wire.messages import Message
 
 MAX_STATUS_BYTES = 256 * 1024
+_CREDENTIALS_BYTES = socket.CMSG_SPACE(struct.calcsize("iII"))  # room for who sent it, and for no descriptor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,10 +61,11 @@ class Worker:
     def hear(self) -> tuple[bool, Message | None]:
         """Whether it has said something, and the message that was, if it was one."""
         try:
-            packet = self.status.recv(MAX_STATUS_BYTES)
+            packet, sender, _, _ = self.status.recvmsg(MAX_STATUS_BYTES, _CREDENTIALS_BYTES)
         except OSError:
             return False, None
-        if not packet:
+        # The end of the line has no sender. An empty packet has: it must not cost what was said after it.
+        if not sender:
             return False, None
         # What is no message comes from a script that wrote to a descriptor it did not open.
         with contextlib.suppress(WireError):
@@ -108,6 +111,7 @@ def start(
     job = replace(spec.job, rank=rank, incarnation=incarnation)
     status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     status.setblocking(False)
+    status.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     theirs: dict[str, int] = {}
     log = Log(run.log_path(rank))
 
