@@ -86,7 +86,7 @@ def test_an_empty_packet_does_not_end_the_conversation_with_the_supervisor(launc
         """
     )
     assert isinstance(done.error, ScriptFailed)
-    assert "ValueError: mine" in done.stderr
+    assert "ValueError: mine" in str(done.error)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
