@@ -39,13 +39,13 @@ class Clocks:
 
     def finished(self, rank: int, stream: int, seq: int) -> None:
         """The rank has ended a batch. A repeat is safe."""
+        self.returned(rank)
         counted = self._counted.setdefault(rank, {})
         if seq > counted.get(stream, 0):
             counted[stream] = seq
             self._clocks[rank] = self._clocks.get(rank, 0) + 1
             while len(counted) > MAX_STREAMS:
                 del counted[next(iter(counted))]
-        self._absent.discard(rank)
 
     def wish(self, rank: int, vector: Vector) -> None:
         """What the rank would like, in its vector: stop, checkpoint, leave."""
@@ -72,18 +72,18 @@ class Clocks:
         there = [
             clock for rank, clock in self._clocks.items() if rank not in self._absent and rank != besides
         ]
-        if there:
-            return min(there)
-        return max(self._clocks.values(), default=0)
+        return min(there) if there else max(self._clocks.values(), default=0)
 
     def left(self, rank: int) -> None:
-        """Dead, or out of reach: nobody waits for it."""
+        """Dead, out of reach, or without work: nobody waits for it."""
         if rank in self._clocks:
             self._absent.add(rank)
 
     def returned(self, rank: int) -> None:
-        """The same incarnation is back."""
-        self._absent.discard(rank)
+        """It is back: where it was, or with the slowest, who did not wait for it."""
+        if rank in self._absent:
+            self._clocks[rank] = max(self._clocks[rank], self.slowest())
+            self._absent.discard(rank)
 
     def entered(self, rank: int) -> None:
         """A replacement: it begins with the slowest."""

@@ -43,6 +43,7 @@ from shoal.wire.ps_messages import (
     ReadRows,
     Replicate,
     Replicated,
+    Rest,
     ServerView,
     SetClock,
     SlotsFilled,
@@ -220,6 +221,9 @@ class ServerCore(Serving):
                 return self._replicate(request, number, record)
             case CopySlot(_, number, slot, record):
                 return self._copy_slot(request, number, slot, record)
+            case Rest(_, rank):
+                self.state.clocks.left(rank)
+                return [Reply(request.peer, request.ticket, Declared(False))]
             case Post() as message:
                 return self._post(request, message)
             case AskNote() as message:

@@ -71,6 +71,9 @@ class Waiting:
         return self._pull(request, None)
 
     def _pull(self, request: Request, keys: Keys | None) -> list[Action]:
+        rank = self._ranks.get(request.peer)
+        if rank is not None:
+            self.state.clocks.returned(rank)
         if self._is_visible(request):
             return [self._pulled(request, keys)]
         self._pulls.append((request, keys))

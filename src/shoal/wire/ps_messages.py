@@ -201,7 +201,9 @@ class StepEnd(Message, frozen=True, tag="ps-step-end"):
     table_settings: dict[int, dict[str, float]] = msgspec.field(default_factory=dict)  # by table
     factor: float = 1.0  # what gradients are multiplied with; relaxed strategies and one-phase steps
     done_below: Count = 0  # every lease below this is done: their marks may be forgotten
-    is_spoilt: bool = False  # exact: computed on weights that have this step already; refused where it would count
+    is_spoilt: bool = (
+        False  # exact: computed on weights that have this step already; refused where it would count
+    )
 
 
 class Summed(Message, frozen=True, tag="ps-summed"):
@@ -240,6 +242,16 @@ class Committed(Message, frozen=True, tag="ps-committed"):
     slowest: Count
     late: bool = False
     wishes: Count = 0  # or-ed over all workers: 1 stop, 2 checkpoint, 4 leave; relaxed strategies
+
+
+class Rest(Message, frozen=True, tag="ps-rest"):
+    """Worker to every server: "I have no lease, do not wait for me". Answered by Declared; relaxed strategies.
+
+    Its next pull or StepEnd brings it back, at the slowest clock of the others.
+    """
+
+    view: Count
+    rank: Count
 
 
 class PullRows(Message, frozen=True, tag="ps-pull-rows"):
@@ -421,7 +433,7 @@ class SlotsFilled(Message, frozen=True, tag="slots-filled"):
 PS_MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, PsRefused, ViewOver, ServerView,
     DeclareTable, DeclareDense, DeclareMode, Declared,
-    PushRows, PushDense, StepEnd, Summed, Commit, Committed, PullRows, PullDense, Pulled,
+    PushRows, PushDense, StepEnd, Summed, Commit, Committed, Rest, PullRows, PullDense, Pulled,
     Post, Posted, AskNote, Note,
     ReadRows, Rows, WriteRows, ReadChunk, Chunk, WriteChunk, SetClock, ReadMarks, Marks, WriteMarks,
     Replicate, Replicated, CopySlot, SlotsFilled,
