@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from launched import Launched
 
+from shoal.cli import runs
 from shoal.cli.scale import scale
 from shoal.cluster.faults import Faults
 from shoal.cluster.warm_client import WarmParent
@@ -83,6 +84,9 @@ def test_a_killed_server_is_replaced_and_gets_its_slots_back(launch_script: Laun
     assert (done.exit_code, done.stdout) == (0, "True True\n"), done.stderr
     assert "server 0 was killed by SIGKILL; replacing it (1 of 3 times)" in done.stderr
     assert done.summary["restarts"] == 1
+    shown = runs.servers(done.events, runs.State.FINISHED)
+    assert [(each["server"], each["restarts"], each["filling"]) for each in shown] == [(0, 1, 0), (1, 0, 0)]
+    assert sum(each["primary"] for each in shown) == sum(each["replica"] for each in shown) == 256
 
 
 def test_a_server_that_dies_again_and_again_ends_the_job_with_its_last_lines(
@@ -177,6 +181,7 @@ while not isinstance(got := servers.ask_lease(call=1, finished=finished, num_sam
     ran = sorted(int(line.split()[0]) for line in lines)
     assert ran == list(range(20))
     assert sum(samples for _, samples in done.summary["leases"].values()) == 200
+    assert runs.leases(done.events) == done.summary["leases"]
 
 
 def test_a_group_grows_and_shrinks_while_it_runs(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.options import Script, StepTimeout, Strategy, Workers
+from shoal.cli.options import Replicas, Script, Servers, StepTimeout, Strategy, Workers
 from shoal.cli.verb import console, leave
 from shoal.core.errors import ConfigError
 
@@ -45,6 +45,8 @@ def chaos(
     ] = None,
     workers: Workers = 2,
     strategy: Strategy = None,
+    servers: Servers = None,
+    replicas: Replicas = None,
     seed: Annotated[
         int,
         typer.Option("--seed", metavar="N", min=0, help="Draws the faults: the same seed, the same plan."),
@@ -73,6 +75,8 @@ def chaos(
             args=tuple(args or ()),
             workers=workers,
             strategy=strategy,
+            servers=servers,
+            replicas=replicas,
             run_dir=directory,
             seed=seed,
             step_timeout_s=step_timeout,
@@ -81,7 +85,7 @@ def chaos(
         )
         if not Path(script).is_file():
             launch(config)  # refuses it, before a warm parent is started for nothing
-        with WarmParent(preload=preload_for(script)) as warm:
+        with WarmParent(preload=preload_for(script, with_servers=config.num_servers > 0)) as warm:
             warm.wait_ready()
             exit_code = _compare(config, warm, seed=seed, every_s=every_s, for_s=for_s)
     raise typer.Exit(exit_code)
@@ -110,7 +114,13 @@ def _compare(config: LaunchConfig, warm: WarmParent, *, seed: int, every_s: floa
             "compare. Check that it trains when it is run with these arguments."
         )
     screen.print(f"undisturbed: {undisturbed.steps} steps in {undisturbed.seconds:.1f} s")
-    plan = Faults.random(seed=seed, num_workers=config.workers, every_s=every_s, for_s=for_s)
+    plan = Faults.random(
+        seed=seed,
+        num_workers=config.workers,
+        num_servers=config.num_servers,
+        every_s=every_s,
+        for_s=for_s,
+    )
     began, run, offset_s, equal, steps, seconds_run = time.monotonic(), 0, 0.0, True, 0, 0.0
     recoveries: list[float] = []
     while run == 0 or offset_s < for_s:

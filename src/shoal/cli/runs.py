@@ -144,6 +144,41 @@ def processes(events: list[dict[str, Any]], state: State, *, num_workers: int | 
     return [found[rank] for rank in sorted(found)]
 
 
+def servers(events: list[dict[str, Any]], state: State) -> list[dict[str, Any]]:
+    """The servers of the newest view: what each holds, and how its process stands."""
+    views = [event for event in events if event.get("event") == "server-view"]
+    held = views[-1].get("servers", {}) if views else {}
+    processes: dict[int, dict[str, Any]] = {}
+    for event in events:
+        number = event.get("server")
+        if not isinstance(number, int):
+            continue
+        if event.get("event") in ("server-started", "server-replaced"):
+            processes[number] = {
+                "pid": event.get("pid"),
+                "restarts": event.get("incarnation", 0),
+                "state": "running",
+            }
+        elif event.get("event") == "server-exited" and number in processes:
+            processes[number] |= {"state": "exited", "code": event.get("code")}
+    found = []
+    for number, process in sorted(processes.items()):
+        if process["state"] == "running" and state is not State.ALIVE:
+            process["state"] = "gone"
+        slots = held.get(str(number), {})
+        if slots or process["state"] == "running":
+            kinds = {kind: slots.get(kind, 0) for kind in ("primary", "replica", "filling")}
+            found.append({"server": number, **process, **kinds})
+    return found
+
+
+def leases(events: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Leases and samples that each rank has finished; empty where none were handed out."""
+    noted = [event for event in events if event.get("event") == "leases"]
+    by_rank = noted[-1].get("by_rank") if noted else None
+    return by_rank if isinstance(by_rank, dict) else {}
+
+
 def newest_checkpoint(path: Path) -> str | None:
     """The newest checkpoint that was finished; its name holds its step."""
     finished = sorted(manifest.parent for manifest in path.glob("checkpoints/step-*/manifest.json"))

@@ -73,6 +73,8 @@ def _details(path: Path) -> dict[str, Any]:
         "config": runs.read_json(path / "config.json"),
         "progress": metrics[0] if metrics else {},
         "processes": runs.processes(events, run.state, num_workers=run.workers),
+        "servers": runs.servers(events, run.state),
+        "leases": runs.leases(events),
         "logs": str(path / "logs"),
         "checkpoint": runs.newest_checkpoint(path),
         "events": events[-NUM_EVENTS:],
@@ -118,15 +120,19 @@ def _show(details: dict[str, Any]) -> None:
     table.add_row("run", f"{details['name']}  ({details['path']})")
     table.add_row("state", _styled(details["state"]).append(_exit(details["summary"])))
     table.add_row("script", " ".join([config.get("script", "-"), *config.get("args", [])]))
-    table.add_row("strategy", f"{details['strategy'] or '-'}, {_shown(details['workers'])} workers")
+    servers = f", {config['servers']} servers" if config.get("servers") else ""
+    table.add_row("strategy", f"{details['strategy'] or '-'}, {_shown(details['workers'])} workers{servers}")
     table.add_row("seed", _shown(config.get("seed")))
     table.add_row("started", _when(details["started"]))
     table.add_row("progress", _progress(progress) or "no step yet")
     table.add_row("samples/s", _rate(details["samples_per_s"]))
     table.add_row("checkpoint", details["checkpoint"] or "none yet")
-    table.add_row("restarts", str(sum(process["restarts"] for process in details["processes"])))
+    everybody = [*details["processes"], *details["servers"]]
+    table.add_row("restarts", str(sum(process["restarts"] for process in everybody)))
     for index, process in enumerate(details["processes"]):
-        table.add_row("workers" if index == 0 else "", _process(process))
+        table.add_row("workers" if index == 0 else "", _process(process) + _leases(details, process["rank"]))
+    for index, server in enumerate(details["servers"]):
+        table.add_row("servers" if index == 0 else "", _server(server))
     table.add_row("logs", details["logs"])
     for index, event in enumerate(details["events"]):
         table.add_row("events" if index == 0 else "", _event(event))
@@ -157,6 +163,20 @@ def _event(event: dict[str, Any]) -> str:
 def _process(process: dict[str, Any]) -> str:
     how = f"exited with code {process['code']}" if process["state"] == "exited" else process["state"]
     return f"rank {process['rank']}, process {process['pid']}: {how}"
+
+
+def _leases(details: dict[str, Any], rank: int) -> str:
+    done = details["leases"].get(str(rank))
+    return f"; {done[0]:,} leases, {done[1]:,} samples" if isinstance(done, list) and len(done) == 2 else ""
+
+
+def _server(server: dict[str, Any]) -> str:
+    how = f"exited with code {server.get('code')}" if server["state"] == "exited" else server["state"]
+    filling = f", is being filled with {server['filling']}" if server["filling"] else ""
+    return (
+        f"server {server['server']}, process {server['pid']}, incarnation {server['restarts']}: {how}; answers for "
+        f"{server['primary']} slots, keeps {server['replica']} more{filling}"
+    )
 
 
 _NOT_FACTS = {"time", "monotonic", "event"}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.options import Script, Strategy, Workers
+from shoal.cli.options import Replicas, Script, Servers, Strategy, Workers
 from shoal.cli.verb import console, leave
 from shoal.core import strategy_names
 from shoal.core.errors import ClusterError, ConfigError
@@ -53,6 +53,8 @@ def verify(
     ] = None,
     workers: Workers = 2,
     strategy: Strategy = None,
+    servers: Servers = None,
+    replicas: Replicas = None,
     steps: Annotated[int, typer.Option("--steps", metavar="STEPS", min=1, help="Steps to compare.")] = 20,
     tolerance: Annotated[
         float,
@@ -84,13 +86,15 @@ def verify(
             args=tuple(args or ()),
             workers=workers,
             strategy=strategy_names.choose(strategy, workers),
+            servers=servers,
+            replicas=replicas,
             run_dir=directory,
             seed=seed,
             quiet=True,
         )
         if not Path(script).is_file():
             launch(config)  # refuses it, before a warm parent is started for nothing
-        with WarmParent(preload=preload_for(script)) as warm:
+        with WarmParent(preload=preload_for(script, with_servers=config.num_servers > 0)) as warm:
             outcome = check(
                 VerifyRuns(config, warm, num_steps=steps), num_workers=workers, tolerance=tolerance
             )
@@ -128,7 +132,7 @@ class VerifyRuns:
         )
         config = replace(self.config, name=f"verify-{self.num_runs}", verify=plan)
         if not spread:
-            config = replace(config, workers=1, strategy="single")
+            config = replace(config, workers=1, strategy="single", servers=None, replicas=None)
         with open(Path(self.config.run_dir) / "output", "wb") as said:
             result = launch(config, warm=self.warm, stdout=said, stderr=said)
         if result.exit_code:
