@@ -48,6 +48,7 @@ class RowTable:
             HashedIndex(self._table.row_bytes) if spec.num_rows is None else ArrayIndex(spec.num_rows)
         )
         self._rows = np.empty(_BLOCK, np.int32)
+        self._new_state = np.empty((0, self.state_dim), self.dtype)
 
     @property
     def settings(self) -> dict[str, float]:
@@ -99,10 +100,9 @@ class RowTable:
         self.step = step
         for start in range(0, len(keys), _BLOCK):
             rows = self._find(keys[start : start + _BLOCK], create=True)
-            self._table.array[rows, : self.dim] = values[start : start + _BLOCK]
-            self._table.array[rows, self.dim :] = (
-                self._first_state if state is None else state[start : start + _BLOCK]
-            )
+            some = values[start : start + _BLOCK]
+            with_state = self._new_state if state is None else state[start : start + _BLOCK]
+            _scatter(rows, some, with_state, self._table.array, self._first_state)
 
     def read_rows(
         self, rows: np.ndarray[Any, Any]
@@ -210,3 +210,20 @@ def _gather(rows: Any, keys: Any, table: Any, out: Any, init: int, scale: float,
         else:
             for d in range(dim):
                 out[i, d] = table[row, d]
+
+
+@floating_kernel(
+    lambda dtype: (
+        vector(types.int32), matrix(dtype), matrix(dtype), matrix(dtype, written=True), types.float64
+    )
+)  # fmt: skip
+def _scatter(rows: Any, values: Any, state: Any, table: Any, first_state: float) -> None:
+    """Set rows; where `state` has none, to that of new rows."""
+    dim = values.shape[1]
+    for i in range(len(rows)):
+        ask_ahead(rows, i, table)
+        row = rows[i]
+        for d in range(dim):
+            table[row, d] = values[i, d]
+        for d in range(dim, table.shape[1]):
+            table[row, d] = state[i, d - dim] if len(state) else first_state
