@@ -36,12 +36,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--warm", type=float, default=3.0, help="seconds of warm-up in each run")
     parser.add_argument("--strategy", action="append", help="of shoal; default: ps:async and ps")
     parser.add_argument("--peer", action="append", help=f"only these: {', '.join(p.key for p in PEERS)}")
+    parser.add_argument("--busy", action="store_true", help="keep the figures of a busy machine too")
     parser.add_argument("--no-save", action="store_true", help="leave benchmarks/results as it is")
     options = parser.parse_args(arguments)
     known = {peer.key for peer in PEERS}
     if unknown := set(options.peer or ()) - known:
         parser.error(f"no peer {sorted(unknown)}; there are: {', '.join(sorted(known))}")
     peers = [peer for peer in PEERS if not options.peer or peer.key in options.peer]
+    save = not options.no_save and (options.busy or _is_quiet())
     strategies = options.strategy or ["ps:async", "ps"]
     skipped = {} if options.peer else {name: Skipped(why) for name, why in NOT_BY_PIP.items()}
 
@@ -64,7 +66,25 @@ def main(arguments: list[str] | None = None) -> None:
                 else:
                     runs[peer.key, model] = lambda p=peer, i=python: run_peer(p, i, data, timing)
         found = _alternate(runs, options.rounds, skipped)
-    _tell(found, peers, strategies, skipped, timing, save=not options.no_save)
+    _tell(found, peers, strategies, skipped, timing, save=save)
+
+
+def _is_quiet() -> bool:
+    """Whether others leave the machine alone, asked before anything is run.
+
+    Two threads of OpenMP beside other work wait for each other for whole time
+    slices: plain PyTorch and TorchRec were seen 20 times slower, shoal 2 times.
+    Ratios of such a run flatter whoever uses processes.
+    """
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load <= cores / 4:
+        return True
+    print(
+        f"The load is {load:.1f} on {cores} cores before anything was started: ratios would favour shoal. They are "
+        "printed but not kept; run it again on a quiet machine, or with --busy to keep them all the same.",
+        file=sys.stderr,
+    )
+    return False
 
 
 def _alternate(
