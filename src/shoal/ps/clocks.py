@@ -28,6 +28,7 @@ class Clocks:
         self._clocks: dict[int, int] = {}
         self._counted: dict[int, dict[int, int]] = {}
         self._absent: set[int] = set()
+        self._resting: set[int] = set()
         self._heard: dict[int, tuple[int, dict[int, int]]] = {}
         self._wishes: dict[int, int] = {}
         self._sticky = 0
@@ -40,6 +41,9 @@ class Clocks:
     def finished(self, rank: int, stream: int, seq: int) -> None:
         """The rank has ended a batch. A repeat is safe."""
         self.returned(rank)
+        if rank in self._resting:
+            self._resting.discard(rank)
+            self._clocks[rank] = max(self._clocks.get(rank, 0), self.slowest(besides=rank))
         counted = self._counted.setdefault(rank, {})
         if seq > counted.get(stream, 0):
             counted[stream] = seq
@@ -67,16 +71,34 @@ class Clocks:
         """Batches the rank has finished."""
         return self._clocks.get(rank, 0)
 
-    def slowest(self, besides: int | None = None) -> int:
-        """The smallest clock of those that are there. Nobody waits for itself: leave out `besides`."""
-        there = [
-            clock for rank, clock in self._clocks.items() if rank not in self._absent and rank != besides
-        ]
+    def slowest(self) -> int:
+        """The smallest clock of those that are there; where nobody is, the largest there was."""
+        there = [clock for rank, clock in self._clocks.items() if rank not in self._absent]
         return min(there) if there else max(self._clocks.values(), default=0)
+
+    def have_reached(self, clock: int, *, besides: int | None) -> bool:
+        """Whether all that are there have come so far. Nobody waits for itself."""
+        return all(
+            mine >= clock
+            for rank, mine in self._clocks.items()
+            if rank not in self._absent and rank != besides
+        )
+
+    def at_least(self, rank: int, clock: int) -> None:
+        """The rank says so itself: this server may be new, and not have counted all of it."""
+        if rank in self._clocks:
+            self.returned(rank)
+            self._clocks[rank] = max(self._clocks[rank], clock)
 
     def left(self, rank: int) -> None:
         """Dead, out of reach, or without work: nobody waits for it."""
         if rank in self._clocks:
+            self._absent.add(rank)
+
+    def rests(self, rank: int) -> None:
+        """It has nothing to do until its next batch, with which it begins among the slowest."""
+        if rank in self._clocks:
+            self._resting.add(rank)
             self._absent.add(rank)
 
     def returned(self, rank: int) -> None:

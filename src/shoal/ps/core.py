@@ -228,6 +228,9 @@ class ServerCore(Serving):
                 return self._post(request, message)
             case AskNote() as message:
                 return self._ask_note(request, message)
+            case Rest(_, rank):
+                self.state.clocks.rests(rank)
+                return [Reply(request.peer, request.ticket, Declared(False))]
             case Hello(name, incarnation):
                 return self._hello(request, name, incarnation)
             case DeclareTable(table):
@@ -268,7 +271,7 @@ class ServerCore(Serving):
         if incarnation <= newest:
             return []
         rank = _rank(name)
-        if rank is not None and incarnation:
+        if rank is not None and newest >= 0:
             self.state.clocks.entered(rank)
         return self._fence(name, incarnation)
 

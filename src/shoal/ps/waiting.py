@@ -73,7 +73,8 @@ class Waiting:
     def _pull(self, request: Request, keys: Keys | None) -> list[Action]:
         rank = self._ranks.get(request.peer)
         if rank is not None:
-            self.state.clocks.returned(rank)
+            assert isinstance(request.message, PullRows | PullDense)
+            self.state.clocks.at_least(rank, request.message.clock)
         if self._is_visible(request):
             return [self._pulled(request, keys)]
         self._pulls.append((request, keys))
@@ -85,8 +86,8 @@ class Waiting:
         if mode is None or mode.kind == "async":
             return True
         if mode.kind == "ssp":
-            slowest = self.state.clocks.slowest(besides=self._ranks.get(request.peer))
-            return slowest >= message.clock - mode.bound
+            rank = self._ranks.get(request.peer)
+            return self.state.clocks.have_reached(message.clock - mode.bound, besides=rank)
         return self._low >= message.clock
 
     def _pulled(self, request: Request, keys: Keys | None) -> Reply:
