@@ -57,10 +57,13 @@ def serve_shoal(path: str) -> None:
             listener.attend(key, mask)
 
 
+def rpc_options(port: str) -> rpc.TensorPipeRpcBackendOptions:
+    return rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", num_worker_threads=4)
+
+
 def serve_rpc(port: str) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", num_worker_threads=4)
     print("ready", flush=True)
-    rpc.init_rpc("server", rank=1, world_size=2, rpc_backend_options=options)
+    rpc.init_rpc("server", rank=1, world_size=2, rpc_backend_options=rpc_options(port))
     rpc.shutdown()
 
 
