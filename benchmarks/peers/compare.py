@@ -73,8 +73,8 @@ def _is_quiet() -> bool:
     """Whether others leave the machine alone, asked before anything is run.
 
     Two threads of OpenMP beside other work wait for each other for whole time
-    slices: plain PyTorch and TorchRec were seen 20 times slower, shoal 2 times.
-    Ratios of such a run flatter whoever uses processes.
+    slices: TorchRec with 2 threads was seen 20 times slower at a load of 7, shoal
+    and TensorFlow about 2 times. Ratios of such a run flatter shoal.
     """
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load <= cores / 4:

@@ -22,7 +22,7 @@ INSTALL_TIMEOUT_S = 1200
 CUDA_ONLY = ("nvidia-", "cuda-")
 
 NOT_BY_PIP = {
-    "ps-lite": "no package index has it; it is built from source with its own copies of protobuf and zmq",
+    "ps-lite": "pip finds no package of that name; it would have to be built from source",
 }
 
 

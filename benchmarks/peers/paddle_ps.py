@@ -1,8 +1,8 @@
 """The click model under Paddle's parameter server, asynchronous: python -m benchmarks.peers.paddle_ps --workers 2.
 
 One server, some workers, each a process of its own. Its server knows Adagrad
-for rows only, so the MLP is trained with Adam: a tenth of a percent of what an
-update touches here.
+for rows only, so the MLP is trained with Adam: 62 k parameters, beside the
+165 k numbers of the rows in a batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from benchmarks.peers.meter import Meter, free_ports, options, tell
 
 JOIN_TIMEOUT_S = 60.0
 FIRST_SUM = 1e-2
-"""Its Adagrad multiplies by sqrt(first / (first + sum of squares)). With 1e-6 it is ours, but its workers' gradients are
-tens of steps old and the first steps overshoot; with 3, its default, rows hardly move. The speed is the same."""
+"""Its Adagrad multiplies by sqrt(first / (first + sum of squares)); the smaller the first sum, the nearer to torch's.
+Seen: with 3, its default, and lr 0.02 rows hardly move; with 1e-6 the loss rises above its start; this one learns."""
 
 
 def adagrad_by_row() -> dict[str, object]:

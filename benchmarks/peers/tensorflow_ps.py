@@ -3,8 +3,8 @@
 One server, some workers, and the coordinator its design wants, each a process
 of its own, and batches read on the worker. Two styles: `plain`, as its guide
 writes a training step, and `careful`, with ids made unique before rows are
-fetched and several steps in each scheduled function. Keras is left out: its
-optimizers do not know this strategy.
+fetched and several steps in each scheduled function. Keras is left out: a
+step by hand is all that is measured.
 """
 
 from __future__ import annotations
