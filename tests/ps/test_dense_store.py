@@ -172,6 +172,15 @@ def test_a_factor_multiplies_the_gradient() -> None:
     assert torch.equal(out, before - 0.25)
 
 
+def test_settings_of_the_last_update_stay_over_a_write() -> None:
+    pair = Pair("SGD", {"lr": 1.0}, chunk_bytes=1 << 20, dtype=torch.float64)
+    zeros = torch.zeros_like(pair.of(pair.chunks[0], pair.params))
+    pair.store.update(0, zeros, (), {0: {"lr": 0.5}, 1: {"lr": 0.5}})
+    pair.store.write(0, zeros)
+    pair.store.update(0, torch.ones_like(zeros))
+    assert torch.equal(pair.store.read(0)[0], zeros - 0.5)
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     pair = Pair("Adam", {}, chunk_bytes=3000, dtype=torch.float32)
     digest = pair.store.digest(0)

@@ -138,7 +138,8 @@ def _add_to_array(keys: Any, row_of: Any, rows: Any, row_keys: Any, num_rows: in
     return num_rows
 
 
-_SOON, _SOONER = 24, 12  # keys ahead: first their entries are asked for, then what these point to
+_SOON = 24  # keys ahead, whose entries are asked for
+_TOGETHER = 64
 
 
 @inlined
@@ -153,33 +154,46 @@ def _home(hashed: Any, size: Any) -> Any:
 
 @kernel((_KEYS, vector(types.uint32), INT, _KEYS, _ROWS))
 def _find_hashed(keys: Any, entries: Any, row_bits: int, row_keys: Any, rows: Any) -> int:
+    # A few keys at a time, in three passes, so that each pass finds in the cache what the one before asked for:
+    # the entries, then the key of the first entry with the right piece, then whether it is the key.
     size, num_missing = np.uint64(len(entries)), 0
     row_mask = np.uint32((1 << row_bits) - 1)
-    for i in range(len(keys)):
-        if i + _SOON < len(keys):
-            ask_for(entries, _home(_hash(keys[i + _SOON]), size))
-        if i + _SOONER < len(keys):
-            ask_for(row_keys, entries[_home(_hash(keys[i + _SOONER]), size)] & row_mask)
-        key = keys[i]
-        hashed = _hash(key)
-        piece = np.uint32(hashed) & ~row_mask
-        at = _home(hashed, size)
-        row = np.int64(-1)
-        while True:
-            entry = entries[at]
-            if entry == 0:
+    hashes, places = np.empty(_TOGETHER, np.uint64), np.empty(_TOGETHER, np.uint64)
+    for start in range(0, len(keys), _TOGETHER):
+        count = min(_TOGETHER, len(keys) - start)
+        for i in range(count):
+            hashes[i] = _hash(keys[start + i])
+            ask_for(entries, _home(hashes[i], size))
+        for i in range(count):
+            at, entry = _match(entries, size, row_mask, np.uint32(hashes[i]), _home(hashes[i], size))
+            places[i] = at
+            ask_for(row_keys, entry & row_mask)
+        for i in range(count):
+            key, at = keys[start + i], places[i]
+            row = np.int64(entries[at] & row_mask) - 1
+            while row >= 0 and row_keys[row] != key:
+                at += np.uint64(1)
+                at, entry = _match(
+                    entries, size, row_mask, np.uint32(hashes[i]), at if at < size else np.uint64(0)
+                )
+                row = np.int64(entry & row_mask) - 1
+            rows[start + i] = row
+            if row < 0:
                 num_missing += 1
-                break
-            if (entry & ~row_mask) == piece:
-                candidate = np.int64(entry & row_mask) - 1
-                if row_keys[candidate] == key:
-                    row = candidate
-                    break
-            at += np.uint64(1)
-            if at == size:
-                at = np.uint64(0)
-        rows[i] = row
     return num_missing
+
+
+@inlined
+def _match(entries: Any, size: Any, row_mask: Any, hashed: Any, at: Any) -> Any:
+    """The first place from `at` on that is empty or has the right piece of hash, and what is there."""
+    piece = hashed & ~row_mask
+    entry = entries[at]
+    while entry != 0 and (entry & ~row_mask) != piece:
+        at += np.uint64(1)
+        if at == size:
+            at = np.uint64(0)
+        entry = entries[at]
+    return at, entry
 
 
 @kernel((_KEYS, vector(types.uint32, written=True), INT, _ROWS, vector(types.int64, written=True), INT))
