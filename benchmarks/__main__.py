@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from typing import Any
 
 BENCHMARKS = ("trainer_overhead", "ddp_step", "launch", "recovery", "ps_channel")
 
@@ -18,14 +19,28 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds: whether it runs at all")
     parser.add_argument("--part", action="append", default=[], help="of recovery: only this part")
     parser.add_argument("--minutes", type=float, help="of recovery: how long each part repeats at most")
+    parser.add_argument(
+        "--workers", type=int, action="append", default=[], help="of recovery: only so many workers"
+    )
+    parser.add_argument("--odd", help="of recovery: a folder for the run directories of runs worth a look")
     options = parser.parse_args()
     names = options.names or list(BENCHMARKS)
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         raise SystemExit(f"no benchmark '{unknown[0]}'; there are: {', '.join(BENCHMARKS)}")
     for name in names:
-        more = {"parts": options.part, "minutes": options.minutes} if name == "recovery" else {}
-        importlib.import_module(f"benchmarks.{name}").main(quick=options.quick, **more)
+        importlib.import_module(f"benchmarks.{name}").main(quick=options.quick, **_more(name, options))
+
+
+def _more(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    if name != "recovery":
+        return {}
+    return {
+        "parts": options.part,
+        "minutes": options.minutes,
+        "workers": options.workers,
+        "odd": options.odd,
+    }
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ training; under 1 % per step without faults.
 
     python -m benchmarks recovery                          all of it, about 40 minutes
     python -m benchmarks recovery --part workers           a part: workers, failpoints, coordinator, goodput, cost
+    python -m benchmarks recovery --part workers --workers 3  only with so many of them
     python -m benchmarks recovery --part cost --minutes 5  stop repeating after so long; what was done is written down
+    python -m benchmarks recovery --odd FOLDER             keep the run directories of runs worth a look
     python -m benchmarks recovery --quick                  whether it runs at all; nothing is written down
 """
 
@@ -35,16 +37,18 @@ BLOCK = 20  # as in scripts/recovering.py
 class Recovery:
     """All parts. Each adds its figures as soon as they are there, and they are kept at once."""
 
-    def __init__(self, runs: Runs, *, quick: bool, minutes: float | None) -> None:
-        self._runs, self._quick, self._minutes = runs, quick, minutes
+    def __init__(
+        self, runs: Runs, *, quick: bool, minutes: float | None, workers: Sequence[int] = (2, 3, 4)
+    ) -> None:
+        self._runs, self._quick, self._minutes, self._workers = runs, quick, minutes, workers
         self._report = Report("recovery", keeps_others=True)
         self._draw = random.Random(0)
 
     def workers(self) -> None:
-        for workers in (2, 3, 4):
+        for workers in self._workers:
             calm = self._runs(workers, STEPS)
-            tally = Tally(calm)
-            for _ in self._until(tally, 3 if self._quick else 100, share=3):
+            tally = Tally(calm, self._runs)
+            for _ in self._until(tally, 3 if self._quick else 100, share=len(self._workers)):
                 victim = f"worker-{self._draw.randrange(workers)}"
                 at_s = round(self._draw.uniform(0.0, calm.lasted_s + 0.1), 3)
                 faults = Faults().kill(victim, after_s=at_s)
@@ -58,9 +62,9 @@ class Recovery:
 
     def failpoints(self) -> None:
         """At every failpoint, every rank once: the faults that random moments hit least."""
-        for workers in (2,) if self._quick else (2, 3, 4):
+        for workers in self._workers[:1] if self._quick else self._workers:
             calm = self._runs(workers, STEPS, None, "whole")
-            tally, missed = Tally(calm), []
+            tally, missed = Tally(calm, self._runs), []
             for point, faults, num_deaths in planned(workers):
                 ran = self._runs(workers, STEPS, faults, "whole")
                 tally.add(ran, str(faults))
@@ -80,7 +84,7 @@ class Recovery:
 
     def coordinator(self) -> None:
         calm = self._runs(2, STEPS)
-        tally, back, rates = Tally(calm), [], []
+        tally, back, rates = Tally(calm, self._runs), [], []
         for number in self._until(tally, 3 if self._quick else 100):
             if number % 10 == 0:
                 calm = self._runs(2, STEPS)  # how fast it is now
@@ -128,7 +132,7 @@ class Recovery:
             extra_s: list[float] = []
             steps_s: list[float] = []
             steps = 8 * BLOCK if self._quick else 2000 if size == "small" else 600
-            for _ in self._repeat(2 if self._quick else 10, share=2):
+            for _ in self._repeat(2 if self._quick else 30, share=2):
                 ran = self._runs(2, steps, None, f"alternate-{size}")
                 for ours, theirs in pairs(ran.steps_s):
                     ratios.append(ours / theirs)
@@ -184,8 +188,8 @@ class Recovery:
 class Tally:
     """How many disturbed runs ended like the calm one, and what became of the others."""
 
-    def __init__(self, calm: Ran) -> None:
-        self._calm = calm
+    def __init__(self, calm: Ran, runs: Runs) -> None:
+        self._calm, self._runs = calm, runs
         self.num_kills = self._num_equal = self._num_late = 0
         self._others: list[str] = []
         self.times: list[float] = []
@@ -204,6 +208,9 @@ class Tally:
             self._others.append(f"{what}: exit {ran.exit_code}, {len(ran.weights)} weights {ran.problem}")
         elif took_s and max(took_s) > 1.0:
             self._others.append(f"{what}: {max(took_s):.1f} s")
+        else:
+            return
+        self._runs.keep(self._others[-1])
 
     def values(self) -> dict[str, Any]:
         return {
@@ -264,13 +271,20 @@ def confident(values: Sequence[float]) -> tuple[float, float]:
 PARTS = ("workers", "failpoints", "coordinator", "goodput", "cost")
 
 
-def main(quick: bool = False, parts: Sequence[str] = (), minutes: float | None = None) -> None:
+def main(
+    quick: bool = False,
+    parts: Sequence[str] = (),
+    minutes: float | None = None,
+    workers: Sequence[int] = (),
+    odd: str | None = None,
+) -> None:
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         raise SystemExit(f"recovery has no part '{unknown[0]}'; it has: {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory() as folder, WarmParent() as warm:
         warm.wait_ready()
-        recovery = Recovery(Runs(folder, warm), quick=quick, minutes=minutes)
+        runs = Runs(folder, warm, odd)
+        recovery = Recovery(runs, quick=quick, minutes=minutes, workers=workers or (2, 3, 4))
         for part in parts or PARTS:
             getattr(recovery, part)()
 

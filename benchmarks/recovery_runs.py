@@ -43,13 +43,17 @@ class Ran:
 
 
 class Runs:
-    """One launch after the other, from one warm parent; what they leave is read and removed."""
+    """One launch after the other, from one warm parent; what they leave is read, and removed unless kept."""
 
-    def __init__(self, folder: str, warm: WarmParent) -> None:
+    def __init__(self, folder: str, warm: WarmParent, odd: str | None = None) -> None:
         self._folder, self._warm, self._num = Path(folder), warm, 0
+        self._odd = Path(odd) if odd else None
+        self._last: Path | None = None
 
     def __call__(self, workers: int, steps: int, faults: Faults | None = None, mode: str = "plain") -> Ran:
         self._num += 1
+        if self._last is not None:
+            shutil.rmtree(self._last)
         out = self._folder / f"out-{self._num}"
         out.mkdir()
         config = LaunchConfig(
@@ -75,8 +79,16 @@ class Runs:
             problem=str(result.error or "")[:300],
         )
         shutil.rmtree(out)
-        shutil.rmtree(result.run_dir)
+        self._last = result.run_dir
         return ran
+
+    def keep(self, why: str) -> None:
+        """Put the last run's directory aside, with a line that says why, where a folder for such was given."""
+        if self._odd is None or self._last is None:
+            return
+        kept = self._odd / self._last.name
+        shutil.copytree(self._last, kept, ignore=shutil.ignore_patterns("*.sock", "checkpoints"))
+        (kept / "why.txt").write_text(why + "\n")
 
 
 def kill_to_commit_s(ran: Ran) -> list[float]:
