@@ -33,12 +33,23 @@ class SimServer(Process):
         self.core: ServerCore = job.core_class(number, incarnation)
         self.peers: dict[int, Connection] = {}
         self.links: dict[int, Connection] = {}
+        self.newest_of: dict[str, int] = {}
         self._is_working = False
         self.later(TICK_S, self._tick)
 
     def hear(self, request: Request) -> None:
         self.job.heard(self, request)
         self.carry_out(self.core.hear(request, self.world.now))
+        connection = self.peers.get(request.peer)
+        if connection is not None:
+            self._check_fence(connection, request)
+
+    def _check_fence(self, connection: Connection, request: Request) -> None:
+        name, _, incarnation = connection.asker.process.name.partition(".")
+        if isinstance(request.message, Hello):
+            self.newest_of[name] = max(int(incarnation), self.newest_of.get(name, 0))
+        elif int(incarnation) < self.newest_of.get(name, 0):
+            raise Violated(f"{self.name} hears {name}.{incarnation} after its replacement: {request.message}")
 
     def core_view(self) -> int:
         return self.core.view_number
@@ -164,6 +175,7 @@ class Simulated:
         self.servers: dict[int, SimServer] = {}
         self.workers: dict[int, Any] = {}
         self.is_lost = False
+        self.viewed_at = 0.0
         self.last_fault_at = 0.0
         self.prepare()
         self.coordinator = self.coordinator_class(self)
@@ -238,8 +250,9 @@ class Simulated:
     def check_replicas(self) -> None:
         if self.is_lost:
             return
+        by_server = {number: server.core.digests() for number, server in self.servers.items()}
         for slot, holders in enumerate(self.newest.holders):
-            digests = {number: self.servers[number].core.digest(slot) for number in holders}
+            digests = {number: by_server[number][slot] for number in holders}
             if len(set(digests.values())) > 1:
                 raise Violated(f"the holders of slot {slot} differ: {digests}")
 
@@ -262,6 +275,7 @@ class Simulated:
 
     def publish(self, view: ServerView) -> None:
         known = self.views.setdefault(view.view, view)
+        self.viewed_at = self.world.now
         if known != view:
             raise Violated(f"view {view.view} was told twice, in two ways")
         for process in [*self.servers.values(), *self.workers.values()]:

@@ -154,8 +154,9 @@ class Client(Process):
 
     def die(self) -> None:
         super().die()
+        # What it wrote into its sockets before may still be read, also after its replacement has come.
         for link in list(self.links.values()):
-            link.close()
+            self.world.schedule(self.world.random.choice((0.0, 0.0, 0.2)), link.close)
 
     # ---- parts of a step ------------------------------------------------------------------------
 
@@ -397,13 +398,14 @@ class ExactWorker(Client):
                 raise Violated(f"{self.name} committed step {step} and heard {message}")
             self.job.check_result(self, self.index, True, frames[0])
         self.tell("committed step", step)
+        self.job.committed_at.setdefault(step, self.world.now)
         self.release()
         self.index += 1
         self._go_on()
 
     def refused(self, reason: str) -> None:
         if "cannot be summed again" in reason:
-            self.job.cannot_be_summed()
+            self.job.cannot_be_summed(self.job.script[self.index])
         else:
             super().refused(reason)
 

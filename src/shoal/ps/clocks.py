@@ -28,7 +28,6 @@ class Clocks:
         self._clocks: dict[int, int] = {}
         self._counted: dict[int, dict[int, int]] = {}
         self._absent: set[int] = set()
-        self._resting: set[int] = set()
         self._heard: dict[int, tuple[int, dict[int, int]]] = {}
         self._wishes: dict[int, int] = {}
         self._sticky = 0
@@ -41,9 +40,6 @@ class Clocks:
     def finished(self, rank: int, stream: int, seq: int) -> None:
         """The rank has ended a batch. A repeat is safe."""
         self.returned(rank)
-        if rank in self._resting:
-            self._resting.discard(rank)
-            self._clocks[rank] = max(self._clocks.get(rank, 0), self.slowest(besides=rank))
         counted = self._counted.setdefault(rank, {})
         if seq > counted.get(stream, 0):
             counted[stream] = seq
@@ -93,12 +89,6 @@ class Clocks:
     def left(self, rank: int) -> None:
         """Dead, out of reach, or without work: nobody waits for it."""
         if rank in self._clocks:
-            self._absent.add(rank)
-
-    def rests(self, rank: int) -> None:
-        """It has nothing to do until its next batch, with which it begins among the slowest."""
-        if rank in self._clocks:
-            self._resting.add(rank)
             self._absent.add(rank)
 
     def returned(self, rank: int) -> None:

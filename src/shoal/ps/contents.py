@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shoal.cluster.slot_map import NUM_SLOTS
 from shoal.core.errors import ShoalError
 from shoal.ps.actions import Frame
 from shoal.ps.dense import DenseStore, as_flat
@@ -210,15 +211,16 @@ class Contents:
         for number in sorted(update.dense):
             out[self.chunks[number].slot] += self.dense.sum_of_squares(number, update.dense[number][0])
 
-    def digest(self, slot: int) -> int:
-        """A number that two servers share when they hold the same in this slot."""
-        digest = 0
+    def digests(self) -> list[int]:
+        """By slot: a number that two servers share when they hold the same in it."""
+        digests = [0] * NUM_SLOTS
         for number in sorted(self.tables):
-            digest = (digest * 1_000_003 + self.tables[number].digest(slot)) % 2**64
+            for slot, digest in enumerate(self.tables[number].digests().tolist()):
+                digests[slot] = (digests[slot] * 1_000_003 + digest) % 2**64
         for number, chunk in sorted(self.chunks.items()):
-            if chunk.slot == slot and number in self.dense:
-                digest = (digest * 1_000_003 + self.dense.digest(number)) % 2**64
-        return digest
+            if number in self.dense:
+                digests[chunk.slot] = (digests[chunk.slot] * 1_000_003 + self.dense.digest(number)) % 2**64
+        return digests
 
 
 def restrict(update: Update, slots: Slots, chunks: dict[int, ChunkSpec]) -> Update:

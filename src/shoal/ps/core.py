@@ -140,9 +140,9 @@ class ServerCore(Serving):
         sends = self.replication.copy(*due, self.state.write_slot(due[1]))
         return [*sends], self.replication.next_copy is not None
 
-    def digest(self, slot: int) -> int:
-        """Equal on all holders of a slot once they have answered."""
-        return self.state.digest(slot)
+    def digests(self) -> list[int]:
+        """By slot: equal on all its holders once they have answered."""
+        return self.state.digests()
 
     # ---- views ----------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class ServerCore(Serving):
         is_new = self.view_number == 0
         is_next = view.view == self.view_number + 1
         was_primary = self.mine if is_next else no_slots()
-        trusted = self._demoted() if is_next and self.state.mode and self.state.mode.kind == "exact" else {}
+        trusted = self._trusted() if is_next else {}
         self.view_number = view.view
         self._sources.clear()
         self._accept(view)
@@ -174,12 +174,14 @@ class ServerCore(Serving):
                 actions += self.hear(request)
         return actions + self._tell_filled() + self._settle()
 
-    def _demoted(self) -> dict[int, Slots]:
+    def _trusted(self) -> dict[int, Slots]:
         """By server, the slots whose primary it was until now: it has all that this one has of them.
 
         In exact steps what it may have beyond that will come out here with the same bits, and its marks
         know it. Relaxed ones may come in another order: then the slots are copied to it.
         """
+        if self.state.mode is None or self.state.mode.kind != "exact":
+            return {}
         primary_of = np.array(self._primary_of)
         return {server: primary_of == server for server in set(self._primary_of) - {self.number, -1}}
 
@@ -228,9 +230,6 @@ class ServerCore(Serving):
                 return self._post(request, message)
             case AskNote() as message:
                 return self._ask_note(request, message)
-            case Rest(_, rank):
-                self.state.clocks.rests(rank)
-                return [Reply(request.peer, request.ticket, Declared(False))]
             case Hello(name, incarnation):
                 return self._hello(request, name, incarnation)
             case DeclareTable(table):

@@ -64,6 +64,8 @@ class Counted:
 class State:
     """What one server has."""
 
+    steps_class = Steps
+
     def __init__(self) -> None:
         self.contents, self.marks, self.clocks, self.board = Contents(), Marks(), Clocks(), Board()
         self.steps: Steps | None = None
@@ -85,7 +87,7 @@ class State:
         if self.steps is None:
             if mode.num_workers < 1:
                 raise Refusal("a job has at least one worker, got num_workers=0")
-            self.steps = Steps(mode)
+            self.steps = self.steps_class(mode)
             self.clocks.expect(mode.num_workers)
             return True
         known = self.steps.mode
@@ -368,8 +370,14 @@ class State:
         if slots[0]:
             self.board = Board()
 
-    def digest(self, slot: int) -> int:
-        """Equal on two servers that hold the same in this slot, and let the same count."""
+    def digests(self) -> list[int]:
+        """By slot: equal on two servers that hold the same in it, and let the same count."""
+        contents = self.contents.digests()
+        return [
+            (contents[slot] * 1_000_003 + self._digest_of_marks(slot)) % 2**64 for slot in range(NUM_SLOTS)
+        ]
+
+    def _digest_of_marks(self, slot: int) -> int:
         marks = (
             int(self.marks.version[slot]),
             int(self.marks.steps[slot]),
@@ -378,7 +386,4 @@ class State:
             sorted(self.board.notes.items()) if slot == 0 else 0,
         )
         encoded = msgspec.msgpack.encode(marks)
-        return (
-            self.contents.digest(slot) * 1_000_003
-            + int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
-        ) % 2**64
+        return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")

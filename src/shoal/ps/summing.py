@@ -44,7 +44,7 @@ class Sum:
         return factor, bool(np.isfinite(losses).all() and np.isfinite(count))
 
 
-@dataclass(slots=True)
+@dataclass
 class Steps:
     """The step under way, and the last one."""
 
@@ -76,6 +76,11 @@ class Steps:
         """Who has not ended the step yet."""
         return [rank for rank in range(self.mode.num_workers) if rank not in self.ended]
 
+    @staticmethod
+    def order(parts: dict[int, Contribution]) -> list[int]:
+        """In which contributions are added: never that in which they came."""
+        return sorted(parts)
+
     def forget(self) -> None:
         """The view is over, or the step is."""
         self.ended, self.summed = {}, None
@@ -88,7 +93,7 @@ class Steps:
             self.num_reused += len(reused)
             self._kept |= {rank: part.copy() for rank, part in parts.items()}
             parts |= reused
-        ranks = sorted(parts)
+        ranks = self.order(parts)
         first = parts[ranks[0]]
         vector = first.vector.copy()
         for rank in ranks[1:]:
