@@ -144,16 +144,10 @@ def _sort(found: Any, keys: Any) -> Any:
 def expand(rows: Any, inverse: Any, out: Any) -> None:
     """Write rows[inverse] to `out`."""
     dim = rows.shape[1]
-    if dim == 16:
-        for i in range(len(inverse)):
-            row = inverse[i]
-            for d in range(16):
-                out[i, d] = rows[row, d]
-    else:
-        for i in range(len(inverse)):
-            row = inverse[i]
-            for d in range(dim):
-                out[i, d] = rows[row, d]
+    for i in range(len(inverse)):
+        row = inverse[i]
+        for d in range(dim):
+            out[i, d] = rows[row, d]
 
 
 @floating_kernel(lambda dtype: (matrix(dtype), vector(types.int32), matrix(dtype, written=True)))
@@ -161,13 +155,7 @@ def sum_back(grad: Any, inverse: Any, out: Any) -> None:
     """Write to out[k] the sum of all grad[i] with inverse[i] == k, in the order of i; zeros where there is none."""
     out[:] = 0
     dim = grad.shape[1]
-    if dim == 16:
-        for i in range(len(inverse)):
-            row = inverse[i]
-            for d in range(16):
-                out[row, d] += grad[i, d]
-    else:
-        for i in range(len(inverse)):
-            row = inverse[i]
-            for d in range(dim):
-                out[row, d] += grad[i, d]
+    for i in range(len(inverse)):
+        row = inverse[i]
+        for d in range(dim):
+            out[row, d] += grad[i, d]
