@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import TrainingError
 from shoal.nn.row_source import merged, uniques_of
-from shoal.nn.rows import Bag, Lookup, embedding_bag_forward, embedding_forward
+from shoal.nn.rows import Bag, Lookup, bag_elsewhere, embedding_bag_forward, embedding_forward
 
 NUM_ROWS, DIM = 9, 4
 
@@ -121,6 +121,24 @@ def test_gradients_of_bags_are_the_ones_of_the_function(padding: int) -> None:
     assert torch.autograd.gradcheck(
         lambda rows: Bag.apply(rows, None, inverse, bounds, padding, True), (rows,)
     )
+
+
+@pytest.mark.parametrize("padding", [-1, 4])
+@pytest.mark.parametrize("mode", ["sum", "mean", "weights"])
+def test_bags_on_another_device_are_the_same_function(padding: int, mode: str) -> None:
+    inverse = torch.tensor([0, 4, 4, 1, 0, 2, 1, 4], dtype=torch.int32)
+    bounds = torch.tensor([0, 3, 3, 7, 8])
+    rows = torch.randn(5, 3, dtype=torch.float64)
+    weights = torch.randn(8, dtype=torch.float64)
+    grads = []
+    for function in (Bag.apply, bag_elsewhere):
+        wanting = [tensor.clone().requires_grad_() for tensor in (rows, weights)]
+        out = function(
+            wanting[0], wanting[1] if mode == "weights" else None, inverse, bounds, padding, mode == "mean"
+        )
+        (out * torch.arange(12).view(4, 3)).sum().backward()
+        grads.append([out, *(tensor.grad for tensor in wanting if tensor.grad is not None)])
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)
 
 
 def test_two_uses_in_one_model_push_twice_and_merge_in_order() -> None:

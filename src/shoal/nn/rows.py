@@ -59,8 +59,15 @@ def embedding_bag_forward(
     weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
     if rows.device.type == "cpu":
         return Bag.apply(rows, weights, torch.from_numpy(inverse), bounds, padding, mode == "mean")  # type: ignore[no-untyped-call, no-any-return]  # torch's
+    return bag_elsewhere(rows, weights, torch.from_numpy(inverse), bounds, padding, mode == "mean")
+
+
+def bag_elsewhere(
+    rows: Tensor, weights: Tensor | None, inverse: Tensor, bounds: Tensor, padding: int, is_mean: bool
+) -> Tensor:
+    """What Bag gives, by torch's own operator on the device of `rows`."""
     return F.embedding_bag(
-        torch.from_numpy(inverse).to(rows.device), rows, bounds.to(rows.device), mode=mode,
+        inverse.to(rows.device, torch.int64), rows, bounds.to(rows.device), mode="mean" if is_mean else "sum",
         per_sample_weights=weights, include_last_offset=True, padding_idx=padding if padding >= 0 else None,
     )  # fmt: skip
 
