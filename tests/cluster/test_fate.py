@@ -18,11 +18,20 @@ from shoal.cluster.fate_events import (
     Died,
     Event,
     Exited,
+    GoBack,
     Kill,
+    KillServers,
     Left,
     Replace,
+    ReplaceServer,
     RestartCoordinator,
+    ServerDied,
+    ServerExited,
+    ServerStarted,
+    ServerSuspected,
+    StartAnew,
     Started,
+    StateLost,
     Stuck,
     Suspected,
     Tick,
@@ -372,3 +381,87 @@ def test_whatever_happens_phases_follow_the_edges_and_only_the_living_are_acted_
         now = job.deadline
         job.handle(Tick(), now)
     assert job.phase is Phase.ENDED or (job.phase, job.cause) == (Phase.RUNNING, None)
+
+
+# ---- servers --------------------------------------------------------------------------------------
+
+
+def with_servers(num_workers: int = 2, num_servers: int = 2) -> Fate:
+    job = running(num_workers, RECOVERING)
+    for number in range(num_servers):
+        assert job.handle(ServerStarted(number), 0.0) == []
+    return job
+
+
+def test_a_server_that_dies_is_replaced_until_it_dies_once_too_often() -> None:
+    job = with_servers()
+    for num_times in (1, 2):
+        replaced = ReplaceServer(ServerDied(1, -9, "", num_times), num_times)
+        assert job.handle(ServerExited(1, -9), 1.0) == [replaced]
+        job.handle(ServerStarted(1, num_times), 1.0)
+    assert job.handle(ServerExited(1, 3), 2.0) == []
+    assert (job.phase, job.cause) == (Phase.ENDING, ServerDied(1, 3, "", 3))
+
+
+def test_when_the_job_gets_ahead_the_deaths_of_servers_are_forgotten() -> None:
+    job = with_servers()
+    job.handle(ServerExited(0, -9), 1.0)
+    job.handle(ServerStarted(0, 1), 1.0)
+    job.handle(Advanced(), 2.0)
+    assert job.handle(ServerExited(0, -9), 3.0) == [ReplaceServer(ServerDied(0, -9), 2)]
+
+
+def test_a_silent_server_is_killed_and_its_death_says_why() -> None:
+    job = with_servers()
+    assert job.handle(ServerSuspected(0, 1, "it said nothing"), 1.0) == []  # no such one
+    assert job.handle(ServerSuspected(0, 0, "it said nothing"), 1.0) == [KillServers((0,))]
+    assert job.handle(ServerExited(0, -9), 1.0) == [ReplaceServer(ServerDied(0, -9, "it said nothing"), 1)]
+
+
+def test_a_server_that_was_sent_away_is_not_replaced() -> None:
+    job = with_servers()
+    assert job.handle(ServerExited(1, -9, is_wanted=False), 1.0) == []
+    assert job.phase is Phase.RUNNING
+
+
+def test_nobody_needs_a_server_once_a_script_has_ended() -> None:
+    job = with_servers()
+    job.handle(finished(0), 1.0)
+    assert job.handle(ServerExited(1, -9), 1.0) == []
+    assert job.handle(StateLost((1,)), 1.0) == []
+    assert job.cause is None
+
+
+def test_lost_state_ends_everybody_and_starts_them_anew_when_the_last_is_gone() -> None:
+    job = with_servers()
+    assert job.handle(StateLost((0,)), 1.0) == [GoBack(StateLost((0,), 1)), Kill((0, 1)), KillServers((0, 1))]
+    gone = (failed(0), Exited(0, -9), CoordinatorExited(-9), ServerExited(1, -9), Exited(1, -9))
+    told = [job.handle(event, 1.0) for event in gone]
+    assert told == [[], [], [RestartCoordinator()], [], []]
+    assert job.handle(ServerExited(0, -9), 1.0) == [StartAnew({0: 1, 1: 1}, {0: 1, 1: 1})]
+    assert (job.phase, job.num_restarts) == (Phase.RUNNING, 1)
+
+
+def begun_anew() -> Fate:
+    job = with_servers(1, 1)
+    for event in (StateLost((0,)), Exited(0, -9), ServerExited(0, -9), Started(0, 1), ServerStarted(0, 1)):
+        job.handle(event, 1.0)
+    return job
+
+
+def test_a_second_loss_ends_the_job_unless_it_got_ahead() -> None:
+    job = begun_anew()
+    assert job.handle(StateLost((0,)), 2.0) == []
+    assert (job.phase, job.cause, job.exit_code) == (Phase.ENDING, StateLost((0,), 2), 3)
+    job = begun_anew()
+    job.handle(Advanced(), 2.0)
+    assert isinstance(job.handle(StateLost((0,)), 3.0)[0], GoBack)
+
+
+def test_asked_to_leave_while_all_begin_anew_a_job_leaves_at_once() -> None:
+    job = with_servers()
+    job.handle(StateLost((0,)), 1.0)
+    assert job.handle(Asked(signal.SIGINT), 1.0) == [Kill((0, 1))]
+    job.handle(Exited(0, -9), 1.0)
+    job.handle(Exited(1, -9), 1.0)
+    assert (job.phase, job.exit_code) == (Phase.ENDED, 130)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,11 +12,13 @@ from shoal.cluster.leases import (
     Asked,
     EndEpoch,
     Event,
+    GaveUp,
     Hand,
     Holder,
     Lease,
     LeaseConfig,
     Leases,
+    LeaseSnapshot,
     LeaseState,
     NoMore,
     Refuse,
@@ -262,3 +265,63 @@ def test_every_sample_is_done_once_whatever_dies_and_a_journal_gives_the_same_st
     for event in journal:
         again.handle(event)
     assert vars(again) == vars(leases)
+
+
+@calm
+@given(
+    st.integers(1, 12),
+    st.integers(1, 3),
+    st.lists(
+        st.tuples(st.sampled_from(["ask", "replace", "give up"]), st.integers(0, 2), st.booleans()),
+        max_size=40,
+    ),
+    st.integers(0, 40),
+)
+def test_from_a_snapshot_everything_goes_on_alike(
+    num_leases: int, num_epochs: int, story: list[tuple[str, int, bool]], cut: int
+) -> None:
+    leases = leases_of(10 * num_leases, num_epochs=num_epochs)
+    again = leases
+    incarnations = [0, 0, 0]
+    for index, (what, rank, is_done) in enumerate(story):
+        if index == cut:
+            kept = msgspec.json.decode(msgspec.json.encode(leases.snapshot()), type=LeaseSnapshot)
+            again = Leases.restore(leases.config, kept)
+        me = Holder(rank, incarnations[rank])
+        held = [number for number, *by in leases.snapshot().held if Holder(*by) == me]
+        if what == "replace":
+            incarnations[rank] += 1
+            event: Event = Replaced(rank, incarnations[rank], 0.0)
+        elif what == "give up":
+            event = GaveUp(me)
+        else:
+            event = ask(me, *(held[:1] if is_done else ()))
+        if again is leases:
+            leases.handle(event)
+        else:
+            assert leases.handle(event) == again.handle(event)
+    assert again.snapshot() == leases.snapshot()
+
+
+def test_a_checkpoint_begins_in_the_middle_of_an_epoch() -> None:
+    leases = Leases(LeaseConfig(num_samples=40, samples_per_lease=10, num_epochs=2), epoch=1, done=[4, 6])
+    assert leases.done_below == 5
+    assert numbers(leases.handle(ask(A))) == [5, 7]
+    assert leases.handle(ask(A, 5, 7)) == [EndEpoch(1, 0), NoMore(A)]
+    assert leases.counts == {0: (2, 20)}
+
+
+def test_a_checkpoint_of_a_finished_epoch_begins_with_the_next() -> None:
+    leases = Leases(LeaseConfig(num_samples=20, samples_per_lease=10, num_epochs=2), epoch=0, done=[0, 1])
+    assert numbers(leases.handle(ask(A))) == [2, 3]
+    assert leases.done_below == 2
+
+
+def test_done_below_stops_at_the_first_that_is_not_done() -> None:
+    leases = leases_of()
+    leases.handle(ask(A))
+    leases.handle(ask(B))
+    leases.handle(ask(B, 2, 3))
+    assert leases.done_below == 0
+    leases.handle(ask(A, 0, 1))
+    assert leases.done_below == 4

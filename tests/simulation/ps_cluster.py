@@ -350,7 +350,7 @@ class Simulated:
         self._note("worker killed", worker)
         worker.die()
         self.worker_died(worker.rank)
-        self.world.schedule(self.world.between(0.005, 0.08), self._replace_worker, worker)
+        self.world.schedule(self.world.between(0.001, 0.06), self._replace_worker, worker)
 
     def _reap_server(self, server: SimServer) -> None:
         self.tell_coordinator(None, ServerDied(server.number, server.incarnation))

@@ -200,6 +200,10 @@ class Exact(Job):
         if not is_same:
             raise Violated(f"{worker.name} pulled other weights for step {step} than the undisturbed run")
 
+    def check_ahead(self, worker: Client, step: int, rows: bytes) -> None:
+        if step <= self.num_steps and rows != self.reference.pulls[worker.rank, step][0].tobytes():
+            raise Violated(f"{worker.name} pulled ahead other rows for step {step} than the undisturbed run")
+
     def check_result(self, worker: Client, index: int, is_commit: bool, frame: bytes) -> None:
         step = self.script[index]
         if is_commit != (step > 0):

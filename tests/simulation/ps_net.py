@@ -66,7 +66,7 @@ class Connection:
 
     def _later(self, way: int, to: Process, action: Any, *arguments: Any) -> None:
         world = self.job.world
-        slow = 0.02 if world.random.random() < 0.05 else 0.002
+        slow = 0.04 if world.random.random() < 0.05 else 0.002
         at = max(self._next[way], world.now + world.between(0.0001, slow))
         self._next[way] = at
         world.schedule(at - world.now, self._deliver, to, action, arguments)

@@ -311,12 +311,12 @@ class ExactWorker(Client):
             self.pull(self.job.keys(self.rank, step), step - 1, self._pulled)
 
     def _gather(self) -> None:
-        exchange, note = self.index + 1, str(self.index).encode()
+        exchange = self.index + 1
         frame = self.job.posted(self.rank, self.index)
 
         def send() -> None:
             message = Post(self.core_view(), exchange, self.rank, exchange)
-            self.ask("post", self.owner(0), message, [frame, note])
+            self.ask("post", self.owner(0), message, [frame, b""])  # no anchor: a replacement recalls it
 
         def then(answers: dict[Any, tuple[Message, list[bytes]]]) -> None:
             message, frames = answers["post"]
@@ -346,10 +346,25 @@ class ExactWorker(Client):
             0, self.rank, step, self.rank, 0, exchange, exchange, factor=job.num_global, is_spoilt=is_spoilt
         )
         note = str(self.index).encode()
-        self.operate(lambda: self.push(end, keys, grads, chunks, vector, note), self._ended)
+
+        def send() -> None:
+            self.push(end, keys, grads, chunks, vector, note)
+            if not job.mode.two_phase:
+                self._pull_ahead(step)
+
+        self.operate(send, self._ended)
+
+    def _pull_ahead(self, step: int) -> None:
+        """The next step's rows, asked for before this one counts: they come when it does."""
+        keys = self.job.keys(self.rank, step + 1)
+        self.ahead = bytearray(len(keys) * self.job.spec.dim * 4)
+        message = PullRows(self.core_view(), step, 0, False)
+        self.ask("ahead", self.servers[0], message, [keys.tobytes()], [self.ahead])
 
     def _ended(self, answers: dict[Any, tuple[Message, list[bytes]]]) -> None:
         step = self.job.script[self.index]
+        if answers.pop("ahead", None) is not None:
+            self.job.check_ahead(self, step + 1, bytes(self.ahead))
         messages = [message for message, _ in answers.values()]
         if not self.job.mode.two_phase:
             self._committed(answers)

@@ -163,8 +163,8 @@ def servers(events: list[dict[str, Any]], state: State) -> list[dict[str, Any]]:
             processes[number] |= {"state": "exited", "code": event.get("code")}
     found = []
     for number, process in sorted(processes.items()):
-        if process["state"] == "running" and state is not State.ALIVE:
-            process["state"] = "gone"
+        if state is not State.ALIVE:
+            process["state"] = "gone"  # servers are ended with the job
         slots = held.get(str(number), {})
         if slots or process["state"] == "running":
             kinds = {kind: slots.get(kind, 0) for kind in ("primary", "replica", "filling")}

@@ -149,7 +149,8 @@ def _progress(line: dict[str, Any]) -> str:
 
 
 def _event(event: dict[str, Any]) -> str:
-    said = {key: value for key, value in event.items() if key not in _NOT_FACTS}
+    # What is a table in itself (who holds which slots) is shown above, as it stands now.
+    said = {k: v for k, v in event.items() if k not in _NOT_FACTS and not isinstance(v, dict)}
     if event.get("event") == "view-formed" and said.get("donor") == -1:
         # Nobody had any state: how much was finished, and in which call, says nothing then.
         said = {key: value for key, value in said.items() if key not in ("finished", "call")}

@@ -118,9 +118,13 @@ class Group:
         self.start(operation)
         self.finish(operation)
 
+    def tell(self, say: Callable[[int], Message]) -> None:
+        """Say something, made for the view it is said in, to every server."""
+        self.run(_Telling(say))
+
     def declare(self, message: Message) -> bool:
         """Tell every server of something, those to come too; whether it was new to any of them."""
-        telling = _Telling(message)
+        telling = _Telling(lambda _: message)
         self.run(telling)
         self._declared.append(message)
         return telling.was_new
@@ -217,16 +221,16 @@ class Group:
 
 
 class _Telling:
-    """A declaration to every server."""
+    """A sentence to every server, answered by Declared."""
 
-    def __init__(self, message: Message) -> None:
-        self._message = message
+    def __init__(self, say: Callable[[int], Message]) -> None:
+        self._say = say
         self.sent_in = 0
         self.was_new = False
         self._tickets: dict[int, int] = {}
 
     def send(self, group: Group) -> None:
-        self._tickets = {server: group.send(server, self._message) for server in group.servers}
+        self._tickets = {server: group.send(server, self._say(group.view)) for server in group.servers}
 
     def receive(self, group: Group) -> None:
         for server, ticket in self._tickets.items():

@@ -62,6 +62,7 @@ class Step:
     decide: Callable[[NDArray[np.float64], float], Decision] | None = None
     """In two phases: what follows from the vectors' sum and the gradient's norm, of which the square was summed."""
 
+    wants_norm: bool = False
     sent_in: int = 0
     vector: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     """The vectors' sum, once committed."""
@@ -144,7 +145,8 @@ class Step:
             # A server that answers Committed at once was through with the step in an earlier view.
             if self.decision is None:
                 assert self.decide is not None
-                self.decision = self.decide(self._vector_of(summed[0]), self._norm(list(answers)))
+                norm = self._norm(list(answers)) if self.wants_norm else 0.0
+                self.decision = self.decide(self._vector_of(summed[0]), norm)
             decision = self.decision
             commit = Commit(group.view, self.seq, decision.factor, decision.apply, decision.norm)
             tickets = {server: group.send(server, commit, [], self._into[server][:1]) for server in summed}
@@ -236,6 +238,6 @@ class Step:
         return buffer
 
     def _alloc(self, link: Link, nbytes: int) -> Buffer:
-        buffer = link.alloc(max(nbytes, 1))
+        buffer = link.alloc(nbytes)
         self._held.append((link, buffer))
         return buffer

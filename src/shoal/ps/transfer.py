@@ -58,7 +58,7 @@ def read_rows(
         asking = Asking(slot, lambda view, slot=slot: ReadRows(view, table.number, slot))  # type: ignore[misc]
         group.run(asking)
         assert isinstance(asking.answer, Rows)
-        keys, values, state = (bytes(frame) for frame in asking.frames)
+        keys, values, state = (bytearray(frame) for frame in asking.frames)  # arrays that may be written
         num_rows = len(keys) // 8
         yield (
             np.frombuffer(keys, np.int64),
@@ -88,8 +88,8 @@ class _Writing:
             frames: list[Buffer | bytes] = []
             for array in self._arrays:
                 part = array[places]
-                buffer = link.alloc(max(part.nbytes, 1))
-                buffer.view[: part.nbytes] = memory_of(part)
+                buffer = link.alloc(part.nbytes)
+                buffer.view[:] = memory_of(part)
                 self._held.append((link, buffer))
                 frames.append(buffer)
             frames += [b""] * (3 - len(frames))

@@ -180,7 +180,13 @@ class Ps:
         self._num_global = batch.num_global
         for module in self._model.rows:
             module.clock, module.is_training = updates, True
-        self._current = Step(self._served.group, stream=self._rank, seq=updates + 1, decide=self._decide)
+        self._current = Step(
+            self._served.group,
+            stream=self._rank,
+            seq=updates + 1,
+            decide=self._decide,
+            wants_norm=self._wants_norm,
+        )
 
     def _contribute(self, loss: LossSum, share: float) -> None:
         assert self._model is not None
@@ -285,9 +291,9 @@ class Ps:
         if self._model is None:
             self._equalize()
         else:
-            self._refresh()
+            clock = self._have_newest()
             for module in self._model.rows:
-                module.clock, module.is_training = self._served.updates, False
+                module.clock, module.is_training = clock, False
         outputs = self._compute.forward(batch, rank=self._rank)
         if self._model is not None:
             for module in self._model.rows:
@@ -365,6 +371,11 @@ class Ps:
         if self._model is not None and self._weights_at != self._served.updates:
             self._model.dense.refresh(self._served.group, self._served.updates)
             self._weights_at = self._served.updates
+
+    def _have_newest(self) -> int:
+        """Have the weights there are, for a forward that trains nothing; the clock as of which rows may be read."""
+        self._refresh()
+        return self._served.updates
 
     def _equalize(self) -> None:
         """Before the model is on the servers: everybody has rank 0's weights."""

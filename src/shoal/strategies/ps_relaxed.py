@@ -24,9 +24,12 @@ from shoal.ps.step import Step
 from shoal.strategies.protocol import LossSum, Verdict
 from shoal.strategies.ps import Ps
 from shoal.strategies.verdict import contribution, decide
-from shoal.wire.ps_messages import StepEnd
+from shoal.wire.ps_messages import Rest, StepEnd
 
 STOP, CHECKPOINT, LEAVE = 1, 2, 4
+
+NEWEST = -3
+"""Instead of a clock: the weights are whatever the servers had."""
 
 
 @dataclass(slots=True)
@@ -61,6 +64,7 @@ class PsRelaxed(Ps):
         self._naming: Naming | None = None
         self._batch_size = 1
         self._ahead: DensePull | None = None
+        self._unused: list[DensePull] = []  # the servers may still write into their memory
         self.staleness: Counter[int] = Counter()
         """How many pulls were how far ahead of the slowest worker."""
 
@@ -99,6 +103,20 @@ class PsRelaxed(Ps):
         if self._model is not None and self._weights_at != self._clock:
             self._model.dense.refresh(self._served.group, self._clock)
             self._weights_at = self._clock
+
+    def _have_newest(self) -> int:
+        # At clock 0 nobody is waited for: others may have come less far, and be waiting for us by now.
+        if self._model is not None and self._weights_at != NEWEST:
+            self._drop_ahead()
+            self._model.dense.refresh(self._served.group, 0)
+            self._weights_at = NEWEST
+        return 0
+
+    def _drop_ahead(self) -> None:
+        """What was asked for ahead is not going to be used."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._unused.append(ahead)
 
     def _begin(self, batch: Slice) -> None:
         assert self._model is not None
@@ -194,6 +212,8 @@ class PsRelaxed(Ps):
 
     def rest(self) -> None:
         """This worker has nothing to do for now: nobody has to wait for it."""
+        if self._model is not None:
+            self._served.group.tell(lambda view: Rest(view, self._rank))
 
     def bring_home(self) -> None:
         """Put the trained weights into the model of this process: all workers are through by now."""

@@ -59,6 +59,8 @@ class Plan:
     """What becomes of a model's embeddings."""
 
     taken: list[Taken]
+    """Those that become rows."""
+
     dense: dict[str, str]
     """Name of the weight: why it stays dense."""
 

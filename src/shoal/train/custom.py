@@ -153,7 +153,7 @@ class CustomLoop:
             self._committing = False
         _script.ended = _script.ended or verdict.leave
         if self._verification is not None:
-            self._verification.count(self.model, verdict.loss)
+            self._verification.count(self.strategy, verdict.loss)
 
 
 @dataclass(slots=True)

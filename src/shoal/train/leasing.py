@@ -32,6 +32,9 @@ ENDLESS = 1 << 20
 """Epochs of a fit that ends by its steps."""
 
 
+_OVER = object()
+
+
 class _Lease(NamedTuple):
     number: int
     epoch: int  # of the fit, from 0
@@ -84,8 +87,36 @@ class Leasing:
         self._updates_before: int | None = None
 
     def slices(self, epoch: int) -> Iterator[Slice]:
-        """Whole batches of an epoch, as long as there are leases of it."""
-        while (lease := self._next(epoch)) is not None:
+        """Whole batches of an epoch, as long as there are leases of it; the strategy is told of the next one at hand."""
+        flow = self._flow(epoch)
+        part = self._draw(flow)
+        while part is not None:
+            coming = next(flow, _OVER)
+            if isinstance(coming, Slice):
+                self._strategy.coming(coming)
+            yield part
+            part = self._draw(flow) if coming is None else coming if isinstance(coming, Slice) else None
+
+    def _draw(self, flow: Iterator[Slice | None]) -> Slice | None:
+        """The next batch, waited for; None at the end of the epoch. Nothing of this worker's may be in training."""
+        while True:
+            part = next(flow, _OVER)
+            if part is not None:
+                return part if isinstance(part, Slice) else None
+            self._hear()
+
+    def _flow(self, epoch: int) -> Iterator[Slice | None]:
+        """Batches of the leases at hand; None where there is none and somebody has to wait for one."""
+        while True:
+            if self._answer is not None and self._answer.done():
+                self._hear()
+            if not self._held and not self._is_over:
+                yield None
+                continue
+            if not self._held or self._held[0].epoch + self._first_epoch > epoch:
+                return
+            lease = self._held.popleft()
+            self._taken.add(lease.number)
             for part in self._batches.slices(epoch=epoch, start=lease.start, rank=0, num_workers=1):
                 if part.start >= lease.stop:
                     break
@@ -127,24 +158,16 @@ class Leasing:
         """Ask no more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _next(self, epoch: int) -> _Lease | None:
-        while not self._held and not self._is_over:
-            self._hear()
-        if not self._held or self._held[0].epoch + self._first_epoch > epoch:
-            return None
-        lease = self._held.popleft()
-        self._taken.add(lease.number)
-        return lease
-
     def _ask(self) -> None:
         finished, self._finished = self._finished, []
         self._answer = self._thread.submit(self._strategy.session.ask_lease, finished=finished, **self._asked)
 
     def _hear(self) -> None:
         if self._answer is None:
-            self._strategy.rest()  # nobody has to wait for a worker that has nothing to do
             self._ask()
         assert self._answer is not None
+        if not self._answer.done():
+            self._strategy.rest()  # nobody has to wait for a worker that has nothing to do
         answer, self._answer = self._answer.result(), None
         self._naming.done_below = max(self._naming.done_below, answer.done_below)
         if isinstance(answer, NoMoreLeases):

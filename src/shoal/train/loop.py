@@ -61,8 +61,11 @@ class FitLoop:
         self._place = place
         self._over = place.over
         self._log: MetricsLog | None = None
-        self._looks_ahead: Callable[[Slice], None] | None = getattr(trainer.strategy, "coming", None)
         self._leasing = self._lease()
+        # Leases look ahead themselves: the next one may not be at hand before this worker has done its part.
+        self._looks_ahead: Callable[[Slice], None] | None = (
+            getattr(trainer.strategy, "coming", None) if self._leasing is None else None
+        )
         self._started_at = self._reported_at = time.monotonic()
         self._started_samples, self._first_step = self._position.samples, self._position.step
 
@@ -174,7 +177,7 @@ class FitLoop:
             trainer.advance_scheduler("step", {"loss": verdict.loss})
         self._write_down(part, verdict)
         if trainer.verification is not None:
-            trainer.verification.count(trainer.model, verdict.loss)
+            trainer.verification.count(trainer.strategy, verdict.loss)
         if verdict.checkpoint:
             path = trainer.save_checkpoint()
             self._each(lambda callback: callback.on_checkpoint(trainer, path))
@@ -286,6 +289,11 @@ class FitLoop:
         in_epoch = self._batches.num_steps(self._num_workers)
         rest = self._batches.num_steps(self._num_workers, start=position.next_index)
         ends = [self._last_step] if self._last_step is not None else []
+        if self._leasing is not None:
+            if in_epoch is not None and self._last_epoch is not None:
+                first_epoch, first_step = self._trainer.fit_began_at
+                ends.append(first_step + in_epoch * (self._last_epoch - first_epoch))
+            return min(ends, default=None)
         if in_epoch is not None and rest is not None and self._last_epoch is not None:
             epochs_left = self._last_epoch - position.epoch
             ends.append(position.step + (rest + in_epoch * (epochs_left - 1) if epochs_left > 0 else 0))

@@ -230,7 +230,7 @@ class Trainer:
                 steps=self.position.step - began_step,
             )
         if self.verification is not None:
-            self.verification.end(self.model)
+            self.verification.end(self.strategy)
         return call.end(history, kept=history.epochs)
 
     def evaluate(self, data: Any) -> dict[str, float]:

@@ -17,6 +17,8 @@ from torch import nn
 
 from shoal.core.job import VerifyPlan
 from shoal.strategies.mixing import MixingLayer, mixing_layers, watch_randomness
+from shoal.strategies.protocol import Strategy
+from shoal.strategies.state import MODEL
 
 
 class Verification:
@@ -36,7 +38,7 @@ class Verification:
         self._mixing = mixing_layers(model)
         self._stop_watching = watch_randomness(model)
 
-    def count(self, model: nn.Module, loss: float) -> None:
+    def count(self, strategy: Strategy, loss: float) -> None:
         """One step was committed."""
         self._losses.append(loss)
         if self._stop_watching is not None:
@@ -44,17 +46,17 @@ class Verification:
             self._mixing += [layer for layer in self._stop_watching() if layer.layer not in named]
             self._stop_watching = None
         if len(self._losses) >= self.plan.num_steps:
-            self.end(model)
+            self.end(strategy)
 
-    def end(self, model: nn.Module) -> None:
+    def end(self, strategy: Strategy) -> None:
         """Write down where the weights stand, and end the script."""
         if self._rank == 0:
             directory = Path(self.plan.dump_to)
             directory.mkdir(parents=True, exist_ok=True)
             state = {
-                name: tensor.detach().cpu().clone().contiguous()
-                for name, tensor in model.state_dict().items()
-                if isinstance(tensor, torch.Tensor)
+                piece.name.removeprefix(MODEL): piece.tensor.detach().cpu().clone().contiguous()
+                for piece in strategy.state()
+                if piece.name.startswith(MODEL)
             }
             save_file(state, directory / "state.safetensors")
             report = {
