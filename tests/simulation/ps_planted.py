@@ -1,0 +1,388 @@
+"""Bugs on purpose in the parameter server: each must be found by the oracle of ps_jobs.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shoal.ps import replication as replication_module
+from shoal.ps.actions import Action, Frame, Request
+from shoal.ps.board import Board
+from shoal.ps.core import ServerCore
+from shoal.ps.marks import Marks, Slots, no_slots
+from shoal.ps.replication import Replication, Written
+from shoal.ps.state import Counted, State
+from shoal.ps.summing import Steps, Sum
+from shoal.wire.message import Message
+from shoal.wire.ps_messages import Commit, CopySlot, Replicate, ServerView, StepEnd, ViewOver
+from simulation.ps_jobs import Exact, Job, Relaxed
+
+PLANTED_PS: dict[str, type[Job]] = {}
+
+
+def _plant(name: str, scenario: type[Job]) -> Callable[[type[ServerCore]], type[ServerCore]]:
+    def plant(core: type[ServerCore]) -> type[ServerCore]:
+        PLANTED_PS[name] = type("Planted" + scenario.__name__, (scenario,), {"core_class": core})
+        return core
+
+    return plant
+
+
+def _with(
+    *,
+    state: type[State] = State,
+    replication: type[Replication] = Replication,
+    steps: type[Steps] = Steps,
+    marks: type[Marks] = Marks,
+    board: type[Board] = Board,
+) -> type[ServerCore]:
+    """A server some part of which is not what it should be."""
+
+    class Other(ServerCore):
+        def __init__(self, number: int, incarnation: int = 0) -> None:
+            super().__init__(number, incarnation)
+            self.state, self.replication = state(), replication(number)
+            self.state.marks, self.state.board = marks(), board()
+            self.state.steps_class = steps  # type: ignore[misc]
+
+    return Other
+
+
+# ---- acknowledging ------------------------------------------------------------------------------
+
+
+@_plant("acknowledged before it is replicated", Relaxed)
+@_plant("committed before it is replicated", Exact)
+class AcknowledgesFirst(ServerCore):
+    def _when_safe(self, request: Request, message: Message, frames: Sequence[Frame] = ()) -> list[Action]:
+        return [self._reply(request, message, frames)]
+
+
+class WaitsForHoldersOnly(Replication):
+    def is_met(self, need: dict[int, int]) -> bool:
+        return all(
+            not link.owed and link.answered >= max(need.get(server, 0), link.owed_number)
+            for server, link in self._links.items()
+            if server not in self.joining
+        )
+
+    joining: frozenset[int] = frozenset()
+
+    def view(self, view: ServerView, **others: Any) -> Any:
+        self.joining = frozenset(server for servers in view.joining.values() for server in servers)
+        return super().view(view, **others)
+
+
+_plant("acknowledged without the copy under way", Relaxed)(_with(replication=WaitsForHoldersOnly))
+
+
+# ---- marks --------------------------------------------------------------------------------------
+
+
+class NoMarks(Marks):
+    def missing(self, stream: int, seq: int) -> Slots:
+        return np.ones(256, np.bool_)
+
+
+_plant("a push that comes again counts again", Relaxed)(_with(marks=NoMarks))
+
+
+@_plant("marks are lost at a failover", Relaxed)
+class LosesMarks(ServerCore):
+    def view(self, view: ServerView) -> list[Action]:
+        mine = np.array([bool(holders) and holders[0] == self.number for holders in view.holders])
+        for slot in np.flatnonzero(mine & ~self.mine).tolist():
+            self.state.marks.set_slot(slot, [])
+        return super().view(view)
+
+
+@_plant("versions are lost at a failover", Exact)
+class LosesVersions(ServerCore):
+    def view(self, view: ServerView) -> list[Action]:
+        mine = np.array([bool(holders) and holders[0] == self.number for holders in view.holders])
+        version = self.state.marks.version
+        version[mine & ~self.mine] = np.maximum(version[mine & ~self.mine] - 1, 0)
+        return super().view(view)
+
+
+class MarksOneSlotForAll(Marks):
+    """As if a server's slots were always equally far."""
+
+    def missing(self, stream: int, seq: int) -> Slots:
+        missing = super().missing(stream, seq)
+        return missing if missing.all() else no_slots()
+
+
+_plant("one mark for all slots", Relaxed)(_with(marks=MarksOneSlotForAll))
+
+
+class CountsTwiceOnReplicas(State):
+    def follow(self, record: Any, frames: Sequence[Frame], slots: Slots) -> None:
+        self.is_following = True
+        super().follow(record, frames, slots)
+        self.is_following = False
+
+    is_following = False
+
+    def missing(self, counted: Counted) -> Slots:
+        return np.ones(256, np.bool_) if self.is_following else super().missing(counted)
+
+
+_plant("a replica lets an update count twice (relaxed)", Relaxed)(_with(state=CountsTwiceOnReplicas))
+_plant("a replica lets an update count twice", Exact)(_with(state=CountsTwiceOnReplicas))
+
+
+# ---- views --------------------------------------------------------------------------------------
+
+
+@_plant("an old view is accepted", Relaxed)
+@_plant("an old view is accepted in exact steps", Exact)
+class AcceptsOldViews(ServerCore):
+    def hear(self, request: Request, now: float = 0.0) -> list[Action]:
+        view = getattr(request.message, "view", None)
+        is_between_servers = isinstance(request.message, Replicate | CopySlot)
+        if view is not None and view < self.view_number and not is_between_servers:
+            message = msgspec.structs.replace(request.message, view=self.view_number)
+            request = request._replace(message=message)
+        return super().hear(request, now)
+
+
+@_plant("what is staged survives its view", Exact)
+class KeepsStaged(ServerCore):
+    def _end_waits(self, message: ViewOver) -> list[Action]:
+        steps = self.state.steps
+        ended = dict(steps.ended) if steps is not None else {}
+        actions = super()._end_waits(message)
+        if steps is not None:
+            steps.ended = ended
+        return actions
+
+
+class ForgetsUnanswered(Replication):
+    def view(self, view: ServerView, **others: Any) -> Any:
+        for link in self._links.values():
+            link.unanswered.clear()
+        return super().view(view, **others)
+
+
+_plant("what was not answered is forgotten in a new view", Exact)(_with(replication=ForgetsUnanswered))
+_plant("what was not answered is forgotten in a new view (relaxed)", Relaxed)(
+    _with(replication=ForgetsUnanswered)
+)
+
+
+@_plant("nothing lost on a connection is sent again", Exact)
+class NeverAgain(ServerCore):
+    def tick(self, now: float = 0.0) -> list[Action]:
+        return []
+
+
+# ---- copies -------------------------------------------------------------------------------------
+
+
+class CopiesAndForgets(Replication):
+    def copy(self, server: int, slot: int, written: Written) -> Any:
+        sends = super().copy(server, slot, written)
+        self._links[server].followed[slot] = False
+        return sends
+
+
+_plant("a copy misses the updates after it", Relaxed)(_with(replication=CopiesAndForgets))
+_plant("a copy misses the updates after it (exact)", Exact)(_with(replication=CopiesAndForgets))
+
+
+class CopiesWithout(State):
+    without = ""
+
+    def write_slot(self, slot: int) -> Written:
+        record, frames = super().write_slot(slot)
+        changes: dict[str, Any] = {
+            "marks": {"marks": []},
+            "version": {"version": max(record.version - 1, 0)},  # type: ignore[union-attr]
+            "board": {"board": None},
+            "steps": {"steps": 0},
+        }
+        if self.without == "board" and slot == 0:
+            number = len(self.board.state()[1])
+            frames = frames[: len(frames) - number]
+        return msgspec.structs.replace(record, **changes[self.without]), frames
+
+
+for _part, _scenario in (("marks", Relaxed), ("version", Exact), ("board", Exact), ("steps", Exact)):
+    _state = type("CopiesWithout", (CopiesWithout,), {"without": _part})
+    _plant(f"a slot is copied without its {_part}", _scenario)(_with(state=_state))
+
+
+class CopiesNoState(State):
+    """Weights without the optimizer's state."""
+
+    def write_slot(self, slot: int) -> Written:
+        record, frames = super().write_slot(slot)
+        at = 2
+        for _ in record.tables:  # type: ignore[union-attr]
+            frames[at] = b""
+            at += 3
+        return record, frames
+
+
+_plant("rows are copied without their state", Exact)(_with(state=CopiesNoState))
+
+
+# ---- sums and steps -----------------------------------------------------------------------------
+
+
+class InOrderOfArrival(Steps):
+    @staticmethod
+    def order(parts: dict[int, Any]) -> list[int]:
+        return list(parts)
+
+
+_plant("summed in the order of arrival", Exact)(_with(steps=InOrderOfArrival))
+
+
+class SumsTooSoon(Steps):
+    @property
+    def waits_for(self) -> int:
+        return max(self.mode.num_workers - 1, 1)
+
+
+_plant("summed before all are in", Exact)(_with(steps=SumsTooSoon))
+
+
+@_plant("a StepEnd is lost", Exact)
+class LosesStepEnd(ServerCore):
+    """Now and then, without a word."""
+
+    def _step_end(self, request: Request, message: StepEnd, name: str) -> list[Action]:
+        if (request.peer * 7 + request.ticket) % 13 == 0:
+            return []
+        return super()._step_end(request, message, name)
+
+
+@_plant("a push is lost", Exact)
+class LosesPush(ServerCore):
+    def _push_rows(self, request: Request, message: Any) -> list[Action]:
+        if (request.peer * 7 + request.ticket) % 13 == 0:
+            return []
+        return super()._push_rows(request, message)
+
+
+@_plant("a server commits before the others have summed", Exact)
+class CommitsAlone(ServerCore):
+    def _advance(self) -> list[Action]:
+        actions = super()._advance()
+        steps = self.state.steps
+        if steps is not None and steps.summed is not None and steps.mode.two_phase:
+            factor, applies = steps.summed.decide(steps.mode.num_workers)
+            actions += self._count_step(steps, factor, applies, 0.0)
+        return actions
+
+
+@_plant("a step is applied again where it counts already", Exact)
+class AppliesEverywhere(ServerCore):
+    def _count_step(self, steps: Steps, factor: float, applies: bool, norm: float) -> list[Action]:
+        actions = super()._count_step(steps, factor, applies, norm)
+        return actions
+
+    def _commit(self, request: Request, message: Commit) -> list[Action]:
+        steps = self._steps()
+        if steps.summed is None and self._kept is not None and self._kept.seq == message.seq == self._low:
+            self.state.contents.apply(self._kept.update)
+        if steps.summed is not None:
+            self._kept: Sum | None = steps.summed
+        return super()._commit(request, message)
+
+    _kept = None
+
+
+class AppliesWhatIsLeftOut(State):
+    def count(self, counted: Counted) -> None:
+        super().count(replace(counted, applies=True))
+
+
+_plant("a step that is left out is applied", Exact)(_with(state=AppliesWhatIsLeftOut))
+
+
+class ForgetsTheLastStep(State):
+    def count(self, counted: Counted) -> None:
+        super().count(counted)
+        if self.steps is not None and counted.is_step and self.is_replica:
+            self.steps.last = None
+
+    is_replica = False
+
+    def follow(self, record: Any, frames: Sequence[Frame], slots: Slots) -> None:
+        self.is_replica = True
+        super().follow(record, frames, slots)
+        self.is_replica = False
+
+
+_plant("a replica does not keep what came of the last step", Exact)(_with(state=ForgetsTheLastStep))
+
+
+class ForgetsTheFactor(State):
+    def write_counted(self, counted: Counted, slots: Slots) -> Written:
+        record, frames = super().write_counted(counted, slots)
+        return msgspec.structs.replace(record, factor=1.0), frames
+
+
+_plant("the factor is not replicated", Exact)(_with(state=ForgetsTheFactor))
+
+
+class CountsEveryStepItself(State):
+    """A rule's step counter that counts calls, as a table would by itself."""
+
+    def count(self, counted: Counted) -> None:
+        table = self.contents.tables.get(0)
+        super().count(replace(counted, update=replace(counted.update, step=table.step if table else 0)))
+
+
+_plant("a rule counts its calls, not the steps", Exact)(_with(state=CountsEveryStepItself))
+
+
+@_plant("a pull does not wait for its step", Exact)
+class NeverWaits(ServerCore):
+    def _is_visible(self, request: Request) -> bool:
+        return True
+
+
+# ---- who is heard, and the board ----------------------------------------------------------------
+
+
+@_plant("a replaced incarnation is still heard", Exact)
+class NeverFences(ServerCore):
+    def _fence(self, name: str, incarnation: int) -> list[Action]:
+        self._newest[name] = max(incarnation, self._newest.get(name, 0))
+        return []
+
+
+class PrunesTooMuch(Board):
+    def finish(self, exchange: int | None, result: Any, notes: Any, num_workers: int) -> None:
+        super().finish(exchange, result, notes, num_workers)
+        if exchange is not None:
+            self.log = {exchange: self.log[exchange]}
+
+
+_plant("the log of exchanges is cut too early", Exact)(_with(board=PrunesTooMuch))
+
+
+class KeepsNotesToItself(State):
+    def write_counted(self, counted: Counted, slots: Slots) -> Written:
+        return super().write_counted(replace(counted, notes={}), slots)
+
+
+_plant("notes are not replicated", Exact)(_with(state=KeepsNotesToItself))
+
+
+@_plant("answers of an earlier view count in this one", Relaxed)
+class NumbersBeginAnew(ServerCore):
+    def answered(self, server: int, message: Message) -> list[Action]:
+        if hasattr(message, "number"):
+            number = message.number & 0xFFFFFFFF
+            base = replication_module.first_number(self.view_number) - 1
+            message = msgspec.structs.replace(message, number=base + number)
+        return super().answered(server, message)
