@@ -9,7 +9,13 @@ import time
 from collections import Counter
 from multiprocessing import get_context
 
-from simulation.running import BUGS, SCENARIOS, Broken, first_broken, run
+from simulation import running
+from simulation.ps_jobs import PS_SCENARIOS
+from simulation.ps_planted import PLANTED_PS
+from simulation.running import Broken, Scenario, first_broken, run
+
+SCENARIOS: dict[str, type[Scenario]] = {**running.SCENARIOS, **PS_SCENARIOS}
+BUGS: dict[str, type[Scenario]] = {**running.BUGS, **PLANTED_PS}
 
 CHUNK = 100
 

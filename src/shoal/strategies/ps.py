@@ -61,6 +61,7 @@ class Ps:
         self._prepared_at: int | None = None
         self._laid_out_at: int | None = None
         self._current: Step | None = None
+        self._home_at = -1  # the clock as of which all of the model is in this process
         self._weights_at = -1  # the clock as of which this process's copy of the weights is
         self._buffers_before: dict[str, Tensor] = {}
         self._coming: Slice | None = None
@@ -321,7 +322,7 @@ class Ps:
         if self._model is None:
             yield from state_pieces(self._job.model, self.optimizer)
         elif self._rank == 0:
-            self._model.bring_home(self._served.updates)
+            self._bring_home()
             yield from self._model.model_pieces()
             yield from self._model.optimizer_pieces()
 
@@ -333,14 +334,19 @@ class Ps:
             return
         if self._rank == 0:
             self._model.write(pieces)
-        self._weights_at = -1
+        self._home_at = self._weights_at = -1
         self._served.exchange(b"")
 
     def bring_home(self) -> None:
         """Put the trained weights into the model of this process."""
         if self._model is not None:
+            self._bring_home()
+
+    def _bring_home(self) -> None:
+        assert self._model is not None
+        if self._home_at != self._served.updates:
             self._model.bring_home(self._served.updates)
-            self._weights_at = self._served.updates
+            self._home_at = self._weights_at = self._served.updates
 
     # ---- what a replacement is given ------------------------------------------------------------
 
@@ -362,7 +368,8 @@ class Ps:
             for name, buffer in self._job.model.named_buffers():
                 if MODEL + name in part.tensors:
                     buffer.copy_(part.tensors[MODEL + name])
-        self._weights_at, self._buffers_before = -1, {}
+        self._home_at = self._weights_at = -1
+        self._buffers_before = {}
 
     # ---- small things ---------------------------------------------------------------------------
 

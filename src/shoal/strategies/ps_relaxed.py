@@ -219,9 +219,12 @@ class PsRelaxed(Ps):
         """Put the trained weights into the model of this process: all workers are through by now."""
         if self._model is not None:
             self._served.exchange(b"")  # nobody pushes any more
-            self._model.bring_home(0)
-            self._model._is_home_at = -1
-            self._weights_at = -1
+            self._bring_home()
+
+    def _bring_home(self) -> None:
+        assert self._model is not None
+        self._model.bring_home(0)
+        self._weights_at = NEWEST
 
     def _norm(self, rows: list[np.ndarray]) -> float:
         dense = [p.grad for p in self._parameters if isinstance(p.grad, Tensor)]

@@ -44,7 +44,6 @@ class ServedModel:
         self.rows: list[RowModule] = []
         self.plan = Plan([], {})
         self._sent_settings: list[dict[str, Any]] = []
-        self._is_home_at = 0
 
     def lay_out(self, batch: Tree | None, run: Callable[[], Any]) -> None:
         """Decide what is rows and what is chunks. Without a batch only rows that could be nothing else are."""
@@ -136,8 +135,6 @@ class ServedModel:
     @torch.no_grad()
     def bring_home(self, clock: int) -> None:
         """Put what the servers hold into the model of this process."""
-        if self._is_home_at == clock:
-            return
         self.dense.refresh(self._group, clock)
         for module in self.rows:
             weight = getattr(module.module, "weight", None)
@@ -152,7 +149,6 @@ class ServedModel:
                 self._group.run(pull)
                 weight[first:last].copy_(torch.from_numpy(pull.rows))
                 pull.release()
-        self._is_home_at = clock
 
     def optimizer_pieces(self) -> Iterator[Piece]:
         """The optimizer's state, by parameter, whole."""
