@@ -1,0 +1,146 @@
+"""Pushes that count at once, steps that do not wait for all, and filters."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from serverbench import Bench, messages
+
+from shoal.core.errors import ConfigError
+from shoal.ps.filters import NormBound, RateByStaleness
+from shoal.wire.ps_messages import Committed, DeclareMode, Hello, ReadMarks, Rest, WriteMarks
+
+ASYNC = DeclareMode(2, "async")
+
+
+def test_a_push_counts_at_once_and_only_once() -> None:
+    bench = Bench(ASYNC)
+    bench.push(0, 1, 1.0, stream=7)
+    assert messages(bench.end(0, 1, stream=7)) == [Committed(1, 1, 0)]
+    bench.push(1, 1, 1.0, stream=7)
+    assert messages(bench.end(1, 1, stream=7)) == [Committed(1, 1, 1)]
+    assert bench.rows() == [[-1.0, -1.0]] * 2
+    assert bench.chunk() == [0.5] * 4
+
+
+def test_streams_that_are_done_are_forgotten_and_never_count_again() -> None:
+    bench = Bench(ASYNC)
+    for stream in range(1, 6):
+        bench.push(0, 1, 1.0, stream=stream)
+        bench.end(0, 1, stream=stream, done_below=stream)
+    assert bench.core.state.marks.num_streams == 1
+    bench.push(1, 1, 1.0, stream=2)
+    bench.end(1, 1, stream=2)
+    assert bench.rows() == [[-5.0, -5.0]] * 2
+
+
+def test_a_pull_waits_until_the_slowest_is_near_enough() -> None:
+    bench = Bench(DeclareMode(2, "ssp", bound=1))
+    assert bench.rows(1) is not None
+    assert bench.rows(2) is None
+    bench.push(1, 1, 1.0, stream=5)
+    answers = [type(message).__name__ for message in messages(bench.end(1, 1, stream=5))]
+    assert answers == ["Committed", "Pulled"]
+
+
+@pytest.mark.parametrize("how", ["gone", "dead", "rest"])
+def test_nobody_waits_for_who_is_gone_dead_or_at_rest(how: str) -> None:
+    bench = Bench(DeclareMode(2, "ssp", bound=0))
+    assert bench.rows(3) is None
+    actions = {
+        "gone": lambda: bench.core.gone(2),
+        "dead": lambda: bench.core.rank_dead(1, 0),
+        "rest": lambda: bench.ask(2, Rest(1, 1)),
+    }[how]()
+    assert "Pulled" in [type(message).__name__ for message in messages(actions)]
+
+
+def test_a_replacement_enters_at_the_slowest_clock() -> None:
+    bench = Bench(DeclareMode(3, "ssp", bound=0))
+    for seq in (1, 2, 3):
+        for rank in (0, 1):
+            bench.push(rank, seq, 1.0, stream=rank + 1)
+            bench.end(rank, seq, stream=rank + 1)
+    bench.ask(9, Hello("worker-2", 1))
+    assert bench.core.state.clocks.clock(2) == 3
+
+
+def test_wishes_are_gathered_and_stop_stays() -> None:
+    bench = Bench(ASYNC)
+    bench.push(0, 1, 1.0, stream=1)
+    bench.end(0, 1, stream=1, vector=np.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0]))
+    bench.push(0, 2, 1.0, stream=1)
+    (answer,) = messages(bench.end(0, 2, stream=1))
+    assert isinstance(answer, Committed)
+    assert answer.wishes == 1
+
+
+def test_marks_are_read_and_taken_over() -> None:
+    bench, other = Bench(ASYNC), Bench(ASYNC)
+    bench.push(0, 1, 1.0, stream=7)
+    bench.end(0, 1, stream=7)
+    (reply,) = bench.ask(1, ReadMarks(1))
+    other.ask(1, WriteMarks(1), [bytes(reply.frames[0])])  # type: ignore[union-attr]
+    other.push(0, 1, 1.0, stream=7)
+    other.end(0, 1, stream=7)
+    assert other.rows() == [[0.0, 0.0]] * 2
+
+
+def test_drop_does_not_wait_for_the_slowest_and_says_who_was_late() -> None:
+    bench = Bench(DeclareMode(3, "drop", bound=1))
+    for rank in (2, 0):
+        bench.push(rank, 1, 1.0)
+        answers = messages(bench.end(rank, 1, factor=2.0))
+    assert answers == [Committed(1, 1, 1)] * 2
+    assert bench.rows(1) == [[-2.0, -2.0]] * 2
+    bench.push(1, 1, 50.0)
+    assert messages(bench.end(1, 1)) == [Committed(1, 1, 1, late=True)]
+    assert bench.core.state.steps is not None
+    assert bench.core.state.steps.num_late == 1
+    assert messages(bench.end(0, 1, num_pushes=0)) == [Committed(1, 1, 1)]  # a repeat, not late
+
+
+def test_stale_uses_the_last_contribution_of_who_is_missing_once_more() -> None:
+    bench = Bench(DeclareMode(2, "stale", bound=1))
+    bench.push(1, 1, 3.0)
+    bench.end(1, 1)
+    assert bench.rows(1) == [[-3.0, -3.0]] * 2
+    bench.push(0, 2, 1.0)
+    bench.end(0, 2, factor=2.0)
+    assert bench.rows(2) == [[-7.0, -7.0]] * 2
+    assert bench.core.state.steps is not None
+    assert bench.core.state.steps.num_reused == 1
+
+
+def test_a_bound_shortens_a_long_push_and_leaves_out_one_without_a_length() -> None:
+    bench = Bench(ASYNC, filters=[NormBound(math.sqrt(8.0))])
+    bench.push(0, 1, 4.0, stream=1)  # 8 numbers: its norm is four times the bound
+    bench.end(0, 1, stream=1)
+    assert bench.rows() == [[-1.0, -1.0]] * 2
+    bench.push(0, 2, math.nan, stream=1)
+    bench.end(0, 2, stream=1)
+    assert bench.rows() == [[-1.0, -1.0]] * 2
+    bench.push(0, 3, 0.5, stream=1)
+    bench.end(0, 3, stream=1)
+    assert bench.rows() == [[-1.5, -1.5]] * 2
+
+
+def test_what_was_computed_long_ago_counts_less() -> None:
+    bench = Bench(ASYNC, filters=[RateByStaleness()])
+    bench.rows(peer=2)
+    for seq in (1, 2, 3):
+        bench.rows()
+        bench.push(0, seq, 1.0, stream=1)
+        bench.end(0, seq, stream=1)
+    bench.push(1, 1, 4.0, stream=2)
+    bench.end(1, 1, stream=2)  # three updates came between its pull and this
+    assert bench.rows() == [[-4.0, -4.0]] * 2
+
+
+def test_filters_refuse_what_cannot_be_meant() -> None:
+    with pytest.raises(ConfigError, match="positive"):
+        NormBound(0.0)
+    with pytest.raises(ConfigError, match="positive"):
+        RateByStaleness(-1.0)

@@ -1,0 +1,183 @@
+"""Two and three real cores that talk to each other: what one acknowledges, all holders have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from serverbench import Bench, messages
+
+from shoal.ps.actions import Action, Reply, Request, Send, Tell
+from shoal.ps.core import ServerCore
+from shoal.wire.ps_messages import (
+    Committed,
+    DeclareMode,
+    Hello,
+    Replicate,
+    Replicated,
+    ServerView,
+    SlotsFilled,
+    ViewOver,
+)
+
+ASYNC = DeclareMode(1, "async")
+BOTH = ServerView(1, [[0, 1]] * 256, {0: 0, 1: 0})
+
+
+class Pair(Bench):
+    """A primary, a bench's own core, and others; what they say to each other waits in `sent`."""
+
+    def __init__(self, mode: DeclareMode, view: ServerView = BOTH, number: int = 2) -> None:
+        self.cores = [ServerCore(each) for each in range(number)]
+        self.sent: list[Send] = []
+        self.told: list[Any] = []
+        self.core = self.cores[0]
+        for core in self.cores[1:]:
+            core.hear(Request(100, 1, Hello("server-0", 0), [], []))
+        for each, core in enumerate(self.cores):
+            if each in view.incarnations:
+                self.note(core.view(view))
+        self.ticket, self.view = 0, view.view
+        from serverbench import DENSE, SPEC
+
+        from shoal.wire.ps_messages import DeclareTable, WriteChunk
+
+        for message in (Hello("worker-0", 0), DeclareTable(SPEC), DENSE, mode):
+            self.note(self.ask(1, message))
+        self.note(self.ask(1, WriteChunk(view.view, 0, []), [np.ones(4, np.float32)]))
+        self.deliver()
+
+    def note(self, actions: list[Action]) -> list[Action]:
+        self.sent += [action for action in actions if isinstance(action, Send)]
+        self.told += [action.message for action in actions if isinstance(action, Tell)]
+        return [action for action in actions if isinstance(action, Reply)]
+
+    def deliver(self) -> list[Action]:
+        """All that was sent, and the answers."""
+        replies: list[Action] = []
+        while self.sent:
+            send = self.sent.pop(0)
+            frames = [memoryview(bytes(frame)) for frame in send.frames]
+            answers = self.note(self.cores[send.server].hear(Request(100, 2, send.message, frames, [])))
+            for answer in answers:
+                assert isinstance(answer, Reply)
+                replies += self.note(self.core.answered(send.server, answer.message))
+        return replies
+
+    def fill(self) -> None:
+        has_more = True
+        while has_more:
+            actions, has_more = self.core.work()
+            self.note(actions)
+        self.deliver()
+
+
+def test_nothing_is_acknowledged_before_the_replica_has_it() -> None:
+    pair = Pair(ASYNC)
+    pair.push(0, 1, 1.0, stream=1)
+    assert messages(pair.note(pair.end(0, 1, stream=1))) == []
+    assert messages(pair.deliver()) == [Committed(1, 1, 1)]
+    assert pair.cores[0].digests() == pair.cores[1].digests()
+
+
+def test_a_repeat_on_one_connection_counts_once() -> None:
+    pair = Pair(ASYNC)
+    pair.push(0, 1, 1.0, stream=1)
+    pair.note(pair.end(0, 1, stream=1))
+    pair.core.lost(1)
+    pair.sent.clear()
+    pair.note(pair.core.tick())
+    pair.sent = pair.sent * 2
+    assert messages(pair.deliver())[:1] == [Committed(1, 1, 1)]
+    assert pair.cores[0].digests() == pair.cores[1].digests()
+
+
+def test_a_replica_refuses_what_comes_after_a_gap_and_of_an_old_view() -> None:
+    pair = Pair(ASYNC)
+    replica = pair.cores[1]
+    (gap,) = messages(replica.hear(Request(100, 3, Replicate(1, (1 << 32) + 99, b""), [], [])))
+    assert "never came" in gap.reason  # type: ignore[attr-defined]
+    replica.view(ServerView(2, [[0, 1]] * 256, {0: 0, 1: 0}))
+    assert messages(replica.hear(Request(100, 3, Replicate(1, 1, b""), [], []))) == [ViewOver(2)]
+
+
+def test_a_replica_takes_over_with_its_marks() -> None:
+    pair = Pair(ASYNC)
+    pair.push(0, 1, 1.0, stream=1)
+    pair.note(pair.end(0, 1, stream=1))
+    pair.deliver()
+    pair.core = pair.cores[1]
+    pair.core.view(ServerView(2, [[1]] * 256, {1: 0}))
+    pair.view = 2
+    pair.ask(1, Hello("worker-0", 0))
+    pair.push(0, 1, 1.0, stream=1)
+    assert messages(pair.end(0, 1, stream=1)) == [Committed(1, 1, 1)]
+    assert pair.rows() == [[-1.0, -1.0]] * 2
+    assert pair.chunk() == [0.5] * 4
+
+
+def test_a_new_server_is_filled_slot_by_slot_while_pushes_go_on() -> None:
+    alone = ServerView(1, [[0]] * 256, {0: 0})
+    pair = Pair(ASYNC, alone)
+    pair.push(0, 1, 1.0, stream=1)
+    pair.end(0, 1, stream=1)
+    joining = ServerView(2, [[0]] * 256, {0: 0, 1: 0}, {slot: [1] for slot in range(256)})
+    pair.note(pair.cores[1].view(joining))
+    pair.note(pair.core.view(joining))
+    pair.view = 2
+    for seq in range(2, 130):
+        actions, _ = pair.core.work()
+        pair.note(actions)
+        pair.push(0, seq, 1.0, stream=1)
+        pair.note(pair.end(0, seq, stream=1))
+        pair.deliver()
+    assert pair.told == []
+    pair.fill()
+    assert pair.told == [SlotsFilled(2, list(range(256)))]
+    assert pair.cores[0].digests() == pair.cores[1].digests()
+
+
+def test_a_push_waits_for_a_server_that_is_being_filled_where_it_follows_already() -> None:
+    pair = Pair(ASYNC, ServerView(1, [[0]] * 256, {0: 0}))
+    joining = ServerView(2, [[0]] * 256, {0: 0, 1: 0}, {slot: [1] for slot in range(256)})
+    pair.note(pair.cores[1].view(joining))
+    pair.note(pair.core.view(joining))
+    pair.fill()
+    pair.view = 2
+    pair.push(0, 1, 1.0, stream=1)
+    assert messages(pair.note(pair.end(0, 1, stream=1))) == []
+    assert messages(pair.deliver()) == [Committed(1, 1, 1)]
+
+
+def test_what_was_not_answered_is_said_again_in_the_next_view() -> None:
+    pair = Pair(ASYNC)
+    pair.push(0, 1, 1.0, stream=1)
+    pair.note(pair.end(0, 1, stream=1))
+    pair.sent.clear()
+    after = ServerView(2, [[0, 1]] * 256, {0: 0, 1: 0})
+    pair.note(pair.cores[1].view(after))
+    pair.note(pair.core.view(after))
+    pair.deliver()
+    assert pair.cores[0].digests() == pair.cores[1].digests()
+
+
+def test_an_answer_of_an_earlier_view_answers_nothing_in_this_one() -> None:
+    pair = Pair(ASYNC)
+    after = ServerView(2, [[0, 1]] * 256, {0: 0, 1: 0})
+    pair.note(pair.cores[1].view(after))
+    pair.note(pair.core.view(after))
+    pair.deliver()
+    pair.view = 2
+    pair.push(0, 1, 1.0, stream=1)
+    pair.note(pair.end(0, 1, stream=1))
+    assert pair.core.answered(1, Replicated((1 << 32) + 50)) == []
+
+
+def test_slots_that_are_held_no_more_are_dropped() -> None:
+    pair = Pair(ASYNC)
+    pair.push(0, 1, 1.0, stream=1)
+    pair.note(pair.end(0, 1, stream=1))
+    pair.deliver()
+    pair.cores[1].view(ServerView(2, [[0]] * 256, {0: 0, 1: 0}))
+    assert pair.cores[1].state.contents.tables[0].num_rows == 0
+    assert 0 not in pair.cores[1].state.contents.dense
