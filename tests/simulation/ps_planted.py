@@ -360,14 +360,12 @@ class NeverFences(ServerCore):
         return []
 
 
-class PrunesTooMuch(Board):
-    def finish(self, exchange: int | None, result: Any, notes: Any, num_workers: int) -> None:
-        super().finish(exchange, result, notes, num_workers)
-        if exchange is not None:
-            self.log = {exchange: self.log[exchange]}
+class ClosesTooSoon(Board):
+    def post(self, *arguments: Any, num_workers: int) -> bool:
+        return super().post(*arguments, num_workers=max(num_workers - 1, 1))
 
 
-_plant("the log of exchanges is cut too early", Exact)(_with(board=PrunesTooMuch))
+_plant("an exchange is over before all have posted", Exact)(_with(board=ClosesTooSoon))
 
 
 class KeepsNotesToItself(State):

@@ -1,0 +1,62 @@
+"""Parameter servers under every fault: no schedule breaks a promise, and every planted bug is found."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from simulation.ps_jobs import PS_SCENARIOS
+from simulation.ps_planted import PLANTED_PS
+from simulation.ps_seeds import PS_FINDS
+from simulation.running import Broken, first_broken, run
+
+BLOCK = 20
+NUM_BLOCKS = {"ps-exact": 6, "ps-relaxed": 4}
+MAX_SEEDS = 600
+
+REACHED = {
+    "server killed": 20,
+    "worker killed": 20,
+    "coordinator killed": 10,
+    "connection cut": 20,
+    "result recalled": 10,
+    "batch acknowledged again": 5,
+    "back to a checkpoint": 3,
+}
+"""Where it hurts: so often at least the schedules of the test run must come there."""
+
+reached: Counter[str] = Counter()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "block"), [(name, block) for name, number in NUM_BLOCKS.items() for block in range(number)]
+)
+def test_no_schedule_of_servers_breaks_a_promise(scenario: str, block: int) -> None:
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        reached.update(run(seed, PS_SCENARIOS[scenario]).counts)
+    reached["blocks"] += 1
+
+
+def test_the_schedules_of_servers_reach_where_it_hurts() -> None:
+    if reached["blocks"] < sum(NUM_BLOCKS.values()):
+        pytest.skip("only where all schedules were run before")
+    missed = {what: reached[what] for what, often in REACHED.items() if reached[what] < often}
+    assert not missed, f"too seldom reached, so nothing was proven there: {missed}"
+
+
+@pytest.mark.parametrize("bug", PLANTED_PS)
+def test_a_planted_bug_of_servers_is_found(bug: str) -> None:
+    try:
+        run(PS_FINDS.get(bug, 0), PLANTED_PS[bug])
+    except Broken:
+        return
+    assert first_broken(PLANTED_PS[bug], num_seeds=MAX_SEEDS) is not None, f"not found: {bug}"
+
+
+def test_a_seed_of_servers_is_a_schedule() -> None:
+    for scenario in PS_SCENARIOS.values():
+        first, second = scenario(11), scenario(11)
+        first.run()
+        second.run()
+        assert first.world.story() == second.world.story()
