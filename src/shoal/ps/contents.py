@@ -63,6 +63,9 @@ class Update:
     table_settings: dict[int, dict[str, float]] = field(default_factory=dict)
     """Of tables, where they changed."""
 
+    model: int = 0
+    """Whose settings they are."""
+
 
 class Contents:
     """Tables and chunks of all slots of one server."""
@@ -70,9 +73,10 @@ class Contents:
     def __init__(self) -> None:
         self.tables: dict[int, Table] = {}
         self.dense = DenseStore()
-        self.declared_dense: DeclareDense | None = None
+        self.declared_dense: dict[int, DeclareDense] = {}
         self.chunks: dict[int, ChunkSpec] = {}
-        self.settings: list[Settings] = []
+        self.settings: dict[int, list[Settings]] = {}
+        self._model_of_chunk: dict[int, int] = {}
         self.held: Slots = no_slots()
 
     # ---- what there is --------------------------------------------------------------------------
@@ -88,19 +92,25 @@ class Contents:
         return False
 
     def declare_dense(self, message: DeclareDense) -> bool:
-        """These are the dense parameters; whether that is news."""
-        if self.declared_dense is not None:
-            if self.declared_dense != message:
-                raise Refusal(_difference(self.declared_dense, message))
+        """These are the dense parameters of a model; whether that is news."""
+        known = self.declared_dense.get(message.model)
+        if known is not None:
+            if known != message:
+                raise Refusal(_difference(known, message))
             return False
+        taken = [chunk.number for chunk in message.chunks if chunk.number in self.chunks]
+        if taken:
+            model = self._model_of_chunk[taken[0]]
+            raise Refusal(f"chunk {taken[0]} of model {message.model} is one of model {model} already")
         kept = [chunk for chunk in message.chunks if self.held[chunk.slot]]
         try:
             self.dense.declare(kept, message.optimizer, message.groups)
         except ShoalError as error:
             raise Refusal(str(error)) from None
-        self.declared_dense = message
-        self.chunks = {chunk.number: chunk for chunk in message.chunks}
-        self.settings = [dict(group) for group in message.groups]
+        self.declared_dense[message.model] = message
+        self.chunks |= {chunk.number: chunk for chunk in message.chunks}
+        self._model_of_chunk |= dict.fromkeys((chunk.number for chunk in message.chunks), message.model)
+        self.settings[message.model] = [dict(group) for group in message.groups]
         return True
 
     def hold(self, slots: Slots) -> None:
@@ -109,12 +119,12 @@ class Contents:
         if dropped.any():
             self.empty(dropped)
         self.held = slots.copy()
-        if self.declared_dense is not None:
-            for number, chunk in self.chunks.items():
-                if not slots[chunk.slot]:
-                    self.dense.drop(number)
-            kept = [chunk for chunk in self.chunks.values() if slots[chunk.slot]]
-            self.dense.declare(kept, self.declared_dense.optimizer, self.declared_dense.groups)
+        for number, chunk in self.chunks.items():
+            if not slots[chunk.slot]:
+                self.dense.drop(number)
+        for declared in self.declared_dense.values():
+            kept = [chunk for chunk in declared.chunks if slots[chunk.slot]]
+            self.dense.declare(kept, declared.optimizer, declared.groups)
 
     def empty(self, slots: Slots) -> None:
         """Forget the rows of these slots."""
@@ -182,10 +192,13 @@ class Contents:
 
     # ---- change ---------------------------------------------------------------------------------
 
-    def adopt(self, settings: list[Settings], table_settings: dict[int, dict[str, float]]) -> None:
+    def adopt(
+        self, model: int, settings: list[Settings], table_settings: dict[int, dict[str, float]]
+    ) -> None:
         """Hyper-parameters from now on, where they changed."""
         if settings:
-            self.settings = [{**old, **new} for old, new in zip(self.settings, settings, strict=True)]
+            known = self.settings[model]
+            self.settings[model] = [{**old, **new} for old, new in zip(known, settings, strict=True)]
         for number, changed in table_settings.items():
             self.tables[number].settings = changed
 
@@ -204,7 +217,8 @@ class Contents:
             gradient, unused = update.dense[number]
             bent = update.factors[self.chunks[number].slot] if update.factors else 1.0
             if bent:
-                self.dense.update(number, gradient, unused, self.settings, factor=update.factor * bent)
+                settings = self.settings[self._model_of_chunk[number]]
+                self.dense.update(number, gradient, unused, settings, factor=update.factor * bent)
 
     def squares(self, update: Update, out: Vector) -> None:
         """Add the sums of squares of an update's chunks, by slot."""

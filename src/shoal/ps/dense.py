@@ -34,13 +34,10 @@ class DenseStore:
 
     def __init__(self) -> None:
         self._chunks: dict[int, _Chunk] = {}
-        self._optimizer = ""
-        self._groups: list[Settings] = []
 
     def declare(self, chunks: Sequence[ChunkSpec], optimizer: str, groups: Sequence[Settings]) -> None:
         """Begin to keep these chunks, as zeros, besides those that are kept already."""
         kind = optimizer_class(optimizer)
-        self._optimizer, self._groups = optimizer, list(groups)
         for spec in chunks:
             missing = {part.group for part in spec.parts} - set(range(len(groups)))
             if missing:
@@ -49,7 +46,7 @@ class DenseStore:
                     "It was not declared."
                 )
             if spec.number not in self._chunks:
-                self._chunks[spec.number] = _Chunk(spec, kind, self._groups)
+                self._chunks[spec.number] = _Chunk(spec, kind, list(groups))
 
     def drop(self, chunk: int) -> None:
         """Forget a chunk and its state."""
@@ -126,7 +123,7 @@ class DenseStore:
                 )
             state.setdefault(part, {})[key] = as_flat(given, torch_dtype(dtype)).reshape(shape).clone()
         flat = self._as_tensor(chunk, elements)
-        renewed = _Chunk(spec, optimizer_class(self._optimizer), self._groups)
+        renewed = _Chunk(spec, kept.kind, kept.groups)
         renewed.flat.copy_(flat)
         renewed.take_settings(kept)
         renewed.set_state(state)
@@ -159,7 +156,7 @@ class _Chunk:
     def __init__(
         self, spec: ChunkSpec, kind: type[torch.optim.Optimizer], groups: Sequence[Settings]
     ) -> None:
-        self.spec = spec
+        self.spec, self.kind, self.groups = spec, kind, groups
         sizes = [num_elements(part) for part in spec.parts]
         self.flat = torch.zeros(sum(sizes), dtype=torch_dtype(spec.dtype))
         views = torch.split(self.flat, sizes)

@@ -59,6 +59,7 @@ class StepRecord(_Record, frozen=True, tag="step"):
     factors: list[float]
     step: Count
     settings: list[Settings]
+    model: Count
     table_settings: dict[int, dict[str, float]]
     ranks: list[int]  # whose contributions are in it
     applied_norm: float  # of Commit
@@ -110,9 +111,9 @@ class DeclareRecord(_Record, frozen=True, tag="declare"):
     """What there is: the first record on any connection, and after every declaration."""
 
     tables: list[TableSpec]
-    dense: DeclareDense | None
+    dense: list[DeclareDense]
     mode: DeclareMode | None
-    settings: list[Settings]
+    settings: dict[int, list[Settings]]  # by model
     table_settings: dict[int, dict[str, float]]
 
 

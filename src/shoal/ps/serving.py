@@ -187,6 +187,7 @@ class Serving(Waiting):
                 int(state.marks.steps[new].max(initial=0)),
                 message.settings,
                 message.table_settings,
+                message.model,
             )
             state.updates += 1
             counted = Counted(
@@ -221,9 +222,10 @@ class Serving(Waiting):
 
     def _check_settings(self, message: StepEnd) -> None:
         contents = self.state.contents
-        if message.settings and len(message.settings) != len(contents.settings):
+        num_groups = len(contents.settings.get(message.model, []))
+        if message.settings and len(message.settings) != num_groups:
             raise Refusal(
-                f"the optimizer has {len(contents.settings)} groups here, got settings of {len(message.settings)}"
+                f"the optimizer has {num_groups} groups here, got settings of {len(message.settings)}"
             )
         for table in message.table_settings:
             contents.table(table)

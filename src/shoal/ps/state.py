@@ -113,7 +113,7 @@ class State:
     def count(self, counted: Counted) -> None:
         """From now on it counts; everything about it changes in this one turn."""
         update = counted.update
-        self.contents.adopt(update.settings, update.table_settings)
+        self.contents.adopt(update.model, update.settings, update.table_settings)
         if counted.applies:
             self.contents.apply(update)
             self.marks.steps[update.slots] += 1
@@ -169,6 +169,7 @@ class State:
             factors=list(update.factors),
             step=update.step,
             settings=update.settings,
+            model=update.model,
             table_settings=update.table_settings,
             ranks=list(counted.ranks),
             applied_norm=counted.norm,
@@ -188,6 +189,7 @@ class State:
             factors=tuple(record.factors),
             step=record.step,
             settings=record.settings,
+            model=record.model,
             table_settings=record.table_settings,
         )
         for number in record.tables:
@@ -256,7 +258,7 @@ class State:
         contents = self.contents
         return DeclareRecord(
             tables=[table.spec for table in contents.tables.values()],
-            dense=contents.declared_dense,
+            dense=list(contents.declared_dense.values()),
             mode=self.mode,
             settings=contents.settings,
             table_settings={number: dict(table.settings) for number, table in contents.tables.items()},
@@ -265,11 +267,13 @@ class State:
     def _take_declarations(self, record: DeclareRecord) -> None:
         for spec in record.tables:
             self.contents.declare_table(spec)
-        if record.dense is not None:
-            self.contents.declare_dense(record.dense)
+        for dense in record.dense:
+            self.contents.declare_dense(dense)
         if record.mode is not None:
             self.declare_mode(record.mode)
-        self.contents.adopt(record.settings, record.table_settings)
+        for model, settings in record.settings.items():
+            self.contents.adopt(model, settings, {})
+        self.contents.adopt(0, [], record.table_settings)
 
     # ---- state as a whole -----------------------------------------------------------------------
 

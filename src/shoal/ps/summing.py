@@ -98,8 +98,9 @@ class Steps:
         vector = first.vector.copy()
         for rank in ranks[1:]:
             vector += parts[rank].vector
+        end = first.end
         update = Update(
-            slots, step=step, settings=first.end.settings, table_settings=first.end.table_settings
+            slots, step=step, settings=end.settings, table_settings=end.table_settings, model=end.model
         )
         squares = np.zeros(NUM_SLOTS)
         only = None if (slots == mine).all() else slots

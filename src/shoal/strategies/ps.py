@@ -229,6 +229,7 @@ class Ps:
             exchange=self._served.num_finished,
             anchored_at=self._served.anchored_at,
             settings=settings,
+            model=self._job.number,
             table_settings=table_settings,
             factor=float(self._num_global),
         )

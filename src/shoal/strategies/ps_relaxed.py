@@ -177,6 +177,7 @@ class PsRelaxed(Ps):
                 exchange=0,
                 anchored_at=self._served.anchored_at,
                 settings=settings,
+                model=self._job.number,
                 table_settings=table_settings,
                 factor=factor if verdict.applied else 0.0,
                 done_below=self._naming.stream(self._naming.done_below) if self._naming else 0,

@@ -92,7 +92,7 @@ class ServedModel:
         self._sent_settings = [plain_settings(group) for group in self._optimizer.param_groups]
         kind = type(self._optimizer).__name__
         if self.dense.specs:
-            self._group.declare(DeclareDense(self.dense.specs, kind, self._sent_settings))
+            self._group.declare(DeclareDense(self.dense.specs, kind, self._sent_settings, self._job.number))
 
     def write(self, saved: PieceReader | None) -> None:
         """Give the servers what this process's model holds, and the optimizer state of `saved`."""

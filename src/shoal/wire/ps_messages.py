@@ -130,6 +130,7 @@ class DeclareDense(Message, frozen=True, tag="ps-declare-dense"):
     chunks: list[ChunkSpec]
     optimizer: str  # name in torch.optim
     groups: list[Settings]  # settings of each parameter group, plain values
+    model: Count = 0  # of those of a script; numbers of chunks are its own
 
 
 class DeclareMode(Message, frozen=True, tag="ps-declare-mode"):
@@ -198,6 +199,7 @@ class StepEnd(Message, frozen=True, tag="ps-step-end"):
     settings: list[Settings] = msgspec.field(
         default_factory=list
     )  # of the optimizer's groups, where they changed; in their order
+    model: Count = 0  # whose they are
     table_settings: dict[int, dict[str, float]] = msgspec.field(default_factory=dict)  # by table
     factor: float = 1.0  # what gradients are multiplied with; relaxed strategies and one-phase steps
     done_below: Count = 0  # every lease below this is done: their marks may be forgotten
