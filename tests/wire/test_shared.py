@@ -146,6 +146,7 @@ def test_a_wait_without_an_answer_ends_and_names_whom_it_waited_for(tmp_path: Pa
         while not held:
             time.sleep(0.001)
         server.listener.reply(held[0].peer, held[0].ticket, Committed(1, 0, 0))
+        server.listener.flush()
         assert isinstance(link.wait(ticket, 5.0)[0], Committed)
         with pytest.raises(ValueError, match="not waited for"):
             link.wait(ticket, 5.0)

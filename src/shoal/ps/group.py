@@ -162,6 +162,7 @@ class Group:
 
     def wait(self, server: int, ticket: int) -> tuple[Message, Sequence[memoryview]]:
         """The answer to what was sent to `server` under `ticket`."""
+        self._flush()
         try:
             return self._answer(self.link(server), ticket)
         except LinkLost:
@@ -177,7 +178,7 @@ class Group:
     ) -> int:
         """Say something to a server; the ticket under which it answers."""
         try:
-            return self.link(server).send(message, frames=frames, into=into)
+            return self.link(server).send(message, frames=frames, into=into, is_held=True)
         except LinkLost:
             self._drop(server)
             raise
@@ -185,7 +186,7 @@ class Group:
     def push(self, server: int, message: Message, frames: Sequence[Buffer]) -> None:
         """Say something that is answered only where it is refused."""
         try:
-            self.link(server).send(message, frames=frames, wants_reply=False)
+            self.link(server).send(message, frames=frames, wants_reply=False, is_held=True)
         except LinkLost:
             self._drop(server)
             raise
@@ -213,6 +214,15 @@ class Group:
                 )
                 raise PsError(first.reason if first is not None else reason)
         return answer, frames
+
+    def _flush(self) -> None:
+        """What was said to the servers leaves at once, to all of them."""
+        for server, (_, link) in list(self._links.items()):
+            try:
+                link.flush()
+            except LinkLost:
+                self._drop(server)
+                raise
 
     def _drop(self, server: int) -> None:
         known = self._links.pop(server, None)

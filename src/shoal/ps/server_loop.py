@@ -112,13 +112,16 @@ class ServerLoop:
                 if key.fileobj is until_readable:
                     return
                 self._attend(key, mask)
+                self._listener.flush()
             now = time.monotonic()
             if not ready or now - worked_at >= WORK_EVERY_S:
                 actions, has_more = self._core.work()
                 self._carry_out(actions)
+                self._listener.flush()
                 worked_at = now
             if now - ticked_at >= TICK_S:
                 self._tick(now)
+                self._listener.flush()
                 ticked_at = now
 
     def close(self) -> None:
@@ -197,5 +200,6 @@ class ServerLoop:
                 case Tell(message):
                     self._line.tell(message)
                 case Drop(peer, problem):
+                    self._listener.flush()  # why it is dropped
                     self._listener.close_peer(peer, problem)
         self._is_at_it = False

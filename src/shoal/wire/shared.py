@@ -41,6 +41,10 @@ class Reply(NamedTuple):
     frames: list[memoryview]
 
 
+HELD_BYTES = 64 << 10
+"""Requests that wait to be sent together; more are sent at once."""
+
+
 class Link:
     """One connection, with an arena of its own; after LinkLost it is of no more use, and neither is its arena.
 
@@ -67,6 +71,8 @@ class Link:
         self._intake, self._outbox = Intake(REPLIES), Outbox()
         self._next_ticket = 1
         self._awaited: set[int] = set()
+        self._held: list[Bytes] = []
+        self._held_bytes = 0
         self._replies: dict[int, Reply] = {}
         try:
             self._sock = unix.connect(path, timeout_s=timeout_s)
@@ -131,8 +137,13 @@ class Link:
         *,
         wants_reply: bool = True,
         is_blocking: bool = True,
+        is_held: bool = False,
     ) -> int:
         """Send a request and return its ticket.
+
+        With `is_held` it goes together with the next one that is not, or with
+        `flush`, or when an answer is waited for: what belongs together wakes
+        the server up once.
 
         Without `wants_reply` an answer, should there be one, goes to
         `unasked`. Without `is_blocking` nothing waits for a socket that is
@@ -156,8 +167,15 @@ class Link:
             self._next_ticket += 1
             if wants_reply:
                 self._awaited.add(ticket)
+            if is_held and not new and sum(map(len, parts)) + self._held_bytes <= HELD_BYTES:
+                self._held += [bytes(part) for part in parts]
+                self._held_bytes += sum(map(len, parts))
+                return ticket
             try:
-                self._outbox.send(self._sock, parts, [segment.fd for segment in new])
+                if new:
+                    self._flush()
+                self._outbox.send(self._sock, [*self._held, *parts], [segment.fd for segment in new])
+                self._held, self._held_bytes = [], 0
             except OSError as error:
                 raise self._lose(error) from None
             for segment in new:
@@ -172,6 +190,8 @@ class Link:
         """The answer to that request, when it comes; WaitTimedOut where it does not, and it may be waited for again."""
         began = time.monotonic()
         with self._lock:
+            if self._held:
+                self._flush()
             if ticket not in self._awaited:
                 raise ValueError(f"ticket {ticket} is not waited for: it was answered, or wanted no answer")
             while ticket not in self._replies:
@@ -189,6 +209,12 @@ class Link:
                 else:
                     self._read_for_all(left_s)
             return self._take(ticket)[1:]
+
+    def flush(self) -> None:
+        """Send what was held back."""
+        with self._lock:
+            if self._held and self._lost is None:
+                self._flush()
 
     def take(self, ticket: int) -> tuple[Message, list[memoryview]] | None:
         """The answer to that request if it is here, without waiting; LinkLost where it cannot come any more."""
@@ -284,8 +310,11 @@ class Link:
             raise WireError(f"an answer to request {reply.ticket}, which was never sent")
 
     def _flush(self) -> None:
+        held, self._held, self._held_bytes = self._held, [], 0
         try:
             self._outbox.flush(self._sock)
+            if held:
+                self._outbox.send(self._sock, held)
         except OSError as error:
             raise self._lose(error) from None
 

@@ -84,6 +84,10 @@ class ListenerConfig:
             )
 
 
+HELD_BYTES = 64 << 10
+"""Answers to one peer that wait for the end of a turn; more are sent at once."""
+
+
 @dataclass(slots=True, eq=False)
 class _Peer:
     """One connection."""
@@ -95,6 +99,8 @@ class _Peer:
     intake: Intake = field(default_factory=lambda: Intake(REQUESTS, max_fds=MAX_NEW_SEGMENTS))
     backlog: deque[Received] = field(default_factory=deque)  # came, and is heard once it reads its answers
     outbox: Outbox = field(default_factory=Outbox)
+    held: list[Bytes] = field(default_factory=list)  # answers of this turn
+    held_bytes: int = 0
     segments: dict[int, memoryview | None] = field(default_factory=dict)  # None: there was no memory for it
     segment_bytes: int = 0
     has_spoken: bool = False
@@ -123,6 +129,7 @@ class Listener:
         self._sock, self._selector, self._config = sock, selector, config or ListenerConfig()
         self._hear, self._gone, self._memory_problem = hear, gone, memory_problem
         self._peers: dict[int, _Peer] = {}
+        self._unsent: dict[int, _Peer] = {}
         self._num_accepted = 0
         sock.setblocking(False)
         selector.register(sock, selectors.EVENT_READ, self)
@@ -147,9 +154,10 @@ class Listener:
             self._accept()
         elif key.data.number in self._peers:  # not closed earlier in this round
             self._serve(key.data, mask)
+        self.flush()
 
     def reply(self, peer: int, ticket: int, message: Message, frames: Sequence[Bytes] = ()) -> None:
-        """Answer a request. What the socket does not take at once is copied: `frames` may change afterwards."""
+        """Answer a request, with the next `flush`. `frames` are copied: they may change afterwards."""
         found = self._peers.get(peer)
         if found is None:
             return
@@ -164,12 +172,28 @@ class Listener:
         except WireError as error:
             refusal = PsRefused(f"the answer is larger than a message may be: {error.problem}.")
             parts = seal(Envelope(ticket, [], [], []), refusal, [])
+        found.held += parts if not frames else [bytes(part) for part in parts]
+        found.held_bytes += sum(map(len, parts))
+        self._unsent[peer] = found
+        if found.held_bytes > HELD_BYTES:
+            self._send(found)
+
+    def flush(self) -> None:
+        """Send the answers of this turn: several to one peer wake it up once."""
+        while self._unsent:
+            self._send(self._unsent.popitem()[1])
+
+    def _send(self, peer: _Peer) -> None:
+        parts, peer.held, peer.held_bytes = peer.held, [], 0
+        self._unsent.pop(peer.number, None)
+        if not parts or peer.number not in self._peers:
+            return
         try:
-            found.outbox.send(found.sock, parts)
-            if found.outbox.num_bytes:
-                self._watch(found)
+            peer.outbox.send(peer.sock, parts)
+            if peer.outbox.num_bytes:
+                self._watch(peer)
         except OSError:
-            self.close_peer(peer)
+            self.close_peer(peer.number)
 
     def close_peer(self, peer: int, problem: str | None = None) -> None:
         """End a connection; with a problem it is counted."""
