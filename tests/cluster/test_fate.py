@@ -465,3 +465,11 @@ def test_asked_to_leave_while_all_begin_anew_a_job_leaves_at_once() -> None:
     job.handle(Exited(0, -9), 1.0)
     job.handle(Exited(1, -9), 1.0)
     assert (job.phase, job.exit_code) == (Phase.ENDED, 130)
+
+
+def test_a_job_that_has_ended_has_no_deadline() -> None:
+    job = running(2)
+    story = (failed(0), finished(0), Tick(), finished(1), Tick())
+    for event, at in zip(story, (0.0, 0.0, 1.0, 1.0, 12.0), strict=True):
+        job.handle(event, at)
+    assert (job.phase, job.deadline) == (Phase.ENDED, None)

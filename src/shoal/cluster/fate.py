@@ -138,6 +138,8 @@ class Fate:
     @property
     def deadline(self) -> float | None:
         """When a Tick has something to do, if nothing else happens before."""
+        if self.phase is Phase.ENDED:
+            return None
         times = [self._kill_at, self._give_up_at, self._suspicion[1] if self._suspicion else None]
         return min((at for at in times if at is not None), default=None)
 
