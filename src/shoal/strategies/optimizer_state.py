@@ -88,6 +88,18 @@ def load_optimizer(
             key: _placed(key, value, parameter, groups[parameter]) if isinstance(value, Tensor) else value
             for key, value in held.items()
         }
+    _set_groups(optimizer, settings)
+
+
+def load_settings(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], *, path: str = ""
+) -> None:
+    """The groups' hyper-parameters alone, where the state is kept elsewhere. Refuses as `load_optimizer` does."""
+    _check(optimizer, _names(model, optimizer), settings, path)
+    _set_groups(optimizer, settings)
+
+
+def _set_groups(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
     for group, saved in zip(optimizer.param_groups, settings["groups"], strict=True):
         for key, plain in saved["settings"].items():
             if key not in _EXECUTION:

@@ -9,10 +9,10 @@ connection to each other, and nothing a replacement would need.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,11 +33,13 @@ from shoal.strategies.agreement import refuse_different_models
 from shoal.strategies.buffers import ChangingBuffers
 from shoal.strategies.compute import Compute, place
 from shoal.strategies.heritage import Part
+from shoal.strategies.optimizer_state import load_settings
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.strategies.served import Served, served
 from shoal.strategies.served_model import ServedModel
 from shoal.strategies.state import MODEL, load_state, state_pieces
 from shoal.strategies.statistics import RunningStatistics
+from shoal.strategies.tensor_bytes import from_bytes, raw_bytes, to_bytes
 from shoal.strategies.timeline import Timeline
 from shoal.strategies.verdict import contribution, decide
 from shoal.wire.ps_messages import StepEnd
@@ -89,7 +91,7 @@ class Ps:
             self.optimizer = optimizer
         self._served.hold(job.number, self)
 
-    def _lay_out(self, batch: Slice | None) -> None:
+    def _lay_out(self, batch: Slice | None, layout: dict[str, Any] | None = None) -> None:
         """Put the model on the servers, once all that forward uses can be told."""
         if self._model is not None or self.optimizer is None:
             return
@@ -99,11 +101,13 @@ class Ps:
             mode = msgspec.structs.replace(self._served.mode, two_phase=True, wants_norm=True)
             group.declare(mode)
         model = ServedModel(job, self.optimizer, group, self._launched)
-        placed = place(batch.batch, job.device, job.cast_inputs) if batch is not None else None
-        model.lay_out(placed, lambda: self._compute.forward(batch, rank=self._rank) if batch else None)
+        if layout is not None:
+            model.lay_out_as(layout)
+        else:
+            placed = place(batch.batch, job.device, job.cast_inputs) if batch is not None else None
+            model.lay_out(placed, lambda: self._compute.forward(batch, rank=self._rank) if batch else None)
         model.declare()
-        done = self._laid_out_at
-        if done is None or done > self._served.anchored_at:
+        if layout is None:
             if self._rank == 0 and not self._served.next_is_known:
                 model.write(self._saved)
                 for line in takeover.describe(model.plan):
@@ -312,8 +316,8 @@ class Ps:
 
     def gather(self, value: Tensor | None) -> list[Tensor]:
         """Every rank's tensor, in rank order."""
-        contributions = self._served.exchange(_tensor_bytes(value))
-        tensors = [_tensor_of(raw) for raw in contributions]
+        contributions = self._served.exchange(to_bytes(value))
+        tensors = [from_bytes(raw) for raw in contributions]
         known = next((tensor for tensor in tensors if tensor is not None), torch.empty(0))
         empty = torch.empty([0, *known.shape[1:]], dtype=known.dtype)
         return [tensor if tensor is not None else empty for tensor in tensors]
@@ -330,6 +334,8 @@ class Ps:
     def load(self, pieces: PieceReader) -> None:
         """Take over weights and optimizer state: here now, on the servers when the model is put there."""
         load_state(self._job.model, None, pieces)
+        if self.optimizer is not None and pieces.optimizer_settings is not None:
+            load_settings(self._job.model, self.optimizer, pieces.optimizer_settings, path=pieces.path)
         if self._model is None:
             self._saved = pieces
             return
@@ -358,7 +364,12 @@ class Ps:
             for name, buffer in self._job.model.named_buffers()
             if self._travels(buffer)
         }
-        plain = {"step": self.step, "prepared_at": self._prepared_at, "laid_out_at": self._laid_out_at}
+        plain = {
+            "step": self.step,
+            "prepared_at": self._prepared_at,
+            "laid_out_at": self._laid_out_at,
+            "layout": self._model.layout if self._model is not None else None,
+        }
         return Part(plain, buffers)
 
     def take(self, part: Part) -> None:
@@ -371,6 +382,10 @@ class Ps:
                     buffer.copy_(part.tensors[MODEL + name])
         self._home_at = self._weights_at = -1
         self._buffers_before = {}
+        if self._laid_out_at is not None and self._laid_out_at <= self._served.anchored_at:
+            self._lay_out(None, part.plain["layout"])
+            if self._served.is_between_calls:
+                self._bring_home()
 
     # ---- small things ---------------------------------------------------------------------------
 
@@ -390,7 +405,7 @@ class Ps:
         if self._weights_at == -2:
             return
         tensors = [t for t in self._job.model.state_dict().values() if isinstance(t, Tensor)]
-        mine = b"".join(_raw(tensor) for tensor in tensors) if self._rank == 0 else b""
+        mine = b"".join(raw_bytes(tensor) for tensor in tensors) if self._rank == 0 else b""
         raw, at = self._served.exchange(mine)[0], 0
         with torch.no_grad():
             for tensor in tensors:
@@ -417,25 +432,3 @@ class Ps:
         for name, buffer in self._job.model.named_buffers():
             if name in self._buffers_before:
                 buffer.copy_(self._buffers_before[name])
-
-
-def _raw(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _tensor_bytes(value: Tensor | None) -> bytes:
-    if value is None:
-        return b""
-    head = json.dumps([str(value.dtype).removeprefix("torch."), list(value.shape)]).encode()
-    return len(head).to_bytes(4, "little") + head + (_raw(value) if value.numel() else b"")
-
-
-def _tensor_of(raw: bytes) -> Tensor | None:
-    if not raw:
-        return None
-    start = 4 + int.from_bytes(raw[:4], "little")
-    dtype, shape = json.loads(raw[4:start])
-    kind = getattr(torch, dtype)
-    if len(raw) == start:
-        return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(bytearray(raw[start:]), dtype=torch.uint8).view(kind).reshape(shape)

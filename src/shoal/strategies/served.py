@@ -36,7 +36,9 @@ class Served(Timeline):
         self._job = job = jobs.current()
         name = strategy_names.parse(job.strategy)
         kind = name.mode if name.mode in ("ssp", "async", "drop", "stale") else "exact"
-        self.mode = DeclareMode(job.num_workers, kind, name.bound or 0, two_phase=job.num_servers > 1)  # type: ignore[arg-type]
+        bound = 1 if kind == "stale" else name.bound or 0
+        two_phase = kind == "exact" and job.num_servers > 1
+        self.mode = DeclareMode(job.num_workers, kind, bound, two_phase=two_phase)  # type: ignore[arg-type]
         self._session = ServerSession(job)
         self.group = Group(
             name=f"worker-{job.rank}",
@@ -55,6 +57,11 @@ class Served(Timeline):
     def session(self) -> ServerSession:
         """The lines to the coordinator."""
         return self._session
+
+    @property
+    def is_between_calls(self) -> bool:
+        """In a replacement: whether the others are in no call, and the script may look at its model."""
+        return self._heritage is not None and self._heritage.call_is_over
 
     # ---- exchanges ------------------------------------------------------------------------------
 
@@ -88,6 +95,11 @@ class Served(Timeline):
         if known:
             self._caught_up()
         return vector  # type: ignore[no-any-return]
+
+    def pass_by(self, vector: Vector) -> None:
+        """A step was over before this worker began it: it counts as one that it took part in."""
+        self._log.finish(vector)
+        self.updates += 1
 
     # ---- notes ----------------------------------------------------------------------------------
 

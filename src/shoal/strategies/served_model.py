@@ -25,7 +25,7 @@ from shoal.strategies.optimizer_state import PREFIX
 from shoal.strategies.protocol import Piece, PieceReader, TrainJob
 from shoal.strategies.row_module import RowModule
 from shoal.strategies.state import MODEL
-from shoal.strategies.takeover import Plan
+from shoal.strategies.takeover import Plan, Rule
 from shoal.wire.ps_messages import DeclareDense, DeclareTable
 
 TABLES_PER_MODEL, CHUNKS_PER_MODEL = 1_000, 100_000
@@ -43,19 +43,39 @@ class ServedModel:
         self._job, self._optimizer, self._group, self._launched = job, optimizer, group, launched
         self.rows: list[RowModule] = []
         self.plan = Plan([], {})
-        self._sent_settings: list[dict[str, Any]] = []
+        self._declared_settings: list[dict[str, Any]] = []
+        self._sent_settings: list[dict[str, Any]] = []  # none yet: what was declared may be long ago
 
     def lay_out(self, batch: Tree | None, run: Callable[[], Any]) -> None:
         """Decide what is rows and what is chunks. Without a batch only rows that could be nothing else are."""
-        job, optimizer = self._job, self._optimizer
-        found = takeover.plan(job.model, optimizer)
+        found = takeover.plan(self._job.model, self._optimizer)
         if batch is None:
             hashed = [each for each in found.taken if isinstance(each.module, HashEmbedding)]
             others = {e.name: "the loop is the script's own" for e in found.taken if e not in hashed}
             found = Plan(hashed, {**found.dense, **others})
         elif found.taken:
             found = takeover.watch(found, batch, run)
+        self._settle(found)
+
+    def lay_out_as(self, layout: dict[str, Any]) -> None:
+        """As a worker did of which this one is a replacement, and which told its `layout`."""
+        found = takeover.plan(self._job.model, self._optimizer)
+        taken = {each.name: each for each in found.taken}
+        for name, leaf, settings in layout["rows"]:
+            taken[name].leaf, taken[name].rule = leaf, Rule(taken[name].rule.name, settings)
+        self._settle(Plan([taken[name] for name, _, _ in layout["rows"]], {}))
+        self._declared_settings = layout["groups"]
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What was decided and declared: plain values."""
+        rows = [[each.taken.name, each.taken.leaf, dict(each.spec.settings)] for each in self.rows]
+        return {"rows": rows, "groups": self._declared_settings}
+
+    def _settle(self, found: Plan) -> None:
+        job, optimizer = self._job, self._optimizer
         self.plan = found
+        self._declared_settings = [plain_settings(group) for group in optimizer.param_groups]
         dtype = next((p.dtype for p in job.model.parameters() if p.is_floating_point()), torch.float32)
         for number, taken in enumerate(found.taken):
             weight = getattr(taken.module, "weight", None)
@@ -89,10 +109,11 @@ class ServedModel:
         """Tell all servers, and those to come."""
         for module in self.rows:
             self._group.declare(DeclareTable(module.spec))
-        self._sent_settings = [plain_settings(group) for group in self._optimizer.param_groups]
         kind = type(self._optimizer).__name__
         if self.dense.specs:
-            self._group.declare(DeclareDense(self.dense.specs, kind, self._sent_settings, self._job.number))
+            self._group.declare(
+                DeclareDense(self.dense.specs, kind, self._declared_settings, self._job.number)
+            )
 
     def write(self, saved: PieceReader | None) -> None:
         """Give the servers what this process's model holds, and the optimizer state of `saved`."""
@@ -128,7 +149,7 @@ class ServedModel:
             rule = takeover.row_rule(self._optimizer, max(module.taken.group, 0))
             if not isinstance(rule, str):
                 tables[module.spec.number] = rule.settings
-        return settings, tables
+        return settings if self.dense.specs else [], tables
 
     # ---- all of it ------------------------------------------------------------------------------
 
