@@ -9,6 +9,7 @@ from serverbench import Bench, messages
 
 from shoal.ps.actions import Action, Reply, Request, Send, Tell
 from shoal.ps.core import ServerCore
+from shoal.ps.records import encode
 from shoal.wire.ps_messages import (
     Committed,
     DeclareMode,
@@ -181,3 +182,14 @@ def test_slots_that_are_held_no_more_are_dropped() -> None:
     pair.cores[1].view(ServerView(2, [[0]] * 256, {0: 0, 1: 0}))
     assert pair.cores[1].state.contents.tables[0].num_rows == 0
     assert 0 not in pair.cores[1].state.contents.dense
+
+
+def test_what_a_server_hears_of_from_another_its_own_followers_hear_of_too() -> None:
+    # Once real: to the client that declares it here afterwards it is no news, so nobody would have told them.
+    pair = Pair(ASYNC)
+    declared = next(each for each in [pair.core.state.declarations()])
+    middle = ServerCore(1)
+    middle.view(ServerView(1, [[1, 2]] * 256, {0: 0, 1: 0, 2: 0}))
+    middle.hear(Request(100, 1, Hello("server-0", 0), [], []))
+    first = middle.hear(Request(100, 2, Replicate(1, (1 << 32) + 1, encode(declared)), [], []))
+    assert [action.server for action in first if isinstance(action, Send)] == [2]

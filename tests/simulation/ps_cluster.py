@@ -212,10 +212,11 @@ class Simulated:
         self.world.run(
             self.is_done, until=lambda: max(self.last_fault_at, 0.6) + SETTLE_S, check=lambda: None
         )
+        if not self.is_lost:
+            self._let_settle()
         if self.is_lost:
             self.counts["back to a checkpoint"] += 1
             return
-        self._let_settle()
         self.check_replicas()
         self.check_end()
         self.counts["done"] += 1
@@ -248,8 +249,6 @@ class Simulated:
         return self.views[max(self.views)]
 
     def check_replicas(self) -> None:
-        if self.is_lost:
-            return
         by_server = {number: server.core.digests() for number, server in self.servers.items()}
         for slot, holders in enumerate(self.newest.holders):
             digests = {number: by_server[number][slot] for number in holders}

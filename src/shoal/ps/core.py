@@ -300,6 +300,7 @@ class ServerCore(Serving):
 
     def _replicate(self, request: Request, number: int, record: bytes) -> list[Action]:
         source = self._source(request)
+        num_declared = self.state.num_declared
         if self._is_next(source, number):
             primary_of = np.array(self._primary_of) == source
             match found := decode(record):
@@ -308,7 +309,11 @@ class ServerCore(Serving):
                 case _:
                     self.state.follow(found, request.frames, primary_of)
             self._sources[source] = number
-        return self._replicated(request, source)
+        actions = self._replicated(request, source)
+        if self.state.num_declared > num_declared:
+            # Its own followers may hear of it from nobody else: to clients it is no news here any more.
+            actions += self._ship_declarations()
+        return actions
 
     def _copy_slot(self, request: Request, number: int, slot: int, record: bytes) -> list[Action]:
         source = self._source(request)

@@ -253,6 +253,12 @@ class State:
             case _:
                 raise Refusal(f"a {type(record).__name__} is no update")
 
+    @property
+    def num_declared(self) -> int:
+        """How much is known of what there is."""
+        contents = self.contents
+        return len(contents.tables) + len(contents.declared_dense) + (self.steps is not None)
+
     def declarations(self) -> DeclareRecord:
         """What there is, for a server that may have heard of none of it."""
         contents = self.contents
@@ -260,7 +266,7 @@ class State:
             tables=[table.spec for table in contents.tables.values()],
             dense=list(contents.declared_dense.values()),
             mode=self.mode,
-            settings=contents.settings,
+            settings=dict(contents.settings),
             table_settings={number: dict(table.settings) for number, table in contents.tables.items()},
         )
 
