@@ -35,6 +35,10 @@ def _ps(job: Job) -> Strategy:
         from shoal.strategies.ps_relaxed import PsRelaxed
 
         return PsRelaxed(job)
+    if mode in ("drop", "stale"):
+        from shoal.strategies.ps_drop import PsDrop
+
+        return PsDrop(job)
     raise ConfigError(
         f"the strategy '{job.strategy}' is not there yet. Nothing was trained; there are ps, ps:ssp=K and ps:async."
     )
