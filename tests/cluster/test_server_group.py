@@ -114,6 +114,19 @@ def test_what_was_filled_for_a_move_that_was_given_up_does_not_count() -> None:
     assert there.newest == again
 
 
+def test_who_is_filled_is_filled_anew_in_every_view() -> None:
+    there, _ = formed(3)
+    there.handle(ServerDied(1, 0))
+    joining = view_of(there.handle(ServerJoined(1, 1)))
+    slots = tuple(joining.joining)
+    there.handle(Filled(1, 1, joining.view, slots[:-1]))
+    again = view_of(there.handle(ServerJoined(1, 1)))  # on a new line
+    assert (again.view, again.joining, again.holders) == (joining.view + 1, joining.joining, joining.holders)
+    assert there.handle(Filled(1, 1, joining.view, slots)) == []
+    assert there.handle(Filled(1, 1, again.view, slots[-1:])) == []
+    assert not view_of(there.handle(Filled(1, 1, again.view, slots[:-1]))).joining
+
+
 def test_of_several_replicas_the_first_takes_over_and_the_others_are_filled_anew() -> None:
     there, before = formed(3, num_copies=3)
     after = view_of(there.handle(ServerDied(0, 0)))

@@ -231,12 +231,16 @@ def test_the_next_coordinator_knows_servers_views_and_leases(talk: Conversation)
     talk.say(61, SlotsFilled(joining.view, list(range(100))))
     again = talk.again(now=50.0)
     assert again.news[-1] == joining
-    assert again.server(0, 1)[61] == [JoinedServer(joining.view), RankJoined(0, 0), RankJoined(1, 0), joining]
+    *greeting, anew = again.server(0, 1)[61]
+    assert greeting == [JoinedServer(joining.view + 1), RankJoined(0, 0), RankJoined(1, 0)]
+    assert isinstance(anew, ServerView)
+    assert (anew.view, anew.joining) == (joining.view + 1, joining.joining)
+    assert again.again().news[-1] == anew
     again.rank(0)
     again.rank(1)
     assert asks(again, 0) == [Leases([(0, 0, 0, 10)], 0)]
     assert asks(again, 1, 1) == [Leases([(2, 0, 20, 30)], 0)]
-    said = again.say(61, SlotsFilled(joining.view, list(range(100, 256))))
+    said = again.say(61, SlotsFilled(anew.view, list(range(256))))
     assert [type(each) for each in said[SUPERVISOR]] == [ServerView, ServersScaled]
 
 

@@ -128,7 +128,7 @@ class ServerGroup:
         self.newest: ServerView | None = None  # None before the first, and after a loss
         self._fenced_below: dict[int, int] = {}  # number -> incarnation
         self._map = SlotMap(0, ())
-        self._moves: dict[int, tuple[Move, int]] = {}  # slot -> a move under way, and the view it began in
+        self._moves: dict[int, Move] = {}  # by slot: those under way, as far as they are in this view
         self.is_settled = False  # every slot is where it belongs
 
     @property
@@ -173,7 +173,10 @@ class ServerGroup:
                 )
             ]
         if self.members.get(number) == incarnation:
-            return []  # on a new line
+            # On a new line. What it was filled with, it may have said on the old one to nobody: it is asked anew.
+            if any(_name(number) in move.missing for move in self._moves.values()):
+                return self._new_view(self._map.holders, always=True)
+            return []
         # News of its predecessor's death may come later than itself.
         lost = self._die(number, incarnation - 1) if number in self.members else []
         self.members[number] = incarnation
@@ -191,11 +194,6 @@ class ServerGroup:
         if self.newest is None:
             return []
         name = _name(number)
-        self._moves = {
-            slot: (move, since)
-            for slot, (move, since) in self._moves.items()
-            if move.lost(name).state is not MoveState.ABANDONED
-        }
         survivors = fail_over(
             self._map,
             dead=[name],
@@ -240,28 +238,25 @@ class ServerGroup:
         """From the map as it is: plan what is missing, carry out what is ready, and tell of it if anything changed."""
         self._plan(there)
         # All at once: every view costs every worker a question.
-        if self._moves and all(move.state is MoveState.READY for move, _ in self._moves.values()):
-            there = switch(
-                SlotMap(self.view, there.holders),
-                [move for move, _ in self._moves.values()],
-                view=self.view + 1,
-            )
-            self._moves.clear()
+        if self._is_ready:
+            there = switch(SlotMap(self.view, there.holders), self._moves.values(), view=self.view + 1)
             self._plan(there)
         return [*self._new_view(there.holders), *self._settle()]
 
     def _plan(self, there: SlotMap) -> None:
-        """Moves to where slots belong. Those under way that are still right go on as far as they are."""
+        """Moves to where slots belong. Those under way that are still right are as far as they were."""
         placed = _placed(tuple(range(self.num_servers)), self.num_copies, self._seed)
         target = [self._belongs(*each) for each in zip(placed, there.holders, strict=True)]
-        moves: dict[int, tuple[Move, int]] = {}
-        for move in plan_moves(there, target):
-            under_way = self._moves.get(move.slot)
-            if under_way and (under_way[0].before, under_way[0].after) == (move.before, move.after):
-                moves[move.slot] = under_way
-            else:
-                moves[move.slot] = (move, self.view + 1)
-        self._moves = moves
+        planned = {move.slot: move for move in plan_moves(there, target)}
+        for slot, move in planned.items():
+            before = self._moves.get(slot)
+            if before is not None and (before.before, before.after) == (move.before, move.after):
+                planned[slot] = before
+        self._moves = planned
+
+    @property
+    def _is_ready(self) -> bool:
+        return bool(self._moves) and all(move.state is MoveState.READY for move in self._moves.values())
 
     def _belongs(self, placed: Holders, before: Holders) -> Holders:
         """Who shall hold a slot, of those that are there now: a server that is expected back is waited for."""
@@ -277,15 +272,13 @@ class ServerGroup:
     def _fill(self, filled: Filled) -> list[Action]:
         if self.newest is None or self.members.get(filled.number) != filled.incarnation:
             return []
+        if filled.view != self.view:
+            return []  # since then updates may have passed it by: it is filled anew, and will say so
         name = _name(filled.number)
         for slot in filled.slots:
-            move, since = self._moves.get(slot, (None, 0))
-            # Of an older view: filled for a move that was given up, perhaps by a primary that is dead.
-            if move is not None and filled.view >= since:
-                self._moves[slot] = (move.caught_up(name), since)
-        if not self._moves or any(move.state is not MoveState.READY for move, _ in self._moves.values()):
-            return []
-        return self._go_on(self._map)
+            if slot in self._moves:
+                self._moves[slot] = self._moves[slot].caught_up(name)
+        return self._go_on(self._map) if self._is_ready else []
 
     def _scale(self, num_servers: int) -> list[Action]:
         if num_servers == self.num_servers:
@@ -305,22 +298,22 @@ class ServerGroup:
 
     # ---- what is told ---------------------------------------------------------------------------
 
-    def _new_view(self, holders: tuple[Holders, ...]) -> list[Action]:
+    def _new_view(self, holders: tuple[Holders, ...], *, always: bool = False) -> list[Action]:
         said = [[_number(name) for name in names] for names in holders]
         joining = {
             slot: [_number(name) for name in move.after if name not in move.before]
-            for slot, (move, _) in sorted(self._moves.items())
+            for slot, move in sorted(self._moves.items())
             if set(move.after) - set(move.before)
         }
         incarnations = dict(sorted(self.members.items()))
-        if self.newest and (self.newest.holders, self.newest.joining, self.newest.incarnations) == (
-            said,
-            joining,
-            incarnations,
-        ):
+        now = ServerView(self.view, said, incarnations, joining)
+        if now == self.newest and not always:
             return []
         self.view += 1
         self._map = SlotMap(self.view, holders)
+        # Whoever is being filled is filled anew in every view: only the primary knows what is still right.
+        self._moves = {}
+        self._plan(self._map)
         self.newest = ServerView(self.view, said, incarnations, joining)
         return [Tell(self.newest)]
 

@@ -162,7 +162,7 @@ class Serving:
         if view_before is not None and not any(isinstance(each, server_group.Tell) for each in decided):
             greeting.append(Answer(client, view_before))
         return [
-            *([] if is_known else [Remember(join)]),
+            *([] if is_known and not decided else [Remember(join)]),
             *(Drop(other) for other in older),
             *greeting,
             *told,

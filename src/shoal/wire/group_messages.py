@@ -20,7 +20,8 @@ class JoinServer(Message, frozen=True, tag="join-server"):
     Answered by JoinedServer, then RankJoined for every rank that is in, and
     ServerView as soon as there is one; or by JoinRefused, and the line ends.
     Repeating it on a new line is safe, and what a server does when the
-    coordinator was killed.
+    coordinator was killed. One that was being filled is then told of a new
+    view: what it said on the old line may have reached nobody.
     """
 
     number: Count
