@@ -6,6 +6,7 @@ is for calls and views. May be used from several threads; closed by `close`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ class ServerSession:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._clients: dict[str, CoordinatorClient] = {}
+        self._lock = threading.Lock()
         self._is_closed = False
         self._view = 0
 
@@ -91,17 +93,18 @@ class ServerSession:
     def _client(self, purpose: str) -> CoordinatorClient:
         if self._is_closed:
             raise ClusterError("the line to the coordinator is closed.")
-        client = self._clients.get(purpose)
-        if client is None:
-            job = self._job
-            client = self._clients[purpose] = CoordinatorClient(
-                str(job.coordinator),
-                job.rank,
-                job.incarnation,
-                num_workers=job.num_workers,
-                join_timeout_s=job.join_timeout_s,
-            )
-        return client
+        with self._lock:
+            client = self._clients.get(purpose)
+            if client is None:
+                job = self._job
+                client = self._clients[purpose] = CoordinatorClient(
+                    str(job.coordinator),
+                    job.rank,
+                    job.incarnation,
+                    num_workers=job.num_workers,
+                    join_timeout_s=job.join_timeout_s,
+                )
+            return client
 
 
 def _expect(answer: Message, expected: type[A]) -> A:
