@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shoal.core import strategy_names
-from shoal.core.errors import ConfigError
 from shoal.core.job import Job
 
 if TYPE_CHECKING:
@@ -39,9 +38,9 @@ def _ps(job: Job) -> Strategy:
         from shoal.strategies.ps_drop import PsDrop
 
         return PsDrop(job)
-    raise ConfigError(
-        f"the strategy '{job.strategy}' is not there yet. Nothing was trained; there are ps, ps:ssp=K and ps:async."
-    )
+    from shoal.strategies.ps_hybrid import PsHybrid
+
+    return PsHybrid(job)
 
 
 REGISTRY: dict[str, Callable[[Job], Strategy]] = {"single": _single, "ddp": _ddp, "ps": _ps}

@@ -62,12 +62,16 @@ class Ddp:
         self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
-            trainable = [(name, p) for name, p in job.model.named_parameters() if p.requires_grad]
-            self._exchange = GradientExchange(trainable, sparse=_sparse_parameters(job.model))
+            self._exchange = self._make_exchange(job.model)
         self._together.hold(job.number, self)
         if not is_past:
             self._together.exchange(self._broadcast)
             self._prepared_at = self._together.num_finished
+
+    def _make_exchange(self, model: nn.Module) -> GradientExchange | None:
+        """Of all that is trained; None where that is not known yet."""
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return GradientExchange(trainable, sparse=sparse_parameters(model))
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; they leave bucket by bucket while backward runs."""
@@ -135,6 +139,9 @@ class Ddp:
     def load(self, pieces: PieceReader) -> None:
         """Take over weights and optimizer state; every rank reads the same pieces."""
         load_state(self._job.model, self.optimizer, pieces)
+
+    def bring_home(self) -> None:
+        """Every rank holds all of the model anyway."""
 
     # ---- what is handed to a rank that is behind ------------------------------------------------
 
@@ -239,7 +246,7 @@ class Ddp:
                     native.broadcast(tensor)
 
 
-def _sparse_parameters(model: nn.Module) -> frozenset[str]:
+def sparse_parameters(model: nn.Module) -> frozenset[str]:
     """Names of parameters whose gradients are rows: weights of embeddings built with sparse=True."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return frozenset(

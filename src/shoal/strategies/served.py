@@ -36,6 +36,8 @@ class Served(Timeline):
         self._job = job = jobs.current()
         name = strategy_names.parse(job.strategy)
         kind = name.mode if name.mode in ("ssp", "async", "drop", "stale") else "exact"
+        if name.mode == "hybrid":
+            kind = "async" if name.bound is None else "ssp"
         bound = 1 if kind == "stale" else name.bound or 0
         two_phase = kind == "exact" and job.num_servers > 1
         self.mode = DeclareMode(job.num_workers, kind, bound, two_phase=two_phase)  # type: ignore[arg-type]
@@ -120,12 +122,6 @@ class Served(Timeline):
                 },
             }
         )
-
-    def end_call(self, number: int, result: Any) -> None:
-        """A call is over: the models hold what was trained, whoever looks at them."""
-        for holder in self._holders.values():
-            holder.bring_home()  # type: ignore[attr-defined]  # they are all Ps
-        super().end_call(number, result)
 
     def _be_there(self) -> None:
         if self._is_there:

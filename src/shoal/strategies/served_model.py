@@ -39,7 +39,17 @@ STATE_OF_RULE = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq
 class ServedModel:
     """The parameters of one model on the servers."""
 
-    def __init__(self, job: TrainJob, optimizer: torch.optim.Optimizer, group: Group, launched: Job) -> None:
+    def __init__(
+        self,
+        job: TrainJob,
+        optimizer: torch.optim.Optimizer,
+        group: Group,
+        launched: Job,
+        *,
+        rows_only: bool = False,
+    ) -> None:
+        """With `rows_only` dense parameters stay with the workers."""
+        self._rows_only = rows_only
         self._job, self._optimizer, self._group, self._launched = job, optimizer, group, launched
         self.rows: list[RowModule] = []
         self.plan = Plan([], {})
@@ -97,7 +107,10 @@ class ServedModel:
             [
                 (name, parameter, groups[id(parameter)])
                 for name, parameter in job.model.named_parameters()
-                if parameter.requires_grad and id(parameter) in groups and id(parameter) not in rows
+                if parameter.requires_grad
+                and id(parameter) in groups
+                and id(parameter) not in rows
+                and not self._rows_only
             ],
             optimizer=type(optimizer).__name__,
             num_servers=self._launched.num_servers,

@@ -29,6 +29,9 @@ class Holder(Protocol):
     def take(self, part: Part) -> None:
         """Stand where the giver stood."""
 
+    def bring_home(self) -> None:
+        """Have the model of this process hold what was trained, wherever that is: a call is over."""
+
 
 class Timeline:
     """One process's past and present. A subclass sees that it is `_be_there` before anything counts."""
@@ -88,7 +91,9 @@ class Timeline:
         return False, None
 
     def end_call(self, number: int, result: Any) -> None:
-        """A call is over; its result is kept for a replacement."""
+        """A call is over: models hold what was trained, and its result is kept for a replacement."""
+        for holder in self._holders.values():
+            holder.bring_home()
         self._call, self._call_is_over = number, True
         self._keep(f"call/{number}", result)
         self._note(dict)
