@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal import callbacks as callbacks
+    from shoal import nn as nn
+    from shoal import ps as ps
     from shoal.cluster.api import RunResult as RunResult
     from shoal.cluster.api import run as run
     from shoal.cluster.faults import Faults as Faults
@@ -35,7 +37,9 @@ _HOMES = {
     "Trainer": "shoal.train.trainer",
     "callbacks": "shoal.callbacks",
     "mean": "shoal.train.custom",
+    "nn": "shoal.nn",
     "num_workers": "shoal.core.job",
+    "ps": "shoal.ps",
     "rank": "shoal.core.job",
     "reduce": "shoal.train.custom",
     "run": "shoal.cluster.api",
@@ -52,7 +56,9 @@ __all__ = [
     "Trainer",
     "callbacks",
     "mean",
+    "nn",
     "num_workers",
+    "ps",
     "rank",
     "reduce",
     "run",

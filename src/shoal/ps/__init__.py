@@ -1,1 +1,22 @@
 """The parameter server: slots of rows and dense parameters, kept, updated, replicated and given out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.ps.kv import connect as connect
+
+__all__ = ["connect"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "connect":
+        raise AttributeError(f"module 'shoal.ps' has no attribute '{name}'")
+    from shoal.ps.kv import connect  # numba and torch: only for those who use it
+
+    return connect
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
