@@ -187,6 +187,11 @@ class Exact(Job):
         norm = float(np.sqrt(sum(squares.tolist())) * factor)
         return float(factor * min(1.0, 2.0 / (norm + 1e-6))), applies, norm
 
+    def factor(self, vector: Any, norm: float) -> float:
+        """As `decide` has it, from what is kept of a step."""
+        factor = self.num_global / vector[0]
+        return float(factor * min(1.0, 2.0 / (norm + 1e-6)) if self.mode.wants_norm else factor)
+
     def posted(self, rank: int, index: int) -> bytes:
         return f"rank {rank} at {index}".encode()
 
@@ -219,6 +224,13 @@ class Exact(Job):
             raise Violated(f"step {step} cannot be summed again, though nothing took a contribution away")
         self.counts["a step that cannot be summed again"] += 1
         self.is_lost = True
+
+    def not_summed(self, worker: ExactWorker) -> None:
+        """A step that is committed at slot 0 is not summed elsewhere: those who run it will send it again, if any are left."""
+        step = max((step for step in self.script[: worker.index] if step), default=0)
+        others = [each for each in self.workers.values() if each is not worker and each.is_alive]
+        if not any(self.script[each.index : each.index + 1] == [step] and each.memory for each in others):
+            self.cannot_be_summed(step)
 
     def check_end(self) -> None:
         if self.primary_rows() != _rows(self.reference.table, np.ones(256, bool)):
