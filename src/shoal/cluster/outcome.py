@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,7 @@ from shoal.cluster import failure
 from shoal.cluster.fate import Fate
 from shoal.cluster.fate_events import CoordinatorDied, Died, Left, ServerDied, StateLost, Stuck
 from shoal.core.errors import ClusterError, Interrupted, ShoalError, WaitTimedOut, WorkerDied
-from shoal.wire.messages import Failed, Progress, Saved
+from shoal.wire.messages import Failed, Finished, Progress, Saved
 
 
 @dataclass(slots=True)
@@ -143,6 +145,7 @@ def summary_of(outcome: Outcome, *, started: float, ended: float, **facts: Any) 
         "samples_per_s": samples / seconds if seconds else 0.0,
         "steps": steps,
         "metrics": metrics,
+        **_bent(finished),
         "restarts": outcome.fate.num_restarts,
         **({"went_back": outcome.num_went_back} if outcome.num_servers else {}),
         **(
@@ -154,6 +157,21 @@ def summary_of(outcome: Outcome, *, started: float, ended: float, **facts: Any) 
         "started": started,
         "ended": ended,
     }
+
+
+def _bent(finished: Sequence[Finished]) -> dict[str, Any]:
+    """What a relaxed strategy counted, over all workers; nothing where nothing was bent."""
+    staleness: Counter[int] = Counter()
+    for each in finished:
+        staleness.update(each.staleness)
+    counted: dict[str, Any] = {}
+    if staleness:
+        counted["staleness"] = {str(ahead): staleness[ahead] for ahead in sorted(staleness)}
+    for name in ("num_late", "num_missed"):
+        total = sum(getattr(each, name) for each in finished)
+        if total:
+            counted[name.removeprefix("num_")] = total
+    return counted
 
 
 def _interrupted(outcome: Outcome, signum: signal.Signals, late: tuple[int, ...], run: str) -> Interrupted:

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -47,6 +48,9 @@ class _Session:
     seconds: float = 0.0
     steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    staleness: Counter[int] = field(default_factory=Counter)
+    num_late: int = 0
+    num_missed: int = 0
     at_end: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -225,6 +229,13 @@ def summary(*, metrics: Mapping[str, float], samples: int, seconds: float, steps
     _session.metrics.update(metrics)
 
 
+def bent(*, staleness: Mapping[int, int], num_late: int, num_missed: int) -> None:
+    """Add to what a relaxed strategy has counted: pulls by their staleness, contributions late, steps missed."""
+    _session.staleness.update(staleness)
+    _session.num_late += num_late
+    _session.num_missed += num_missed
+
+
 def failed(failure: Failed) -> None:
     """Tell why this worker cannot go on."""
     _send(failure)
@@ -239,6 +250,9 @@ def finished() -> None:
             seconds=_session.seconds,
             steps=_session.steps,
             metrics=_session.metrics,
+            staleness=dict(_session.staleness),
+            num_late=_session.num_late,
+            num_missed=_session.num_missed,
         )
     )
 

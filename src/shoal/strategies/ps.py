@@ -56,6 +56,7 @@ class Ps:
         self._rank, self._num_workers = job.rank, job.num_workers
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
+        self._step_at_anchor = 0  # a replacement counts those since then once more
         self.timeline: Timeline | None = served()
         self._served: Served = served()
         self._model: ServedModel | None = None
@@ -357,6 +358,10 @@ class Ps:
 
     # ---- what a replacement is given ------------------------------------------------------------
 
+    def anchored(self) -> None:
+        """From here a replacement would run forward."""
+        self._step_at_anchor = self.step
+
     def give(self) -> Part:
         """What of this rank is not on the servers: where it is, and the buffers as of the last commit."""
         buffers = {
@@ -365,7 +370,7 @@ class Ps:
             if self._travels(buffer)
         }
         plain = {
-            "step": self.step,
+            "step": self._step_at_anchor,
             "prepared_at": self._prepared_at,
             "laid_out_at": self._laid_out_at,
             "layout": self._model.layout if self._model is not None else None,
@@ -374,7 +379,7 @@ class Ps:
 
     def take(self, part: Part) -> None:
         """Stand where this rank stood."""
-        self.step = part.plain["step"]
+        self.step = self._step_at_anchor = part.plain["step"]
         self._prepared_at, self._laid_out_at = part.plain["prepared_at"], part.plain["laid_out_at"]
         with torch.no_grad():
             for name, buffer in self._job.model.named_buffers():

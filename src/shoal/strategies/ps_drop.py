@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal.cluster import session
 from shoal.core.errors import ConfigError
 from shoal.core.job import Job
 from shoal.data.slice import Slice
@@ -69,6 +70,12 @@ class PsDrop(Ps):
                 if self._served.updates < self._passed:
                     vector = _neutral(vector, self._num_workers)
         return self._conclude(vector)
+
+    def bring_home(self) -> None:
+        """Have what was trained, and tell what was left out of it."""
+        super().bring_home()
+        session.bent(staleness={}, num_late=self.num_late, num_missed=self.num_missed)
+        self.num_late = self.num_missed = 0
 
     def _pass_by(self) -> Verdict:
         assert self._last is not None

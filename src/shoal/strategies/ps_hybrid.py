@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from shoal.cluster import session
 from shoal.collectives.gradients import GradientExchange
 from shoal.core.job import Job
 from shoal.data.slice import Slice
@@ -102,6 +103,8 @@ class PsHybrid(Ddp):
             self._finish_push()
             self.reduce(torch.zeros(1))
             self._rows.bring_home(0)
+        session.bent(staleness=self.staleness, num_late=0, num_missed=0)
+        self.staleness.clear()
 
     def give(self) -> Part:
         """As a worker of ddp; and whether the rows are on the servers."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.cluster import session
 from shoal.core.failpoints import failpoint
 from shoal.core.job import Job
 from shoal.data.slice import Slice
@@ -221,6 +222,8 @@ class PsRelaxed(Ps):
         if self._model is not None:
             self._served.exchange(b"")  # nobody pushes any more
             self._bring_home()
+        session.bent(staleness=self.staleness, num_late=0, num_missed=0)
+        self.staleness.clear()
 
     def _bring_home(self) -> None:
         assert self._model is not None

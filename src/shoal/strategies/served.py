@@ -7,6 +7,7 @@ need: see docs/adr/0009-parameter-server.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -52,6 +53,7 @@ class Served(Timeline):
         self.updates = 0
         """Steps committed so far, of all models of the script: the clock of this worker."""
 
+        self._updates_at_anchor = 0  # a replacement counts those since then once more
         self._is_there = False
         self._results = KeptResults(job.run_dir / "calls", writes=job.rank == 0)  # type: ignore[assignment]
 
@@ -112,7 +114,7 @@ class Served(Timeline):
                 "call": self._call,
                 "call_is_over": self._call_is_over,
                 "anchor": self._anchor(),
-                "updates": self.updates,
+                "updates": self._updates_at_anchor,
                 "parts": {
                     number: {"plain": part.plain, "tensors": part.tensors}
                     for number, part in (
@@ -122,6 +124,12 @@ class Served(Timeline):
                 },
             }
         )
+
+    def _note(self, state: Callable[[], dict[str, Any]]) -> None:
+        super()._note(state)
+        self._updates_at_anchor = self.updates
+        for holder in self._holders.values():
+            holder.anchored()  # type: ignore[attr-defined]
 
     def _be_there(self) -> None:
         if self._is_there:
@@ -138,7 +146,7 @@ class Served(Timeline):
         if asked.note:
             given = heritage.from_bytes(asked.note)
             self.was_given_state = True
-            self.updates = given["updates"]
+            self.updates = self._updates_at_anchor = given["updates"]
             self._heritage = Heritage(
                 anchored_at=asked.anchored_at,
                 call=given["call"],

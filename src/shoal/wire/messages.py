@@ -360,6 +360,11 @@ class Finished(Message, frozen=True, tag="finished"):
     seconds: float
     steps: Count
     metrics: dict[str, float]
+    staleness: dict[int, Count] = msgspec.field(
+        default_factory=dict
+    )  # pulls by how far they ran ahead; relaxed
+    num_late: Count = 0  # contributions that came too late to count
+    num_missed: Count = 0  # steps that were over before this rank began them
 
 
 MESSAGES: tuple[type[Message], ...] = (
