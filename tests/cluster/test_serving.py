@@ -29,7 +29,10 @@ from shoal.wire.group_messages import (
     SuspectServer,
 )
 from shoal.wire.messages import Join, JoinRefused, Message, Reaped, WaitExpired, Watch, Watching
-from shoal.wire.ps_messages import ServerView, SlotsFilled
+from shoal.wire.ps_messages import (
+    ServerView,
+)
+from shoal.wire.replication_messages import SlotsFilled
 
 SUPERVISOR = 100
 

@@ -16,7 +16,10 @@ from shoal.wire.codec import encode, read_message
 from shoal.wire.group_messages import JoinServer, PingServer, ServerAlive
 from shoal.wire.message import Message
 from shoal.wire.messages import JoinRefused
-from shoal.wire.ps_messages import ServerView, SlotsFilled
+from shoal.wire.ps_messages import (
+    ServerView,
+)
+from shoal.wire.replication_messages import SlotsFilled
 
 roles.ROLES["server"] = "stub_server:main"
 

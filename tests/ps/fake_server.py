@@ -19,13 +19,11 @@ from shoal.wire.ps_messages import (
     Pulled,
     PullRows,
     PushRows,
-    Replicate,
-    Replicated,
     ServerView,
     SetClock,
-    SlotsFilled,
     Welcome,
 )
+from shoal.wire.replication_messages import Replicate, Replicated, SlotsFilled
 
 
 class FakeCore:

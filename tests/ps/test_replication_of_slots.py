@@ -14,12 +14,10 @@ from shoal.wire.ps_messages import (
     Committed,
     DeclareMode,
     Hello,
-    Replicate,
-    Replicated,
     ServerView,
-    SlotsFilled,
     ViewOver,
 )
+from shoal.wire.replication_messages import Replicate, Replicated, SlotsFilled
 
 ASYNC = DeclareMode(1, "async")
 BOTH = ServerView(1, [[0, 1]] * 256, {0: 0, 1: 0})

@@ -37,10 +37,10 @@ from shoal.wire.ps_messages import (
     PushRows,
     ServerView,
     SetClock,
-    SlotsFilled,
     StepEnd,
     TableSpec,
 )
+from shoal.wire.replication_messages import SlotsFilled
 from shoal.wire.shared import Link
 
 PUSH = PushRows(view=1, stream=0, seq=1, table=0)

@@ -15,7 +15,11 @@ from shoal.cluster.server_group import Event, Filled, ScaleTo, ServerDied, Serve
 from shoal.ps.actions import Action, Drop, Reply, Request, Send, Tell
 from shoal.ps.core import ServerCore
 from shoal.wire.message import Message
-from shoal.wire.ps_messages import Hello, ServerView, SlotsFilled
+from shoal.wire.ps_messages import (
+    Hello,
+    ServerView,
+)
+from shoal.wire.replication_messages import SlotsFilled
 from simulation.ps_net import Connection
 from simulation.world import Process, Violated, World
 

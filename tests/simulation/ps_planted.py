@@ -18,7 +18,13 @@ from shoal.ps.replication import Replication, Written
 from shoal.ps.state import Counted, State
 from shoal.ps.summing import Steps, Sum
 from shoal.wire.message import Message
-from shoal.wire.ps_messages import Commit, CopySlot, Replicate, ServerView, StepEnd, ViewOver
+from shoal.wire.ps_messages import (
+    Commit,
+    ServerView,
+    StepEnd,
+    ViewOver,
+)
+from shoal.wire.replication_messages import CopySlot, Replicate
 from simulation.ps_jobs import Exact, Job, Relaxed
 
 PLANTED_PS: dict[str, type[Job]] = {}

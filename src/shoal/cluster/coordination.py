@@ -53,7 +53,7 @@ from shoal.wire.messages import (
     Watch,
     Watching,
 )
-from shoal.wire.ps_messages import SlotsFilled
+from shoal.wire.replication_messages import SlotsFilled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from shoal.wire.group_messages import (
 )
 from shoal.wire.message import Message
 from shoal.wire.messages import JoinRefused, Reaped, WaitExpired
-from shoal.wire.ps_messages import SlotsFilled
+from shoal.wire.replication_messages import SlotsFilled
 
 PING_EVERY_S = 2.0
 """At most. Four times within the patience there is with a silent server."""

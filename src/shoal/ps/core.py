@@ -26,12 +26,12 @@ from shoal.wire.message import Message
 from shoal.wire.ps_messages import (
     AskNote,
     Commit,
-    CopySlot,
     Declared,
     DeclareDense,
     DeclareMode,
     DeclareTable,
     Hello,
+    Hold,
     Post,
     PsRefused,
     PullDense,
@@ -41,12 +41,9 @@ from shoal.wire.ps_messages import (
     ReadChunk,
     ReadMarks,
     ReadRows,
-    Replicate,
-    Replicated,
     Rest,
     ServerView,
     SetClock,
-    SlotsFilled,
     StepEnd,
     ViewOver,
     Welcome,
@@ -54,6 +51,7 @@ from shoal.wire.ps_messages import (
     WriteMarks,
     WriteRows,
 )
+from shoal.wire.replication_messages import CopySlot, Replicate, Replicated, SlotsFilled
 
 MAX_EARLY = 4096
 """Requests of views to come that are kept until the view is here; beyond it they are answered ViewOver."""
@@ -68,6 +66,8 @@ class ServerCore(Serving):
         self._names: dict[int, tuple[str, int]] = {}  # peer -> who it is
         self._newest: dict[str, int] = {}  # name -> its newest incarnation
         self._early: list[Request] = []
+        self._holder: int | None = None  # a peer for whose sake no push counts
+        self._waiting_for_holder: list[Request] = []
         self._sources: dict[int, int] = {}  # server -> last number heard of it in this view
         self._joining: Slots = no_slots()
         self._filled: Slots = no_slots()
@@ -87,6 +87,9 @@ class ServerCore(Serving):
                 self._early.append(request)
                 return []
             return [Reply(request.peer, request.ticket, ViewOver(self.view_number))]
+        if self._is_held(request):
+            self._waiting_for_holder.append(request)
+            return []
         try:
             actions = self._handle(request)
         except (Refusal, ShoalError, msgspec.MsgspecError) as error:
@@ -112,11 +115,12 @@ class ServerCore(Serving):
         """A connection that others made to this server is over."""
         name, incarnation = self._names.pop(peer, ("", 0))
         self._forget(peer)
+        let_go = self._let_go(peer)
         rank = _rank(name)
         is_newest = self._newest.get(name) == incarnation
         if rank is not None and is_newest and (name, incarnation) not in self._names.values():
             self.state.clocks.left(rank)
-        return self._settle()
+        return let_go + self._settle()
 
     def rank_dead(self, rank: int, incarnation: int = 0) -> list[Action]:
         """This incarnation of a rank is dead: nobody waits for it, and nothing of it counts any more."""
@@ -153,6 +157,8 @@ class ServerCore(Serving):
         if view.incarnations.get(self.number, self.incarnation) != self.incarnation:
             return []  # of its predecessor, whose slots it does not have
         actions = self._end_waits(ViewOver(view.view))
+        held, self._waiting_for_holder, self._holder = self._waiting_for_holder, [], None
+        actions += [Reply(each.peer, each.ticket, ViewOver(view.view)) for each in held]
         is_new = self.view_number == 0
         is_next = view.view == self.view_number + 1
         was_primary = self.mine if is_next else no_slots()
@@ -226,6 +232,12 @@ class ServerCore(Serving):
             case Rest(_, rank):
                 self.state.clocks.left(rank)
                 return [Reply(request.peer, request.ticket, Declared(False))]
+            case Hold(_, is_on):
+                actions: list[Action] = [Reply(request.peer, request.ticket, Declared(False))]
+                if is_on:
+                    self._holder = request.peer
+                    return actions
+                return actions + self._let_go(request.peer)
             case Post() as message:
                 return self._post(request, message)
             case AskNote() as message:
@@ -249,6 +261,24 @@ class ServerCore(Serving):
             ):
                 return self._whole(request)
         raise Refusal(f"a server is not asked {type(request.message).__name__}")
+
+    def _is_held(self, request: Request) -> bool:
+        held = self._holder is not None and self._holder != request.peer
+        mode = self.state.mode
+        return (
+            held
+            and isinstance(request.message, StepEnd)
+            and mode is not None
+            and mode.kind in ("ssp", "async")
+        )
+
+    def _let_go(self, peer: int) -> list[Action]:
+        """Whoever held others' pushes back does so no more."""
+        if self._holder != peer:
+            return []
+        self._holder = None
+        waiting, self._waiting_for_holder = self._waiting_for_holder, []
+        return [action for request in waiting if request.peer in self._names for action in self.hear(request)]
 
     def _hello(self, request: Request, name: str, incarnation: int) -> list[Action]:
         newest = self._newest.get(name, -1)

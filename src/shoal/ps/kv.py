@@ -282,7 +282,7 @@ def connect() -> Kv:
         raise ConfigError(
             f"shoal.ps.connect() needs servers, and this process {where}. Nothing was sent; {launch}."
         )
-    if name.mode not in ("async", "ssp"):
+    if name.mode not in ("async", "ssp", "hybrid"):
         raise ConfigError(
             f"shoal.ps.connect() needs a strategy under which every push is an update of its own, and under "
             f"'{job.strategy}' an update is a step of all workers. Nothing was sent; {launch}, or with ps:ssp=K."
@@ -296,12 +296,8 @@ def connect() -> Kv:
         ask_view=lines.ask_servers,
         timeout_s=job.step_timeout_s,
     )
-    mode = DeclareMode(
-        job.num_workers,
-        "async" if name.mode == "async" else "ssp",
-        name.bound or 0,
-        two_phase=job.num_servers > 1,
-    )
+    is_bounded = name.bound is not None
+    mode = DeclareMode(job.num_workers, "ssp" if is_bounded else "async", name.bound or 0)
     try:
         kv = Kv(job, group, mode, number)
     except BaseException:

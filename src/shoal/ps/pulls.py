@@ -31,6 +31,8 @@ class RowsPull:
         self.sent_in = 0
         self.staleness = 0
         """How far the slowest worker was behind `clock` when the rows were read."""
+        self.updates = 0
+        """How many updates there were by then, on the server with most."""
         self._dim, self._dtype, self._create = dim, dtype, create
         self._asked: list[tuple[int, int, Buffer, NDArray[np.int64] | None]] = []
         self._held: list[tuple[Link, Buffer]] = []
@@ -63,6 +65,7 @@ class RowsPull:
             answer, _ = group.wait(server, ticket)
             assert isinstance(answer, Pulled)
             self.staleness = max(self.staleness, self.clock - answer.slowest)
+            self.updates = max(self.updates, answer.updates)
             rows = np.frombuffer(into.view, self._dtype).reshape(-1, self._dim)
             arrays.append((rows, order))
         if len(arrays) == 1 and arrays[0][1] is None:
@@ -99,6 +102,7 @@ class DensePull:
         self._chunks, self.clock = chunks, clock
         self.sent_in = 0
         self.staleness = 0
+        self.updates = 0
         self.arrived: dict[int, memoryview] = {}
         """Bytes by chunk, once received."""
         self._asked: list[tuple[int, int]] = []
@@ -126,6 +130,7 @@ class DensePull:
             answer, _ = group.wait(server, ticket)
             assert isinstance(answer, Pulled)
             self.staleness = max(self.staleness, self.clock - answer.slowest)
+            self.updates = max(self.updates, answer.updates)
 
     def release(self) -> None:
         """Give the memory back."""

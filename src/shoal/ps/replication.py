@@ -21,7 +21,10 @@ from typing import TypeAlias
 from shoal.ps.actions import Frame, Send
 from shoal.ps.marks import Slots, no_slots
 from shoal.ps.records import FollowingRecord, Record, encode, to_bits
-from shoal.wire.ps_messages import CopySlot, Replicate, ServerView
+from shoal.wire.ps_messages import (
+    ServerView,
+)
+from shoal.wire.replication_messages import CopySlot, Replicate
 
 Written: TypeAlias = tuple[Record, list[Frame]]
 

@@ -20,10 +20,12 @@ from shoal.wire.ps_messages import (
     Chunk,
     ChunkSpec,
     ReadChunk,
+    ReadMarks,
     ReadRows,
     Rows,
     TableSpec,
     WriteChunk,
+    WriteMarks,
     WriteRows,
 )
 from shoal.wire.shared import Link
@@ -141,6 +143,38 @@ def write_chunk(
     ]
     frames = [_raw(elements), *(_raw(tensor) for tensor in state.values())]
     group.run(Asking(chunk.slot, lambda view: WriteChunk(view, chunk.number, described), frames))
+
+
+class _AskingAll:
+    """One question to every server."""
+
+    def __init__(self, ask: Callable[[int], Message], frames: Sequence[bytes] = ()) -> None:
+        self._ask, self._frames = ask, frames
+        self.sent_in = 0
+        self._asked: dict[int, int] = {}
+        self.answers: list[list[memoryview]] = []
+
+    def send(self, group: Group) -> None:
+        self._asked = {
+            server: group.send(server, self._ask(group.view), self._frames) for server in group.servers
+        }
+
+    def receive(self, group: Group) -> None:
+        self.answers = [list(group.wait(server, ticket)[1]) for server, ticket in self._asked.items()]
+
+
+def read_marks(group: Group) -> NDArray[np.int64]:
+    """(slot, stream, seq) of all slots: the newest push of each stream that counts there."""
+    asking = _AskingAll(ReadMarks)
+    group.run(asking)
+    parts = [np.frombuffer(bytes(frames[0]), np.int64).reshape(-1, 3) for frames in asking.answers]
+    return np.concatenate(parts).copy()
+
+
+def write_marks(group: Group, marks: NDArray[np.int64]) -> None:
+    """Have every slot count what these say."""
+    raw = np.ascontiguousarray(marks, np.int64).tobytes()
+    group.run(_AskingAll(WriteMarks, [raw]))
 
 
 def _raw(tensor: Tensor) -> bytes:

@@ -111,6 +111,7 @@ class Ps:
         if layout is None:
             if self._rank == 0 and not self._served.next_is_known:
                 model.write(self._saved)
+                self._write_marks(self._saved)
                 for line in takeover.describe(model.plan):
                     print(f"note: {line}", file=sys.stderr, flush=True)
             self._served.exchange(b"")
@@ -118,6 +119,9 @@ class Ps:
         self._saved = None
         model.install()
         self._model = model
+
+    def _write_marks(self, saved: PieceReader | None) -> None:
+        """An exact step has none to go on with."""
 
     @property
     def _wants_norm(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +23,16 @@ from shoal.core.job import Job
 from shoal.data.slice import Slice
 from shoal.ps.pulls import DensePull
 from shoal.ps.step import Step
-from shoal.strategies.protocol import LossSum, Verdict
+from shoal.ps.transfer import read_marks, write_marks
+from shoal.strategies.protocol import LossSum, Piece, PieceReader, Verdict
 from shoal.strategies.ps import Ps
 from shoal.strategies.verdict import contribution, decide
-from shoal.wire.ps_messages import Rest, StepEnd
+from shoal.wire.ps_messages import Hold, Rest, StepEnd
 
 STOP, CHECKPOINT, LEAVE = 1, 2, 4
+
+MARKS = "marks/triples"
+"""The piece of a checkpoint that says what of which lease counts in which slot."""
 
 NEWEST = -3
 """Instead of a clock: the weights are whatever the servers had."""
@@ -211,6 +216,25 @@ class PsRelaxed(Ps):
             leave=verdict.leave or bool(committed.wishes & LEAVE),
             checkpoint=verdict.checkpoint and self._rank == 0,
         )
+
+    def state(self) -> Iterator[Piece]:
+        """Model and optimizer, whole, and the marks that belong to them. Rank 0 reads while no push counts."""
+        if self._model is None or self._rank != 0:
+            yield from super().state()
+            return
+        group = self._served.group
+        group.tell(lambda view: Hold(view, True))
+        try:
+            pieces = list(super().state())
+            marks = torch.from_numpy(read_marks(group))
+        finally:
+            group.tell(lambda view: Hold(view, False))
+        yield from pieces
+        yield Piece(MARKS, marks, tuple(marks.shape), (0, 0))
+
+    def _write_marks(self, saved: PieceReader | None) -> None:
+        if saved is not None and saved.optimizer_settings is not None and MARKS in saved.tensors:
+            write_marks(self._served.group, saved.tensors[MARKS].numpy())
 
     def rest(self) -> None:
         """This worker has nothing to do for now: nobody has to wait for it."""

@@ -31,6 +31,8 @@ class RowModule:
         self.taken, self.module = taken, taken.module
         self.clock, self.is_training = 0, True
         self.staleness: list[int] = []
+        self.newest = 0
+        """The most updates that any row pulled so far had behind it."""
         module = taken.module
         settings: dict[str, Any] = {"num_rows": None}
         if isinstance(module, HashEmbedding):
@@ -96,6 +98,7 @@ class RowModule:
             pull = self._new_pull(keys, self.clock)
             self._group.start(pull)
         self._group.finish(pull)
+        self.newest = max(self.newest, pull.updates)
         if self.is_training:
             self.staleness.append(pull.staleness)
         self._pulls.append(pull)

@@ -9,7 +9,7 @@ the last of its batches is acknowledged by the servers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -54,9 +54,12 @@ class Leasing:
         first_epoch: int,
         num_epochs: int | None,
         num_workers: int,
-        done: Sequence[int] = (),
+        position: Position,
+        kept: dict[str, int] | None = None,
     ) -> None:
-        """Epochs count from `first_epoch`; `done` are leases of it that a checkpoint has."""
+        """Epochs count from `first_epoch`, in which the fit began. It goes on at `position`, or where a relaxed strategy
+        had come that `kept` this in a checkpoint.
+        """
         num_samples, size = batches.num_samples, batches.batch_size(1)
         if num_samples is None or not size:
             raise ConfigError(
@@ -65,16 +68,27 @@ class Leasing:
             )
         num_batches = -(-num_samples // size)
         per_lease = max(1, min(MAX_BATCHES, num_batches // (num_workers * LEASES_PER_WORKER)))
+        if kept is not None:  # names of pushes, and so the marks, depend on it
+            per_lease = kept["samples_per_lease"] // size
+        num_leases = -(-num_batches // per_lease)
+        epoch = position.epoch - first_epoch
+        first_lease = epoch * num_leases
+        done_below = (
+            kept["done_below"]
+            if kept is not None
+            else first_lease + position.next_index // (per_lease * size)
+        )
+        done_in_epoch = min((done_below - first_lease) * per_lease * size, num_samples)
         self._strategy, self._batches, self._size = strategy, batches, size
         self._asked: dict[str, Any] = {
             "call": call,
             "num_samples": num_samples,
             "samples_per_lease": per_lease * size,
             "num_epochs": num_epochs or ENDLESS,
-            "done": tuple(done),
+            "first_epoch": epoch,
+            "done": tuple(range(first_lease, done_below)),
         }
-        num_leases = -(-num_batches // per_lease)
-        self._naming = Naming(call, num_leases, per_lease * size, first_epoch)
+        self._naming = Naming(call, num_leases, per_lease * size, first_epoch, done_below)
         strategy.lease_by(self._naming, size)
         self._first_epoch = first_epoch
         self._held: deque[_Lease] = deque()
@@ -84,6 +98,7 @@ class Leasing:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leases")
         self._answer: Future[Leases | NoMoreLeases] | None = None
         self._steps_before = 0  # of the trainer, when this fit began
+        self._epoch_before, self._samples_before = position.epoch, position.samples - done_in_epoch
         self._updates_before: int | None = None
 
     def slices(self, epoch: int) -> Iterator[Slice]:
@@ -151,8 +166,18 @@ class Leasing:
             self._updates_before, self._steps_before = 0, position.step
         num_new = self._steps_before + newest - self._updates_before - position.step
         position.step += max(0, num_new)
-        position.samples += max(0, num_new) * self._size
-        position.next_index = self._asked["num_samples"]
+        num_samples = self._asked["num_samples"]
+        position.samples = self._samples_before + (position.epoch + 1 - self._epoch_before) * num_samples
+        position.next_index = num_samples
+
+    @property
+    def state(self) -> dict[str, int]:
+        """What a checkpoint needs to hand out the rest: marks say what of it counts already."""
+        return {
+            "samples_per_lease": self._naming.samples_per_lease,
+            "num_leases": self._naming.num_leases,
+            "done_below": self._naming.done_below,
+        }
 
     def close(self) -> None:
         """Ask no more."""

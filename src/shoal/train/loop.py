@@ -92,6 +92,7 @@ class FitLoop:
                 self._log.close()
             if self._leasing is not None:
                 self._leasing.close()
+                self._trainer.leasing = None
         return self._history
 
     def _lease(self) -> Leasing | None:
@@ -101,15 +102,19 @@ class FitLoop:
             return None
         from shoal.train.leasing import Leasing
 
-        first = self._position.epoch
-        return Leasing(
+        first = trainer.fit_began_at[0]
+        kept, trainer.kept_leases = trainer.kept_leases, None
+        trainer.leasing = Leasing(
             trainer.strategy,  # type: ignore[arg-type]  # those are relaxed
             self._batches,
             call=session.num_calls(),
             first_epoch=first,
             num_epochs=self._last_epoch - first if self._last_epoch is not None else None,
             num_workers=self._num_workers,
+            position=self._position,
+            kept=kept,
         )
+        return trainer.leasing
 
     def _reached_the_end(self) -> bool:
         position = self._position

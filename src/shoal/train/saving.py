@@ -105,6 +105,7 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resum
     for name, value in progress["position"].items():
         setattr(trainer.position, name, value)
     trainer.strategy.step = trainer.position.step
+    _take_leases(trainer, progress)
     trainer.num_skipped_steps = progress["skipped_steps"]
     if trainer.scheduler is not None and progress["scheduler"] is not None:
         load_scheduler(trainer.scheduler, progress["scheduler"], path=found.path)
@@ -121,6 +122,25 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resum
         history=History(progress["histories"][saved_number]),
         first=(progress["fit"]["first_epoch"], progress["fit"]["first_step"]),
     )
+
+
+def _take_leases(trainer: Trainer, progress: dict[str, Any]) -> None:
+    """Where data was handed out by lease, the place in it is what was finished of them."""
+    leases = progress.get("leases")
+    if leases is None:
+        return
+    if getattr(trainer.strategy, "is_relaxed", False):
+        trainer.kept_leases = leases
+        return
+    in_epoch = leases["done_below"] % leases["num_leases"]
+    trainer.position.next_index = in_epoch * leases["samples_per_lease"]
+    if trainer.rank == 0:
+        print(
+            f"note: the checkpoint is of '{progress['strategy']}', whose workers were at different places: batches from "
+            f"sample {trainer.position.next_index:,} of the epoch on that some of them had finished are trained again",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _homes(trainer: Trainer) -> list[str]:
@@ -156,12 +176,15 @@ def _progress(trainer: Trainer) -> dict[str, Any]:
         ],
         "data": trainer.data_description,
         "seed": trainer.seed,
+        "leases": trainer.leasing.state if trainer.leasing is not None else None,
         "strategy": trainer.job.strategy,
         "num_workers": trainer.num_workers,
     }
 
 
 def _metric_pieces(trainer: Trainer) -> Iterator[Piece]:
+    if trainer.leasing is not None:
+        return  # the others are in the middle of their own batches: nobody gathers now
     for name, tensor in trainer.train_metrics.state(trainer.strategy.gather).items():
         yield Piece(_METRICS + name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 

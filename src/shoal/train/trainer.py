@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -45,6 +45,9 @@ from shoal.train.measuring import metric_set
 from shoal.train.position import Position
 from shoal.train.progress import drawn_here, passing
 from shoal.train.verification import Verification
+
+if TYPE_CHECKING:
+    from shoal.train.leasing import Leasing
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
@@ -115,6 +118,8 @@ class Trainer:
         self.fit_began_at = (0, 0)
         self.fit_began_s, self.fit_began_samples = 0.0, 0
         self.data_description: dict[str, Any] = {}
+        self.leasing: Leasing | None = None
+        self.kept_leases: dict[str, int] | None = None
         self._model_or_factory = model
         self._optimizer_or_factory = optimizer
         self._scheduler_factory, self._scheduler_every = scheduler, scheduler_every

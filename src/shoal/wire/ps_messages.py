@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from shoal.wire.message import Count, Message
+from shoal.wire.replication_messages import REPLICATION_MESSAGES
 
 Settings: TypeAlias = dict[str, bool | int | float | str | list[float] | None]
 """Hyper-parameters of a parameter group, by name."""
@@ -379,6 +380,15 @@ class SetClock(Message, frozen=True, tag="ps-set-clock"):
     updates: Count
 
 
+class Hold(Message, frozen=True, tag="ps-hold"):
+    """Client to server: let no push of others count until I say so again with `is_on=False`, or leave. Answered by
+    Declared. So that what is read in between belongs together, and to its marks. Relaxed strategies.
+    """
+
+    view: Count
+    is_on: bool
+
+
 class ReadMarks(Message, frozen=True, tag="ps-read-marks"):
     """Client to server: the marks of its primary slots. Answered by Marks. Relaxed strategies."""
 
@@ -395,49 +405,12 @@ class WriteMarks(Message, frozen=True, tag="ps-write-marks"):
     view: Count
 
 
-# ---- between servers -------------------------------------------------------------------------------
-
-
-class Replicate(Message, frozen=True, tag="ps-replicate"):
-    """Primary to replica: one update of its slots, after aggregation, in the primary's order. Answered by Replicated.
-
-    The replica runs the same rule on it. `record` describes the frames, see
-    ps/records.py. Repeating it is safe within one connection: `number` counts.
-    """
-
-    view: Count
-    number: Count
-    record: bytes
-
-
-class Replicated(Message, frozen=True, tag="ps-replicated"):
-    """Replica to primary: "I have all up to this number"."""
-
-    number: Count
-
-
-class CopySlot(Message, frozen=True, tag="ps-copy-slot"):
-    """Primary to a joining replica: all of one slot as it is now; later updates of it follow. Answered by Replicated."""
-
-    view: Count
-    number: Count
-    slot: Count
-    record: bytes
-
-
-class SlotsFilled(Message, frozen=True, tag="slots-filled"):
-    """Server to coordinator: "I have these slots and follow their updates"."""
-
-    view: Count
-    slots: list[Count]
-
-
 PS_MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, PsRefused, ViewOver, ServerView,
     DeclareTable, DeclareDense, DeclareMode, Declared,
     PushRows, PushDense, StepEnd, Summed, Commit, Committed, Rest, PullRows, PullDense, Pulled,
     Post, Posted, AskNote, Note,
-    ReadRows, Rows, WriteRows, ReadChunk, Chunk, WriteChunk, SetClock, ReadMarks, Marks, WriteMarks,
-    Replicate, Replicated, CopySlot, SlotsFilled,
+    ReadRows, Rows, WriteRows, ReadChunk, Chunk, WriteChunk, SetClock, Hold, ReadMarks, Marks, WriteMarks,
+    *REPLICATION_MESSAGES,
 )  # fmt: skip
 """All of them; `messages.py` adds them to what a decoder accepts."""
