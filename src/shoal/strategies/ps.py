@@ -67,6 +67,7 @@ class Ps:
         self._home_at = -1  # the clock as of which all of the model is in this process
         self._weights_at = -1  # the clock as of which this process's copy of the weights is
         self._buffers_before: dict[str, Tensor] = {}
+        self._counts_after: list[int] = []  # in a replacement: BatchNorm's, as of the forward before its note
         self._coming: Slice | None = None
 
     # ---- preparing ------------------------------------------------------------------------------
@@ -177,6 +178,9 @@ class Ps:
         if step is not None:
             step.release()
         verdict = self._conclude(vector)
+        counts, self._counts_after = self._counts_after, []
+        if step is None and verdict.applied and counts:  # the forward that counted was its predecessor's
+            self._statistics.write_counts([torch.tensor(count) for count in counts])
         if ahead is not None:
             assert self._model is not None
             self._served.group.finish(ahead)
@@ -275,11 +279,11 @@ class Ps:
         verdict = decide(flat[:at])
         norm = told[1] if self._wants_norm and verdict.applied else None
         verdict = dataclasses.replace(verdict, applied=bool(told[0]), grad_norm=norm)
-        if self._statistics:
+        if self._statistics and verdict.applied:
             size = self._statistics.flat().numel()
             self._statistics.write(flat[at : at + size])
             at += size
-        if self._changing:
+        if self._changing and verdict.applied:
             flags = flat[-2 - len(self._changing) : -2].tolist()
             changed = [number for number, flag in enumerate(flags) if flag]
             if changed:
@@ -378,6 +382,7 @@ class Ps:
             "prepared_at": self._prepared_at,
             "laid_out_at": self._laid_out_at,
             "layout": self._model.layout if self._model is not None else None,
+            "counts": [int(count) for count in self._statistics.counts()],
         }
         return Part(plain, buffers)
 
@@ -385,6 +390,7 @@ class Ps:
         """Stand where this rank stood."""
         self.step = self._step_at_anchor = part.plain["step"]
         self._prepared_at, self._laid_out_at = part.plain["prepared_at"], part.plain["laid_out_at"]
+        self._counts_after = part.plain["counts"]
         with torch.no_grad():
             for name, buffer in self._job.model.named_buffers():
                 if MODEL + name in part.tensors:
