@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.harness import Report
 from benchmarks.recovery_runs import Ran, Runs, kill_to_commit_s, spread
 from shoal import Faults
+from shoal.cluster.threads import available_cores, threads_per_worker
 from shoal.cluster.warm_client import WarmParent
 from shoal.core.failpoints import POINTS
 
@@ -174,10 +175,12 @@ class Recovery:
             yield number
 
     def _add(self, figure: str, values: dict[str, Any], **configuration: Any) -> None:
+        cores = available_cores()
         about = {
             "steps": STEPS,
             **configuration,
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": cores,
+            "threads": threads_per_worker(configuration["workers"], cores=cores, env=os.environ),
             "load_after": round(os.getloadavg()[0], 1),
         }
         self._report.add(figure, values, **about)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import shutil
 import statistics
 from collections.abc import Sequence
@@ -86,7 +87,9 @@ class Runs:
         """Put the last run's directory aside, with a line that says why, where a folder for such was given."""
         if self._odd is None or self._last is None:
             return
-        kept = self._odd / self._last.name
+        kept = (
+            self._odd / f"{self._last.name}-{os.getpid()}-{self._num}"
+        )  # the last's name is given out again
         shutil.copytree(self._last, kept, ignore=shutil.ignore_patterns("*.sock", "checkpoints"))
         (kept / "why.txt").write_text(why + "\n")
 

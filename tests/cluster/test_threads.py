@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.cluster.threads import available_cores, threads_per_worker
+from shoal.cluster.threads import available_cores, choose_vector_code, threads_per_worker
 
 
 @given(st.integers(1, 64), st.integers(1, 256))
@@ -26,3 +29,20 @@ def test_a_smaller_wish_is_granted(asked: str, threads: int) -> None:
 
 def test_cores_are_those_this_process_may_use() -> None:
     assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
+
+
+def test_vector_functions_are_first_called_on_one_element_which_no_second_thread_can_share() -> None:
+    called: set[tuple[str, torch.dtype]] = set()
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if args and isinstance(args[0], torch.Tensor):
+                assert args[0].numel() == 1
+                called.add((function.overloadpacket.__name__, args[0].dtype))
+            return function(*args, **(kwargs or {}))
+
+    with Spy():
+        choose_vector_code()
+    # What the optimizers and losses of torch compute with.
+    for name in ("sqrt", "exp", "log", "tanh"):
+        assert {(name, torch.float32), (name, torch.float64)} <= called

@@ -4,7 +4,8 @@
 `warm_client.WarmParent`. It decides nothing: it forks what it is told to,
 reaps at once, and reports. A fork copies only the calling thread, and OpenMP
 hangs after one, so this process has exactly one thread, runs no tensor
-operation, and refuses to fork should it ever find a second thread.
+operation on more than one element (see `threads.choose_vector_code`), and
+refuses to fork should it ever find a second thread.
 
 Nobody outlives their parent. Children get SIGKILL from the kernel when this
 process ends, however it ends. This process leaves when its socket closes or
@@ -28,7 +29,7 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
-from shoal.cluster import roles, warm_messages
+from shoal.cluster import roles, threads, warm_messages
 from shoal.cluster.warm_messages import Exited, Fork, Forked, NotForked, Ready, Signal
 
 FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
@@ -205,6 +206,7 @@ def _import_everything(more: list[str]) -> float:
     started = time.monotonic()
     for name in (*roles.PRELOAD, *more):
         importlib.import_module(name)
+    threads.choose_vector_code()
     # What is imported stays: the collector need not walk it, nor write to its pages, in any child.
     gc.collect()
     gc.freeze()

@@ -30,6 +30,7 @@
     │   ├── JournalFailed
     │   ├── WireError
     │   └── PsError                what a parameter server refuses, or cannot do
+    │       ├── ServerRefused
     │       ├── LinkLost
     │       └── ArenaFull
     └── Interrupted                Ctrl-C or SIGTERM: the step was finished, saved   exit 130, 143
@@ -350,6 +351,10 @@ class WireError(ClusterError):
 
 class PsError(ClusterError):
     """A parameter server refused, or what passes between it and its clients cannot be done."""
+
+
+class ServerRefused(PsError):
+    """A parameter server says that something cannot be, and what it expected. Nothing was changed there."""
 
 
 class LinkLost(PsError):

@@ -98,6 +98,15 @@ class HashEmbedding(nn.Module):
         source.train_by(*rule)
         return source
 
+    def _apply(self, fn: Any, recurse: bool = True) -> HashEmbedding:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        if dtype in _DTYPES and dtype != self.dtype:  # `model.double()` means its rows too
+            self.dtype = dtype
+            if isinstance(self._source, LocalRows):
+                self._source = self._source.to(_DTYPES[dtype])
+        return self
+
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of `ids`, in its shape with one dim more."""
         return embedding_forward(self.source, ids)

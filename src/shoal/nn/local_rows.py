@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -83,6 +83,14 @@ class LocalRows:
     def drop_gradients(self) -> None:
         """Forget them: a step that is left out."""
         self._gradients = []
+
+    def to(self, dtype: Literal["float32", "float64"]) -> LocalRows:
+        """The same rows in another precision, without gradients."""
+        copied = LocalRows(msgspec.structs.replace(self.table.spec, dtype=dtype))
+        copied.table.settings, copied.has_rule = self.table.settings, self.has_rule
+        keys, values, state = self.table.read_rows(np.arange(self.table.num_rows))
+        copied.table.set(keys, values.astype(dtype), state.astype(dtype), self.table.step)
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
         copied = LocalRows(self.table.spec)

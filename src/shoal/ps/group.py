@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.errors import LinkLost, PsError, WaitTimedOut
+from shoal.core.errors import LinkLost, ServerRefused, WaitTimedOut
 from shoal.wire.arena import Buffer
 from shoal.wire.message import Message
 from shoal.wire.ps_messages import Declared, Hello, PsRefused, ServerView, ViewOver
@@ -212,7 +212,7 @@ class Group:
                 first = next(
                     (each.message for each in link.unasked if isinstance(each.message, PsRefused)), None
                 )
-                raise PsError(first.reason if first is not None else reason)
+                raise ServerRefused(first.reason if first is not None else reason)
         return answer, frames
 
     def _flush(self) -> None:

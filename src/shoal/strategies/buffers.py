@@ -34,6 +34,14 @@ class ChangingBuffers:
     def __len__(self) -> int:
         return len(self._places)
 
+    def numel(self, number: int) -> int:
+        """Elements of a buffer."""
+        return self._buffer(number).numel()
+
+    def identity(self, number: int) -> int:
+        """Which object the buffer is at present."""
+        return id(self._buffer(number))
+
     def look(self) -> None:
         """From here on, changes count."""
         self._seen = [_standing(self._buffer(number)) for number in range(len(self._places))]

@@ -70,6 +70,8 @@ class DensePart:
                 self._of_parameter.setdefault(id(parameter), []).append(chunk)
             self._chunks.append(chunk)
         self._step: Step | None = None
+        self.newest = 0
+        """The most updates that anything pulled so far had behind it."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
             for _, parameter, _ in named
@@ -134,6 +136,7 @@ class DensePart:
     @torch.no_grad()
     def take(self, pull: DensePull) -> None:
         """Copy what was pulled into the parameters."""
+        self.newest = max(self.newest, pull.updates)
         for chunk in self._chunks:
             flat = torch.frombuffer(pull.arrived[chunk.spec.number], dtype=chunk.dtype)
             for parameter, offset, at, numel in chunk.views:

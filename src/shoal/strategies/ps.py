@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.core.errors import ConfigError
 from shoal.core.failpoints import failpoint
 from shoal.core.job import Job
 from shoal.data.slice import Slice
@@ -30,22 +29,18 @@ from shoal.ps.pulls import DensePull
 from shoal.ps.step import Decision, Step
 from shoal.strategies import takeover
 from shoal.strategies.agreement import refuse_different_models
-from shoal.strategies.buffers import ChangingBuffers
 from shoal.strategies.compute import Compute, place
 from shoal.strategies.heritage import Part
 from shoal.strategies.optimizer_state import load_settings
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.strategies.served import Served, served
 from shoal.strategies.served_model import ServedModel
-from shoal.strategies.state import MODEL, load_state, state_pieces
-from shoal.strategies.statistics import RunningStatistics
+from shoal.strategies.state import load_state, state_pieces
 from shoal.strategies.tensor_bytes import from_bytes, raw_bytes, to_bytes
 from shoal.strategies.timeline import Timeline
+from shoal.strategies.travelling import Travelling
 from shoal.strategies.verdict import contribution, decide
 from shoal.wire.ps_messages import StepEnd
-
-MAX_CHANGING_NUMEL = 1 << 16
-"""Buffers of the user's own that forward changes travel with every step; so many elements in all."""
 
 
 class Ps:
@@ -67,7 +62,6 @@ class Ps:
         self._home_at = -1  # the clock as of which all of the model is in this process
         self._weights_at = -1  # the clock as of which this process's copy of the weights is
         self._buffers_before: dict[str, Tensor] = {}
-        self._counts_after: list[int] = []  # in a replacement: BatchNorm's, as of the forward before its note
         self._coming: Slice | None = None
 
     # ---- preparing ------------------------------------------------------------------------------
@@ -83,8 +77,7 @@ class Ps:
             refuse_different_models(job.model, self.gather)
             self._prepared_at = self._served.num_finished
         self._compute = Compute(job, check_loss=True)
-        self._statistics = RunningStatistics(job.model)
-        self._changing = ChangingBuffers(job.model)
+        self._travelling = Travelling(job.model)
         self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
             optimizer = job.build_optimizer(job.model)
@@ -133,35 +126,32 @@ class Ps:
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; they leave chunk by chunk while backward runs."""
         self._lay_out(batch)
+        self._num_global, self._share = batch.num_global, batch.num_local / batch.num_global
         if self._served.next_is_known:
             return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
         self.about_to_run()
-        self._begin(batch)
-        share = batch.num_local / batch.num_global
+        self._begin()
         return self._compute.forward_backward(
-            batch, rank=self._rank, step=self.step, before_backward=lambda loss: self._contribute(loss, share)
+            batch, rank=self._rank, step=self.step, before_backward=self._contribute
         )
 
     def about_to_run(self) -> None:
         """Have the weights of the last commit, and keep the buffers as they are: forward writes into them."""
         self._lay_out(None)  # a loop of the script's own: nobody has shown us a batch
         self._refresh()
-        self._buffers_before = {
-            name: buffer.clone() for name, buffer in self._job.model.named_buffers() if self._travels(buffer)
-        }
-        self._changing.look()
+        self._travelling.look()
 
     def adopt(self, batch: Slice) -> None:
         """Take gradients of the slice's mean that the user's own backward computed, weighted by its samples."""
+        self._num_global, self._share = batch.num_global, batch.num_local / batch.num_global
         if self._served.next_is_known:
-            self._restore_buffers()
+            self._travelling.restore()
             return
-        self._begin(batch)
-        share = batch.num_local / batch.num_global
+        self._begin()
         for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad = parameter.grad * share if share else None
-        self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None), share)
+                parameter.grad = parameter.grad * self._share if self._share else None
+        self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None))
 
     def coming(self, batch: Slice) -> None:
         """The batch after this one: its rows can be asked for as soon as this step is pushed."""
@@ -177,10 +167,13 @@ class Ps:
         failpoint("worker: committed, not counted")
         if step is not None:
             step.release()
+        else:
+            self._travelling.was_computed_elsewhere()
+            if (
+                self._served.mode.two_phase
+            ):  # whoever committed it may have died before it had told every server
+                self._served.commit_again(self._decision_of(vector))
         verdict = self._conclude(vector)
-        counts, self._counts_after = self._counts_after, []
-        if step is None and verdict.applied and counts:  # the forward that counted was its predecessor's
-            self._statistics.write_counts([torch.tensor(count) for count in counts])
         if ahead is not None:
             assert self._model is not None
             self._served.group.finish(ahead)
@@ -188,10 +181,10 @@ class Ps:
             self._weights_at = self._served.updates
         return verdict
 
-    def _begin(self, batch: Slice) -> None:
+    def _begin(self) -> None:
         assert self._model is not None
+        self._served.have_two_phases()
         updates = self._served.updates
-        self._num_global = batch.num_global
         for module in self._model.rows:
             module.clock, module.is_training = updates, True
         self._current = Step(
@@ -202,7 +195,7 @@ class Ps:
             wants_norm=self._wants_norm,
         )
 
-    def _contribute(self, loss: LossSum, share: float) -> None:
+    def _contribute(self, loss: LossSum) -> None:
         assert self._model is not None
         assert self._current is not None
         vector = contribution(
@@ -212,14 +205,7 @@ class Ps:
             count=loss.count,
             wishes=self._job.wishes,
         )
-        parts = [vector]
-        if self._statistics:
-            parts.append(self._statistics.flat() * share)
-        if self._changing:
-            self._refuse_large_buffers()
-            everything = range(len(self._changing))
-            parts.append(self._changing.contribution(list(everything), share=share, rank=self._rank))
-            parts.append(torch.tensor(self._changing.flags(), dtype=torch.float64))
+        parts = [vector, *self._travelling.contribution(share=self._share, rank=self._rank)]
         self._vector = torch.cat(parts).numpy()
         self._model.dense.arm(self._current)
 
@@ -245,6 +231,7 @@ class Ps:
             model=self._job.number,
             table_settings=table_settings,
             factor=float(self._num_global),
+            is_spoilt=self._has_seen_more_than(step.seq - 1),
         )
         step.end(end, self._vector, self._served.note())
         return step
@@ -272,6 +259,20 @@ class Ps:
             factor *= min(1.0, self._job.clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
         return Decision(factor, math.isfinite(norm), norm)
 
+    def _decision_of(self, vector: NDArray[np.float64]) -> Decision:
+        """What a step was committed with, from what is told of it afterwards."""
+        factor = self._num_global / vector[0] if vector[0] else 0.0
+        apply, norm = bool(vector[-2]), float(vector[-1])
+        if apply and self._job.clip_norm is not None:
+            factor *= min(1.0, self._job.clip_norm / (norm + 1e-6))
+        return Decision(float(factor), apply, norm)
+
+    def _has_seen_more_than(self, updates: int) -> bool:
+        """Whether this step ran on weights of a later one: another worker was lost, and a server with it."""
+        assert self._model is not None
+        seen = [self._model.dense.newest, *(module.newest for module in self._model.rows)]
+        return max(seen) > updates
+
     def _conclude(self, vector: NDArray[np.float64]) -> Verdict:
         """The servers have updated; do here what belongs to it."""
         flat = torch.from_numpy(vector.copy())
@@ -279,23 +280,16 @@ class Ps:
         verdict = decide(flat[:at])
         norm = told[1] if self._wants_norm and verdict.applied else None
         verdict = dataclasses.replace(verdict, applied=bool(told[0]), grad_norm=norm)
-        if self._statistics and verdict.applied:
-            size = self._statistics.flat().numel()
-            self._statistics.write(flat[at : at + size])
-            at += size
-        if self._changing and verdict.applied:
-            flags = flat[-2 - len(self._changing) : -2].tolist()
-            changed = [number for number, flag in enumerate(flags) if flag]
-            if changed:
-                self._changing.write(range(len(self._changing)), flat[at : -2 - len(self._changing)])
+        if verdict.applied:
+            self._travelling.conclude(flat[at:-2], self.reduce, share=self._share, rank=self._rank)
         if not verdict.applied:
-            self._restore_buffers()
+            self._travelling.restore()
         if self._model is not None:
             for module in self._model.rows:
                 module.release()
         for parameter in self._parameters:
             parameter.grad = None
-        self._buffers_before = {}
+        self._travelling.forget()
         self.step += 1
         return verdict
 
@@ -372,17 +366,13 @@ class Ps:
 
     def give(self) -> Part:
         """What of this rank is not on the servers: where it is, and the buffers as of the last commit."""
-        buffers = {
-            MODEL + name: self._buffers_before.get(name, buffer)
-            for name, buffer in self._job.model.named_buffers()
-            if self._travels(buffer)
-        }
+        travelling, buffers = self._travelling.give()
         plain = {
             "step": self._step_at_anchor,
             "prepared_at": self._prepared_at,
             "laid_out_at": self._laid_out_at,
             "layout": self._model.layout if self._model is not None else None,
-            "counts": [int(count) for count in self._statistics.counts()],
+            "travelling": travelling,
         }
         return Part(plain, buffers)
 
@@ -390,13 +380,8 @@ class Ps:
         """Stand where this rank stood."""
         self.step = self._step_at_anchor = part.plain["step"]
         self._prepared_at, self._laid_out_at = part.plain["prepared_at"], part.plain["laid_out_at"]
-        self._counts_after = part.plain["counts"]
-        with torch.no_grad():
-            for name, buffer in self._job.model.named_buffers():
-                if MODEL + name in part.tensors:
-                    buffer.copy_(part.tensors[MODEL + name])
+        self._travelling.take(part.plain["travelling"], part.tensors)
         self._home_at = self._weights_at = -1
-        self._buffers_before = {}
         if self._laid_out_at is not None and self._laid_out_at <= self._served.anchored_at:
             self._lay_out(None, part.plain["layout"])
             if self._served.is_between_calls:
@@ -430,20 +415,3 @@ class Ps:
                     tensor.copy_(part.view(tensor.dtype).reshape(tensor.shape))
                 at += size
         self._weights_at = -2
-
-    def _travels(self, buffer: Tensor) -> bool:
-        return buffer.numel() <= MAX_CHANGING_NUMEL
-
-    def _refuse_large_buffers(self) -> None:
-        numel = sum(buffer.numel() for buffer in self._job.model.buffers())
-        if numel <= MAX_CHANGING_NUMEL or not any(self._changing.flags()):
-            return
-        raise ConfigError(
-            f"forward changes buffers of a model whose buffers have {numel:,} elements, and under ps at most "
-            f"{MAX_CHANGING_NUMEL:,} travel with a step. Nothing was updated; use --strategy ddp for this model."
-        )
-
-    def _restore_buffers(self) -> None:
-        for name, buffer in self._job.model.named_buffers():
-            if name in self._buffers_before:
-                buffer.copy_(self._buffers_before[name])

@@ -90,7 +90,7 @@ class PsRelaxed(Ps):
         """Compute the gradients of a whole batch on the weights there are."""
         self._lay_out(batch)
         self.about_to_run()
-        self._begin(batch)
+        self._begin_alone(batch)
         return self._compute.forward_backward(
             batch, rank=self._rank, step=self.step, before_backward=self._contribute_alone
         )
@@ -124,7 +124,7 @@ class PsRelaxed(Ps):
         if ahead is not None:
             self._unused.append(ahead)
 
-    def _begin(self, batch: Slice) -> None:
+    def _begin_alone(self, batch: Slice) -> None:
         assert self._model is not None
         self._num_global = batch.num_global
         for module in self._model.rows:
@@ -206,10 +206,10 @@ class PsRelaxed(Ps):
             module.staleness.clear()
             module.release()
         if not verdict.applied:
-            self._restore_buffers()
+            self._travelling.restore()
         for parameter in self._parameters:
             parameter.grad = None
-        self._buffers_before = {}
+        self._travelling.forget()
         return dataclasses.replace(
             verdict,
             stop=verdict.stop or bool(committed.wishes & STOP),

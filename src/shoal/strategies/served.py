@@ -7,24 +7,27 @@ need: see docs/adr/0009-parameter-server.md.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.cluster.server_session import ServerSession
 from shoal.core import job as jobs
 from shoal.core import strategy_names
+from shoal.core.errors import ServerRefused
 from shoal.core.failpoints import failpoint
 from shoal.ps.group import Group
 from shoal.ps.packing import unpack
-from shoal.ps.step import Step
+from shoal.ps.step import Decision, Step
 from shoal.strategies import heritage
 from shoal.strategies.heritage import Heritage, Part
 from shoal.strategies.kept_results import KeptResults
 from shoal.strategies.timeline import Timeline
-from shoal.wire.ps_messages import AskNote, DeclareMode, Note, Post, Posted
+from shoal.wire.ps_messages import AskNote, Commit, DeclareMode, Note, Post, Posted
 
 Vector: TypeAlias = NDArray[np.float64]
 
@@ -99,6 +102,16 @@ class Served(Timeline):
         if known:
             self._caught_up()
         return vector  # type: ignore[no-any-return]
+
+    def have_two_phases(self) -> None:
+        """Where there are several servers by now, all of them must have a step before any updates."""
+        if self.mode.kind == "exact" and not self.mode.two_phase and len(self.group.servers) > 1:
+            self.mode = msgspec.structs.replace(self.mode, two_phase=True)
+            self.group.declare(self.mode)
+
+    def commit_again(self, decision: Decision) -> None:
+        """Tell every server how the newest step was decided: one that has not heard it still waits."""
+        self.group.run(_Recommit(self.updates, decision))
 
     def pass_by(self, vector: Vector) -> None:
         """A step was over before this worker began it: it counts as one that it took part in."""
@@ -177,6 +190,25 @@ class _Posting:
         answer, frames = group.wait(*self._asked)
         assert isinstance(answer, Posted)
         self.contributions = [bytes(frame) for frame in frames]
+
+
+class _Recommit:
+    """A Commit, for whoever has not got it; others refuse it."""
+
+    def __init__(self, seq: int, decision: Decision) -> None:
+        self._what = (seq, decision.factor, decision.apply, decision.norm)
+        self.sent_in = 0
+        self._asked: dict[int, int] = {}
+
+    def send(self, group: Group) -> None:
+        self._asked = {
+            server: group.send(server, Commit(group.view, *self._what)) for server in group.servers
+        }
+
+    def receive(self, group: Group) -> None:
+        for server, ticket in self._asked.items():
+            with contextlib.suppress(ServerRefused):
+                group.wait(server, ticket)
 
 
 class _AskingNote:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.core.job import Job
 from shoal.data.tree import Tree
@@ -86,20 +86,17 @@ class ServedModel:
         job, optimizer = self._job, self._optimizer
         self.plan = found
         self._declared_settings = [plain_settings(group) for group in optimizer.param_groups]
-        dtype = next((p.dtype for p in job.model.parameters() if p.is_floating_point()), torch.float32)
         for number, taken in enumerate(found.taken):
             weight = getattr(taken.module, "weight", None)
             module = RowModule(
                 taken,
                 job.number * TABLES_PER_MODEL + number,
                 self._group,
-                dtype=weight.dtype if isinstance(weight, Tensor) else dtype,
+                dtype=(weight if isinstance(weight, Tensor) else taken.module).dtype,  # type: ignore[arg-type]
                 seed=job.seed,
             )
             self.rows.append(module)
-        rows = {
-            id(taken.module.weight) for taken in found.taken if isinstance(taken.module.weight, nn.Parameter)
-        }
+        rows = {id(taken.module.weight) for taken in found.taken if hasattr(taken.module, "weight")}
         groups = {
             id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
         }

@@ -189,9 +189,8 @@ class Link:
     def wait(self, ticket: int, timeout_s: float) -> tuple[Message, list[memoryview]]:
         """The answer to that request, when it comes; WaitTimedOut where it does not, and it may be waited for again."""
         began = time.monotonic()
+        self.flush()
         with self._lock:
-            if self._held:
-                self._flush()
             if ticket not in self._awaited:
                 raise ValueError(f"ticket {ticket} is not waited for: it was answered, or wanted no answer")
             while ticket not in self._replies:
@@ -211,10 +210,13 @@ class Link:
             return self._take(ticket)[1:]
 
     def flush(self) -> None:
-        """Send what was held back."""
+        """Send what was held back, and wait until the socket took all of it."""
         with self._lock:
             if self._held and self._lost is None:
                 self._flush()
+            if not self._outbox.num_bytes:
+                return
+        self._drain("sending what was held back")
 
     def take(self, ticket: int) -> tuple[Message, list[memoryview]] | None:
         """The answer to that request if it is here, without waiting; LinkLost where it cannot come any more."""
