@@ -88,6 +88,26 @@ def test_more_than_the_socket_holds_goes_both_ways_at_once(tmp_path: Path) -> No
         link.close()
 
 
+def test_what_was_held_back_leaves_though_the_socket_is_full(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        begin = threading.Event()
+
+        def answer(request: Request) -> None:
+            begin.wait(10.0)  # the socket fills meanwhile
+            server.listener.reply(request.peer, request.ticket, Committed(request.ticket, 0, 0))
+
+        link = Link(server.path)
+        server.answer = answer
+        tickets = [link.send(PUSH, [bytes(4096)], is_held=True, is_blocking=False) for _ in range(1000)]
+        assert link.has_unsent
+        timer = threading.Timer(0.05, begin.set)  # once somebody waits
+        timer.start()
+        for ticket in tickets:
+            assert isinstance(link.wait(ticket, 5.0)[0], Committed)
+        timer.join()
+        link.close()
+
+
 def test_threads_that_send_and_wait_at_once_get_their_own_answers(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         server.answer = lambda r: server.listener.reply(r.peer, r.ticket, Committed(1, 0, 0), r.frames)
