@@ -24,6 +24,7 @@ from shoal.data.slice import Slice
 from shoal.ps.pulls import DensePull
 from shoal.ps.step import Step
 from shoal.ps.transfer import read_marks, write_marks
+from shoal.strategies.heritage import Part
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, Verdict
 from shoal.strategies.ps import Ps
 from shoal.strategies.verdict import contribution, decide
@@ -235,6 +236,15 @@ class PsRelaxed(Ps):
     def _write_marks(self, saved: PieceReader | None) -> None:
         if saved is not None and saved.optimizer_settings is not None and MARKS in saved.tensors:
             write_marks(self._served.group, saved.tensors[MARKS].numpy())
+
+    def take(self, part: Part) -> None:
+        """Stand where this rank stood."""
+        super().take(part)
+        self.updates = self._served.updates
+
+    def share_statistics(self) -> None:
+        """Average what BatchNorm has counted on every worker; all of them call it."""
+        self._travelling.average(lambda flat: self.reduce(flat) / self._num_workers)
 
     def rest(self) -> None:
         """This worker has nothing to do for now: nobody has to wait for it."""

@@ -95,6 +95,11 @@ class Travelling:
         known = set(self._numbers) if self._is_known else set()
         self._numbers, self._is_known = sorted(known | set(changed)), True
 
+    def average(self, mean: Callable[[Tensor], Tensor]) -> None:
+        """Where each worker trains batches of its own: have the mean of their statistics."""
+        if self._statistics:
+            self._statistics.write(mean(self._statistics.flat()))
+
     # ---- for a replacement ----------------------------------------------------------------------
 
     def give(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

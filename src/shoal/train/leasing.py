@@ -97,9 +97,8 @@ class Leasing:
         self._is_over = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leases")
         self._answer: Future[Leases | NoMoreLeases] | None = None
-        self._steps_before = 0  # of the trainer, when this fit began
+        self._steps_before, self._updates_before = position.step, strategy.updates
         self._epoch_before, self._samples_before = position.epoch, position.samples - done_in_epoch
-        self._updates_before: int | None = None
 
     def slices(self, epoch: int) -> Iterator[Slice]:
         """Whole batches of an epoch, as long as there are leases of it; the strategy is told of the next one at hand."""
@@ -149,8 +148,6 @@ class Leasing:
             if self._answer is None:
                 self._ask()
         updates = self._strategy.updates
-        if self._updates_before is None:
-            self._updates_before, self._steps_before = updates - 1, position.step
         step = self._steps_before + updates - self._updates_before
         num_new = max(1, step - position.step)
         position.step += num_new
@@ -162,13 +159,15 @@ class Leasing:
         """All workers are through with the epoch: count what the others did of it."""
         newest = max(int(each) for each in self._strategy.gather(torch.tensor([self._strategy.updates])))
         self._strategy.updates = newest
-        if self._updates_before is None:
-            self._updates_before, self._steps_before = 0, position.step
         num_new = self._steps_before + newest - self._updates_before - position.step
         position.step += max(0, num_new)
         num_samples = self._asked["num_samples"]
         position.samples = self._samples_before + (position.epoch + 1 - self._epoch_before) * num_samples
         position.next_index = num_samples
+
+    def share_statistics(self) -> None:
+        """Have the workers' running statistics averaged: each has seen other batches."""
+        self._strategy.share_statistics()
 
     @property
     def state(self) -> dict[str, int]:

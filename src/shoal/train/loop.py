@@ -325,6 +325,7 @@ class FitLoop:
         if self._leasing is not None:  # each rank knows of its own batches alone
             sums = torch.tensor([total, count], dtype=torch.float64)
             total, count = trainer.strategy.reduce(sums).tolist()
+            self._leasing.share_statistics()
         logs = {"loss": total / count if count else math.nan}
         logs |= trainer.train_metrics.compute(trainer.strategy.gather)
         if self._validation is not None:
