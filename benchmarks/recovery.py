@@ -68,7 +68,7 @@ class Recovery:
             tally, missed = Tally(calm, self._runs), []
             for point, faults, num_deaths in planned(workers):
                 ran = self._runs(workers, STEPS, faults, "whole")
-                tally.add(ran, str(faults))
+                tally.add(ran, str(faults), is_timed=False)
                 if ran.num("worker-replaced") + ran.num("coordinator-restarted") < num_deaths:
                     missed.append(f"{point}: {faults}")
             self._add(
@@ -197,10 +197,11 @@ class Tally:
         self._others: list[str] = []
         self.times: list[float] = []
 
-    def add(self, ran: Ran, what: str) -> None:
-        if any(event["event"] == "fault" and not event["hit"] for event in ran.events) or (
-            "after" in what and not ran.num("fault")
-        ):
+    def add(self, ran: Ran, what: str, *, is_timed: bool = True) -> None:
+        came_late = is_timed and not ran.num(
+            "fault"
+        )  # at a failpoint the process does it, and no event says so
+        if came_late or any(event["event"] == "fault" and not event["hit"] for event in ran.events):
             self._num_late += 1
             return
         self.num_kills += 1

@@ -169,7 +169,7 @@ class ServerCore(Serving):
         self.mine = _slots_of(view, lambda holders: holders[0] == self.number)
         self._primary_of = [holders[0] if holders else -1 for holders in view.holders]
         if (self.mine & ~was_primary).any() and not is_new:
-            self.state.clocks.take_over()
+            self.state.take_over()
         actions += self.replication.view(view, was_primary=was_primary, is_new=is_new, trusted=trusted)
         actions += self._ship_declarations()
         self._after_count()

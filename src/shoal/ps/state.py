@@ -70,6 +70,7 @@ class State:
         self.contents, self.marks, self.clocks, self.board = Contents(), Marks(), Clocks(), Board()
         self.steps: Steps | None = None
         self.updates = 0
+        self._heard_updates = 0  # of other servers, which count the same pushes for their own slots
         """Updates in all; relaxed strategies."""
 
     @property
@@ -81,6 +82,11 @@ class State:
     def num_workers(self) -> int:
         """Ranks of the job."""
         return self.steps.mode.num_workers if self.steps is not None else 0
+
+    def take_over(self) -> None:
+        """Slots of another server are ours now: what it counted counts here."""
+        self.clocks.take_over()
+        self.updates = max(self.updates, self._heard_updates)
 
     def declare_mode(self, mode: DeclareMode) -> bool:
         """Contributions count so; whether that is news."""
@@ -230,7 +236,7 @@ class State:
             case StepRecord():
                 counted = self._read_counted(record, frames)
                 self.clocks.heard(counted.clocks)
-                self.updates = max(self.updates, counted.updates)
+                self._heard_updates = max(self._heard_updates, counted.updates)
                 new = self.missing(counted) & counted.update.slots & slots
                 if new.any():
                     self.count(replace(counted, update=restrict(counted.update, new, self.contents.chunks)))
@@ -368,7 +374,7 @@ class State:
         self.marks.forget_below(record.done_below)
         self.marks.set_slot(slot, record.marks)
         self.clocks.heard(record.clocks)
-        self.updates = max(self.updates, record.updates)
+        self._heard_updates = max(self._heard_updates, record.updates)
         if self.steps is not None and record.last is not None:
             self.steps.squares[slot] = record.square
             if self.steps.last is None or record.last.seq >= self.steps.last.seq:

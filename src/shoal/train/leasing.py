@@ -51,13 +51,13 @@ class Leasing:
         batches: Batches,
         *,
         call: int,
-        first_epoch: int,
+        first: tuple[int, int],
         num_epochs: int | None,
         num_workers: int,
         position: Position,
         kept: dict[str, int] | None = None,
     ) -> None:
-        """Epochs count from `first_epoch`, in which the fit began. It goes on at `position`, or where a relaxed strategy
+        """`first` is the epoch and the step at which the fit began, and from which leases count. It goes on at `position`, or where a relaxed strategy
         had come that `kept` this in a checkpoint.
         """
         num_samples, size = batches.num_samples, batches.batch_size(1)
@@ -66,7 +66,9 @@ class Leasing:
                 "a relaxed strategy hands out ranges of samples, so it needs data of known length and batch size. Nothing "
                 "was trained; use shoal.Dataset, or an exact strategy (ps, ddp)."
             )
-        num_batches = -(-num_samples // size)
+        first_epoch, self._first_step = first
+        num_batches = self._num_batches = -(-num_samples // size)
+        self._began_whole = kept is not None or position.step > self._first_step or not position.next_index
         per_lease = max(1, min(MAX_BATCHES, num_batches // (num_workers * LEASES_PER_WORKER)))
         if kept is not None:  # names of pushes, and so the marks, depend on it
             per_lease = kept["samples_per_lease"] // size
@@ -159,8 +161,11 @@ class Leasing:
         """All workers are through with the epoch: count what the others did of it."""
         newest = max(int(each) for each in self._strategy.gather(torch.tensor([self._strategy.updates])))
         self._strategy.updates = newest
-        num_new = self._steps_before + newest - self._updates_before - position.step
-        position.step += max(0, num_new)
+        # Counted by the data where that can be: a push that was sent again while a server was lost may count twice here.
+        if self._began_whole:
+            position.step = self._first_step + (position.epoch + 1 - self._first_epoch) * self._num_batches
+        else:
+            position.step = max(position.step, self._steps_before + newest - self._updates_before)
         num_samples = self._asked["num_samples"]
         position.samples = self._samples_before + (position.epoch + 1 - self._epoch_before) * num_samples
         position.next_index = num_samples

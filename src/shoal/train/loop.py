@@ -102,14 +102,14 @@ class FitLoop:
             return None
         from shoal.train.leasing import Leasing
 
-        first = trainer.fit_began_at[0]
+        first = trainer.fit_began_at
         kept, trainer.kept_leases = trainer.kept_leases, None
         trainer.leasing = Leasing(
             trainer.strategy,  # type: ignore[arg-type]  # those are relaxed
             self._batches,
             call=session.num_calls(),
-            first_epoch=first,
-            num_epochs=self._last_epoch - first if self._last_epoch is not None else None,
+            first=first,
+            num_epochs=self._last_epoch - first[0] if self._last_epoch is not None else None,
             num_workers=self._num_workers,
             position=self._position,
             kept=kept,
