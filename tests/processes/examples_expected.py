@@ -67,6 +67,25 @@ def check_custom_loop(output: str) -> None:
     assert numbers(r"accuracy ([\d.]+)", output)[-1] > 0.5
 
 
+def check_ftrl(output: str) -> None:
+    auc, best_auc = numbers(r"AUC ([\d.]+) of ([\d.]+) possible", output)
+    assert 0.6 < auc < best_auc
+    loss, best, constant = numbers(
+        r"loss ([\d.]+), best possible ([\d.]+), without features ([\d.]+)", output
+    )
+    assert best < loss < constant - 0.02
+    (found,) = re.findall(r"([\d,]+) are not zero, of ([\d,]+) features seen", output)
+    used, seen = (int(number.replace(",", "")) for number in found)
+    assert 100 < used < seen / 5
+
+
+def check_matrix_factorisation(output: str) -> None:
+    errors = numbers(r"RMSE ([\d.]+)", output)
+    falls(errors, by=0.3)
+    assert len(errors) == 5
+    assert errors[-1] > numbers(r"noise ([\d.]+)", output)[0]
+
+
 EXAMPLES = [
     Example(
         "clicks",
@@ -89,3 +108,14 @@ EXAMPLES = [
     Example("vae", ["--samples", "2000", "--size", "8"], check_vae, exact=False),
     Example("custom_loop", ["--samples", "1000"], check_custom_loop, exact=True),
 ]
+
+WITH_SERVERS = [
+    Example("ftrl", ["--samples", "20000", "--batch", "250"], check_ftrl, exact=False),
+    Example(
+        "matrix_factorisation",
+        ["--users", "300", "--items", "200", "--ratings", "40000", "--epochs", "4", "--batch", "500"],
+        check_matrix_factorisation,
+        exact=False,
+    ),
+]
+"""Those that speak to the servers themselves: they are launched with some."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from examples_expected import EXAMPLES, FOLDER, Example
+from examples_expected import EXAMPLES, FOLDER, WITH_SERVERS, Example
 from launched import Launched
 from typer.testing import CliRunner
 
@@ -26,7 +26,9 @@ def _one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_example_is_tried() -> None:
-    assert {example.name for example in EXAMPLES} == {path.stem for path in FOLDER.glob("*.py")}
+    assert {example.name for example in EXAMPLES + WITH_SERVERS} == {
+        path.stem for path in FOLDER.glob("*.py")
+    }
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
@@ -42,6 +44,17 @@ def test_the_example_learns_at_any_number_of_workers(
         results = {workers: [float(n) for n in re.findall(r"\d+\.\d+", said[workers])] for workers in said}
         assert results[2] == pytest.approx(results[1], abs=1e-2)
         assert results[3] == pytest.approx(results[1], abs=1e-2)
+
+
+@pytest.mark.parametrize("example", WITH_SERVERS, ids=lambda example: example.name)
+def test_the_example_learns_on_parameter_servers(
+    example: Example, launch_script: Callable[..., Launched]
+) -> None:
+    options = {"workers": 2, "servers": 2, "strategy": "ps:async", "quiet": True}
+    launched = launch_script(example.script, args=tuple(example.args), **options)
+    assert launched.exit_code == 0, launched.error
+    assert "Warning" not in launched.stderr
+    example.check(launched.stdout)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
