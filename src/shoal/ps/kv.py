@@ -141,8 +141,10 @@ class Kv:
             flat, rows = kv_tables.once_each(spec, given.reshape(-1), rows, merge=merge)
             waits_for = self._requests(after)
             self._seq += 1
-            if self._seq > self._counted:
-                session.live()  # a replacement has caught up
+            if self._seq >= self._counted:
+                # A replacement has caught up. What its predecessor said after this push nobody knows: it is said, if
+                # need be, twice.
+                session.live()
             push = Push(spec, flat, rows, stream=self._stream, seq=self._seq, rank=self._rank)
             self._line.add(push, waits_for)
             return Handle(self, push)
