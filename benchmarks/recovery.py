@@ -198,9 +198,8 @@ class Tally:
         self.times: list[float] = []
 
     def add(self, ran: Ran, what: str, *, is_timed: bool = True) -> None:
-        came_late = is_timed and not ran.num(
-            "fault"
-        )  # at a failpoint the process does it, and no event says so
+        # At a failpoint the process does it to itself, and no event says so.
+        came_late = is_timed and not ran.num("fault")
         if came_late or any(event["event"] == "fault" and not event["hit"] for event in ran.events):
             self._num_late += 1
             return
