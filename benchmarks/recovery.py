@@ -5,7 +5,7 @@ script with light set-up; the coordinator back in 3 s without stopping the
 training; under 1 % per step without faults.
 
     python -m benchmarks recovery                          all of it, about 40 minutes
-    python -m benchmarks recovery --part workers           a part: workers, failpoints, coordinator, goodput, cost
+    python -m benchmarks recovery --part workers           workers, failpoints, coordinator, goodput, cost, own
     python -m benchmarks recovery --part workers --workers 3  only with so many of them
     python -m benchmarks recovery --part cost --minutes 5  stop repeating after so long; what was done is written down
     python -m benchmarks recovery --odd FOLDER             keep the run directories of runs worth a look
@@ -158,6 +158,32 @@ class Recovery:
                 aim="ratio < 1.01",
             )
 
+    def own(self) -> None:
+        """The same without comparing steps, which differ by more than it: a stop-watch around anchor and log."""
+        for size in ("small", "large"):
+            steps = 8 * BLOCK if self._quick else 2000 if size == "small" else 600
+            shares, own_s, steps_s = [], [], []
+            for _ in self._repeat(2 if self._quick else 5, share=2):
+                ran = self._runs(2, steps, None, f"timed-{size}")
+                shares.append(sum(ran.own_s) / sum(ran.steps_s))
+                own_s += ran.own_s
+                steps_s += ran.steps_s
+            values = {
+                "share": round(statistics.median(shares), 4),
+                "largest_share": round(max(shares), 4),
+                "own_us": round(1e6 * statistics.median(own_s), 1),
+                "step_ms": round(1e3 * statistics.median(steps_s), 3),
+                "runs": len(shares),
+            }
+            self._add(
+                "time in anchor and log, of a step",
+                values,
+                workers=2,
+                steps=steps,
+                model=size,
+                aim="share < 0.01",
+            )
+
     def _until(self, tally: Tally, num_kills: int, share: int = 1) -> Iterator[int]:
         """Until so many kills have hit: one that comes when the job is over is none."""
         for number in self._repeat(2 * num_kills, share):
@@ -271,7 +297,7 @@ def confident(values: Sequence[float]) -> tuple[float, float]:
     return medians[12], medians[-13]
 
 
-PARTS = ("workers", "failpoints", "coordinator", "goodput", "cost")
+PARTS = ("workers", "failpoints", "coordinator", "goodput", "cost", "own")
 
 
 def main(

@@ -27,6 +27,9 @@ class Ran:
     """Hashes of what the ranks ended with: one, where all is well."""
 
     steps_s: list[float]
+    own_s: list[float]
+    """Of each of those steps, what anchor and log took, where that was timed."""
+
     events: list[dict[str, Any]]
     commits: list[float]
     exit_code: int
@@ -74,6 +77,7 @@ class Runs:
         ran = Ran(
             weights=frozenset(each["weights"] for each in told),
             steps_s=[b - a for a, b in itertools.pairwise(times)],
+            own_s=told[0]["own"][1 : len(times)] if told else [],
             events=_lines(result.run_dir / "events.jsonl"),
             commits=[line["time"] for line in _lines(result.run_dir / "metrics.jsonl")],
             exit_code=result.exit_code,

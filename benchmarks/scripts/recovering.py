@@ -4,6 +4,7 @@ plain        a fit of STEPS steps
 whole        the same with validation and checkpoints, then evaluate and predict: it passes every failpoint
 alternate-*  leaves out, in every second block of steps, what recovery costs a step without faults: the anchor, and
              the log of exchanges. "small" is a step of a millisecond or two, "large" one of some tens
+timed-*      a stop-watch around just those: what lies inside an exchange, waiting and updating, is not counted
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,35 @@ def exchange(self: Any, first: Any, again: Any = None, **how: Any) -> Any:
 
 
 bare = (lambda trainer, place: None, exchange)
+own = [0.0]  # seconds of recovery's own, up to each step
+
+
+def timed_note(trainer: Any, place: Any) -> None:
+    began = time.perf_counter()
+    full[0](trainer, place)
+    own[-1] += time.perf_counter() - began
+
+
+def timed_exchange(self: Any, first: Any, again: Any = None, **how: Any) -> Any:
+    began = time.perf_counter()
+    how["conclude"] = left_out(how.get("conclude", lambda result: result))
+    result = full[1](self, left_out(first), again, **how)
+    own[-1] += time.perf_counter() - began
+    return result
+
+
+def left_out(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def called(value: Any) -> Any:
+        began = time.perf_counter()
+        result = call(value)
+        own[-1] -= time.perf_counter() - began
+        return result
+
+    return called
+
+
+if mode.startswith("timed"):
+    anchoring.note, Together.exchange = timed_note, timed_exchange  # type: ignore
 
 
 class Clock(shoal.callbacks.Callback):
@@ -42,6 +73,7 @@ class Clock(shoal.callbacks.Callback):
 
     def on_step_end(self, trainer: shoal.Trainer, logs: object) -> None:
         times.append(time.perf_counter())
+        own.append(0.0)
         if mode.startswith("alternate") and trainer.step % BLOCK == 0:
             # Blocks from 0: one and two warm up, then with, without, without, with, ...
             is_bare = (trainer.step // BLOCK - 2) % 4 in (1, 2) and trainer.step >= 2 * BLOCK
@@ -76,4 +108,4 @@ if mode == "whole":
     trainer.evaluate(few.batch(128))
     trainer.predict(few.batch(128))
 digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
-(out / f"{shoal.rank()}.json").write_text(json.dumps({"weights": digest, "times": times}))
+(out / f"{shoal.rank()}.json").write_text(json.dumps({"weights": digest, "times": times, "own": own}))
