@@ -69,11 +69,11 @@ class DenseStore:
         self._as_tensor(chunk, out).copy_(self._chunks[chunk].flat)
 
     def summed(self, chunk: int, contributions: Sequence[Elements]) -> torch.Tensor:
-        """The sum of the ranks' gradients, given in rank order. A single one is not copied."""
+        """The sum of the ranks' gradients, given in rank order: good until the next one. A single one is not copied."""
         total = self._as_tensor(chunk, contributions[0])
-        for number, one in enumerate(contributions[1:]):
-            # The first sum makes the memory, so nobody's contribution is written to.
-            total = torch.add(total, self._as_tensor(chunk, one), out=None if number == 0 else total)
+        for one in contributions[1:]:
+            # Into memory of its own, and the same at every step: fresh pages cost as much as the sum.
+            total = torch.add(total, self._as_tensor(chunk, one), out=self._chunks[chunk].sum_memory())
         return total
 
     def sum_of_squares(self, chunk: int, grad: Elements) -> float:
@@ -162,6 +162,7 @@ class _Chunk:
         views = torch.split(self.flat, sizes)
         self.parts = [view.view(part.shape) for view, part in zip(views, spec.parts, strict=True)]
         self._sizes = sizes
+        self._sum: torch.Tensor | None = None
         # Groups without a part in this chunk are left out, so the optimizer's own list is shorter.
         self._numbers = sorted({part.group for part in spec.parts})
         make: Any = kind  # every class of torch.optim has defaults for the rest
@@ -178,6 +179,12 @@ class _Chunk:
                 for number in self._numbers
             ]
         )
+
+    def sum_memory(self) -> torch.Tensor:
+        """Where gradients are added."""
+        if self._sum is None:
+            self._sum = torch.empty_like(self.flat)
+        return self._sum
 
     def update(self, grad: torch.Tensor, unused: Sequence[int], settings: Mapping[int, Settings]) -> None:
         for number, group in zip(self._numbers, self.optimizer.param_groups, strict=True):
