@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shoal.cluster import leases
 from shoal.cluster.coordinator_actions import Remember, TellWatchers
 from shoal.cluster.leases import Holder, LeaseConfig
@@ -67,6 +69,8 @@ class LeaseDesk:
                 )
             ]
         by = Holder(ask.rank, ask.incarnation)
+        if ask.is_last or (self._asked is not None and self._asked.is_last):
+            return self._end(client, ask)
         self._questions[by] = _Question(client, now, now + ask.timeout_s)
         acted = self._table.handle(leases.Asked(by, tuple(ask.finished), now))
         self._num_since_snapshot += 1
@@ -80,6 +84,16 @@ class LeaseDesk:
         if ask.finished and self.counts is not None:
             told = [TellWatchers(self.counts)]
         return [*remember, *self._answers(acted), *told]
+
+    def _end(self, client: int, ask: AskLease) -> list[Answer | Remember | TellWatchers]:
+        """The call ends early, by a wish that all have agreed on: whoever waits, waits for nothing."""
+        assert self._asked is not None
+        assert self._table is not None
+        self._asked = msgspec.structs.replace(self._asked, is_last=True)
+        waiting, self._questions = self._questions, {}
+        no_more = NoMoreLeases(self._table.done_below)
+        clients = [*(question.client for question in waiting.values()), client]
+        return [Remember(ask), *(Answer(each, no_more) for each in clients if each)]
 
     def replaced(self, rank: int, incarnation: int, now: float) -> list[Answer]:
         """Incarnations of this rank below `incarnation` are gone: what they held goes back."""

@@ -52,6 +52,7 @@ class ServerSession:
         first_epoch: int = 0,
         done: Sequence[int] = (),
         timeout_s: float | None = None,
+        is_last: bool = False,
     ) -> Leases | NoMoreLeases:
         """Tell which leases are finished (all their pushes acknowledged), and get all that this worker holds now.
 
@@ -59,7 +60,7 @@ class ServerSession:
 
         Waits at the end of an epoch, until others' leases are done or come back.
         `first_epoch` and `done` (leases of that epoch) are where a checkpoint begins; the first worker
-        to ask decides them for the call. `timeout_s` is step_timeout_s unless given. Raises WaitTimedOut, naming
+        to ask decides them for the call. `is_last` ends the call for all. `timeout_s` is step_timeout_s unless given. Raises WaitTimedOut, naming
         who holds what is left.
         """
         job = self._job
@@ -76,8 +77,10 @@ class ServerSession:
             timeout_s=job.step_timeout_s if timeout_s is None else timeout_s,
             first_epoch=first_epoch,
             done=list(done),
+            is_last=is_last,
         )
-        answer = self._client("leases").request(question, None)
+        # Another thread may be waiting on the line for leases.
+        answer = self._client("last lease" if is_last else "leases").request(question, None)
         if isinstance(answer, LeaseRefused):
             raise ClusterError(
                 f"the coordinator refused rank {job.rank} a lease: {answer.reason}. Nothing was changed by it."

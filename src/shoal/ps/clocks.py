@@ -31,6 +31,7 @@ class Clocks:
         self._heard: dict[int, tuple[int, dict[int, int]]] = {}
         self._wishes: dict[int, int] = {}
         self._sticky = 0
+        self._call = 0
 
     def expect(self, num_workers: int) -> None:
         """So many ranks there are; those that were not heard of yet stand at 0."""
@@ -47,8 +48,11 @@ class Clocks:
             while len(counted) > MAX_STREAMS:
                 del counted[next(iter(counted))]
 
-    def wish(self, rank: int, vector: Vector) -> None:
-        """What the rank would like, in its vector: stop, checkpoint, leave."""
+    def wish(self, rank: int, vector: Vector, *, call: int = 0) -> None:
+        """What the rank would like, in its vector: stop, checkpoint, leave. What was wished in an earlier call is over."""
+        if call > self._call:
+            self._call, self._sticky = call, 0
+            self._wishes.clear()
         bits = sum(
             bit for bit, value in zip((STOP, CHECKPOINT, LEAVE), vector[1:4], strict=False) if value > 0
         )

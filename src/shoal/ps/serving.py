@@ -170,7 +170,8 @@ class Serving(Waiting):
         staged = self.staging.take(request.peer, message)
         if message.rank < state.num_workers:
             state.clocks.finished(message.rank, message.stream, message.seq)
-            state.clocks.wish(message.rank, vector)
+            call = message.stream >> 32 & 0x3FFF_FFFF  # streams of low-level clients have a bit above it
+            state.clocks.wish(message.rank, vector, call=call)
         new = state.marks.missing(message.stream, message.seq) & self.mine
         note = bytes(request.frames[1])
         actions: list[Action] = []

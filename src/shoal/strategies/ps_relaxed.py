@@ -83,6 +83,15 @@ class PsRelaxed(Ps):
         self._naming, self._batch_size = naming, batch_size
 
     @property
+    def is_laid_out(self) -> bool:
+        """Whether the model is on the servers."""
+        return self._model is not None
+
+    def lay_out(self, batch: Slice) -> None:
+        """Put it there, as a forward of this batch needs it."""
+        self._lay_out(batch)
+
+    @property
     def session(self):  # type: ignore[no-untyped-def]
         """The lines to the coordinator."""
         return self._served.session

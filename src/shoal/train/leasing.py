@@ -104,6 +104,7 @@ class Leasing:
 
     def slices(self, epoch: int) -> Iterator[Slice]:
         """Whole batches of an epoch, as long as there are leases of it; the strategy is told of the next one at hand."""
+        self._lay_out(epoch)
         flow = self._flow(epoch)
         part = self._draw(flow)
         while part is not None:
@@ -112,6 +113,13 @@ class Leasing:
                 self._strategy.coming(coming)
             yield part
             part = self._draw(flow) if coming is None else coming if isinstance(coming, Slice) else None
+
+    def _lay_out(self, epoch: int) -> None:
+        """All workers put the model on the servers together, those too for whom there will be no lease."""
+        if not self._strategy.is_laid_out:
+            whole = self._batches.slices(epoch=epoch, start=0, rank=0, num_workers=1)
+            self._strategy.lay_out(next(whole))
+            getattr(whole, "close", lambda: None)()
 
     def _draw(self, flow: Iterator[Slice | None]) -> Slice | None:
         """The next batch, waited for; None at the end of the epoch. Nothing of this worker's may be in training."""
@@ -157,18 +165,36 @@ class Leasing:
         position.next_index = part.start + part.num_global
         return num_new
 
-    def epoch_is_over(self, position: Position) -> None:
-        """All workers are through with the epoch: count what the others did of it."""
-        newest = max(int(each) for each in self._strategy.gather(torch.tensor([self._strategy.updates])))
-        self._strategy.updates = newest
+    def end(self) -> None:
+        """This worker goes no further, and nobody shall wait for what it holds: whoever waits is told that it is over."""
+        if not self._is_over:
+            self._is_over = True
+            finished, self._finished = self._finished, []
+            self._strategy.session.ask_lease(finished=finished, is_last=True, **self._asked)
+
+    def epoch_is_over(self, position: Position, *, over: bool) -> bool:
+        """No worker goes on with the epoch: all agree where it ended, and whether the fit is over with it."""
+        mine = [self._strategy.updates, int(over), self._naming.done_below]
+        told = torch.stack(self._strategy.gather(torch.tensor(mine)))
+        newest, is_over, done_below = told.max(0).values.tolist()
+        self._strategy.updates, self._naming.done_below = newest, done_below
+        num_samples = self._asked["num_samples"]
+        num_done = self._steps_before + newest - self._updates_before - self._first_step
+        if is_over and num_done < (position.epoch + 1 - self._first_epoch) * self._num_batches:
+            # Halfway: the next fit hands out again what is not known to be done.
+            within = done_below - (position.epoch - self._first_epoch) * self._naming.num_leases
+            position.step = self._first_step + num_done
+            position.samples = self._samples_before + (newest - self._updates_before) * self._size
+            position.next_index = min(max(within, 0) * self._naming.samples_per_lease, num_samples - 1)
+            return True
         # Counted by the data where that can be: a push that was sent again while a server was lost may count twice here.
         if self._began_whole:
             position.step = self._first_step + (position.epoch + 1 - self._first_epoch) * self._num_batches
         else:
             position.step = max(position.step, self._steps_before + newest - self._updates_before)
-        num_samples = self._asked["num_samples"]
         position.samples = self._samples_before + (position.epoch + 1 - self._epoch_before) * num_samples
         position.next_index = num_samples
+        return bool(is_over)
 
     def share_statistics(self) -> None:
         """Have the workers' running statistics averaged: each has seen other batches."""

@@ -149,8 +149,8 @@ class FitLoop:
 
     def _finish_epoch(self) -> None:
         failpoint("worker: epoch ended")
-        if self._leasing is not None and not self._over:
-            self._leasing.epoch_is_over(self._position)
+        if self._leasing is not None:
+            self._over = self._leasing.epoch_is_over(self._position, over=self._over)
         # Stopped halfway, the position stays where it is: the next fit, or a resumed job, goes on from there.
         ended = self._over or self._reached_the_end()
         left = self._batches.num_steps(self._num_workers, start=self._position.next_index)
@@ -186,9 +186,11 @@ class FitLoop:
         if verdict.checkpoint:
             path = trainer.save_checkpoint()
             self._each(lambda callback: callback.on_checkpoint(trainer, path))
+        self._over = verdict.stop or self._reached_the_end()
+        if self._leasing is not None and (self._over or verdict.leave):
+            self._leasing.end()
         if verdict.leave:
             self._leave()
-        self._over = verdict.stop or self._reached_the_end()
 
     def _count(self, part: Slice, contributed: LossSum, verdict: Verdict) -> None:
         position, trainer = self._position, self._trainer

@@ -158,6 +158,7 @@ class AskLease(Message, frozen=True, tag="ask-lease"):
     timeout_s: Seconds
     first_epoch: Count = 0
     done: list[Count] = msgspec.field(default_factory=list)  # leases of that epoch
+    is_last: bool = False  # the call ends early: nobody is given any more of it
 
 
 class Leases(Message, frozen=True, tag="leases"):
