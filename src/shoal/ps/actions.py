@@ -23,6 +23,8 @@ class Reply:
     ticket: int
     message: Message
     frames: Sequence[Frame] = ()
+    fds: Sequence[int] = ()
+    """Descriptors that go with it; they stay open here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ from shoal.wire.ps_messages import (
     WriteRows,
 )
 from shoal.wire.replication_messages import CopySlot, Replicate, Replicated, SlotsFilled
+from shoal.wire.sharing_messages import AskDense, DenseAt
 
 MAX_EARLY = 4096
 """Requests of views to come that are kept until the view is here; beyond it they are answered ViewOver."""
@@ -242,6 +243,8 @@ class ServerCore(Serving):
                 return self._post(request, message)
             case AskNote() as message:
                 return self._ask_note(request, message)
+            case AskDense():
+                return [self._dense_at(request)]
             case Hello(name, incarnation):
                 return self._hello(request, name, incarnation)
             case DeclareTable(table):
@@ -261,6 +264,12 @@ class ServerCore(Serving):
             ):
                 return self._whole(request)
         raise Refusal(f"a server is not asked {type(request.message).__name__}")
+
+    def _dense_at(self, request: Request) -> Reply:
+        dense = self.state.contents.dense
+        places = [(number, *dense.place(number)) for number in self.state.contents.chunks_of(self.mine)]
+        message = DenseAt(places, dense.memory.sizes)
+        return Reply(request.peer, request.ticket, message, (), dense.memory.descriptors)
 
     def _is_held(self, request: Request) -> bool:
         held = self._holder is not None and self._holder != request.peer

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from shoal.core.errors import ConfigError
+from shoal.ps.dense_memory import DenseMemory
 from shoal.ps.dense_plan import num_elements, optimizer_class, torch_dtype
 from shoal.wire.ps_messages import ChunkSpec, Settings
 
@@ -34,6 +35,7 @@ class DenseStore:
 
     def __init__(self) -> None:
         self._chunks: dict[int, _Chunk] = {}
+        self.memory = DenseMemory()
 
     def declare(self, chunks: Sequence[ChunkSpec], optimizer: str, groups: Sequence[Settings]) -> None:
         """Begin to keep these chunks, as zeros, besides those that are kept already."""
@@ -46,11 +48,17 @@ class DenseStore:
                     "It was not declared."
                 )
             if spec.number not in self._chunks:
-                self._chunks[spec.number] = _Chunk(spec, kind, list(groups))
+                self._chunks[spec.number] = _Chunk(spec, kind, list(groups), self.memory)
 
     def drop(self, chunk: int) -> None:
         """Forget a chunk and its state."""
-        self._chunks.pop(chunk, None)
+        dropped = self._chunks.pop(chunk, None)
+        if dropped is not None:
+            self.memory.free(dropped.place, dropped.flat.numel(), dropped.flat.dtype)
+
+    def place(self, chunk: int) -> tuple[int, int]:
+        """Where its elements are, for as long as it is kept: (memory, offset)."""
+        return self._chunks[chunk].place
 
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._chunks
@@ -123,7 +131,7 @@ class DenseStore:
                 )
             state.setdefault(part, {})[key] = as_flat(given, torch_dtype(dtype)).reshape(shape).clone()
         flat = self._as_tensor(chunk, elements)
-        renewed = _Chunk(spec, kept.kind, kept.groups)
+        renewed = _Chunk(spec, kept.kind, kept.groups, (kept.flat, kept.place))
         renewed.flat.copy_(flat)
         renewed.take_settings(kept)
         renewed.set_state(state)
@@ -154,11 +162,18 @@ class _Chunk:
     """Elements in one piece, parts as views of it, and an optimizer over them."""
 
     def __init__(
-        self, spec: ChunkSpec, kind: type[torch.optim.Optimizer], groups: Sequence[Settings]
+        self,
+        spec: ChunkSpec,
+        kind: type[torch.optim.Optimizer],
+        groups: Sequence[Settings],
+        memory: DenseMemory | tuple[torch.Tensor, tuple[int, int]],
     ) -> None:
+        """In new memory, or in that of the chunk it stands for from now on."""
         self.spec, self.kind, self.groups = spec, kind, groups
         sizes = [num_elements(part) for part in spec.parts]
-        self.flat = torch.zeros(sum(sizes), dtype=torch_dtype(spec.dtype))
+        self.flat, self.place = (
+            memory.alloc(sum(sizes), torch_dtype(spec.dtype)) if isinstance(memory, DenseMemory) else memory
+        )
         views = torch.split(self.flat, sizes)
         self.parts = [view.view(part.shape) for view, part in zip(views, spec.parts, strict=True)]
         self._sizes = sizes

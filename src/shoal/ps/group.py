@@ -9,6 +9,7 @@ nothing but sending again what was not acknowledged.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -17,10 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.errors import LinkLost, ServerRefused, WaitTimedOut
+from shoal.wire import memfd
 from shoal.wire.arena import Buffer
 from shoal.wire.message import Message
 from shoal.wire.ps_messages import Declared, Hello, PsRefused, ServerView, ViewOver
 from shoal.wire.shared import Link
+from shoal.wire.sharing_messages import AskDense, DenseAt
 
 BEHIND_S = 0.005
 """How long a server that has not heard of the newest view is given, before it is asked again."""
@@ -66,6 +69,9 @@ class Group:
         self._ways_in, self._ask_view, self.timeout_s = tuple(ways_in), ask_view, timeout_s
         self._links: dict[int, tuple[int, Link]] = {}  # server -> its incarnation, and the connection
         self._declared: list[Message] = []
+        self._dense: dict[
+            int, tuple[int, dict[int, memoryview]]
+        ] = {}  # server -> view, and chunks where they lie
         self.view = 0
         self.servers: tuple[int, ...] = ()
         """Those that are primary of something, in order."""
@@ -190,6 +196,26 @@ class Group:
         except LinkLost:
             self._drop(server)
             raise
+
+    def chunk_at(self, server: int, chunk: int) -> memoryview:
+        """A chunk of dense parameters where the server has it; what it holds is for the protocol to say."""
+        known = self._dense.get(server)
+        if known is None or known[0] != self.view:
+            known = self._dense[server] = (self.view, self._map_dense(server))
+        return known[1][chunk]
+
+    def _map_dense(self, server: int) -> dict[int, memoryview]:
+        answer, _ = self.wait(server, self.send(server, AskDense(self.view)))
+        assert isinstance(answer, DenseAt)
+        fds = self.link(server).take_fds(len(answer.memories))
+        try:
+            memories = [
+                memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ))
+                for fd, size in zip(fds, answer.memories, strict=True)
+            ]
+        finally:
+            memfd.close(fds)
+        return {chunk: memories[memory][offset:] for chunk, memory, offset in answer.places}
 
     @property
     def bytes_shared(self) -> int:

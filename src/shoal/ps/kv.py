@@ -74,7 +74,7 @@ class Kv:
         self._tables: dict[str, TableSpec] = {}
         self._lock = threading.RLock()
         self._is_closed = False
-        self.session: ServerSession | None = None
+        self._lines: ServerSession | None = None
         group.declare(mode)
         self._counted = self._last_counted() if job.incarnation else 0
 
@@ -207,8 +207,8 @@ class Kv:
     def _leave(self) -> None:
         self._is_closed = True
         self._group.close()
-        if self.session is not None:
-            self.session.close()
+        if self._lines is not None:
+            self._lines.close()
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -306,5 +306,5 @@ def connect() -> Kv:
         group.close()
         lines.close()
         raise
-    kv.session = lines
+    kv._lines = lines
     return kv

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from shoal.core.errors import ClusterError, LinkLost, PsError
+from shoal.core.errors import ArenaFull, LinkLost, PsError
 from shoal.ps.group import Group, ViewChanged
 from shoal.ps.kv_requests import Request
 
@@ -119,8 +119,11 @@ class Line:
                 self._flush()
         except (LinkLost, ViewChanged):
             self.sent_in, self._is_behind = 0, True
-        except ClusterError:  # no memory for it: it was not asked
+        except ArenaFull:  # it was not asked
             self._sent.pop()
+            raise
+        except BaseException:
+            self.sent_in = 0  # who knows how much of it has left
             raise
         finally:
             request.keep()

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from shoal.core.errors import ConfigError
+from shoal.core.seeds import mix
 from shoal.nn.kernels import sum_back, unique
 from shoal.nn.rules import rule_named
 from shoal.ps.kernels import first_wrong_key
@@ -52,9 +53,9 @@ def spec_of(
             raise _wrong(name, f"{what} must be one of {', '.join(known)}, got {given!r}")
     if not np.isfinite(scale) or scale < 0:
         raise _wrong(name, f"scale must be a finite number of at least 0, got {scale!r}")
+    number = FIRST_NUMBER + int.from_bytes(hashlib.blake2b(name.encode(), digest_size=5).digest(), "little")
     return TableSpec(
-        number=FIRST_NUMBER
-        + int.from_bytes(hashlib.blake2b(name.encode(), digest_size=5).digest(), "little"),
+        number=number,
         name=name,
         dim=dim,
         dtype=dtype,
@@ -63,7 +64,7 @@ def spec_of(
         num_rows=num_rows,
         init=init,
         scale=float(scale),
-        seed=seed,
+        seed=mix(seed, number),  # tables of one seed have different rows
     )
 
 

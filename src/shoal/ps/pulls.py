@@ -140,6 +140,45 @@ class DensePull:
         self._held = []
 
 
+class DenseLook:
+    """Chunks of dense parameters where the servers have them, each (number, slot, bytes): to be copied at once.
+
+    For exact steps: a server cannot update before this worker has ended its
+    next step, so what is read is of one version. Nothing is copied by the
+    servers, who would do it for one worker after the other.
+    """
+
+    def __init__(self, chunks: Sequence[tuple[int, int, int]], *, clock: int) -> None:
+        self._chunks, self.clock = chunks, clock
+        self.sent_in = 0
+        self.staleness = 0
+        self.updates = 0
+        self.arrived: dict[int, memoryview] = {}
+        """Bytes by chunk, once received."""
+        self._asked: dict[int, int] = {}
+
+    def send(self, group: Group) -> None:
+        """Ask every server to say when it has come so far."""
+        servers = sorted({group.owner(slot) for _, slot, _ in self._chunks})
+        message = PullDense(group.view, self.clock, [])
+        self._asked = {server: group.send(server, message) for server in servers}
+
+    def receive(self, group: Group) -> None:
+        """Wait for it."""
+        for server, ticket in self._asked.items():
+            answer, _ = group.wait(server, ticket)
+            assert isinstance(answer, Pulled)
+            self.updates = max(self.updates, answer.updates)
+        self.arrived = {
+            number: group.chunk_at(group.owner(slot), number)[:nbytes]
+            for number, slot, nbytes in self._chunks
+        }
+
+    def release(self) -> None:
+        """Nothing was borrowed."""
+        self.arrived = {}
+
+
 def split(table: int, keys: NDArray[np.int64], group: Group) -> list[tuple[int, NDArray[np.int64]]]:
     """(server, places of its keys among `keys`, increasing) for every server that holds any."""
     order, bounds = partition(keys, group.owner_of_slot, table)

@@ -193,8 +193,8 @@ class ServerLoop:
         self._is_at_it = True
         while self._due:
             match action := self._due.popleft():
-                case Reply(peer, ticket, message, frames):
-                    self._listener.reply(peer, ticket, message, frames)
+                case Reply(peer, ticket, message, frames, fds):
+                    self._listener.reply(peer, ticket, message, frames, fds)
                 case Send():
                     self._links.send(action)
                 case Tell(message):

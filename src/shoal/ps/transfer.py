@@ -70,6 +70,14 @@ def read_rows(
         )
 
 
+def read_table(group: Group, table: TableSpec) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int]:
+    """(keys, values, state, step of the rule) of all slots, by increasing key."""
+    parts = list(read_rows(group, table))
+    keys, values, state = (np.concatenate([part[column] for part in parts]) for column in range(3))
+    order = np.argsort(keys)
+    return keys[order], values[order], state[order], max(part[3] for part in parts)
+
+
 class _Writing:
     """Rows on their way to whoever holds them."""
 

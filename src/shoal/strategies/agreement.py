@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ModelsDiffer
+from shoal.strategies.hashed_rows import hash_embeddings, plain_tensors
 
 
 def refuse_different_models(model: nn.Module, gather: Callable[[Tensor], list[Tensor]]) -> None:
@@ -16,8 +17,11 @@ def refuse_different_models(model: nn.Module, gather: Callable[[Tensor], list[Te
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     mine = {
         name: f"{tuple(t.shape)} {t.dtype}" + (", frozen" if name in frozen else "")
-        for name, t in model.state_dict().items()
-        if isinstance(t, torch.Tensor)
+        for name, t in plain_tensors(model).items()
+    }
+    mine |= {
+        name: f"rows of {hashed.extra_repr()} in {hashed.dtype}"
+        for name, hashed in hash_embeddings(model).items()
     }
     raw = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
     described = [json.loads(bytes(part.tolist())) for part in gather(raw)]

@@ -15,13 +15,14 @@ from torch import nn
 from shoal.collectives.gather import gather_any, sum_in_rank_order
 from shoal.collectives.gradients import GradientExchange
 from shoal.collectives.native import Native
-from shoal.core.errors import PeerLost
+from shoal.core.errors import ConfigError, PeerLost
 from shoal.core.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.strategies.agreement import refuse_different_models
 from shoal.strategies.buffers import ChangingBuffers
 from shoal.strategies.compute import Compute
+from shoal.strategies.hashed_rows import hash_embeddings, layer_of, plain_tensors
 from shoal.strategies.heritage import Part
 from shoal.strategies.optimizer_state import optimizer_settings
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
@@ -49,6 +50,8 @@ class Ddp:
     def prepare(self, job: TrainJob) -> None:
         """Check that all ranks built the same model, give everybody rank 0's weights, lay out the buckets."""
         self._job = job
+        if job.build_optimizer is not None:
+            self._refuse_rows(job.model)
         job.model.to(job.device)
         waiting = self._together.waiting_part(job.number)
         done = waiting.plain["prepared_at"] if waiting is not None else None
@@ -67,6 +70,15 @@ class Ddp:
         if not is_past:
             self._together.exchange(self._broadcast)
             self._prepared_at = self._together.num_finished
+
+    def _refuse_rows(self, model: nn.Module) -> None:
+        """Rows that are no parameters are in no bucket: every worker would train its own."""
+        for name in hash_embeddings(model):
+            raise ConfigError(
+                f"the rows of the HashEmbedding '{layer_of(name)}' cannot be trained with 'ddp': they are no parameters, so "
+                "nothing sums their gradients over the workers, and each would train rows of its own. Nothing was "
+                "trained; run the script with --strategy ps, which keeps the rows on servers, or in one process."
+            )
 
     def _make_exchange(self, model: nn.Module) -> GradientExchange | None:
         """Of all that is trained; None where that is not known yet."""
@@ -147,7 +159,8 @@ class Ddp:
 
     def give(self) -> Part:
         """Weights, optimizer and buffers as of the last commit."""
-        tensors = {piece.name: piece.tensor for piece in self.state()}
+        # Not `self.state()`: rows that are on servers stay there.
+        tensors = {piece.name: piece.tensor for piece in state_pieces(self._job.model, self.optimizer)}
         tensors |= {
             MODEL + name: buffer for name, buffer in self._buffers_before.items() if MODEL + name in tensors
         }
@@ -241,9 +254,8 @@ class Ddp:
 
     def _broadcast(self, native: Native) -> None:
         with torch.no_grad():
-            for tensor in self._job.model.state_dict().values():
-                if isinstance(tensor, torch.Tensor):
-                    native.broadcast(tensor)
+            for tensor in plain_tensors(self._job.model).values():
+                native.broadcast(tensor)
 
 
 def sparse_parameters(model: nn.Module) -> frozenset[str]:

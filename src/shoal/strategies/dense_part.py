@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.cluster.slot_map import NUM_SLOTS, evenest_seed, place
+from shoal.ps.dense import as_flat
 from shoal.ps.dense_plan import plan_chunks
 from shoal.ps.group import Group
-from shoal.ps.pulls import DensePull
+from shoal.ps.pulls import DenseLook, DensePull
 from shoal.ps.step import Step
 from shoal.wire.ps_messages import ChunkSpec
 
@@ -50,8 +51,10 @@ class DensePart:
         num_servers: int,
         num_copies: int,
         first_chunk: int,
+        is_exact: bool,
     ) -> None:
-        """`named`: name, parameter and its group in the optimizer."""
+        """`named`: name, parameter and its group in the optimizer. In exact steps weights are read where they lie."""
+        self._is_exact = is_exact
         described = [(name, tuple(p.shape), _name(p.dtype), group) for name, p, group in named]
         specs = plan_chunks(
             described, optimizer=optimizer, slots_by_server=slots_at_launch(num_servers, num_copies)
@@ -129,16 +132,17 @@ class DensePart:
 
     # ---- pulling --------------------------------------------------------------------------------
 
-    def pull(self, clock: int) -> DensePull:
+    def pull(self, clock: int) -> DensePull | DenseLook:
         """All chunks, as an operation to start and finish."""
-        return DensePull([(c.spec.number, c.spec.slot, c.nbytes) for c in self._chunks], clock=clock)
+        chunks = [(c.spec.number, c.spec.slot, c.nbytes) for c in self._chunks]
+        return DenseLook(chunks, clock=clock) if self._is_exact else DensePull(chunks, clock=clock)
 
     @torch.no_grad()
-    def take(self, pull: DensePull) -> None:
+    def take(self, pull: DensePull | DenseLook) -> None:
         """Copy what was pulled into the parameters."""
         self.newest = max(self.newest, pull.updates)
         for chunk in self._chunks:
-            flat = torch.frombuffer(pull.arrived[chunk.spec.number], dtype=chunk.dtype)
+            flat = as_flat(pull.arrived[chunk.spec.number], chunk.dtype)
             for parameter, offset, at, numel in chunk.views:
                 target = parameter.detach().view(-1) if parameter.is_contiguous() else None
                 if target is not None:

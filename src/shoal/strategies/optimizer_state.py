@@ -8,7 +8,7 @@ writes no file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,15 +68,17 @@ def load_optimizer(
     settings: dict[str, Any],
     *,
     path: str = "",
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Give an optimizer, built afresh on `model`, the state that was saved. Refuses before it changes anything.
 
+    Saved state under the names in `elsewhere` is somebody else's to load.
     A scheduler must be built before: building one sets the learning rate.
     """
     names = _names(model, optimizer)
     _check(optimizer, names, settings, path)
     parameters = {name: parameter for parameter, name in names.items()}
-    state = _read(pieces, parameters, path)
+    state = _read(pieces, parameters, path, elsewhere)
     for name, numbers in settings["numbers"].items():
         state.setdefault(name, {}).update({key: from_plain(value) for key, value in numbers.items()})
 
@@ -157,12 +159,14 @@ def _check(
 
 
 def _read(
-    pieces: Mapping[str, Tensor], parameters: dict[str, Tensor], path: str
+    pieces: Mapping[str, Tensor], parameters: dict[str, Tensor], path: str, elsewhere: Collection[str]
 ) -> dict[str, dict[str, Any]]:
     state: dict[str, dict[str, Any]] = {}
     for piece in pieces:
         if piece.startswith(PREFIX):
             name, _, key = piece.removeprefix(PREFIX).rpartition("/")
+            if name in elsewhere:
+                continue
             if name not in parameters:
                 raise OptimizerMismatch(
                     path=path, problem=f"it has state for {name}, which the script's optimizer does not train"

@@ -25,11 +25,12 @@ from shoal.core.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree, leaves
 from shoal.ps.dense_plan import check_optimizer
-from shoal.ps.pulls import DensePull
+from shoal.ps.pulls import DenseLook, DensePull
 from shoal.ps.step import Decision, Step
 from shoal.strategies import takeover
 from shoal.strategies.agreement import refuse_different_models
 from shoal.strategies.compute import Compute, place
+from shoal.strategies.hashed_rows import plain_tensors
 from shoal.strategies.heritage import Part
 from shoal.strategies.optimizer_state import load_settings
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
@@ -139,6 +140,8 @@ class Ps:
         """Have the weights of the last commit, and keep the buffers as they are: forward writes into them."""
         self._lay_out(None)  # a loop of the script's own: nobody has shown us a batch
         self._refresh()
+        for module in self._model.rows if self._model is not None else ():
+            module.clock, module.is_training = self._weights_at, True
         self._travelling.look()
 
     def adopt(self, batch: Slice) -> None:
@@ -146,8 +149,13 @@ class Ps:
         self._num_global, self._share = batch.num_global, batch.num_local / batch.num_global
         if self._served.next_is_known:
             self._travelling.restore()
+            for module in self._model.rows if self._model is not None else ():
+                module.forget()
             return
         self._begin()
+        assert self._model is not None
+        for module in self._model.rows:
+            module.scale(self._share)
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad * self._share if self._share else None
@@ -236,7 +244,7 @@ class Ps:
         step.end(end, self._vector, self._served.note())
         return step
 
-    def _pull_ahead(self, clock: int) -> DensePull:
+    def _pull_ahead(self, clock: int) -> DensePull | DenseLook:
         assert self._model is not None
         pull = self._model.dense.pull(clock)
         self._served.group.start(pull)
@@ -333,6 +341,7 @@ class Ps:
             self._bring_home()
             yield from self._model.model_pieces()
             yield from self._model.optimizer_pieces()
+            yield from self._model.hashed_pieces()
 
     def load(self, pieces: PieceReader) -> None:
         """Take over weights and optimizer state: here now, on the servers when the model is put there."""
@@ -404,7 +413,7 @@ class Ps:
         """Before the model is on the servers: everybody has rank 0's weights."""
         if self._weights_at == -2:
             return
-        tensors = [t for t in self._job.model.state_dict().values() if isinstance(t, Tensor)]
+        tensors = list(plain_tensors(self._job.model).values())
         mine = b"".join(raw_bytes(tensor) for tensor in tensors) if self._rank == 0 else b""
         raw, at = self._served.exchange(mine)[0], 0
         with torch.no_grad():

@@ -47,6 +47,9 @@ class PsHybrid(Ddp):
         self.staleness: Counter[int] = Counter()
         """How many pulls were how far ahead of the slowest worker."""
 
+    def _refuse_rows(self, model: nn.Module) -> None:
+        """They are on the servers."""
+
     def _make_exchange(self, model: nn.Module) -> GradientExchange | None:
         return None  # which parameters are rows, the first batch shows
 
@@ -87,6 +90,7 @@ class PsHybrid(Ddp):
         if self._rows is not None and self._rank == 0:
             self._rows.bring_home(0)
             yield from self._rows.optimizer_pieces()
+            yield from self._rows.hashed_pieces()
         yield from super().state()
 
     def load(self, pieces: PieceReader) -> None:

@@ -21,7 +21,7 @@ from shoal.cluster import session
 from shoal.core.failpoints import failpoint
 from shoal.core.job import Job
 from shoal.data.slice import Slice
-from shoal.ps.pulls import DensePull
+from shoal.ps.pulls import DenseLook, DensePull
 from shoal.ps.step import Step
 from shoal.ps.transfer import read_marks, write_marks
 from shoal.strategies.heritage import Part
@@ -70,8 +70,8 @@ class PsRelaxed(Ps):
         self._clock = 0  # steps this worker has finished
         self._naming: Naming | None = None
         self._batch_size = 1
-        self._ahead: DensePull | None = None
-        self._unused: list[DensePull] = []  # the servers may still write into their memory
+        self._ahead: DensePull | DenseLook | None = None
+        self._unused: list[DensePull | DenseLook] = []  # the servers may still write into their memory
         self.staleness: Counter[int] = Counter()
         """How many pulls were how far ahead of the slowest worker."""
 

@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shoal.nn import HashEmbedding
+from shoal.nn.local_rows import LocalRows
 from shoal.nn.row_source import merged, uniques_of
 from shoal.nn.rows import embedding_bag_forward, embedding_forward
 from shoal.ps.group import Group
 from shoal.ps.pulls import RowsPull
+from shoal.ps.transfer import read_table
 from shoal.strategies.takeover import Taken
 from shoal.wire.ps_messages import TableSpec
 
@@ -25,6 +27,7 @@ class RowModule:
     """One taken-over module: pulls rows for its forward and keeps their gradients for the step.
 
     `clock` and `is_training` are set by the strategy before the model runs.
+    Outside of training what is pulled is a copy, and gradients are nobody's.
     """
 
     def __init__(self, taken: Taken, number: int, group: Group, *, dtype: torch.dtype, seed: int) -> None:
@@ -99,14 +102,28 @@ class RowModule:
             self._group.start(pull)
         self._group.finish(pull)
         self.newest = max(self.newest, pull.updates)
-        if self.is_training:
-            self.staleness.append(pull.staleness)
+        if not self.is_training or not torch.is_grad_enabled():  # there may be no step that would release it
+            rows = torch.from_numpy(pull.rows).clone()
+            pull.release()
+            return rows
+        self.staleness.append(pull.staleness)
         self._pulls.append(pull)
         return torch.from_numpy(pull.rows)
 
     def push(self, keys: NDArray[np.int64], gradients: NDArray[Any]) -> None:
         """The gradients of rows that were pulled; kept for the step."""
-        self._gradients.append((keys, gradients))
+        if self.is_training:
+            self._gradients.append((keys, gradients))
+
+    def everything(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """All rows that the servers hold, by increasing key."""
+        return read_table(self._group, self.spec)[:2]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
+        """What a copy of the model gets: the rows as they are now."""
+        copied = LocalRows(self.spec)
+        copied.replace(*self.everything(), None, 0)
+        return copied
 
     # ---- what the strategy asks -----------------------------------------------------------------
 
@@ -124,6 +141,10 @@ class RowModule:
         gradients, self._gradients = self._gradients, []
         return merged(gradients) if gradients else None
 
+    def scale(self, share: float) -> None:
+        """Weight what backward left; nothing is left where this worker has no share."""
+        self._gradients = [(keys, values * share) for keys, values in self._gradients] if share else []
+
     def release(self) -> None:
         """The step is over: nobody reads its rows any more."""
         for pull in self._pulls:
@@ -136,4 +157,4 @@ class RowModule:
         self.release()
 
     def _new_pull(self, keys: NDArray[np.int64], clock: int) -> RowsPull:
-        return RowsPull(self.spec.number, keys, self.dim, self.np_dtype, clock=clock, create=self.is_training)
+        return RowsPull(self.spec.number, keys, self.dim, self.np_dtype, clock=clock, create=False)

@@ -13,14 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.core import strategy_names
 from shoal.core.job import Job
 from shoal.data.tree import Tree
 from shoal.nn import HashEmbedding
+from shoal.nn.local_rows import LocalRows
+from shoal.nn.row_table import RowTable
 from shoal.ps.group import Group
 from shoal.ps.pulls import RowsPull
-from shoal.ps.transfer import read_chunk, read_rows, write_chunk, write_rows
+from shoal.ps.transfer import read_chunk, read_rows, read_table, write_chunk, write_rows
 from shoal.strategies import takeover
 from shoal.strategies.dense_part import DensePart, plain_settings
+from shoal.strategies.hashed_rows import STATE_OF_RULE, pieces_of, plain_tensors, saved_state, saved_table
 from shoal.strategies.optimizer_state import PREFIX
 from shoal.strategies.protocol import Piece, PieceReader, TrainJob
 from shoal.strategies.row_module import RowModule
@@ -31,9 +35,6 @@ from shoal.wire.ps_messages import DeclareDense, DeclareTable
 TABLES_PER_MODEL, CHUNKS_PER_MODEL = 1_000, 100_000
 BLOCK_ROWS = 1 << 18
 """Rows that are written or brought home at a time."""
-
-STATE_OF_RULE = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
-"""What torch calls the state that a rule keeps per row."""
 
 
 class ServedModel:
@@ -113,6 +114,7 @@ class ServedModel:
             num_servers=self._launched.num_servers,
             num_copies=self._launched.num_replicas,
             first_chunk=job.number * CHUNKS_PER_MODEL,
+            is_exact=strategy_names.parse(self._launched.strategy).mode == "exact",
         )
 
     def declare(self) -> None:
@@ -129,19 +131,38 @@ class ServedModel:
         """Give the servers what this process's model holds, and the optimizer state of `saved`."""
         for module in self.rows:
             if isinstance(module.module, HashEmbedding):
-                continue  # its rows come to be on first use
+                self._write_hashed(module, saved)
+                continue
             weight = module.module.weight
             assert isinstance(weight, Tensor)
-            state, step = self._saved_rows(module, saved)
-            for first in range(0, len(weight), BLOCK_ROWS):
-                block = slice(first, min(first + BLOCK_ROWS, len(weight)))
-                keys = np.arange(block.start, block.stop, dtype=np.int64)
-                values = weight.detach()[block].cpu().numpy()
-                write_rows(
-                    self._group, module.spec, keys, values, None if state is None else state[block], step
-                )
+            state, step = saved_state(module.taken.name, module.spec.rule, saved)
+            self._write_rows(
+                module, np.arange(len(weight), dtype=np.int64), weight.detach().cpu().numpy(), state, step
+            )
         for spec in self.dense.specs:
             write_chunk(self._group, spec, self.dense.flat(spec), self._saved_chunk(spec, saved))
+
+    def _write_rows(self, module: RowModule, keys: Any, values: Any, state: Any, step: int) -> None:
+        for first in range(0, len(keys), BLOCK_ROWS):
+            block = slice(first, first + BLOCK_ROWS)
+            some = None if state is None else state[block]
+            write_rows(self._group, module.spec, keys[block], values[block], some, step)
+
+    def _write_hashed(self, module: RowModule, saved: PieceReader | None) -> None:
+        assert isinstance(module.module, HashEmbedding)
+        source, name = module.module.source, module.taken.name
+        table = saved_table(name, saved) if saved is not None else None
+        if table is None:
+            if isinstance(source, LocalRows):
+                self._write_rows(module, *source.everything(), None, 0)
+            return
+        state, step = saved_state(name, module.spec.rule, saved)
+        if not isinstance(source, LocalRows):  # rows that the saved table has not are as nobody wrote them
+            others = np.setdiff1d(read_table(self._group, module.spec)[0], table[0], assume_unique=True)
+            values = np.empty((len(others), module.dim), module.np_dtype)
+            RowTable(module.spec).pull(others, values, create=False)
+            self._write_rows(module, others, values, None, step)
+        self._write_rows(module, *table, state, step)
 
     def install(self) -> None:
         """From now on forward looks rows up on the servers."""
@@ -165,9 +186,10 @@ class ServedModel:
 
     @torch.no_grad()
     def bring_home(self, clock: int) -> None:
-        """Put what the servers hold into the model of this process."""
+        """Put what the servers hold into the model of this process, but for rows that have no end."""
         self.dense.refresh(self._group, clock)
         for module in self.rows:
+            module.clock, module.is_training = clock, False
             weight = getattr(module.module, "weight", None)
             if not isinstance(weight, Tensor):
                 continue
@@ -217,14 +239,13 @@ class ServedModel:
         for name, tensor in whole.items():
             yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
-    def _saved_rows(self, module: RowModule, saved: PieceReader | None) -> tuple[Any, int]:
-        keys = STATE_OF_RULE.get(module.spec.rule, ())
-        names = [f"{PREFIX}{module.taken.name}/{key}" for key in keys]
-        if saved is None or saved.optimizer_settings is None or not all(n in saved.tensors for n in names):
-            return None, 0
-        state = torch.cat([saved.tensors[name] for name in names], dim=1).numpy() if names else None
-        step = saved.tensors.get(f"{PREFIX}{module.taken.name}/step")
-        return state, int(step) if step is not None else 0
+    def hashed_pieces(self) -> Iterator[Piece]:
+        """Rows of HashEmbeddings and their optimizer state, read from the servers."""
+        for module in self.rows:
+            if isinstance(module.module, HashEmbedding):
+                yield from pieces_of(
+                    module.taken.name, module.spec.rule, *read_table(self._group, module.spec)
+                )
 
     def _saved_chunk(self, spec: Any, saved: PieceReader | None) -> dict[tuple[int, str], Tensor]:
         if saved is None or saved.optimizer_settings is None:
@@ -245,6 +266,5 @@ class ServedModel:
 
     def model_pieces(self) -> Iterator[Piece]:
         """The model's own tensors; `bring_home` first."""
-        for name, tensor in self._job.model.state_dict().items():
-            if isinstance(tensor, Tensor):
-                yield Piece(MODEL + name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+        for name, tensor in plain_tensors(self._job.model).items():
+            yield Piece(MODEL + name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())

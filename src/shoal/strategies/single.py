@@ -10,6 +10,7 @@ from shoal.data.slice import Slice
 from shoal.data.tree import Tree, concatenate
 from shoal.strategies.buffers import ChangingBuffers
 from shoal.strategies.compute import Compute
+from shoal.strategies.hashed_rows import HashedRows
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.strategies.state import load_state, state_pieces
 from shoal.strategies.statistics import RunningStatistics
@@ -30,6 +31,7 @@ class Single:
     def __init__(self, *, num_slices: int = 1) -> None:
         self._num_slices = num_slices
         self.optimizer: torch.optim.Optimizer | None = None
+        self._rows: HashedRows | None = None
         self.step = 0
         self.timeline: Timeline | None = None
 
@@ -44,6 +46,7 @@ class Single:
         self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
+            self._rows = HashedRows(job.model, self.optimizer)
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute the gradients of the whole batch."""
@@ -75,7 +78,7 @@ class Single:
             count=contributed.count,
             wishes=job.wishes,
         )
-        verdict = update(job, self.optimizer, self._parameters, decide(vector), self._num_global)
+        verdict = update(job, self.optimizer, self._parameters, decide(vector), self._num_global, self._rows)
         if self._kept is not None and not verdict.applied:
             self._statistics.take_back(self._kept)
         self.step += 1

@@ -7,17 +7,18 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from shoal.strategies.hashed_rows import MODEL, hash_embeddings, load_local, local_pieces, plain_tensors
 from shoal.strategies.optimizer_state import load_optimizer, optimizer_pieces
 from shoal.strategies.protocol import Piece, PieceReader
 
-MODEL = "model/"
+__all__ = ["MODEL", "load_state", "state_pieces"]
 
 
 def state_pieces(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Piece]:
-    """Every tensor a fresh process needs to go on."""
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, torch.Tensor):
-            yield Piece(MODEL + name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+    """Every tensor a fresh process needs to go on, but for rows that are on servers."""
+    for name, tensor in plain_tensors(model).items():
+        yield Piece(MODEL + name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+    yield from local_pieces(model)
     if optimizer is not None:
         yield from optimizer_pieces(model, optimizer)
 
@@ -25,8 +26,15 @@ def state_pieces(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> I
 def load_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, pieces: PieceReader) -> None:
     """Write the pieces into model and optimizer, in place."""
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if isinstance(tensor, torch.Tensor):
-                tensor.copy_(pieces.tensors[MODEL + name])
+        for name, tensor in plain_tensors(model).items():
+            tensor.copy_(pieces.tensors[MODEL + name])
+    load_local(model, pieces)
     if optimizer is not None and pieces.optimizer_settings is not None:
-        load_optimizer(model, optimizer, pieces.tensors, pieces.optimizer_settings, path=pieces.path)
+        load_optimizer(
+            model,
+            optimizer,
+            pieces.tensors,
+            pieces.optimizer_settings,
+            path=pieces.path,
+            elsewhere=hash_embeddings(model).keys(),
+        )

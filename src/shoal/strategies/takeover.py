@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.core.errors import ConfigError
 from shoal.data.tree import Tree, leaves
 from shoal.nn import HashEmbedding
 from shoal.nn.rules import rule_of_optimizer
+from shoal.strategies.hashed_rows import cannot_follow
 
 _LOOKUPS = {
     torch.ops.aten.embedding,
@@ -72,13 +72,10 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> Plan:
     taken, dense = [], {}
     for path, module in model.named_modules():
         if isinstance(module, HashEmbedding):
-            rule = row_rule(optimizer, 0)
+            rule, name = row_rule(optimizer, 0), f"{path}.rows" if path else "rows"
             if isinstance(rule, str):
-                raise ConfigError(
-                    f"the rows of the HashEmbedding '{path}' cannot be trained: {rule}. Nothing was trained; give the "
-                    "Trainer one of these."
-                )
-            taken.append(Taken(f"{path}.rows", module, -1, rule))
+                raise cannot_follow(name, rule)
+            taken.append(Taken(name, module, -1, rule))
             continue
         if not isinstance(module, _KINDS):
             continue

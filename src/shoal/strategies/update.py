@@ -1,7 +1,8 @@
 """The end of a commit where a rank holds the whole gradient: correct, clip, decide, update.
 
 The same for one process and for `ddp`: both hold the summed gradient by now,
-divided by the samples of the global batch.
+divided by the samples of the global batch. Rows of HashEmbeddings come with it
+where they are in this process.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from shoal.strategies.hashed_rows import HashedRows
 from shoal.strategies.protocol import TrainJob, Verdict
 
 
@@ -22,6 +24,7 @@ def update(
     parameters: Sequence[nn.Parameter],
     verdict: Verdict,
     num_global: int,
+    rows: HashedRows | None = None,
 ) -> Verdict:
     """Apply the step, or leave it out; the gradients are gone afterwards."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -29,7 +32,7 @@ def update(
         # Backward divided by samples. What the loss really counted travelled with it; mostly it is the same.
         factor = num_global / verdict.count if verdict.count else 0.0
         if job.clip_norm is not None or job.on_nonfinite == "skip":
-            norm = factor * _norm(gradients)
+            norm = factor * _norm(gradients, rows)
             verdict = dataclasses.replace(verdict, grad_norm=norm, applied=math.isfinite(norm))
             if job.clip_norm is not None:
                 factor *= min(1.0, job.clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
@@ -37,15 +40,21 @@ def update(
         if factor != 1.0:
             for gradient in gradients:
                 gradient.mul_(factor)
+        if rows is not None:
+            rows.apply(factor)  # before whatever follows the optimizer by a hook of its own
         optimizer.step()
+    elif rows is not None:
+        rows.drop_gradients()
     for parameter in parameters:
         parameter.grad = None
     return verdict
 
 
-def _norm(gradients: list[Tensor]) -> float:
+def _norm(gradients: list[Tensor], rows: HashedRows | None) -> float:
     dense = [
         gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
         for gradient in gradients
     ]
-    return float(nn.utils.get_total_norm(dense)) if dense else 0.0
+    norm = float(nn.utils.get_total_norm(dense)) if dense else 0.0
+    squares = rows.sum_of_squares() if rows is not None else 0.0
+    return math.sqrt(norm**2 + squares) if squares else norm

@@ -15,6 +15,7 @@ from shoal.wire.group_messages import GROUP_MESSAGES
 from shoal.wire.message import Count, Seconds
 from shoal.wire.message import Message as Message
 from shoal.wire.ps_messages import PS_MESSAGES
+from shoal.wire.sharing_messages import SHARING_MESSAGES
 
 # ---- joining -------------------------------------------------------------------------------------
 
@@ -406,5 +407,6 @@ MESSAGES: tuple[type[Message], ...] = (
     Finished,
     *GROUP_MESSAGES,
     *PS_MESSAGES,
+    *SHARING_MESSAGES,
 )
 """All a decoder accepts. A new message is one class above and one line here."""

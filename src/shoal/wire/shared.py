@@ -41,6 +41,9 @@ class Reply(NamedTuple):
     frames: list[memoryview]
 
 
+MAX_REPLY_FDS = 240
+"""Descriptors that a server may hand over before somebody takes them."""
+
 HELD_BYTES = 64 << 10
 """Requests that wait to be sent together; more are sent at once."""
 
@@ -68,7 +71,7 @@ class Link:
         self._lock = threading.Condition()
         self._is_read_by_somebody = False
         self._lost: LinkLost | None = None
-        self._intake, self._outbox = Intake(REPLIES), Outbox()
+        self._intake, self._outbox = Intake(REPLIES, max_fds=MAX_REPLY_FDS), Outbox()
         self._next_ticket = 1
         self._awaited: set[int] = set()
         self._held: list[Bytes] = []
@@ -217,6 +220,13 @@ class Link:
             if not self._outbox.num_bytes:
                 return
         self._drain("sending what was held back")
+
+    def take_fds(self, count: int) -> list[int]:
+        """The descriptors that came with an answer, the caller's to close; LinkLost where there are fewer."""
+        with self._lock:
+            if len(self._intake.fds) < count:
+                raise self._lose(WireError(f"{count} descriptors were announced and fewer came"))
+            return [self._intake.fds.popleft() for _ in range(count)]
 
     def take(self, ticket: int) -> tuple[Message, list[memoryview]] | None:
         """The answer to that request if it is here, without waiting; LinkLost where it cannot come any more."""

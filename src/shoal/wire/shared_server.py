@@ -156,7 +156,14 @@ class Listener:
             self._serve(key.data, mask)
         self.flush()
 
-    def reply(self, peer: int, ticket: int, message: Message, frames: Sequence[Bytes] = ()) -> None:
+    def reply(
+        self,
+        peer: int,
+        ticket: int,
+        message: Message,
+        frames: Sequence[Bytes] = (),
+        fds: Sequence[int] = (),
+    ) -> None:
         """Answer a request, with the next `flush`. `frames` are copied: they may change afterwards."""
         found = self._peers.get(peer)
         if found is None:
@@ -172,6 +179,10 @@ class Listener:
         except WireError as error:
             refusal = PsRefused(f"the answer is larger than a message may be: {error.problem}.")
             parts = seal(Envelope(ticket, [], [], []), refusal, [])
+        if fds:  # with the first byte of their own message
+            self._send(found)
+            self._transmit(found, parts, fds)
+            return
         found.held += parts if not frames else [bytes(part) for part in parts]
         found.held_bytes += sum(map(len, parts))
         self._unsent[peer] = found
@@ -188,8 +199,13 @@ class Listener:
         self._unsent.pop(peer.number, None)
         if not parts or peer.number not in self._peers:
             return
+        self._transmit(peer, parts)
+
+    def _transmit(self, peer: _Peer, parts: Sequence[Bytes], fds: Sequence[int] = ()) -> None:
+        if peer.number not in self._peers:
+            return
         try:
-            peer.outbox.send(peer.sock, parts)
+            peer.outbox.send(peer.sock, parts, fds)
             if peer.outbox.num_bytes:
                 self._watch(peer)
         except OSError:
