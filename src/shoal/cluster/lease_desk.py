@@ -29,6 +29,7 @@ class _Question:
     client: int
     asked_at: float
     expires_at: float
+    below: int
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class LeaseDesk:
         by = Holder(ask.rank, ask.incarnation)
         if ask.is_last or (self._asked is not None and self._asked.is_last):
             return self._end(client, ask)
-        self._questions[by] = _Question(client, now, now + ask.timeout_s)
+        self._questions[by] = _Question(client, now, now + ask.timeout_s, ask.below)
         acted = self._table.handle(leases.Asked(by, tuple(ask.finished), now))
         self._num_since_snapshot += 1
         remember: list[Answer | Remember | TellWatchers] = [Remember(ask)]
@@ -83,7 +84,19 @@ class LeaseDesk:
         told: list[Answer | Remember | TellWatchers] = []
         if ask.finished and self.counts is not None:
             told = [TellWatchers(self.counts)]
-        return [*remember, *self._answers(acted), *told]
+        return [*remember, *self._answers(acted), *self._tell_of_the_epoch(), *told]
+
+    def _tell_of_the_epoch(self) -> list[Answer]:
+        """Who waits in an epoch that is over has to hear of it, though others hold all of the next one."""
+        assert self._table is not None
+        below, num_leases = self._table.done_below, self._table.config.num_leases
+        behind = [
+            by for by, each in self._questions.items() if each.below // num_leases < below // num_leases
+        ]
+        for by in behind:
+            self._table.handle(leases.GaveUp(by))
+        answers = [self._answer(by, Leases([], below)) for by in behind]
+        return [each for each in answers if each.client]
 
     def _end(self, client: int, ask: AskLease) -> list[Answer | Remember | TellWatchers]:
         """The call ends early, by a wish that all have agreed on: whoever waits, waits for nothing."""

@@ -52,6 +52,7 @@ class ServerSession:
         first_epoch: int = 0,
         done: Sequence[int] = (),
         timeout_s: float | None = None,
+        below: int = 0,
         is_last: bool = False,
     ) -> Leases | NoMoreLeases:
         """Tell which leases are finished (all their pushes acknowledged), and get all that this worker holds now.
@@ -60,7 +61,8 @@ class ServerSession:
 
         Waits at the end of an epoch, until others' leases are done or come back.
         `first_epoch` and `done` (leases of that epoch) are where a checkpoint begins; the first worker
-        to ask decides them for the call. `is_last` ends the call for all. `timeout_s` is step_timeout_s unless given. Raises WaitTimedOut, naming
+        to ask decides them for the call. `below`: all leases below it are done, as far as is known here; where an epoch
+        has ended since, there may be an answer without a lease. `is_last` ends the call for all. `timeout_s` is step_timeout_s unless given. Raises WaitTimedOut, naming
         who holds what is left.
         """
         job = self._job
@@ -77,6 +79,7 @@ class ServerSession:
             timeout_s=job.step_timeout_s if timeout_s is None else timeout_s,
             first_epoch=first_epoch,
             done=list(done),
+            below=below,
             is_last=is_last,
         )
         # Another thread may be waiting on the line for leases.

@@ -135,6 +135,8 @@ class Leasing:
             if self._answer is not None and self._answer.done():
                 self._hear()
             if not self._held and not self._is_over:
+                if self._naming.done_below >= (epoch + 1 - self._first_epoch) * self._naming.num_leases:
+                    return  # others hold all of the next epoch
                 yield None
                 continue
             if not self._held or self._held[0].epoch + self._first_epoch > epoch:
@@ -215,7 +217,12 @@ class Leasing:
 
     def _ask(self) -> None:
         finished, self._finished = self._finished, []
-        self._answer = self._thread.submit(self._strategy.session.ask_lease, finished=finished, **self._asked)
+        self._answer = self._thread.submit(
+            self._strategy.session.ask_lease,
+            finished=finished,
+            below=self._naming.done_below,
+            **self._asked,
+        )
 
     def _hear(self) -> None:
         if self._answer is None:

@@ -158,11 +158,17 @@ class AskLease(Message, frozen=True, tag="ask-lease"):
     timeout_s: Seconds
     first_epoch: Count = 0
     done: list[Count] = msgspec.field(default_factory=list)  # leases of that epoch
+    below: Count = (
+        0  # every lease below is done, as far as the worker knows: the end of an epoch is news to it
+    )
     is_last: bool = False  # the call ends early: nobody is given any more of it
 
 
 class Leases(Message, frozen=True, tag="leases"):
-    """Coordinator to worker: all that you hold, (number, epoch, start, stop) each; every lease below `done_below` is done."""
+    """Coordinator to worker: all that you hold, (number, epoch, start, stop) each; every lease below `done_below` is done.
+
+    Nothing, where others hold all of an epoch of which the worker has not heard that it began.
+    """
 
     leases: list[tuple[Count, Count, Count, Count]]
     done_below: Count
