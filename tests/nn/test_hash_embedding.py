@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from shoal.core.errors import ConfigError, TrainingError
 from shoal.nn import HashEmbedding
+from shoal.nn.hash_embedding import rows_left_out
 from shoal.nn.local_rows import LocalRows
+from shoal.nn.row_table import RowTable
 
 IDS = torch.tensor([[-(2**63), 7], [2**63 - 1, 7], [0, 12345678901234567]])
 
@@ -41,15 +44,42 @@ def test_it_trains_as_a_sparse_embedding_of_the_same_first_rows(name: str) -> No
     torch.testing.assert_close(ours(keys), theirs.weight, rtol=1e-12, atol=1e-12)
 
 
-def test_only_training_makes_rows() -> None:
+def test_only_an_update_makes_rows() -> None:
     module = HashEmbedding(3)
     assert isinstance(module.source, LocalRows)
     with torch.no_grad():
         first = module(IDS)
+    module.source.train_by("sgd", {"lr": 0.0})
+    looked_up = module(IDS)
+    looked_up.sum().backward()
+    assert torch.equal(looked_up, first)
     assert module.source.table.num_rows == 0
-    assert torch.equal(module(IDS), first)
+    module.source.apply()
     assert module.source.table.num_rows == 5
     assert list(module.parameters()) == []
+
+
+def test_rows_nobody_trained_are_a_function_of_seed_and_id_whatever_the_table() -> None:
+    module = HashEmbedding(3, seed=4)
+    other = RowTable(module.table_spec(rule="adagrad", settings={}, number=1002))
+    keys = torch.unique(IDS).numpy()
+    out = np.empty((len(keys), 3), np.float32)
+    other.pull(keys, out, create=True)
+    assert torch.equal(module(torch.from_numpy(keys)), torch.from_numpy(out))
+    assert not torch.equal(HashEmbedding(3, seed=5)(torch.from_numpy(keys)), torch.from_numpy(out))
+
+
+def test_loading_leaves_no_row_that_was_not_saved() -> None:
+    empty, trained = HashEmbedding(3), HashEmbedding(3)
+    assert isinstance(trained.source, LocalRows)
+    trained.source.train_by("sgd", {"lr": 1.0})
+    trained(IDS).sum().backward()
+    trained.source.apply()
+    trained.load_state_dict(empty.state_dict())
+    assert trained.source.table.num_rows == 0
+    assert torch.equal(trained(IDS), empty(IDS))
+    with rows_left_out():
+        assert not trained.state_dict()
 
 
 def test_gradients_that_nobody_would_apply_are_refused() -> None:

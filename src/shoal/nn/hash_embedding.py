@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import numpy as np
@@ -21,14 +24,34 @@ _DTYPES: dict[torch.dtype, Literal["float32", "float64"]] = {
 }
 
 
+_are_left_out: ContextVar[bool] = ContextVar("rows are left out", default=False)
+
+
+@contextlib.contextmanager
+def rows_left_out() -> Iterator[None]:
+    """Within this, `state_dict()` of a model holds no rows of its HashEmbeddings, and none are read for it."""
+    token = _are_left_out.set(True)
+    try:
+        yield
+    finally:
+        _are_left_out.reset(token)
+
+
 class HashEmbedding(nn.Module):
     """Rows of `embedding_dim` numbers for any int64 id; a row nobody trained is a function of (seed, id).
 
     Its rows are not parameters: there is no largest id, so there is no tensor
-    of them. Under shoal.Trainer they are trained as the strategy trains
-    sparse rows. In a loop of one's own, `follow(optimizer)` makes every
-    `optimizer.step()` update them too, by the rule that the optimizer has for
-    sparse gradients (SGD without momentum, Adagrad, SparseAdam).
+    of them. Under shoal.Trainer and shoal.setup they are trained with the
+    optimizer's first parameter group, by the rule that it has for sparse
+    gradients (SGD without momentum, Adagrad, SparseAdam). In a loop without
+    shoal, `follow(optimizer)` makes every `optimizer.step()` update them too.
+
+    Two of them that should begin with different rows take different seeds.
+
+    Under `ps` the rows are on the servers and stay there, also when a fit is
+    over: the table may be larger than this process's memory. The module keeps
+    looking rows up there, and `state_dict()`, `copy.deepcopy` and
+    `Trainer.save` read all of them from there.
     """
 
     def __init__(
@@ -115,12 +138,11 @@ class HashEmbedding(nn.Module):
         """What is shown in print(model)."""
         return f"{self.embedding_dim}, init={self.init!r}, scale={self.scale}, seed={self.seed}"
 
-    # ---- rows as part of a state_dict, where they are in this process ----
+    # ---- rows as part of a state_dict ----
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if isinstance(self._source, LocalRows):
-            table = self._source.table
-            keys, values, _ = table.read_rows(np.arange(table.num_rows))
+        if not _are_left_out.get():
+            keys, values = self.source.everything()
             destination[f"{prefix}keys"] = torch.from_numpy(keys)
             destination[f"{prefix}rows"] = torch.from_numpy(values)
 
@@ -143,4 +165,6 @@ class HashEmbedding(nn.Module):
                 f"{prefix}rows: {rows.shape} for {len(keys)} keys of {self.embedding_dim} numbers"
             )
         elif isinstance(self.source, LocalRows):
-            self.source.table.set(np.ascontiguousarray(keys), rows, None, 0)
+            self.source.replace(np.ascontiguousarray(keys), rows, None, 0)
+        else:
+            error_msgs.append(f"{prefix}rows: they are on servers; use Trainer.load")

@@ -21,7 +21,7 @@ class LocalRows:
     """A table, and the gradients that wait for the next update of it.
 
     Gradients add up until `apply` or `drop_gradients`, as a parameter's
-    `grad` does. Rows come to be when a forward that trains asks for them.
+    `grad` does. Rows come to be with their first update.
     """
 
     def __init__(self, spec: TableSpec) -> None:
@@ -36,7 +36,7 @@ class LocalRows:
     def pull(self, keys: NDArray[np.int64]) -> Tensor:
         """A row per key: a copy."""
         out = np.empty((len(keys), self.table.dim), self.table.dtype)
-        self.table.pull(keys, out, create=torch.is_grad_enabled())
+        self.table.pull(keys, out, create=False)
         return torch.from_numpy(out)
 
     def push(self, keys: NDArray[np.int64], gradients: NDArray[Any]) -> None:
@@ -49,6 +49,10 @@ class LocalRows:
             )
         self._gradients.append((keys, gradients))
 
+    def everything(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """All rows that there are, by increasing key: copies."""
+        return self.table.read_rows(np.arange(self.table.num_rows))[:2]
+
     # ---- for whoever trains them ----
 
     def train_by(self, rule: str, settings: Mapping[str, float]) -> None:
@@ -60,6 +64,15 @@ class LocalRows:
         keys, values, _ = self.table.read_rows(np.arange(self.table.num_rows))
         self.table = RowTable(msgspec.structs.replace(self.table.spec, rule=rule, settings=dict(settings)))
         self.table.set(keys, values, None, 0)
+
+    def replace(
+        self, keys: NDArray[np.int64], values: NDArray[Any], state: NDArray[Any] | None, step: int
+    ) -> None:
+        """These rows and no others, after `step` updates; without state they have that of new rows."""
+        settings = self.table.settings
+        self.table = RowTable(self.table.spec)
+        self.table.settings = settings
+        self.table.set(keys, values, state, step)
 
     def gradients(self) -> tuple[NDArray[np.int64], NDArray[Any]] | None:
         """What waits for the next update, each key once; None where backward never came here."""

@@ -31,6 +31,10 @@ class RowSource(Protocol):
         """What backward found for these keys, one row each."""
         ...
 
+    def everything(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """All rows that there are, by increasing key: copies."""
+        ...
+
 
 def uniques_of(ids: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """What `uniques` gives where nothing is known beforehand."""

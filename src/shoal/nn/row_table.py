@@ -1,7 +1,7 @@
 """The rows of one table in one process: values and optimizer state side by side, found by key, changed by a rule.
 
 Single-threaded. Knows nothing of servers, slots or ranks: ps/table.py adds
-those. A row nobody wrote has values that are a function of (seed, table, key).
+those. A row nobody wrote has values that are a function of (seed, key).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RowTable:
         self.step = 0
         self.state_dim = self.rule.state_dim(spec.dim)
         self._first_state = self._settings[self.rule.first_state] if self.rule.first_state else 0.0
-        self._init = (_INITS[spec.init], spec.scale, mix(spec.seed, spec.number))
+        self._init = (_INITS[spec.init], spec.scale, mix(spec.seed))
         self._table = GrowingArray((self.dim + self.state_dim,), self.dtype, spec.num_rows)
         self._index: RowIndex = (
             HashedIndex(self._table.row_bytes) if spec.num_rows is None else ArrayIndex(spec.num_rows)

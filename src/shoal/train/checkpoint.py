@@ -111,15 +111,17 @@ def open_checkpoint(url: str | os.PathLike[str], *, verify: bool = True) -> Chec
 
 
 def check_fits(
-    expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], reader: Mapping[str, Tensor], path: str
+    expected: Mapping[str, tuple[tuple[int | None, ...], torch.dtype]],
+    reader: Mapping[str, Tensor],
+    path: str,
 ) -> None:
-    """Refuse a checkpoint of another model. `expected` is by key of the model's state_dict."""
+    """Refuse a checkpoint of another model. `expected` is by key of the model's state_dict; None in a shape is any size."""
     found = {name.removeprefix(MODEL) for name in reader if name.startswith(MODEL)}
     shapes = []
     for key, (shape, dtype) in expected.items():
         if key in found:
             saved_shape, saved_dtype = _described(reader, MODEL + key)
-            if (tuple(shape), dtype) != (saved_shape, saved_dtype):
+            if dtype != saved_dtype or not _is_like(saved_shape, shape):
                 shapes.append(
                     f"{key} is {_shown(saved_shape, saved_dtype)} in the checkpoint and {_shown(shape, dtype)} in the model"
                 )
@@ -270,5 +272,12 @@ def _described(reader: Mapping[str, Tensor], name: str) -> tuple[tuple[int, ...]
     return tuple(tensor.shape), tensor.dtype
 
 
-def _shown(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+def _is_like(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(wanted) and all(
+        size in (None, given) for given, size in zip(shape, wanted, strict=True)
+    )
+
+
+def _shown(shape: tuple[int | None, ...], dtype: torch.dtype) -> str:
+    sizes = ", ".join("any" if size is None else str(size) for size in shape)
+    return f"{str(dtype).removeprefix('torch.')}[{sizes}]"

@@ -19,6 +19,7 @@ from shoal.cluster import session
 from shoal.core.errors import CheckpointDamaged, CheckpointError, NoCheckpoint, OptimizerMismatch
 from shoal.core.failpoints import failpoint
 from shoal.data.batches import Batches
+from shoal.strategies.hashed_rows import expected_shapes, plain_tensors
 from shoal.strategies.optimizer_state import optimizer_settings
 from shoal.strategies.protocol import Piece, PieceReader
 from shoal.strategies.state import MODEL
@@ -190,12 +191,10 @@ def _metric_pieces(trainer: Trainer) -> Iterator[Piece]:
 
 
 def _load(trainer: Trainer, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
-    expected = {
-        name: (tuple(tensor.shape), tensor.dtype)
-        for name, tensor in trainer.model.state_dict().items()
-        if isinstance(tensor, torch.Tensor)
+    shapes = {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in plain_tensors(trainer.model).items()
     }
-    check_fits(expected, checkpoint.pieces, checkpoint.path)
+    check_fits({**shapes, **expected_shapes(trainer.model)}, checkpoint.pieces, checkpoint.path)
     settings = checkpoint.progress.get("optimizer") if with_optimizer else None
     try:
         trainer.strategy.load(PieceReader(checkpoint.pieces, settings, checkpoint.path))

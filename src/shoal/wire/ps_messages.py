@@ -90,7 +90,7 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rule: str  # name of an update rule of ps/rules.py
     settings: dict[str, float]  # its hyper-parameters at the start
     num_rows: Count | None = None  # ids are 0..num_rows-1; None: any int64 id, rows come to be on first use
-    init: Literal["zeros", "normal", "uniform"] = "zeros"  # of a row nobody wrote: hash(seed, table, id)
+    init: Literal["zeros", "normal", "uniform"] = "zeros"  # of a row nobody wrote: hash(seed, id)
     scale: float = 1.0  # standard deviation, or half the width
     seed: int = 0
 
