@@ -4,7 +4,7 @@ Shows `shoal.ps` with two tables, and requests that overlap: the rows of the nex
 computed. The ratings are generated from vectors and noise, so the best possible error is known: the noise.
 
     shoal run -n 2 --servers 2 --strategy ps:async examples/matrix_factorisation.py
-    shoal run -n 2 --servers 2 --strategy ps:ssp=4 examples/matrix_factorisation.py --rule sgd --lr 0.1
+    shoal run -n 2 --servers 2 --strategy ps:ssp=4 examples/matrix_factorisation.py --rule adagrad --lr 0.5
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def main() -> None:
     parser.add_argument("--ratings", type=int, default=200_000)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch", type=int, default=1000, help="ratings of one push")
-    parser.add_argument("--rule", default="adagrad", help="how rows change: adagrad, sgd, adam, ...")
-    parser.add_argument("--lr", type=float, default=0.2)
+    parser.add_argument("--rule", default="sgd", help="how rows change: sgd, adagrad, adam, ...")
+    parser.add_argument("--lr", type=float, default=0.1)
     options = parser.parse_args()
     sizes = (options.users, options.items)
     test_users, test_items, test_ratings = generate(TEST, 20_000, *sizes)
