@@ -1,0 +1,220 @@
+"""ps:async and ps:ssp=K: every sample of an epoch once, whoever dies; ends that all agree on; workers know no workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import Launched
+from ps_warm import warm_parent  # noqa: F401
+
+from shoal import Faults
+
+SCRIPT = Path(__file__).parent / "scripts" / "ps_counting.py"
+NUM_STEPS = 60  # of an epoch
+Launch = Callable[..., Launched]
+Counted = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def counted(launch_script: Launch, tmp_path: Path) -> Counted:
+    """Run the counting script; what all ranks say of it."""
+
+    def counted(what: str, *, workers: int, source: str | Path = SCRIPT, **options: Any) -> dict[str, Any]:
+        launched = launch_script(
+            source, workers=workers, args=(str(tmp_path), what), quiet=True, step_timeout_s=20.0, **options
+        )
+        assert launched.exit_code == 0, f"{launched.error}\n{launched.stderr}"
+        ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(workers)]
+        for rank in ranks:
+            del rank["samples"]
+        assert all(rank == ranks[0] for rank in ranks), [rank["steps"] for rank in ranks]
+        return dict(ranks[0])
+
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "servers", "faults"),
+    [
+        ("ps:async", 3, 2, None),
+        ("ps:async", 3, 2, Faults().kill("worker-1", at_step=30)),
+        ("ps:async", 2, 2, Faults().kill("coordinator", at_step=20).kill("worker-1", at_step=90)),
+        ("ps:ssp=2", 3, 1, Faults().kill("worker-0", at_step=30, at="worker: committed, not counted")),
+        ("ps:ssp=2", 2, 2, Faults().kill("server-1", at_step=30)),
+        ("ps:ssp=0", 2, 1, None),
+    ],
+)
+def test_every_sample_of_every_epoch_is_trained_on_once(
+    counted: Counted, strategy: str, workers: int, servers: int, faults: Faults | None
+) -> None:
+    told = counted("epochs", strategy=strategy, workers=workers, servers=servers, faults=faults)
+    assert Counter(told["times"]) == {3.0: 8 * NUM_STEPS}
+    assert (told["steps"], told["epoch"], told["bias"]) == ([NUM_STEPS, 3 * NUM_STEPS], 3, 24.0 * NUM_STEPS)
+
+
+def test_fewer_batches_than_workers_leave_nobody_behind(counted: Counted) -> None:
+    source = SCRIPT.read_text().replace("8 * 60", "8 * 2")
+    told = counted("epochs", source=source, strategy="ps:async", workers=4, servers=1)
+    assert told["times"] == [3.0] * 16
+    assert told["steps"] == [2, 6]
+
+
+@pytest.mark.parametrize(("strategy", "what"), [("ps:async", "late stop"), ("ps:ssp=1", "stop")])
+def test_a_stop_ends_one_fit_and_not_the_next(counted: Counted, strategy: str, what: str) -> None:
+    told = counted(what, strategy=strategy, workers=3, servers=1)
+    first, last = told["steps"]
+    assert first < NUM_STEPS or what == "late stop"
+    assert min(told["times"]) >= 2
+    assert last - first > NUM_STEPS
+    # Stopped at its very end, the epoch may be whole, and two more came; else the second is the one begun anew.
+    assert told["epoch"] in ((3, 2) if what == "late stop" else (2,))
+
+
+def test_early_stopping_ends_where_it_does_in_one_process(counted: Counted) -> None:
+    told = counted("early", strategy="ps:async", workers=2, servers=1)
+    assert told["steps"] == [2 * NUM_STEPS, 3 * NUM_STEPS]
+    assert Counter(told["times"]) == {3.0: 8 * NUM_STEPS}
+
+
+def test_max_steps_is_passed_by_less_than_the_number_of_workers(counted: Counted) -> None:
+    told = counted("steps", strategy="ps:ssp=1", workers=3, servers=1)
+    first, last = told["steps"]
+    assert 25 <= first < 28
+    assert first + 80 <= last < first + 83
+    assert min(told["times"]) >= 1  # 80 steps are more than an epoch
+
+
+CLICKS = """
+import json, pathlib, sys, torch, shoal
+from torch import nn
+from shoal.data import generated
+
+class Clicks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(500, 8)
+        nn.init.normal_(self.rows.weight, std=0.05)
+        self.layers = nn.Sequential(nn.Linear(13 + 26 * 8, 32), nn.ReLU(), nn.Linear(32, 1))
+    def forward(self, dense, ids):
+        return self.layers(torch.cat([dense.log1p(), self.rows(ids).flatten(1)], dim=1)).squeeze(1)
+
+torch.manual_seed(0)
+train, test = generated.clicks(16_000, num_ids=500).split(0.75, 0.25, seed=0)
+trainer = shoal.Trainer(Clicks(), loss=nn.BCEWithLogitsLoss(), metrics=["auroc"], seed=0,
+                        optimizer=lambda params: torch.optim.Adagrad(params, lr=0.05))
+trainer.fit(train.shuffle(seed=0).batch(128), epochs=2)
+measured = trainer.evaluate(test.batch(1000))
+pathlib.Path(f"{sys.argv[1]}-{shoal.rank()}").write_text(json.dumps(measured))
+"""
+
+
+def test_relaxed_modes_learn_about_as_well_as_exact_ones(launch_script: Launch, tmp_path: Path) -> None:
+    auc = {}
+    for name, strategy in (("exact", "ps"), ("async", "ps:async"), ("ssp", "ps:ssp=2")):
+        done = launch_script(CLICKS, workers=2, strategy=strategy, args=(name,), quiet=True)
+        assert done.exit_code == 0, done.error
+        told = [json.loads((tmp_path / f"{name}-{rank}").read_text()) for rank in range(2)]
+        assert told[0] == told[1]
+        auc[name] = told[0]["auroc"]
+    assert auc["exact"] > 0.65
+    assert abs(auc["async"] - auc["exact"]) < 0.01
+    assert abs(auc["ssp"] - auc["exact"]) < 0.01
+
+
+WATCHED = """
+import os, pathlib, sys, time, torch, shoal
+from shoal.callbacks import Callback
+
+class Looks(Callback):
+    ranks = "every"
+    def on_step_end(self, trainer, logs):
+        mine = pathlib.Path(f"pid-{shoal.rank()}")
+        if not mine.exists():
+            mine.write_text(str(os.getpid()))
+        if logs.step >= 10 and shoal.rank() == 0 and not pathlib.Path("now").exists():
+            pathlib.Path("now").touch()
+        while pathlib.Path("now").exists() and not pathlib.Path("seen").exists():
+            time.sleep(0.01)
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+trainer = shoal.Trainer(model, loss=torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
+                        callbacks=[Looks()], seed=0)
+trainer.fit(shoal.Dataset.from_arrays((torch.ones(960, 4), torch.ones(960, 1))).batch(8), epochs=1)
+"""
+
+
+def connections(pid: int) -> tuple[set[str], list[str]]:
+    """Inodes of the unix sockets that a process has, and whatever internet sockets."""
+    inodes = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{fd}")
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    inet = []
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+        inet += [line for line in lines if line.split()[9] in inodes]
+    return inodes, inet
+
+
+def unix_peers() -> dict[str, str]:
+    """Inode of a connected unix socket -> inode of its other end, as `ss` tells."""
+    peers = {}
+    for line in subprocess.run(["ss", "-xn"], capture_output=True, text=True, check=True).stdout.splitlines()[
+        1:
+    ]:
+        words = line.split()
+        peers[words[5]] = words[7]
+    return peers
+
+
+@pytest.mark.skipif(shutil.which("ss") is None, reason="ss tells which sockets belong together")
+@pytest.mark.parametrize("strategy", ["ps", "ps:ssp=1", "ps:async"])
+def test_no_worker_has_a_connection_to_another_worker(
+    launch_script: Launch,
+    at_file: Callable[[Path, Callable[[], object]], None],
+    tmp_path: Path,
+    strategy: str,
+) -> None:
+    found: dict[int, tuple[set[str], list[str]]] = {}
+    peers: dict[str, str] = {}
+
+    def look() -> None:
+        try:
+            for path in tmp_path.glob("pid-*"):
+                found[int(path.name[4:])] = connections(int(path.read_text()))
+            peers.update(unix_peers())
+        finally:
+            (tmp_path / "seen").touch()
+
+    at_file(tmp_path / "now", look)
+    done = launch_script(WATCHED, workers=3, servers=2, strategy=strategy, quiet=True, step_timeout_s=20.0)
+    assert done.exit_code == 0, done.error
+    assert len(found) >= 2
+    for rank, (inodes, inet) in found.items():
+        assert inet == [], f"rank {rank}"
+        assert sum(inode in peers for inode in inodes) >= 3  # the coordinator's and two servers' at least
+        for other, (theirs, _) in found.items():
+            assert other == rank or not {peers.get(inode) for inode in inodes} & theirs
+
+
+def test_ctrl_c_ends_with_a_checkpoint(
+    launch_script: Launch, at_file: Callable[[Path, Callable[[], object]], None], tmp_path: Path
+) -> None:
+    at_file(tmp_path / "now", lambda: os.kill(os.getpid(), signal.SIGINT))
+    source = WATCHED.replace('and not pathlib.Path("seen").exists()', "and False").replace("960", "96000")
+    done = launch_script(source, workers=3, servers=2, strategy="ps:async", quiet=True, step_timeout_s=20.0)
+    assert done.exit_code == 130, done.error
+    assert "checkpoint" in str(done.error)
