@@ -150,7 +150,13 @@ class FitLoop:
     def _finish_epoch(self) -> None:
         failpoint("worker: epoch ended")
         if self._leasing is not None:
+            counted = self._position.step
             self._over = self._leasing.epoch_is_over(self._position, over=self._over)
+            mean = self._position.loss_total / self._position.loss_count if self._position.loss_count else 0.0
+            for _ in range(
+                self._position.step - counted
+            ):  # what the others did after this worker's last step
+                self._trainer.advance_scheduler("step", {"loss": mean})
         # Stopped halfway, the position stays where it is: the next fit, or a resumed job, goes on from there.
         ended = self._over or self._reached_the_end()
         left = self._batches.num_steps(self._num_workers, start=self._position.next_index)

@@ -69,6 +69,7 @@ class ModelCheckpoint(Callback):
         self._monitor = Monitor(best, mode=mode) if best is not None else None
         self._saved_path: str | None = None
         self._saved_at_s = 0.0
+        self._seen_step = 0
 
     @property
     def best_value(self) -> float | None:
@@ -79,10 +80,15 @@ class ModelCheckpoint(Callback):
         """Start the clock."""
         self._saved_at_s = time.monotonic()
         self._saved_path = None
+        self._seen_step = trainer.step
 
     def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
         """Save by steps; wish for it by time."""
-        if self._every_steps is not None and trainer.step % self._every_steps == 0:
+        before, self._seen_step = self._seen_step, trainer.step
+        every = self._every_steps
+        if (
+            every is not None and trainer.step // every > before // every
+        ):  # others' steps may have come between
             self._save(trainer)
         elif (
             self._every_s is not None
