@@ -7,7 +7,17 @@ import importlib
 import sys
 from typing import Any
 
-BENCHMARKS = ("trainer_overhead", "ddp_step", "launch", "recovery", "ps_channel")
+BENCHMARKS = (
+    "trainer_overhead",
+    "ddp_step",
+    "launch",
+    "recovery",
+    "ps_channel",
+    "ps_kv",
+    "ps_recovery",
+    "ps_memory",
+    "ps_quality",
+)
 
 
 def main() -> None:
@@ -17,12 +27,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all without")
     parser.add_argument("--quick", action="store_true", help="few rounds: whether it runs at all")
-    parser.add_argument("--part", action="append", default=[], help="of recovery: only this part")
-    parser.add_argument("--minutes", type=float, help="of recovery: how long each part repeats at most")
+    parser.add_argument(
+        "--part", action="append", default=[], help="of recovery and ps_recovery: only this part"
+    )
+    parser.add_argument("--minutes", type=float, help="of recovery and ps_*: how long at most")
     parser.add_argument(
         "--workers", type=int, action="append", default=[], help="of recovery: only so many workers"
     )
-    parser.add_argument("--odd", help="of recovery: a folder for the run directories of runs worth a look")
+    parser.add_argument("--odd", help="of *recovery: a folder for the run directories of runs worth a look")
     options = parser.parse_args()
     names = options.names or list(BENCHMARKS)
     unknown = [name for name in names if name not in BENCHMARKS]
@@ -33,14 +45,15 @@ def main() -> None:
 
 
 def _more(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    if name != "recovery":
-        return {}
-    return {
-        "parts": options.part,
-        "minutes": options.minutes,
-        "workers": options.workers,
-        "odd": options.odd,
-    }
+    of_recovery = {"parts": options.part, "minutes": options.minutes, "odd": options.odd}
+    match name:
+        case "recovery":
+            return {**of_recovery, "workers": options.workers}
+        case "ps_recovery":
+            return of_recovery
+        case "ps_memory" | "ps_quality":
+            return {"minutes": options.minutes}
+    return {}
 
 
 if __name__ == "__main__":

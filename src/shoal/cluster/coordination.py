@@ -32,6 +32,7 @@ from shoal.wire.group_messages import (
     ScaleServers,
     ServerAlive,
 )
+from shoal.wire.lateness_messages import Late, LateHeard
 from shoal.wire.messages import (
     BeginCall,
     CallGranted,
@@ -100,6 +101,7 @@ class Coordination:
         self._callers: dict[int, int] = {}  # rank -> the client on which it makes its calls
         self._enterers: dict[int, int] = {}  # rank -> the client on which it entered a view
         self._suspects: dict[int, Suspect] = {}
+        self._can_recover = config.can_recover
         self._membership = Membership(
             num_workers=config.num_workers, not_before=now + config.dead_after_s if memory.joins else now
         )
@@ -196,6 +198,8 @@ class Coordination:
                 return self._about_serving(self._serving.ask_servers(client, message, now))
             case AskLease() if (message.rank, message.incarnation) == (me.rank, me.incarnation):
                 return self._about_serving(self._serving.ask_lease(client, message, now))
+            case Late():
+                return [*self._look_at(me.rank, message, now), self._answer(client, LateHeard())]
             case _ if isinstance(message, store_table.Request):
                 return self._about_store(self._store.handle(store_table.Asked(client, message, now)))
         return [Drop(client, f"rank {me.rank} says {message}, which is not for it to say")]
@@ -354,6 +358,21 @@ class Coordination:
             self._membership.form(formed.view, message.incarnations)
             actions = [Remember(message), *self._to_watchers(message)]
         return actions + [self._to_enterer(rank, message) for rank in formed.ranks]
+
+    def _look_at(self, rank: int, message: Late, now: float) -> list[Action]:
+        """A worker waits at a server for others, who may be at work: only who was stopped is to blame."""
+        actions: list[Action] = []
+        for other in message.ranks if self._can_recover else []:
+            if other == rank or other >= self._membership.num_workers:
+                continue
+            since = now - message.waited_s
+            late = self._membership.late(
+                other, since=since, patience_s=message.waited_s, now=now, may_be_busy=True
+            )
+            if late is not None:
+                why = f"rank {rank} waited {message.waited_s:.1f} s for rank {other} in {message.operation}"
+                actions += self._suspect(views.Suspect(late, why, message.waited_s))
+        return actions
 
     def _suspect(self, found: calls.Suspect | views.Suspect) -> list[Action]:
         late = found.late

@@ -14,6 +14,7 @@ from shoal.cluster.client import CoordinatorClient
 from shoal.core.errors import ClusterError, WireError
 from shoal.core.job import Job
 from shoal.wire.group_messages import AskLease, AskServers, LeaseRefused, Leases, NoMoreLeases
+from shoal.wire.lateness_messages import Late
 from shoal.wire.message import Message
 from shoal.wire.ps_messages import ServerView
 
@@ -89,6 +90,10 @@ class ServerSession:
                 f"the coordinator refused rank {job.rank} a lease: {answer.reason}. Nothing was changed by it."
             )
         return answer if isinstance(answer, NoMoreLeases) else _expect(answer, Leases)
+
+    def tell_late(self, ranks: Sequence[int], waited_s: float) -> None:
+        """Have the coordinator look at ranks for whom this worker waits."""
+        self._client("late").request(Late(list(ranks), waited_s, "a step or an exchange"), None)
 
     def close(self) -> None:
         """End both lines; a thread that waits on one is woken. Closing twice is fine."""

@@ -84,6 +84,10 @@ class Clocks:
             if rank not in self._absent and rank != besides
         )
 
+    def behind(self, clock: int) -> list[int]:
+        """Who of those that are there has not come so far."""
+        return [rank for rank, mine in self._clocks.items() if mine < clock and rank not in self._absent]
+
     def at_least(self, rank: int, clock: int) -> None:
         """The rank says so itself: this server may be new, and not have counted all of it."""
         if rank in self._clocks:

@@ -154,8 +154,11 @@ class Contents:
     # ---- frames ---------------------------------------------------------------------------------
 
     def keys(self, table: Table, frame: Frame, mine: Slots) -> Keys:
-        """The keys in a frame: whole, strictly increasing, in range, and all of slots that are `mine`."""
-        keys = as_array(frame, np.int64, "keys")
+        """A copy of the keys in a frame: whole, strictly increasing, in range, and all of slots that are `mine`.
+
+        A copy, because the client can write to the frame at any time, and kernels take keys on trust.
+        """
+        keys = as_array(frame, np.int64, "keys").copy()
         try:
             table.check_keys(keys)
         except ShoalError as error:

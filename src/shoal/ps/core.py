@@ -22,6 +22,7 @@ from shoal.ps.marks import Slots, no_slots
 from shoal.ps.records import FollowingRecord, SlotRecord, decode, from_bits
 from shoal.ps.replication import Change, first_number
 from shoal.ps.serving import Serving
+from shoal.wire.lateness_messages import AskMissing, Missing
 from shoal.wire.message import Message
 from shoal.wire.ps_messages import (
     AskNote,
@@ -243,6 +244,8 @@ class ServerCore(Serving):
                 return self._post(request, message)
             case AskNote() as message:
                 return self._ask_note(request, message)
+            case AskMissing():
+                return [Reply(request.peer, request.ticket, Missing(self._missing(request.peer)))]
             case AskDense():
                 return [self._dense_at(request)]
             case Hello(name, incarnation):
@@ -264,6 +267,12 @@ class ServerCore(Serving):
             ):
                 return self._whole(request)
         raise Refusal(f"a server is not asked {type(request.message).__name__}")
+
+    def _missing(self, peer: int) -> list[int]:
+        missing = self._missing_for(peer)
+        if self._holder is not None and any(each.peer == peer for each in self._waiting_for_holder):
+            missing |= {self._ranks[self._holder]} if self._holder in self._ranks else set()
+        return sorted(missing - {self._ranks.get(peer, -1)})
 
     def _dense_at(self, request: Request) -> Reply:
         dense = self.state.contents.dense

@@ -9,6 +9,7 @@ nothing but sending again what was not acknowledged.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from shoal.core.errors import LinkLost, ServerRefused, WaitTimedOut
 from shoal.wire import memfd
 from shoal.wire.arena import Buffer
+from shoal.wire.lateness_messages import AskMissing, Missing
 from shoal.wire.message import Message
 from shoal.wire.ps_messages import Declared, Hello, PsRefused, ServerView, ViewOver
 from shoal.wire.shared import Link
@@ -29,6 +31,9 @@ BEHIND_S = 0.005
 """How long a server that has not heard of the newest view is given, before it is asked again."""
 
 CONNECT_TIMEOUT_S = 10.0
+
+ANSWER_S = 2.0
+"""How long a server is given to say who is missing: it has to look, not to wait."""
 
 
 class ViewChanged(Exception):
@@ -63,8 +68,13 @@ class Group:
         ways_in: Sequence[str],
         ask_view: Callable[[int, float], ServerView],
         timeout_s: float,
+        tell_late: Callable[[list[int], float], None] | None = None,
     ) -> None:
-        """`ask_view(after, timeout_s)` waits for a view newer than `after`; `ways_in` are paths, by server."""
+        """`ask_view(after, timeout_s)` waits for a view newer than `after`; `ways_in` are paths, by server.
+
+        `tell_late(ranks, waited_s)` has somebody look at workers for whom this one waits too long.
+        """
+        self._tell_late = tell_late
         self._hello = Hello(name, incarnation)
         self._ways_in, self._ask_view, self.timeout_s = tuple(ways_in), ask_view, timeout_s
         self._links: dict[int, tuple[int, Link]] = {}  # server -> its incarnation, and the connection
@@ -91,7 +101,7 @@ class Group:
 
     def finish(self, operation: Operation) -> None:
         """See an operation to its end, through however many views."""
-        deadline = time.monotonic() + self.timeout_s
+        deadline = math.inf  # waiting for an answer has its own; this one is for asking again
         while True:
             try:
                 if operation.sent_in != self.view or not self.view:
@@ -107,6 +117,7 @@ class Group:
             except LinkLost as error:
                 is_behind, lost = False, error.peer
             operation.sent_in = 0
+            deadline = min(deadline, time.monotonic() + self.timeout_s)
             if time.monotonic() > deadline:
                 raise WaitTimedOut(
                     operation=f"{type(operation).__name__} at the servers",
@@ -229,7 +240,10 @@ class Group:
         self._links.clear()
 
     def _answer(self, link: Link, ticket: int) -> tuple[Message, Sequence[memoryview]]:
-        answer, frames = link.wait(ticket, self.timeout_s)
+        try:
+            answer, frames = link.wait(ticket, self.timeout_s)
+        except WaitTimedOut:
+            answer, frames = self._wait_on(link, ticket)
         match answer:
             case ViewOver(view):
                 raise ViewChanged(view)
@@ -240,6 +254,30 @@ class Group:
                 )
                 raise ServerRefused(first.reason if first is not None else reason)
         return answer, frames
+
+    def _wait_on(self, link: Link, ticket: int) -> tuple[Message, list[memoryview]]:
+        """It took too long: have whoever is missing looked at, then wait once more as long."""
+        missing = self._missing(link)
+        if missing and self._tell_late is not None:
+            self._tell_late(missing, self.timeout_s)
+        try:
+            return link.wait(ticket, self.timeout_s)
+        except WaitTimedOut:
+            missing = self._missing(link) or missing
+            raise WaitTimedOut(
+                operation=f"{self._hello.name}'s request to {link.peer}",
+                waited_s=2 * self.timeout_s,
+                missing=[f"worker-{rank}" for rank in missing] or [link.peer],
+                setting=f"step_timeout_s (now {self.timeout_s:g} s)",
+            ) from None
+
+    def _missing(self, link: Link) -> list[int]:
+        """The ranks that a server waits for, for our sake; none where it does not answer either."""
+        try:
+            answer, _ = link.wait(link.send(AskMissing()), min(self.timeout_s, ANSWER_S))
+        except WaitTimedOut:
+            return []
+        return list(answer.ranks) if isinstance(answer, Missing) else []
 
     def _flush(self) -> None:
         """What was said to the servers leaves at once, to all of them."""

@@ -152,7 +152,7 @@ class Serving(Waiting):
             summed.squares,
             tuple(sorted(parts)),
             first.exchange,
-            {rank: (part.end.anchored_at, part.note) for rank, part in parts.items()},
+            {rank: (part.end.anchored_at, part.note) for rank, part in parts.items() if part.note},
         )
         actions = self._count(counted)
         steps.forget()

@@ -155,6 +155,25 @@ class Waiting:
         if not self.mine[0]:
             raise Refusal(f"exchanges are at the primary of slot 0, which server-{self.number} is not")
 
+    def _missing_for(self, peer: int) -> set[int]:
+        """The ranks that the requests of a peer wait for."""
+        steps, mode = self.state.steps, self.state.mode
+        if steps is None or mode is None:
+            return set()
+        missing: set[int] = set()
+        if any(request.peer == peer for request in self._ended):
+            missing.update(steps.missing_ranks())
+        for exchange, requests in self._posts.items():
+            if any(request.peer == peer for request in requests):
+                missing.update(self.state.board.waiting_for(exchange, mode.num_workers))
+        for request, _ in self._pulls:
+            if request.peer == peer and mode.kind == "ssp":
+                assert isinstance(request.message, PullRows | PullDense)
+                missing.update(self.state.clocks.behind(request.message.clock - mode.bound))
+            elif request.peer == peer:
+                missing.update(steps.missing_ranks())
+        return missing
+
     # ---- waiting --------------------------------------------------------------------------------
 
     def _steps(self) -> Steps:

@@ -58,19 +58,21 @@ def answer_whole(state: State, mine: Slots, request: Request) -> tuple[Message, 
             return Marks(), [bytes_of(state.marks.triples(mine))], None
         case WriteMarks():
             _require(len(frames) == 1 and len(frames[0]) % 24 == 0, "marks are triples of int64 in one frame")
-            triples = as_array(frames[0], np.int64, "marks").reshape(-1, 3)
+            kept_marks = bytes(frames[0])  # before they are looked at: the client can write to them
+            triples = as_array(kept_marks, np.int64, "marks").reshape(-1, 3)
             inside = bool(
                 ((triples >= 0).all() and (triples[:, 0] < NUM_SLOTS).all()) if len(triples) else True
             )
             _require(inside, "marks are of slots 0..255, and never negative")
-            state.set_marks(frames[0], mine)
-            kept_marks = bytes(frames[0])
+            state.set_marks(kept_marks, mine)
             return Declared(False), [], Change(mine.copy(), lambda _: (MarksRecord(), [kept_marks]))
     raise Refusal(f"a server is not asked {type(request.message).__name__}")
 
 
 def _write_rows(state: State, mine: Slots, message: WriteRows, request: Request) -> Change:
-    frames = request.frames
+    # Copies: the client can write to the frames at any time, and they may be gone before all holders have them.
+    arrays = [np.frombuffer(frame, np.uint8).copy() for frame in request.frames]
+    frames = [bytes_of(array) for array in arrays]
     _require(len(frames) == 3, f"WriteRows comes with keys, values and state, got {len(frames)} frames")
     table = state.contents.table(message.table)
     keys = state.contents.keys(table, frames[0], mine)
@@ -81,9 +83,6 @@ def _write_rows(state: State, mine: Slots, message: WriteRows, request: Request)
         f"{len(keys)} rows of table {message.table} have {table.state_dim} numbers of state each, got {len(given)} numbers",
     )
     state.set_rows(message.table, message.step, frames)
-    arrays = [
-        np.frombuffer(frame, np.uint8).copy() for frame in frames
-    ]  # they may be gone before all have them
     held_keys = arrays[0].view(np.int64)
     slots = slot_of(message.table, held_keys)
 

@@ -241,7 +241,8 @@ class Ps:
             factor=float(self._num_global),
             is_spoilt=self._has_seen_more_than(step.seq - 1),
         )
-        step.end(end, self._vector, self._served.note())
+        note = self._served.note_of_step(is_needed=bool(self._travelling))
+        step.end(end, self._vector, note)
         return step
 
     def _pull_ahead(self, clock: int) -> DensePull | DenseLook:

@@ -199,7 +199,7 @@ class PsRelaxed(Ps):
                 done_below=self._naming.stream(self._naming.done_below) if self._naming else 0,
             ),
             self._vector,
-            self._served.note(),
+            self._served.note_of_step(is_needed=False),
         )
         self._current = None
         self._ahead = self._pull_ahead(self._clock + 1)

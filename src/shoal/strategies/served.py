@@ -32,6 +32,10 @@ from shoal.wire.ps_messages import AskNote, Commit, DeclareMode, Note, Post, Pos
 Vector: TypeAlias = NDArray[np.float64]
 
 
+NOTE_EVERY = 16
+"""Steps from one note to the next, where a replacement can run through those between."""
+
+
 class Served(Timeline):
     """The servers of this process's job, and what was exchanged through them."""
 
@@ -52,12 +56,14 @@ class Served(Timeline):
             ways_in=job.servers,
             ask_view=self._session.ask_servers,
             timeout_s=job.step_timeout_s,
+            tell_late=self._session.tell_late,
         )
         self.updates = 0
         """Steps committed so far, of all models of the script: the clock of this worker."""
 
         self._updates_at_anchor = 0  # a replacement counts those since then once more
         self._is_there = False
+        self._has_noted, self._steps_since_note = False, 0
         self._results = KeptResults(job.run_dir / "calls", writes=job.rank == 0)  # type: ignore[assignment]
 
     @property
@@ -120,8 +126,19 @@ class Served(Timeline):
 
     # ---- notes ----------------------------------------------------------------------------------
 
+    def note_of_step(self, *, is_needed: bool) -> bytes:
+        """A note to go with a step, if it is time for one; else nothing, and the last one stays.
+
+        A replacement that begins some steps earlier is given their results. `is_needed`: it could not do without.
+        """
+        self._steps_since_note += 1
+        if not is_needed and self._has_noted and self._steps_since_note < NOTE_EVERY:
+            return b""
+        return self.note()
+
     def note(self) -> bytes:
         """From where a replacement of this rank goes on."""
+        self._has_noted, self._steps_since_note = True, 0
         return heritage.to_bytes(
             {
                 "call": self._call,

@@ -35,6 +35,10 @@ class Travelling:
         self._before: dict[str, Tensor] = {}
         self._counts_after: list[int] = []  # in a replacement: BatchNorm's, as of the forward before its note
 
+    def __bool__(self) -> bool:
+        """Whether anything besides the parameters changes."""
+        return bool(self._statistics) or bool(self._numbers)
+
     # ---- around a forward -----------------------------------------------------------------------
 
     def look(self) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from shoal.wire.group_messages import GROUP_MESSAGES
+from shoal.wire.lateness_messages import LATENESS_MESSAGES
 from shoal.wire.message import Count, Seconds
 from shoal.wire.message import Message as Message
 from shoal.wire.ps_messages import PS_MESSAGES
@@ -408,5 +409,6 @@ MESSAGES: tuple[type[Message], ...] = (
     *GROUP_MESSAGES,
     *PS_MESSAGES,
     *SHARING_MESSAGES,
+    *LATENESS_MESSAGES,
 )
 """All a decoder accepts. A new message is one class above and one line here."""
