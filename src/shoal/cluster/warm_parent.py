@@ -206,6 +206,9 @@ def _import_everything(more: list[str]) -> float:
     started = time.monotonic()
     for name in (*roles.PRELOAD, *more):
         importlib.import_module(name)
+    kernels = sys.modules.get("shoal.nn.compiled")
+    if kernels is not None:
+        kernels.warm()  # here and once: no child compiles, nor reads what was compiled from the disk
     threads.choose_vector_code()
     # What is imported stays: the collector need not walk it, nor write to its pages, in any child.
     gc.collect()

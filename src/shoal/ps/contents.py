@@ -287,13 +287,22 @@ def _by_factor(
 
 
 def _difference(old: DeclareDense, new: DeclareDense) -> str:
+    return (
+        f"workers built different optimizers or models: {_first_difference(old, new)}. What the servers hold was not "
+        "changed; the script must build the same on every worker, whatever shoal.rank() is."
+    )
+
+
+def _first_difference(old: DeclareDense, new: DeclareDense) -> str:
     if old.optimizer != new.optimizer:
-        return f"the optimizer was declared as {old.optimizer}, now as {new.optimizer}"
-    if old.groups != new.groups:
-        return f"the optimizer's settings were declared as {old.groups}, now as {new.groups}"
+        return f"the optimizer is {old.optimizer} on one and {new.optimizer} on another"
+    if len(old.groups) != len(new.groups):
+        return f"the optimizer has {len(old.groups)} parameter groups on one and {len(new.groups)} on another"
+    for number, (one, other) in enumerate(zip(old.groups, new.groups, strict=True)):
+        for key in sorted(one.keys() | other.keys()):
+            if one.get(key) != other.get(key):
+                return f"{key} of parameter group {number} is {one.get(key)} on one and {other.get(key)} on another"
     if len(old.chunks) != len(new.chunks):
-        return f"{len(old.chunks)} chunks of dense parameters were declared, now {len(new.chunks)}"
-    first = next(
-        (a, b) for a, b in zip(old.chunks, new.chunks, strict=True) if a != b
-    )  # else they were equal
-    return f"chunk {first[0].number} was declared as {first[0]}, now as {first[1]}"
+        return f"dense parameters are {len(old.chunks)} chunks on one and {len(new.chunks)} on another"
+    a, b = next((a, b) for a, b in zip(old.chunks, new.chunks, strict=True) if a != b)  # else they were equal
+    return f"chunk {a.number} is {a} on one and {b} on another"

@@ -32,6 +32,9 @@ BEHIND_S = 0.005
 
 CONNECT_TIMEOUT_S = 10.0
 
+LOST_S = 2.0
+"""How long a view without the server is waited for, whose connection broke, before it is tried again."""
+
 ANSWER_S = 2.0
 """How long a server is given to say who is missing: it has to look, not to wait."""
 
@@ -127,8 +130,12 @@ class Group:
                 )
             if is_behind:
                 time.sleep(BEHIND_S)
-            else:
+            elif lost is None:
                 self.renew()
+            else:
+                # A connection may break though its server lives: then there will be no new view, and it is made again.
+                with contextlib.suppress(WaitTimedOut):
+                    self.renew(LOST_S)
 
     def run(self, operation: Operation) -> None:
         """Ask and wait."""
@@ -148,9 +155,9 @@ class Group:
 
     # ---- views and connections ------------------------------------------------------------------
 
-    def renew(self) -> None:
+    def renew(self, timeout_s: float | None = None) -> None:
         """Wait for a view newer than the present one, and stand in it."""
-        found = self._ask_view(self.view, self.timeout_s)
+        found = self._ask_view(self.view, self.timeout_s if timeout_s is None else timeout_s)
         self.view = found.view
         self._incarnations = dict(found.incarnations)
         self.owner_of_slot = np.array([held[0] if held else -1 for held in found.holders], np.int16)
@@ -171,7 +178,10 @@ class Group:
             return known[1]
         if server < 0:
             raise LinkLost(peer="every holder of a slot", reason="they died")
-        link = Link.connect(self._ways_in[server], self._hello, timeout_s=CONNECT_TIMEOUT_S)
+        try:
+            link = Link.connect(self._ways_in[server], self._hello, timeout_s=CONNECT_TIMEOUT_S)
+        except WaitTimedOut as error:  # its socket is the supervisor's, and outlives it
+            raise LinkLost(peer=f"server-{server}", reason=str(error)) from None
         self._links[server] = (self._incarnations.get(server, 0), link)
         for message in self._declared:  # it may be new, and know of nothing
             self._answer(link, link.send(message))

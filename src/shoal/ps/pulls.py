@@ -36,11 +36,12 @@ class RowsPull:
         self._dim, self._dtype, self._create = dim, dtype, create
         self._asked: list[tuple[int, int, Buffer, NDArray[np.int64] | None]] = []
         self._held: list[tuple[Link, Buffer]] = []
+        self._aside: list[tuple[Link, Buffer]] = []  # of requests in a view that is over
         self._rows: NDArray[Any] | None = None
 
     def send(self, group: Group) -> None:
         """Ask every server for its rows."""
-        self.release()
+        self._set_aside()
         self._asked = []
         message = PullRows(group.view, self.clock, self.table, self._create)
         if len(group.servers) == 1:
@@ -85,8 +86,12 @@ class RowsPull:
 
     def release(self) -> None:
         """Give the memory back."""
-        for link, buffer in self._held:
-            link.free(buffer)
+        give_back(self._held, self._aside)
+        self._held, self._aside, self._rows = [], [], None
+
+    def _set_aside(self) -> None:
+        # A server that has not heard of the new view may still write there.
+        self._aside += self._held
         self._held, self._rows = [], None
 
     def _alloc(self, link: Link, nbytes: int) -> Buffer:
@@ -107,10 +112,11 @@ class DensePull:
         """Bytes by chunk, once received."""
         self._asked: list[tuple[int, int]] = []
         self._held: list[tuple[Link, Buffer]] = []
+        self._aside: list[tuple[Link, Buffer]] = []  # of requests in a view that is over
 
     def send(self, group: Group) -> None:
         """Ask every server for its chunks."""
-        self.release()
+        self._set_aside()
         self._asked = []
         by_server: dict[int, list[tuple[int, int]]] = {}
         for number, slot, nbytes in self._chunks:
@@ -134,10 +140,25 @@ class DensePull:
 
     def release(self) -> None:
         """Give the memory back."""
-        self.arrived = {}
-        for link, buffer in self._held:
+        give_back(self._held, self._aside)
+        self._held, self._aside, self.arrived = [], [], {}
+
+    def _set_aside(self) -> None:
+        self._aside += self._held
+        self._held, self.arrived = [], {}
+
+
+def give_back(held: Sequence[tuple[Link, Buffer]], aside: Sequence[tuple[Link, Buffer]]) -> None:
+    """Free what was answered into; and what was set aside of links whose servers have answered since.
+
+    Of others it is never used again: they may not know yet that nobody waits for it.
+    """
+    answered = {id(link) for link, _ in held}
+    for link, buffer in held:
+        link.free(buffer)
+    for link, buffer in aside:
+        if id(link) in answered:
             link.free(buffer)
-        self._held = []
 
 
 class DenseLook:

@@ -92,6 +92,11 @@ class RowModule:
 
     def pull(self, keys: NDArray[np.int64]) -> Tensor:
         """Rows for these keys, as of the clock."""
+        wrong = self._out_of_range(keys)
+        if wrong is not None:  # as torch says it where the weight is here
+            raise IndexError(
+                f"id {wrong} is out of range: the embedding of '{self.taken.name}' has {self.spec.num_rows} rows"
+            )
         ahead, self._ahead = self._ahead, None
         if ahead is not None and (ahead.keys is keys or np.array_equal(ahead.keys, keys)):
             pull = ahead
@@ -130,11 +135,18 @@ class RowModule:
     def pull_ahead(self, ids: Tensor, clock: int) -> None:
         """Ask for the rows of a batch that comes next."""
         keys, inverse = uniques_of(ids)
+        if self._out_of_range(keys) is not None:
+            return  # it is said where they are used
         self._seen = (ids, keys, inverse)
         if self._ahead is not None:
             self._pulls.append(self._ahead)
         self._ahead = self._new_pull(keys, clock)
         self._group.start(self._ahead)
+
+    def _out_of_range(self, keys: NDArray[np.int64]) -> int | None:
+        if self.spec.num_rows is None or not len(keys) or (keys[0] >= 0 and keys[-1] < self.spec.num_rows):
+            return None
+        return int(keys[0] if keys[0] < 0 else keys[-1])
 
     def take_gradients(self) -> tuple[NDArray[np.int64], NDArray[Any]] | None:
         """What backward left, merged; None where the module was not used."""
