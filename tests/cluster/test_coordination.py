@@ -7,6 +7,7 @@ import pytest
 from shoal.cluster.coordination import Action, Coordination, CoordinationConfig, Drop, Remember
 from shoal.cluster.memory import Entry, Granted, Memory, StoreChanged
 from shoal.cluster.store_table import Answer
+from shoal.wire.lateness_messages import Late, LateHeard
 from shoal.wire.messages import (
     BeginCall,
     CallGranted,
@@ -154,6 +155,22 @@ def test_an_old_incarnation_that_connects_again_is_refused_its_view(talk: Conver
         1, 0, -9, 0.0
     )  # and the news of it has not dropped the connection yet
     assert isinstance(talk.say(50, enter(1, 1, 5))[50], ViewRefused)
+
+
+def test_whom_a_worker_waits_for_at_a_server_is_looked_at_and_blamed_only_if_stopped(
+    talk: Conversation,
+) -> None:
+    talk.now = 20.0
+    late = Late([0, 1, 9], 5.0, "a step")  # itself and who does not exist are of no account
+    answers = talk.say(1, late)
+    assert answers[1] == LateHeard()
+    suspect = answers[SUPERVISOR]
+    assert isinstance(suspect, Suspect)
+    assert (suspect.rank, suspect.incarnation, suspect.lenient) == (1, 0, True)
+    assert suspect.why == "rank 0 waited 5.0 s for rank 1 in a step"
+    assert talk.say(1, late) == {1: LateHeard()}  # once is enough, for a while
+    talk.now = 26.0
+    assert SUPERVISOR in talk.say(1, late)
 
 
 def test_who_keeps_the_others_waiting_is_told_to_whoever_watches_until_it_is_replaced(

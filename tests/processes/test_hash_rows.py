@@ -1,0 +1,114 @@
+"""Rows of a HashEmbedding: the same under one process and servers, in each other's checkpoints, and refused by ddp."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from launched import Launched
+from ps_warm import warm_parent  # noqa: F401
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from shoal.cli import app
+from shoal.cluster import warm_client
+from shoal.cluster.warm_client import WarmParent
+from shoal.core.errors import ConfigError
+from shoal.train.checkpoint import open_checkpoint
+
+SCRIPT = Path(__file__).parent / "scripts" / "hash_rows.py"
+ONE = {"workers": 1, "strategy": "single"}
+SERVED = {"workers": 2, "strategy": "ps", "servers": 2}
+Launch = Callable[..., Launched]
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def train(launch_script: Launch, tmp_path: Path) -> Callable[..., tuple[Tensors, Path]]:
+    def train(name: str, do: str, begin_from: Path | None = None, **options: object) -> tuple[Tensors, Path]:
+        out = tmp_path / name
+        out.mkdir()
+        given = [str(begin_from)] if begin_from is not None else []
+        done = launch_script(
+            SCRIPT, args=(str(out), do, *given), name=name, quiet=True, step_timeout_s=30.0, **options
+        )
+        assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+        return load_file(out / "state.safetensors"), next(iter(out.glob("step-*")), out)
+
+    return train
+
+
+def assert_close(one: Tensors, other: Tensors) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def saved(path: Path) -> Tensors:
+    pieces = open_checkpoint(path).pieces
+    return {name: pieces[name] for name in pieces if name.startswith(("model/", "optimizer/"))}
+
+
+def test_a_checkpoint_of_either_goes_on_under_the_other(train: Callable[..., tuple[Tensors, Path]]) -> None:
+    one, half_of_one = train("one-1", "1", **ONE)
+    served, half_served = train("served-1", "1", **SERVED)
+    assert_close(served, one)
+    assert {
+        "model/rows.keys",
+        "model/rows.rows",
+        "optimizer/rows.rows/sum",
+        "optimizer/rows.rows/step",
+    } <= saved(half_of_one).keys()
+    assert_close(saved(half_served), saved(half_of_one))
+    straight, whole = train("one-2", "2", **ONE)
+    for name, half, options in (
+        ("served-from-one", half_of_one, {**SERVED, "workers": 3, "servers": 1}),
+        ("one-from-served", half_served, ONE),
+    ):
+        state, end = train(name, "2", half, **options)
+        assert_close(state, straight)
+        assert_close(saved(end), saved(whole))
+
+
+def test_a_loop_of_ones_own_trains_them_as_one_process_does(
+    train: Callable[..., tuple[Tensors, Path]],
+) -> None:
+    one, _ = train("one", "loop", **ONE)
+    served, _ = train("served", "loop", workers=3, strategy="ps", servers=2)
+    assert_close(served, one)
+
+
+@pytest.mark.parametrize("strategy", ["ps:async", "ps:hybrid"])
+def test_relaxed_strategies_save_them_too(train: Callable[..., tuple[Tensors, Path]], strategy: str) -> None:
+    state, path = train("relaxed", "1", workers=2, strategy=strategy, servers=1)
+    pieces = saved(path)
+    assert torch.equal(state["rows.keys"], pieces["model/rows.keys"])
+    assert len(pieces["optimizer/rows.rows/sum"]) == len(pieces["model/rows.rows"]) == 50
+
+
+@pytest.mark.parametrize("do", ["1", "loop"])
+def test_ddp_refuses_them_before_the_first_step(launch_script: Launch, tmp_path: Path, do: str) -> None:
+    done = launch_script(SCRIPT, workers=2, strategy="ddp", args=(str(tmp_path), do), quiet=True)
+    assert isinstance(done.error, ConfigError)
+    assert "the HashEmbedding 'rows' cannot be trained with 'ddp'" in str(done.error)
+    assert "--strategy ps" in str(done.error)
+
+
+def test_verify_finds_them_equal(
+    warm_parent: WarmParent,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(warm_client, "WarmParent", lambda **_: contextlib.nullcontext(warm_parent))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    given = ["verify", str(SCRIPT), "-n", "2", "--strategy", "ps", "--steps", "4"]
+    result = CliRunner().invoke(app, [*given, "--", str(tmp_path), "2"], prog_name="shoal")
+    assert result.exit_code == 0, result.output
+    assert "rows.rows" in result.output
+    assert "equal: ps on 2 workers computes what one process does" in " ".join(result.output.split())
