@@ -57,7 +57,6 @@ class Served(Timeline):
             ask_view=self._session.ask_servers,
             timeout_s=job.step_timeout_s,
             tell_late=self._session.tell_late,
-            tell_late=self._session.tell_late,
         )
         self.updates = 0
         """Steps committed so far, of all models of the script: the clock of this worker."""
