@@ -80,12 +80,18 @@ def verify(
     from shoal.cluster.warm_client import WarmParent
     from shoal.perf.equality import check
 
+    chosen = strategy_names.choose(strategy, workers)
+    if not strategy_names.parse(chosen).is_exact:
+        raise ConfigError(
+            f"'{chosen}' does not compute what one process does, and says so: it trades that for speed, so there is nothing to "
+            "verify. Nothing was started; verify the script with --strategy ps, and compare the relaxed one by its metrics."
+        )
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as directory:
         config = LaunchConfig(
             script=script,
             args=tuple(args or ()),
             workers=workers,
-            strategy=strategy_names.choose(strategy, workers),
+            strategy=chosen,
             servers=servers,
             replicas=replicas,
             run_dir=directory,

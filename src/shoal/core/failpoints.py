@@ -95,11 +95,12 @@ class _Armed:
                 _happen(fault)
                 return
 
-
     def _is_due(self, fault: Fault) -> bool:
         if fault.step is None or fault.incarnation < 0:
             return fault.step in (None, self._step)
-        return self._step >= fault.step  # a worker that trains batches of its own does not come by every number
+        return (
+            self._step >= fault.step
+        )  # a worker that trains batches of its own does not come by every number
 
 
 _armed: _Armed | None = None

@@ -46,6 +46,11 @@ class StrategyName(NamedTuple):
         """Whether it runs with servers."""
         return self.base == "ps"
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it computes what one process would."""
+        return self.mode in ("", "exact")
+
 
 _PLAIN = {
     "single": StrategyName("single"),

@@ -23,6 +23,7 @@ from shoal.strategies.compute import place
 from shoal.strategies.ddp import Ddp, sparse_parameters
 from shoal.strategies.heritage import Part
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, Verdict
+from shoal.strategies.ps_relaxed import needs_trainer
 from shoal.strategies.served import served
 from shoal.strategies.served_model import ServedModel
 from shoal.wire.ps_messages import StepEnd
@@ -59,6 +60,10 @@ class PsHybrid(Ddp):
         if not self._together.next_is_known:
             self._look_up(training=True)
         return super().forward_backward(batch)
+
+    def adopt(self, batch: Slice) -> None:
+        """Nobody shows a batch before the script's own loop runs it, so no rows could be told apart."""
+        raise needs_trainer(self._launched.strategy)
 
     def coming(self, batch: Slice) -> None:
         """The batch after this one."""

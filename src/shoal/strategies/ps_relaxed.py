@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.cluster import session
+from shoal.core.errors import ConfigError
 from shoal.core.failpoints import failpoint
 from shoal.core.job import Job
 from shoal.data.slice import Slice
@@ -37,6 +38,14 @@ MARKS = "marks/triples"
 
 NEWEST = -3
 """Instead of a clock: the weights are whatever the servers had."""
+
+
+def needs_trainer(strategy: str) -> ConfigError:
+    """Why a loop of the script's own is refused."""
+    return ConfigError(
+        f"'{strategy}' gives every worker whole batches of its own, which only shoal.Trainer can do; this script has a loop "
+        "of its own. Nothing was updated; use the Trainer, or an exact strategy (ps, ddp)."
+    )
 
 
 @dataclass(slots=True)
@@ -104,6 +113,10 @@ class PsRelaxed(Ps):
         return self._compute.forward_backward(
             batch, rank=self._rank, step=self.step, before_backward=self._contribute_alone
         )
+
+    def adopt(self, batch: Slice) -> None:
+        """A loop of the script's own cuts every batch over the workers, which a relaxed strategy does not."""
+        raise needs_trainer(self._launched.strategy)
 
     def about_to_run(self) -> None:
         """Have weights that are fresh enough, and keep the buffers."""
