@@ -14,6 +14,7 @@ from ps_warm import warm_parent  # noqa: F401
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from shoal import Faults
 from shoal.cli import app
 from shoal.cluster import warm_client
 from shoal.cluster.warm_client import WarmParent
@@ -37,6 +38,7 @@ def train(launch_script: Launch, tmp_path: Path) -> Callable[..., tuple[Tensors,
             SCRIPT, args=(str(out), do, *given), name=name, quiet=True, step_timeout_s=30.0, **options
         )
         assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+        assert done.summary["restarts"] == ("faults" in options)
         return load_file(out / "state.safetensors"), next(iter(out.glob("step-*")), out)
 
     return train
@@ -55,7 +57,7 @@ def saved(path: Path) -> Tensors:
 
 def test_a_checkpoint_of_either_goes_on_under_the_other(train: Callable[..., tuple[Tensors, Path]]) -> None:
     one, half_of_one = train("one-1", "1", **ONE)
-    served, half_served = train("served-1", "1", **SERVED)
+    served, half_served = train("served-1", "1", faults=Faults().kill("server-1", at_step=3), **SERVED)
     assert_close(served, one)
     assert {
         "model/rows.keys",
@@ -78,7 +80,8 @@ def test_a_loop_of_ones_own_trains_them_as_one_process_does(
     train: Callable[..., tuple[Tensors, Path]],
 ) -> None:
     one, _ = train("one", "loop", **ONE)
-    served, _ = train("served", "loop", workers=3, strategy="ps", servers=2)
+    killed = Faults().kill("worker-1", at_step=3)
+    served, _ = train("served", "loop", workers=3, strategy="ps", servers=2, faults=killed)
     assert_close(served, one)
 
 

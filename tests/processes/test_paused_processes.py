@@ -55,7 +55,7 @@ def test_a_paused_worker_is_killed_and_replaced(
         workers=workers,
         servers=servers,
         strategy="ps",
-        step_timeout_s=1.5,
+        step_timeout_s=2.0,
         faults=Faults().pause("worker-1", at_step=5),
         quiet=True,
     )
@@ -75,7 +75,7 @@ def test_a_paused_server_is_killed_and_replaced_while_workers_wait(
         workers=2,
         servers=2,
         strategy="ps",
-        step_timeout_s=1.5,
+        step_timeout_s=2.0,
         faults=Faults().pause("server-1", at_step=5),
         quiet=True,
     )
@@ -96,7 +96,7 @@ def test_who_is_slow_is_let_be_and_named_in_the_end(launch_script: Launch) -> No
         servers=1,
         strategy="ps",
         step_timeout_s=0.7,
-        grace_s=1.0,
+        grace_s=0.2,
         quiet=True,
     )
     assert isinstance(done.error, WaitTimedOut), done.error
