@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from shoal.core.errors import TrainingError
 from shoal.nn import HashEmbedding
 from shoal.nn.local_rows import LocalRows
 from shoal.nn.row_source import merged, uniques_of
@@ -20,6 +21,7 @@ from shoal.ps.transfer import read_table
 from shoal.strategies.takeover import Taken
 from shoal.wire.ps_messages import TableSpec
 
+_KINDS = (nn.Embedding, nn.EmbeddingBag)
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 
@@ -66,6 +68,8 @@ class RowModule:
     def install(self) -> None:
         """From now on the module's forward looks its rows up here."""
         module = self.module
+        if isinstance(module, _KINDS):
+            module.weight.grad = None
         if isinstance(module, HashEmbedding):
             module.use(self)
         elif isinstance(module, nn.EmbeddingBag):
@@ -150,6 +154,13 @@ class RowModule:
 
     def take_gradients(self) -> tuple[NDArray[np.int64], NDArray[Any]] | None:
         """What backward left, merged; None where the module was not used."""
+        weight = getattr(self.module, "weight", None)
+        if weight is not None and weight.grad is not None:
+            raise TrainingError(
+                f"'{self.taken.name}' got a gradient of its own: something besides its module's forward used it, which the "
+                "first batch did not show, and its rows are on the servers. Nothing of this step was updated; call the "
+                "module instead of using its weight, or use --strategy ddp."
+            )
         gradients, self._gradients = self._gradients, []
         return merged(gradients) if gradients else None
 

@@ -133,8 +133,14 @@ def watch(found: Plan, batch: Tree, run: Callable[[], Any]) -> Plan:
         ids = args[0] if args else kwargs.get("input")
         at = columns.get((ids.data_ptr(), ids.shape)) if isinstance(ids, Tensor) else None
         seen[id(module)].append(at)
+        watching.inside = names[id(module)]
 
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        watching.inside = ""
+
+    names = {id(each.module): each.name for each in found.taken}
     hooks = [each.module.register_forward_pre_hook(before, with_kwargs=True) for each in found.taken]
+    hooks += [each.module.register_forward_hook(after) for each in found.taken]
     weights = {
         each.module.weight.untyped_storage()._cdata: each.name
         for each in found.taken
@@ -159,22 +165,24 @@ def watch(found: Plan, batch: Tree, run: Callable[[], Any]) -> Plan:
 
 
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Which of these weights any operation but a lookup has read."""
+    """Which of these weights any operation has read but the lookup of their own module, `inside` which we are."""
 
     def __init__(self, weights: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = weights
         self.outside: set[str] = set()
+        self.inside = ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.overloadpacket not in _LOOKUPS and func is not torch.ops.aten.detach.default:
+        own = self.inside if func.overloadpacket in _LOOKUPS else ""
+        if func is not torch.ops.aten.detach.default:
             for arg in (*args, *(kwargs or {}).values()):
                 for each in arg if isinstance(arg, (list, tuple)) else (arg,):
                     if isinstance(each, Tensor):
                         name = self._weights.get(each.untyped_storage()._cdata)
-                        if name is not None:
+                        if name is not None and name != own:
                             self.outside.add(name)
         return func(*args, **(kwargs or {}))
 
