@@ -35,7 +35,12 @@ def train(launch_script: Launch, tmp_path: Path) -> Callable[..., tuple[Tensors,
         out.mkdir()
         given = [str(begin_from)] if begin_from is not None else []
         done = launch_script(
-            SCRIPT, args=(str(out), do, *given), name=name, quiet=True, step_timeout_s=30.0, **options
+            options.pop("script", SCRIPT),
+            args=(str(out), do, *given),
+            name=name,
+            quiet=True,
+            step_timeout_s=30.0,
+            **options,
         )
         assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
         assert done.summary["restarts"] == ("faults" in options)
@@ -91,6 +96,20 @@ def test_relaxed_strategies_save_them_too(train: Callable[..., tuple[Tensors, Pa
     pieces = saved(path)
     assert torch.equal(state["rows.keys"], pieces["model/rows.keys"])
     assert len(pieces["optimizer/rows.rows/sum"]) == len(pieces["model/rows.rows"]) == 50
+
+
+@pytest.mark.parametrize(("strategy", "num_updates"), [("ps:hybrid", 16.0), ("ps", 8.0)])
+def test_updates_are_counted_on_through_checkpoints_where_slots_have_no_rows(
+    train: Callable[..., tuple[Tensors, Path]], tmp_path: Path, strategy: str, num_updates: float
+) -> None:
+    source = SCRIPT.read_text().replace("shoal.nn.HashEmbedding(4, scale=0.5)", "nn.Embedding(50, 4)")
+    (tmp_path / "plain.py").write_text(source.replace("- 9) * 10**16", ")"))
+    path = None
+    for epochs in ("1", "2"):
+        options = {"workers": 2, "strategy": strategy, "servers": 1, "script": tmp_path / "plain.py"}
+        _, path = train(f"plain-{epochs}", epochs, path, **options)
+    assert path is not None
+    assert float(saved(path)["optimizer/rows.weight/step"]) == num_updates
 
 
 @pytest.mark.parametrize("do", ["1", "loop"])

@@ -92,11 +92,14 @@ class PsHybrid(Ddp):
 
     def state(self) -> Iterator[Piece]:
         """Model and optimizer, whole; rank 0 reads the rows."""
+        given: set[str] = set()
         if self._rows is not None and self._rank == 0:
             self._rows.bring_home(0)
-            yield from self._rows.optimizer_pieces()
-            yield from self._rows.hashed_pieces()
-        yield from super().state()
+            for piece in (*self._rows.optimizer_pieces(), *self._rows.hashed_pieces()):
+                given.add(piece.name)
+                yield piece
+        # The optimizer here may have state for rows too, which is not trained: some make it when they are built.
+        yield from (piece for piece in super().state() if piece.name not in given)
 
     def load(self, pieces: PieceReader) -> None:
         """Take over weights and optimizer state: rows when they are put on the servers."""

@@ -228,7 +228,10 @@ class ServedModel:
                 continue
             held = [torch.zeros_like(weight, device="cpu") for _ in keys]
             num_updates = 0
-            for row_keys, _, row_state, num_updates in read_rows(self._group, module.spec):  # noqa: B007
+            for row_keys, _, row_state, of_slot in read_rows(self._group, module.spec):
+                num_updates = max(
+                    num_updates, of_slot
+                )  # a slot without rows knows of none before a checkpoint
                 for number, tensor in enumerate(held):
                     columns = row_state[:, number * module.dim : (number + 1) * module.dim]
                     tensor[torch.from_numpy(row_keys)] = torch.from_numpy(np.ascontiguousarray(columns))
