@@ -13,6 +13,7 @@ import torch
 from launched import Launched
 from ps_warm import warm_parent  # noqa: F401
 from safetensors.torch import load_file
+from test_custom_loop import LOOPS
 
 from shoal.cluster.warm_client import WarmParent
 
@@ -166,3 +167,18 @@ def test_layers_that_mix_or_draw_see_the_same_slices_and_numbers_as_under_ddp(
             torch.testing.assert_close(
                 got[name], tensor, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{name} {rank}"
             )
+
+
+def test_several_loops_of_ones_own_two_models_on_one_batch_are_those_of_one_process(
+    launch_script: Launch, tmp_path: Path
+) -> None:
+    for name, options in (("one", {}), ("ps", {"workers": 3, "strategy": "ps", "servers": 2})):
+        (tmp_path / name).mkdir()
+        done = launch_script(LOOPS, args=(str(tmp_path / name),), quiet=True, **options)
+        assert done.exit_code == 0, done.error
+    expected, facts = results(tmp_path / "one", 0)
+    for rank in range(3):
+        got, told = results(tmp_path / "ps", rank)
+        assert told == facts
+        for name, tensor in expected.items():
+            torch.testing.assert_close(got[name], tensor, rtol=TOLERANCE, atol=TOLERANCE, msg=name)

@@ -221,7 +221,7 @@ class Group:
     def chunk_at(self, server: int, chunk: int) -> memoryview:
         """A chunk of dense parameters where the server has it; what it holds is for the protocol to say."""
         known = self._dense.get(server)
-        if known is None or known[0] != self.view:
+        if known is None or known[0] != self.view or chunk not in known[1]:  # of a model declared since
             known = self._dense[server] = (self.view, self._map_dense(server))
         return known[1][chunk]
 
