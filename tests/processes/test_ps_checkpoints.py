@@ -116,3 +116,36 @@ def test_a_run_whose_supervisor_was_killed_is_resumed_with_its_servers(
     got, told = outcome(tmp_path / "killed")
     assert told == report
     assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+LOADED = """
+import torch, shoal
+from torch import nn
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.head = nn.Embedding(10, 4), nn.Linear(4, 1)
+    def forward(self, ids):
+        return self.head(self.rows(ids))
+y = torch.randn(64, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+data = shoal.Dataset.from_arrays((torch.arange(64) % 10, y)).batch(8)
+torch.manual_seed(0)
+trainer = shoal.Trainer(Rows().double(), loss=nn.MSELoss(), seed=0,
+                        optimizer=lambda params: torch.optim.Adagrad(params, lr=0.1))
+trainer.fit(data, epochs=1)
+trainer.save("saved")
+trainer.fit(data, epochs=1)
+trainer.load("saved")
+loaded = trainer.evaluate(data)["loss"]
+trainer.fit(data, epochs=1)
+print(round(loaded, 9), round(trainer.evaluate(data)["loss"], 9))
+"""
+
+
+def test_weights_loaded_between_fits_leave_the_optimizer_its_state(launch_script: Launch) -> None:
+    said = []
+    for options in ({}, {"strategy": "ps", "workers": 3, "servers": 2}):
+        done = launch_script(LOADED, quiet=True, **options)
+        assert done.exit_code == 0, done.error
+        said.append(done.stdout)
+    assert said[0] == said[1]

@@ -353,7 +353,7 @@ class Ps:
             self._saved = pieces
             return
         if self._rank == 0:
-            self._model.write(pieces)
+            self._model.write(pieces, keeps_state=pieces.optimizer_settings is None)
         self._home_at = self._weights_at = -1
         self._served.exchange(b"")
 

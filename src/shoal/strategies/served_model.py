@@ -127,20 +127,26 @@ class ServedModel:
                 DeclareDense(self.dense.specs, kind, self._declared_settings, self._job.number)
             )
 
-    def write(self, saved: PieceReader | None) -> None:
-        """Give the servers what this process's model holds, and the optimizer state of `saved`."""
+    def write(self, saved: PieceReader | None, *, keeps_state: bool = False) -> None:
+        """Give the servers what this process's model holds, and the optimizer state of `saved`, or that which they have."""
         for module in self.rows:
             if isinstance(module.module, HashEmbedding):
                 self._write_hashed(module, saved)
                 continue
             weight = module.module.weight
             assert isinstance(weight, Tensor)
+            if keeps_state:
+                for keys, _, kept, num_updates in read_rows(self._group, module.spec):
+                    values = weight.detach().cpu()[torch.from_numpy(keys)].numpy()
+                    self._write_rows(module, keys, values, kept, num_updates)
+                continue
             state, step = saved_state(module.taken.name, module.spec.rule, saved)
             self._write_rows(
                 module, np.arange(len(weight), dtype=np.int64), weight.detach().cpu().numpy(), state, step
             )
         for spec in self.dense.specs:
-            write_chunk(self._group, spec, self.dense.flat(spec), self._saved_chunk(spec, saved))
+            chunk = read_chunk(self._group, spec)[1] if keeps_state else self._saved_chunk(spec, saved)
+            write_chunk(self._group, spec, self.dense.flat(spec), chunk)
 
     def _write_rows(self, module: RowModule, keys: Any, values: Any, state: Any, step: int) -> None:
         for first in range(0, len(keys), BLOCK_ROWS):
