@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -183,3 +183,22 @@ class TakesGradients(Protocol):
 
     def adopt(self, batch: Slice) -> None:
         """Take the gradients of the slice's mean loss, which the user's own backward left in the parameters."""
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A strategy that can use its time better when it knows the next batch."""
+
+    def coming(self, batch: Slice) -> None:
+        """The batch after the one that is run next."""
+
+
+@runtime_checkable
+class Leased(Protocol):
+    """A relaxed strategy: each worker trains whole batches of its own, as they are handed out."""
+
+    updates: int
+    """Updates of all workers, as far as this one has heard."""
+
+    def share_statistics(self) -> None:
+        """Average what BatchNorm has counted on every worker; all of them call it."""

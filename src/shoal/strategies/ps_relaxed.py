@@ -72,8 +72,6 @@ class Naming:
 class PsRelaxed(Ps):
     """The parameter server, bounded or asynchronous."""
 
-    is_relaxed = True
-
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._clock = 0  # steps this worker has finished

@@ -19,7 +19,7 @@ from shoal.core.failpoints import BEFORE_FORWARD, failpoint
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.strategies.compute import place
-from shoal.strategies.protocol import LossSum, Verdict
+from shoal.strategies.protocol import Leased, LooksAhead, LossSum, Verdict
 from shoal.train import anchoring
 from shoal.train.anchoring import BEFORE_A_STEP, Place
 from shoal.train.callbacks.base import StepLogs
@@ -63,9 +63,8 @@ class FitLoop:
         self._log: MetricsLog | None = None
         self._leasing = self._lease()
         # Leases look ahead themselves: the next one may not be at hand before this worker has done its part.
-        self._looks_ahead: Callable[[Slice], None] | None = (
-            getattr(trainer.strategy, "coming", None) if self._leasing is None else None
-        )
+        strategy = trainer.strategy
+        self._looks_ahead = strategy if self._leasing is None and isinstance(strategy, LooksAhead) else None
         self._started_at = self._reported_at = time.monotonic()
         self._started_samples, self._first_step = self._position.samples, self._position.step
 
@@ -98,7 +97,7 @@ class FitLoop:
     def _lease(self) -> Leasing | None:
         """In relaxed strategies batches come by lease."""
         trainer = self._trainer
-        if not getattr(trainer.strategy, "is_relaxed", False):
+        if not isinstance(trainer.strategy, Leased):
             return None
         from shoal.train.leasing import Leasing
 
@@ -130,7 +129,7 @@ class FitLoop:
             anchoring.note(trainer, BEFORE_A_STEP)
             coming = next(parts, None) if self._looks_ahead is not None else None
             if coming is not None and self._looks_ahead is not None:
-                self._looks_ahead(coming)
+                self._looks_ahead.coming(coming)
             self._run_step(part)
             if self._over:
                 break

@@ -21,7 +21,7 @@ from shoal.core.failpoints import failpoint
 from shoal.data.batches import Batches
 from shoal.strategies.hashed_rows import expected_shapes, plain_tensors
 from shoal.strategies.optimizer_state import optimizer_settings
-from shoal.strategies.protocol import Piece, PieceReader
+from shoal.strategies.protocol import Leased, Piece, PieceReader
 from shoal.strategies.state import MODEL
 from shoal.train.callbacks.model_checkpoint import ModelCheckpoint
 from shoal.train.checkpoint import Checkpoint, check_fits, open_checkpoint, write_checkpoint
@@ -130,7 +130,7 @@ def _take_leases(trainer: Trainer, progress: dict[str, Any]) -> None:
     leases = progress.get("leases")
     if leases is None:
         return
-    if getattr(trainer.strategy, "is_relaxed", False):
+    if isinstance(trainer.strategy, Leased):
         trainer.kept_leases = leases
         return
     in_epoch = leases["done_below"] % leases["num_leases"]
