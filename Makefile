@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)
-	$(BIN)/shoal run -n 2 --faults "kill worker-1 at step 60" --name demo-$$(date +%s) examples/clicks.py
+	$(BIN)/python -m benchmarks.demo
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -30,8 +30,10 @@ format: $(READY)
 	$(BIN)/ruff format src tests examples benchmarks
 	$(BIN)/ruff check --fix src tests examples benchmarks
 
+# All of it takes hours; what a package alone can measure, a minute: shoal bench ps
 bench: $(READY)
-	$(BIN)/python -m benchmarks
+	$(BIN)/shoal bench ps
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 # Against the peers that pip can install, each in an environment of its own under .peers/: a gigabyte or two the first time.
 bench-peers: $(READY)

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import shoal
-from shoal.cli import chaos, doctor, resume, run, scale, status, verify
+from shoal.cli import bench, chaos, doctor, resume, run, scale, status, verify
 from shoal.cli.verb import Verb, Verbs
 
 app = typer.Typer(
@@ -44,6 +44,7 @@ app.command("status", cls=Verb, epilog=status.EXAMPLES)(status.status)
 app.command("scale", cls=Verb, epilog=scale.EXAMPLES)(scale.scale)
 app.command("chaos", cls=Verb, epilog=chaos.EXAMPLES)(chaos.chaos)
 app.command("doctor", cls=Verb)(doctor.doctor)
+app.command("bench", cls=Verb, epilog=bench.EXAMPLES)(bench.bench)
 
 
 def _show_version(asked: bool) -> None:

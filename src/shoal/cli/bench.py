@@ -1,0 +1,127 @@
+"""`shoal bench`: how fast it is on this machine.
+
+What can be measured with nothing but the package is measured here, in real
+processes; comparisons with other software, and what takes hours, stand in
+benchmarks/ of the source and are only named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.cli.verb import console, did_you_mean
+from shoal.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.cli.bench_ps import Figure
+
+EXAMPLES = (
+    "\b\n"
+    "Examples:\n"
+    "  shoal bench                what can be measured\n"
+    "  shoal bench ps             the parameter server, about a minute\n"
+    "  shoal bench ps --json      a JSON line per figure"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Something that can be measured with the package alone."""
+
+    measures: str
+    run: Callable[[float, Callable[[Figure], None]], None]
+
+
+def _ps(seconds: float, tell: Callable[[Figure], None]) -> None:
+    from shoal.cli import bench_ps
+
+    bench_ps.measure(seconds, tell)
+
+
+BENCHES = {
+    "ps": Bench("push and pull at a server; a click model in one process, data parallel and on servers", _ps)
+}
+
+FROM_SOURCE = {
+    "trainer_overhead": "the Trainer against a loop written by hand",
+    "ddp_step": "a step of ddp against torch's DDP",
+    "launch": "launch to first step against torchrun",
+    "recovery": "kills under ddp: bits, time to go on, goodput",
+    "ps_channel": "the channel to a server against torch's rpc",
+    "ps_kv": "push and pull of rows by key against torch's rpc",
+    "ps_recovery": "kills under ps and ps:async: bits, samples lost or doubled, time to the next push, goodput",
+    "ps_memory": "a server's memory over what it holds, and its growth",
+    "ps_quality": "AUC of the relaxed modes against ps at equal samples",
+    "peers": "the click model against other parameter servers; installs them",
+}
+
+
+def complete_bench(incomplete: str) -> list[str]:
+    """For the shell."""
+    return [name for name in BENCHES if name.startswith(incomplete)]
+
+
+def bench(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="What to measure; without, what there is.",
+            autocompletion=complete_bench,
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON line per figure.")] = False,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            "--seconds", metavar="S", min=0.2, max=3600.0, help="How long each training is measured."
+        ),
+    ] = 5.0,
+) -> None:
+    """Measure how fast shoal is on this machine, in real processes."""
+    if name is None:
+        _list(as_json)
+        return
+    if name in FROM_SOURCE:
+        raise ConfigError(
+            f"'{name}' ({FROM_SOURCE[name]}) is measured from the source and not from the installed package: it needs "
+            f"what stands in benchmarks/ there. Nothing was started; in a checkout, run `python -m benchmarks {name}`."
+        )
+    if name not in BENCHES:
+        raise ConfigError(
+            f"there is nothing to measure by the name '{name}'.{did_you_mean(name, [*BENCHES, *FROM_SOURCE])} Nothing was "
+            "started; `shoal bench` lists what there is."
+        )
+    screen = console()
+
+    def tell(figure: Figure) -> None:
+        if as_json:
+            typer.echo(json.dumps(figure.line()))
+        else:
+            # As they come: the last ones take a while.
+            screen.print(
+                f"{figure.what:<44} {figure.value:>12,.1f} {figure.unit:<16} {figure.how}", soft_wrap=True
+            )
+
+    BENCHES[name].run(seconds, tell)
+
+
+def _list(as_json: bool) -> None:
+    if as_json:
+        for name, each in BENCHES.items():
+            typer.echo(json.dumps({"name": name, "measures": each.measures, "from": "package"}))
+        for name, measures in FROM_SOURCE.items():
+            typer.echo(json.dumps({"name": name, "measures": measures, "from": "source"}))
+        return
+    typer.echo("Measured by `shoal bench NAME`:")
+    for name, each in BENCHES.items():
+        typer.echo(f"  {name:<18}{each.measures}")
+    typer.echo("\nMeasured in a checkout of the source, by `python -m benchmarks NAME`:")
+    for name, measures in FROM_SOURCE.items():
+        typer.echo(f"  {name:<18}{measures}")
