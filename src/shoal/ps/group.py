@@ -179,7 +179,9 @@ class Group:
         if server < 0:
             raise LinkLost(peer="every holder of a slot", reason="they died")
         try:
-            link = Link.connect(self._ways_in[server], self._hello, timeout_s=CONNECT_TIMEOUT_S)
+            link = Link.connect(
+                self._ways_in[server], self._hello, timeout_s=CONNECT_TIMEOUT_S, peer=f"server-{server}"
+            )
         except WaitTimedOut as error:  # its socket is the supervisor's, and outlives it
             raise LinkLost(peer=f"server-{server}", reason=str(error)) from None
         self._links[server] = (self._incarnations.get(server, 0), link)

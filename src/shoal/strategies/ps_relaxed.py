@@ -219,7 +219,8 @@ class PsRelaxed(Ps):
         committed = step.committed
         assert committed is not None
         step.release()
-        self._clock += 1
+        # A replacement begins at 0, and is as far as the slowest: servers let it in there.
+        self._clock = max(self._clock + 1, committed.slowest)
         self.step += 1
         self._served.updates = self.updates = committed.updates
         for module in self._model.rows:
