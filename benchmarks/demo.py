@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -83,26 +82,20 @@ class Demo:
         return result, {path.stem: json.loads(path.read_text()) for path in sorted(hashes.glob("*.json"))}
 
 
-def warm_up(warm: WarmParent, began: float) -> None:
-    """Wait for the warm parent; the first time on a machine it compiles, and must not look as if it hung."""
+def say_if_cold() -> None:
+    """The first time on a machine kernels are compiled, which must not look as if it hung."""
     from shoal.nn.compiled import cache_directory
 
     kept = cache_directory()
     if kept is None or not any(kept.rglob("*.nbc")):
-        print(
-            "compiling kernels once: this takes a minute the first time on a machine",
-            file=sys.stderr,
-            flush=True,
-        )
-    warm.wait_ready()
-    print(f"torch and kernels loaded in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        print("compiling kernels once; it takes half a minute, the first time on a machine", flush=True)
 
 
 def show(measured: list[tuple[str, RunResult]]) -> None:
     """The table."""
     from rich.table import Table
 
-    table = Table("", "workers", "servers", "samples/s", "loss", "test AUC", box=None, pad_edge=False)
+    table = Table("", "workers", "servers", "samples/s", "loss", "validation AUC", box=None, pad_edge=False)
     for what, result in measured:
         summary = result.summary
         table.add_row(
@@ -124,11 +117,13 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     exact = ROWS[2]
+    say_if_cold()
     with (
         tempfile.TemporaryDirectory() as folder,
         WarmParent("demo", preload=preload_for(str(SCRIPT), with_servers=True)) as warm,
     ):
-        warm_up(warm, began)
+        warm.wait_ready()
+        print(f"torch and kernels loaded in {time.monotonic() - began:.1f} s", flush=True)
         demo = Demo(folder, warm, options.samples)
         print(f"\nexamples/clicks.py on 2 workers and 2 servers, and on purpose: {FAULTS}\n", flush=True)
         # Unchanged it is run by: shoal run -n 2 --servers 2 --strategy ps --faults "..." examples/clicks.py
