@@ -69,6 +69,18 @@ def test_rows_nobody_trained_are_a_function_of_seed_and_id_whatever_the_table() 
     assert not torch.equal(HashEmbedding(3, seed=5)(torch.from_numpy(keys)), torch.from_numpy(out))
 
 
+def test_values_alone_leave_rows_their_state() -> None:
+    source = HashEmbedding(2, dtype=torch.float64).source
+    assert isinstance(source, LocalRows)
+    source.train_by("adagrad", {"lr": 1.0})
+    source.push(np.array([1, 2, 3]), np.full((3, 2), 2.0))
+    source.apply()
+    source.replace_values(np.array([2, 9]), np.ones((2, 2)))
+    keys, values, state = source.table.read_rows(np.arange(source.table.num_rows))
+    assert (keys.tolist(), values.tolist()) == ([2, 9], [[1, 1], [1, 1]])
+    assert (state.tolist(), source.table.step) == ([[4, 4], [0, 0]], 1)
+
+
 def test_loading_leaves_no_row_that_was_not_saved() -> None:
     empty, trained = HashEmbedding(3), HashEmbedding(3)
     assert isinstance(trained.source, LocalRows)

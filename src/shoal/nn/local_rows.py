@@ -74,6 +74,14 @@ class LocalRows:
         self.table.settings = settings
         self.table.set(keys, values, state, step)
 
+    def replace_values(self, keys: NDArray[np.int64], values: NDArray[Any]) -> None:
+        """These rows and no others; the state of those that were there before stays, and so does the number of updates."""
+        had, _, state = self.table.read_rows(np.arange(self.table.num_rows))
+        step = self.table.step
+        self.replace(keys, values, None, step)
+        both, new, old = np.intersect1d(keys, had, assume_unique=True, return_indices=True)
+        self.table.set(both, values[new], state[old], step)
+
     def gradients(self) -> tuple[NDArray[np.int64], NDArray[Any]] | None:
         """What waits for the next update, each key once; None where backward never came here."""
         if not self._gradients:

@@ -140,7 +140,11 @@ def load_local(model: nn.Module, pieces: PieceReader) -> None:
     """Rows in this process become those that were saved, and no others."""
     for name, module in hash_embeddings(model).items():
         table, source = saved_table(name, pieces), module.source
-        if table is not None and isinstance(source, LocalRows):
+        if table is None or not isinstance(source, LocalRows):
+            continue
+        if pieces.optimizer_settings is None:  # weights alone: the optimizer keeps what it has, here too
+            source.replace_values(*table)
+        else:
             state, step = saved_state(name, source.table.spec.rule, pieces)
             source.replace(*table, state, step)
 

@@ -107,7 +107,7 @@ class PsHybrid(Ddp):
         if self._rows is None:
             self._saved = pieces
         elif self._rank == 0:
-            self._rows.write(pieces)
+            self._rows.write(pieces, keeps_state=pieces.optimizer_settings is None)
 
     def bring_home(self) -> None:
         """Have the rows of all workers' pushes."""

@@ -131,7 +131,7 @@ class ServedModel:
         """Give the servers what this process's model holds, and the optimizer state of `saved`, or that which they have."""
         for module in self.rows:
             if isinstance(module.module, HashEmbedding):
-                self._write_hashed(module, saved)
+                self._write_hashed(module, saved, keeps_state)
                 continue
             weight = module.module.weight
             assert isinstance(weight, Tensor)
@@ -154,7 +154,7 @@ class ServedModel:
             some = None if state is None else state[block]
             write_rows(self._group, module.spec, keys[block], values[block], some, step)
 
-    def _write_hashed(self, module: RowModule, saved: PieceReader | None) -> None:
+    def _write_hashed(self, module: RowModule, saved: PieceReader | None, keeps_state: bool) -> None:
         assert isinstance(module.module, HashEmbedding)
         source, name = module.module.source, module.taken.name
         table = saved_table(name, saved) if saved is not None else None
@@ -164,10 +164,16 @@ class ServedModel:
             return
         state, step = saved_state(name, module.spec.rule, saved)
         if not isinstance(source, LocalRows):  # rows that the saved table has not are as nobody wrote them
-            others = np.setdiff1d(read_table(self._group, module.spec)[0], table[0], assume_unique=True)
+            had, _, had_state, had_step = read_table(self._group, module.spec)
+            others = np.setdiff1d(had, table[0], assume_unique=True)
             values = np.empty((len(others), module.dim), module.np_dtype)
             RowTable(module.spec).pull(others, values, create=False)
             self._write_rows(module, others, values, None, step)
+            if keeps_state:
+                self._write_rows(module, *table, None, had_step)
+                both, new, old = np.intersect1d(table[0], had, assume_unique=True, return_indices=True)
+                self._write_rows(module, both, table[1][new], had_state[old], had_step)
+                return
         self._write_rows(module, *table, state, step)
 
     def install(self) -> None:
