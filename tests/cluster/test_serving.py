@@ -32,7 +32,7 @@ from shoal.wire.messages import Join, JoinRefused, Message, Reaped, WaitExpired,
 from shoal.wire.ps_messages import (
     ServerView,
 )
-from shoal.wire.replication_messages import SlotsFilled
+from shoal.wire.replication_messages import SlotsFilled, StepLost
 
 SUPERVISOR = 100
 
@@ -197,6 +197,21 @@ def test_lost_slots_are_told_and_who_knows_only_the_lost_view_gets_no_lease() ->
     again.rank(0)
     assert isinstance(asks(again, 0, view=1)[0], LeaseRefused)
     assert asks(again, 0, view=2) == [Leases([(0, 0, 0, 10)], 0)]  # from the beginning: nothing is done
+
+
+def test_a_lost_step_fences_every_server_and_is_told_once(talk: Conversation) -> None:
+    first_view(talk)
+    assert (
+        talk.say(51, StepLost(0, 1)) == {}
+    )  # of a view that is over: the next one knows better, or says it again
+    lost = SlotsLost(1, 1, 256, [0, 1], rank=1)
+    assert talk.say(51, StepLost(1, 1)) == {SUPERVISOR: [lost]}
+    assert talk.say(52, StepLost(1, 1)) == {}
+    again = talk.again()
+    assert lost in again.news
+    assert isinstance(again.server(0, 0)[51][0], JoinRefused)
+    again.server(0, 1)
+    assert isinstance(again.server(1, 1)[62][-1], ServerView)
 
 
 def test_leases_of_a_dead_worker_go_back_and_the_last_ends_the_call(talk: Conversation) -> None:

@@ -54,7 +54,7 @@ from shoal.wire.messages import (
     Watch,
     Watching,
 )
-from shoal.wire.replication_messages import SlotsFilled
+from shoal.wire.replication_messages import SlotsFilled, StepLost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ class Coordination:
         if isinstance(message, Watch | Reaped | Saved | ReapedServer | ScaleServers):
             return self._hear_supervisor(client, me, message, now)
         if self._serving.is_server(client):
-            if isinstance(message, SlotsFilled | ServerAlive):
+            if isinstance(message, SlotsFilled | StepLost | ServerAlive):
                 return self._about_serving(self._serving.hear_server(client, message, now))
             return [Drop(client, f"a server says {type(message).__name__}, which is not for it to say")]
         if isinstance(message, JoinServer):

@@ -296,7 +296,7 @@ class Fate:
         if self.phase not in (Phase.RUNNING, Phase.LEAVING) or self._starting_anew or self.finished:
             return []
         self._num_losses += 1
-        lost = StateLost(lost.servers, self._num_losses)
+        lost = StateLost(lost.servers, self._num_losses, lost.rank)
         if self.phase is Phase.LEAVING or self._num_losses > 1 or not self._patience.max_restarts:
             return self._end(lost, now)
         # Those that live hold what is later than any checkpoint. They all go before any of them comes back: else one

@@ -92,6 +92,9 @@ class StateLost:
 
     servers: tuple[int, ...]
     num_times: int = 1  # without the job getting ahead
+    rank: int | None = (
+        None  # instead of servers: it died in a step together with a server that had its part in it
+    )
 
 
 @dataclass(frozen=True, slots=True)

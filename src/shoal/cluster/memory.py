@@ -45,6 +45,17 @@ class ServerFilled(
     slots: list[Count]
 
 
+class ServerLostStep(
+    msgspec.Struct, frozen=True, tag="server-lost-step", tag_field="type", forbid_unknown_fields=True
+):
+    """On a server a step can never count that counts elsewhere: a rank's part in it is gone."""
+
+    number: Count
+    incarnation: Count
+    view: Count
+    rank: Count
+
+
 class LeaseGaveUp(
     msgspec.Struct, frozen=True, tag="lease-gave-up", tag_field="type", forbid_unknown_fields=True
 ):
@@ -64,7 +75,15 @@ class LeasesStand(
 
 
 ServingFact: TypeAlias = (
-    JoinServer | ReapedServer | ServerFilled | ScaleServers | AskLease | LeaseGaveUp | LeasesStand | Reaped
+    JoinServer
+    | ReapedServer
+    | ServerFilled
+    | ServerLostStep
+    | ScaleServers
+    | AskLease
+    | LeaseGaveUp
+    | LeasesStand
+    | Reaped
 )
 """What changes servers and leases; told again in the same order, they stand where they stood."""
 
@@ -103,7 +122,9 @@ class Memory:
             case Reaped():
                 self.deaths[entry.rank] = entry
                 self.serving.append(entry)
-            case JoinServer() | ReapedServer() | ServerFilled() | ScaleServers() | AskLease() | LeaseGaveUp():
+            case JoinServer() | ReapedServer() | ServerFilled() | ServerLostStep() | ScaleServers():
+                self.serving.append(entry)
+            case AskLease() | LeaseGaveUp():
                 self.serving.append(entry)
             case LeasesStand():
                 self.serving = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.cluster import fate_events
-from shoal.cluster.outcome import how_it_ended
+from shoal.cluster.outcome import how_it_ended, lost_state
 from shoal.wire.messages import Saved
 from shoal.wire.ps_messages import ServerView
 
@@ -33,17 +33,17 @@ def replacing_server(died: fate_events.ServerDied, max_restarts: int) -> str:
 
 def going_back(lost: fate_events.StateLost, checkpoint: Saved | None, reached: int) -> str:
     """Everybody begins anew; the steps that are repeated."""
-    who = ("server " if len(lost.servers) == 1 else "servers ") + ", ".join(map(str, lost.servers))
+    what = lost_state(lost)
     if checkpoint is None:
         return (
-            f"{who} died, and nobody else held what they held of the weights. No checkpoint was written by this launch: "
+            f"{what}. No checkpoint was written by this launch: "
             f"the job begins anew, and repeats up to {reached} steps"
         )
     steps = (
         f"steps {checkpoint.step + 1} to {reached} are" if reached > checkpoint.step + 1 else "one step is"
     )
     return (
-        f"{who} died, and nobody else held what they held of the weights; going back to {checkpoint.path}: "
+        f"{what}; going back to {checkpoint.path}: "
         f"{steps if reached > checkpoint.step else 'no step is'} repeated"
     )
 

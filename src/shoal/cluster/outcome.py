@@ -82,12 +82,15 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
                 f"{_go_on(checkpoint, run)}"
                 + "\n  ".join([f"\nLast lines of server {number}:", *last_lines] if last_lines else [])
             )
-        case StateLost(servers, num_times):
-            lost = ("server " if len(servers) == 1 else "servers ") + ", ".join(map(str, servers))
+        case StateLost(servers, num_times, rank) as lost:
             again = ", the second time without the job getting ahead" if num_times > 1 else ""
             return ClusterError(
-                f"{lost} died, and nobody else held what they held of the weights{again}, so the job was stopped. "
-                f"{_go_on(checkpoint, run)} To survive this, run with --replicas {len(servers) + 1} or more."
+                f"{lost_state(lost)}{again}, so the job was stopped. {_go_on(checkpoint, run)}"
+                + (
+                    f" To survive this, run with --replicas {len(servers) + 1} or more."
+                    if rank is None
+                    else ""
+                )
             )
         case CoordinatorDied(code):
             said = " ".join(outcome.coordinator_last_lines)
@@ -104,6 +107,14 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
                 "script that is not a daemon, or an exit handler, goes on. What the script wrote is there; let it end its "
                 "threads."
             )
+
+
+def lost_state(lost: StateLost) -> str:
+    """What is gone, and with whom."""
+    if lost.rank is not None:
+        return f"worker {lost.rank} and a server died in the same step, and what it had pushed to that server is lost"
+    who = ("server " if len(lost.servers) == 1 else "servers ") + ", ".join(map(str, lost.servers))
+    return f"{who} died, and nobody else held what they held of the weights"
 
 
 def _with_logs(error: ShoalError, last_lines: dict[int, list[str]]) -> ShoalError:

@@ -7,7 +7,7 @@ the events in its journal.
 
     nobody ──all have joined──▶ a view ──a server died, came, was filled, or the number changed──▶ the next view
       ▲                           │
-      └──a slot lost all holders──┘     everything begins anew, from a checkpoint
+      └──a slot lost all holders──┘     everything begins anew, from a checkpoint; so where a step is lost
 
 Where slots belong is a function of the servers there should be
 (`slot_map.place`). A dead server's slots are answered for by the next holder
@@ -67,13 +67,23 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLost:
+    """A server says, in a view, that a step which counts elsewhere never will on it: a rank's part in it is gone."""
+
+    number: int
+    incarnation: int
+    view: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class ScaleTo:
     """There shall be so many servers: 0 to num_servers-1."""
 
     num_servers: int
 
 
-Event: TypeAlias = ServerJoined | ServerDied | Filled | ScaleTo
+Event: TypeAlias = ServerJoined | ServerDied | Filled | StepLost | ScaleTo
 
 # ---- actions -------------------------------------------------------------------------------------
 
@@ -87,12 +97,14 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Lose:
-    """Nobody holds these slots any more; `servers` did last. All begin anew."""
+    """Nobody holds these slots any more, as of one step; `servers` did last. All begin anew."""
 
     number: int
     view: int
     slots: tuple[int, ...]
     servers: tuple[int, ...]
+    rank: int | None = None
+    """Where the servers live: whose part in a step is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +170,8 @@ class ServerGroup:
                 return self._die(number, incarnation)
             case Filled():
                 return self._fill(event)
+            case StepLost():
+                return self._lose_step(event)
             case ScaleTo(num_servers):
                 return self._scale(num_servers)
 
@@ -210,7 +224,13 @@ class ServerGroup:
         )
         return self._go_on(SlotMap(survivors.view, tuple(holders)))
 
-    def _lose(self, slots: Iterable[int]) -> Lose:
+    def _lose_step(self, lost: StepLost) -> list[Action]:
+        is_in = self.members.get(lost.number) == lost.incarnation
+        if self.newest is None or not is_in or lost.view != self.view:
+            return []  # the next view may know better, and is asked the same
+        return [self._lose(range(NUM_SLOTS), lost.rank)]
+
+    def _lose(self, slots: Iterable[int], rank: int | None = None) -> Lose:
         holders = {number for slot in slots for number in map(_number, self._map.holders[slot])}
         self.num_losses += 1
         # What the others still hold is of no use without these, and of a later time than any checkpoint.
@@ -219,7 +239,7 @@ class ServerGroup:
         self.members.clear()
         self._moves.clear()
         self.newest = None
-        return Lose(self.num_losses, self.view, tuple(slots), tuple(sorted(holders)))
+        return Lose(self.num_losses, self.view, tuple(slots), tuple(sorted(holders)), rank)
 
     # ---- where slots are ------------------------------------------------------------------------
 

@@ -123,9 +123,12 @@ class ServerSupervision:
             case SuspectServer(number, incarnation, why):
                 self._run.event("suspect", server=number, incarnation=incarnation, why=why, killed=True)
                 self._feed(fate_events.ServerSuspected(number, incarnation, why))
-            case SlotsLost(_, view, num_slots, servers):
+            case SlotsLost(_, view, num_slots, servers, None):
                 self._run.event("slots-lost", view=view, slots=num_slots, servers=servers)
                 self._feed(fate_events.StateLost(tuple(servers)))
+            case SlotsLost(_, view, rank=rank):
+                self._run.event("step-lost", view=view, rank=rank)
+                self._feed(fate_events.StateLost((), rank=rank))
             case ScaleBegun(num_servers):
                 self._scale(num_servers)
                 self._answer(message, is_last=False)

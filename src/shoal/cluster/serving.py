@@ -13,7 +13,7 @@ from typing import TypeAlias
 from shoal.cluster import server_group
 from shoal.cluster.coordinator_actions import Drop, Remember, TellWatchers
 from shoal.cluster.lease_desk import LeaseDesk
-from shoal.cluster.memory import LeaseGaveUp, LeasesStand, ServerFilled, ServingFact
+from shoal.cluster.memory import LeaseGaveUp, LeasesStand, ServerFilled, ServerLostStep, ServingFact
 from shoal.cluster.server_group import ServerGroup
 from shoal.cluster.store_table import Answer
 from shoal.wire.group_messages import (
@@ -35,7 +35,7 @@ from shoal.wire.group_messages import (
 )
 from shoal.wire.message import Message
 from shoal.wire.messages import JoinRefused, Reaped, WaitExpired
-from shoal.wire.replication_messages import SlotsFilled
+from shoal.wire.replication_messages import SlotsFilled, StepLost
 
 PING_EVERY_S = 2.0
 """At most. Four times within the patience there is with a silent server."""
@@ -119,6 +119,9 @@ class Serving:
                 case ServerFilled(number, incarnation, view, slots):
                     filled = server_group.Filled(number, incarnation, view, tuple(slots))
                     self._about(self._group.handle(filled))
+                case ServerLostStep(number, incarnation, view, rank):
+                    lost = server_group.StepLost(number, incarnation, view, rank)
+                    self._about(self._group.handle(lost))
                 case ScaleServers(num_servers):
                     self._about(self._group.handle(server_group.ScaleTo(num_servers)))
                 case Reaped(rank, incarnation):
@@ -172,6 +175,11 @@ class Serving:
         """A server says something."""
         line = self._lines[client]
         self._liveness.heard_at[line.number] = now
+        if isinstance(message, StepLost):
+            lost = server_group.StepLost(line.number, line.incarnation, message.view, message.rank)
+            decided = self._group.handle(lost)
+            fact = ServerLostStep(lost.number, lost.incarnation, lost.view, lost.rank)
+            return [Remember(fact), *self._about(decided)] if decided else []
         if not isinstance(message, SlotsFilled):
             return []
         filled = ServerFilled(line.number, line.incarnation, message.view, message.slots)
@@ -317,8 +325,8 @@ class Serving:
                         del self._waiting[client]
                     actions += [Answer(client, view) for client in (*self._lines, *told)]
                     actions.append(TellWatchers(view))
-                case server_group.Lose(number, view_lost, slots, servers):
-                    self._loss = SlotsLost(number, view_lost, len(slots), list(servers))
+                case server_group.Lose(number, view_lost, slots, servers, rank):
+                    self._loss = SlotsLost(number, view_lost, len(slots), list(servers), rank)
                     self._lost_view = view_lost
                     self.desk.clear()
                     actions.append(TellWatchers(self._loss))

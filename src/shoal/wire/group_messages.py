@@ -101,6 +101,7 @@ class SlotsLost(Message, frozen=True, tag="slots-lost"):
     view: Count  # in which they were held
     num_slots: Count
     servers: list[Count]  # which held them
+    rank: Count | None = None  # where they live and only a step is lost: whose part in it
 
 
 class ScaleServers(Message, frozen=True, tag="scale-servers"):

@@ -39,5 +39,15 @@ class SlotsFilled(Message, frozen=True, tag="slots-filled"):
     slots: list[Count]
 
 
-REPLICATION_MESSAGES: tuple[type[Message], ...] = (Replicate, Replicated, CopySlot, SlotsFilled)
+class StepLost(Message, frozen=True, tag="step-lost"):
+    """Server to coordinator: "a step counts elsewhere and never will here": only a checkpoint brings all slots together.
+
+    What `rank` contributed to it is gone with its worker and with the server that had it. Said again until the view is over.
+    """
+
+    view: Count
+    rank: Count
+
+
+REPLICATION_MESSAGES: tuple[type[Message], ...] = (Replicate, Replicated, CopySlot, SlotsFilled, StepLost)
 """All of them; `ps_messages.py` adds them to its own."""
