@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from serverbench import Bench, drops, messages, refusal
 
-from shoal.ps.actions import Reply
+from shoal.ps.actions import Reply, Tell
+from shoal.wire.lateness_messages import AskMissing, Missing
 from shoal.wire.ps_messages import (
     AskNote,
     Commit,
@@ -29,6 +30,7 @@ from shoal.wire.ps_messages import (
     ViewOver,
     WriteRows,
 )
+from shoal.wire.replication_messages import StepLost
 
 EXACT = DeclareMode(2, "exact")
 TWO_PHASE = DeclareMode(2, "exact", two_phase=True, wants_norm=True)
@@ -80,11 +82,44 @@ def test_two_phases_wait_for_a_commit_and_the_first_counts() -> None:
     assert bench.rows(1) == [[-3.5, -3.5]] * 2
 
 
-def test_a_commit_before_all_have_ended_is_refused() -> None:
+def test_a_commit_of_a_replacement_waits_until_the_others_have_ended_the_step_again() -> None:
     bench = Bench(TWO_PHASE)
     bench.push(0, 1, 3.0)
     bench.end(0, 1)
-    assert "[1]" in refusal(bench.ask(1, Commit(1, 1, 1.0, True)))
+    bench.ask(9, Hello("worker-0", 1))
+    assert bench.ask(9, Commit(1, 1, 1.0, True)) == []
+    assert messages(bench.ask(9, AskMissing())) == [Missing([1])]
+    bench.push(1, 1, 4.0)
+    assert messages(bench.end(1, 1)) == [Summed(1), Committed(1, 1, 1)]
+    assert messages(bench.ask(2, Commit(1, 1, 99.0, True))) == [Committed(1, 1, 1)]
+    assert bench.rows(1, peer=9) == [[-7.0, -7.0]] * 2
+
+
+def test_a_commit_of_a_step_whose_contribution_is_gone_is_told_to_the_coordinator_until_the_view_is_over() -> (
+    None
+):
+    bench = Bench(TWO_PHASE)
+    bench.push(1, 1, 4.0)
+    bench.end(1, 1)
+    bench.ask(9, Hello("worker-0", 1))
+    assert bench.ask(9, Commit(1, 1, 1.0, True)) == [Tell(StepLost(1, 0))]
+    assert bench.core.tick() == [Tell(StepLost(1, 0))]
+    over = bench.core.view(ServerView(2, [[0]] * 256, {0: 0}))
+    assert [message for message in messages(over) if message == ViewOver(2)] == [ViewOver(2)] * 2
+    assert bench.core.tick() == []
+
+
+def test_a_commit_of_any_step_that_counts_is_answered_so() -> None:
+    bench = Bench(TWO_PHASE)
+    for seq in (1, 2):
+        for rank in range(2):
+            bench.push(rank, seq, 1.0)
+            bench.end(rank, seq)
+        bench.ask(1, Commit(1, seq, 1.0, True))
+    before = bench.rows(2)
+    assert messages(bench.ask(1, Commit(1, 1, 1.0, True))) == [Committed(1, 2, 2)]
+    assert bench.rows(2) == before
+    assert "[0, 1]" in refusal(bench.ask(1, Commit(1, 4, 1.0, True)))
 
 
 def test_a_replacement_that_ends_a_committed_step_is_told_of_it_and_nothing_counts_twice() -> None:
@@ -121,10 +156,14 @@ def test_a_newer_incarnation_fences_the_older() -> None:
     assert "incarnation 1" in refusal(bench.ask(10, Hello("worker-1", 0)))
 
 
-def test_what_is_spoilt_is_refused_where_it_would_count() -> None:
+def test_what_is_spoilt_never_counts_and_the_coordinator_is_told() -> None:
     bench = Bench(EXACT)
+    bench.push(1, 1, 1.0)
+    bench.end(1, 1)
     bench.push(0, 1, 1.0)
-    assert "cannot be summed again" in refusal(bench.end(0, 1, is_spoilt=True))
+    assert bench.end(0, 1, is_spoilt=True) == [Tell(StepLost(1, 0))]
+    assert bench.core.staging.num_staged == 0
+    assert bench.rows(1) is None
 
 
 def test_a_step_end_that_speaks_of_other_pushes_is_refused() -> None:

@@ -19,7 +19,7 @@ from shoal.wire.ps_messages import (
     Hello,
     ServerView,
 )
-from shoal.wire.replication_messages import SlotsFilled
+from shoal.wire.replication_messages import SlotsFilled, StepLost
 from simulation.ps_net import Connection
 from simulation.world import Process, Violated, World
 
@@ -91,6 +91,10 @@ class SimServer(Process):
                     self.tell("is filled in view", view)
                     event = Filled(self.number, self.incarnation, view, tuple(slots))
                     self.job.tell_coordinator(self, event)
+                case Tell(StepLost(view, rank)):
+                    self.tell("has lost a step in view", view, "with rank", rank)
+                    lost = server_group.StepLost(self.number, self.incarnation, view, rank)
+                    self.job.tell_coordinator(self, lost)
                 case Drop(peer):
                     if peer in self.peers:
                         self.peers[peer].close()
@@ -153,8 +157,10 @@ class SimCoordinator(Process):
                 case server_group.Tell(view):
                     self.tell("view", view.view, dict(view.incarnations), len(view.joining), "joining")
                     self.job.publish(view)
-                case server_group.Lose():
+                case server_group.Lose(rank=None):
                     self.job.lose()
+                case server_group.Lose(rank=rank):
+                    self.job.lose_step(rank)
 
 
 class Simulated:
@@ -303,6 +309,9 @@ class Simulated:
         if all(any(number in same for number in holders) for holders in newest.holders):
             raise Violated("the job goes back to a checkpoint, though every slot has a holder that lives")
         self.is_lost = True
+
+    def lose_step(self, rank: int) -> None:
+        raise Violated("only an exact step is lost where every slot has a holder")
 
     # ---- faults ---------------------------------------------------------------------------------
 

@@ -218,19 +218,20 @@ class Exact(Job):
                 f"{worker.name}: step {step} gave {np.frombuffer(frame)}, not {np.frombuffer(self.reference.results[step])}"
             )
 
-    def cannot_be_summed(self, step: int) -> None:
-        # Only a view can have taken a contribution away, and only one of about this step.
-        if not self.counts["worker killed"] or self.viewed_at < self.committed_at.get(step - 1, 0.0) - 0.5:
-            raise Violated(f"step {step} cannot be summed again, though nothing took a contribution away")
+    def lose_step(self, rank: int) -> None:
+        """Its contribution to a step is lost: its worker must have been killed, and a view have taken it away."""
+        newest = max(self.committed_at, default=0)
+        is_viewed = self.viewed_at >= self.committed_at.get(newest - 1, 0.0) - 0.5
+        versions = {
+            int(self.servers[holders[0]].core.state.marks.version[slot])
+            for slot, holders in enumerate(self.newest.holders)
+        }
+        if not self.workers[rank].incarnation or not is_viewed or len(versions) == 1:
+            raise Violated(
+                f"the job goes back for a contribution of rank {rank}, though nothing took it away"
+            )
         self.counts["a step that cannot be summed again"] += 1
         self.is_lost = True
-
-    def not_summed(self, worker: ExactWorker) -> None:
-        """A step that is committed at slot 0 is not summed elsewhere: those who run it will send it again, if any are left."""
-        step = max((step for step in self.script[: worker.index] if step), default=0)
-        others = [each for each in self.workers.values() if each is not worker and each.is_alive]
-        if not any(self.script[each.index : each.index + 1] == [step] and each.memory for each in others):
-            self.cannot_be_summed(step)
 
     def check_end(self) -> None:
         if self.primary_rows() != _rows(self.reference.table, np.ones(256, bool)):

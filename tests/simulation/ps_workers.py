@@ -278,16 +278,26 @@ class ExactWorker(Client):
             is_commit, frame = log[self.index + 1]
             self.job.check_result(self, self.index, is_commit, frame)
             self.index += 1
-            if is_commit and self.job.mode.two_phase:
+            if is_commit and self.job.mode.two_phase and self.index + 1 not in log:
                 self._recommit(self.job.script[self.index - 1], np.frombuffer(frame))
+                return
         self._first() if self.index == 0 else self._go_on()
 
     def _recommit(self, step: int, result: Any) -> None:
         """Whoever said Commit may have died between two servers, and nobody else may be left to say it to the others."""
         factor = self.job.factor(result[:-2], float(result[-1]))
-        for server in self.servers:
-            message = Commit(self.core_view(), step, factor, bool(result[-2]), float(result[-1]))
-            self.ask(None, server, message)
+
+        def send() -> None:
+            for server in self.servers:
+                message = Commit(self.core_view(), step, factor, bool(result[-2]), float(result[-1]))
+                self.ask(server, server, message)
+
+        def then(answers: dict[Any, tuple[Message, list[bytes]]]) -> None:
+            if any(not isinstance(message, Committed) for message, _ in answers.values()):
+                raise Violated(f"{self.name} said again how step {step} was decided, and heard {answers}")
+            self._go_on()
+
+        self.operate(send, then)
 
     def _first(self) -> None:
         if self.rank:
@@ -426,14 +436,6 @@ class ExactWorker(Client):
         self.release()
         self.index += 1
         self._go_on()
-
-    def refused(self, reason: str) -> None:
-        if "cannot be summed again" in reason:
-            self.job.cannot_be_summed(self.job.script[self.index])
-        elif "is not summed here" in reason and self.incarnation and self.memory == []:
-            self.job.not_summed(self)
-        else:
-            super().refused(reason)
 
 
 class RelaxedWorker(Client):

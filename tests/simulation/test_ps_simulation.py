@@ -38,6 +38,12 @@ def test_no_schedule_of_servers_breaks_a_promise(scenario: str, block: int) -> N
     reached["blocks"] += 1
 
 
+@pytest.mark.parametrize("seed", [227, 2336])
+def test_a_step_that_a_replacement_does_not_run_again_ends_or_takes_the_job_back(seed: int) -> None:
+    counts = run(seed, PS_SCENARIOS["ps-exact"]).counts
+    assert counts["done"] or counts["a step that cannot be summed again"]
+
+
 def test_the_schedules_of_servers_reach_where_it_hurts() -> None:
     if reached["blocks"] < sum(NUM_BLOCKS.values()):
         pytest.skip("only where all schedules were run before")

@@ -136,7 +136,9 @@ class ServerCore(Serving):
 
     def tick(self, now: float = 0.0) -> list[Action]:
         """Time has passed."""
-        return [*self.replication.again()]
+        # The coordinator may have been gone when it was told.
+        lost: list[Action] = [Tell(self._lost)] if self._lost is not None else []
+        return [*self.replication.again(), *lost]
 
     def work(self) -> tuple[list[Action], bool]:
         """Give one slot to a server that needs it; and whether there is more."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shoal.ps.actions import Action, Request
+from shoal.ps.actions import Action, Request, Tell
 from shoal.ps.board import Result
 from shoal.ps.contents import Refusal, Update, Vector, restrict
 from shoal.ps.filters import Filter, Push, bend
@@ -17,6 +17,7 @@ from shoal.ps.summing import LOSSES, Steps
 from shoal.ps.waiting import Waiting, expect_frames
 from shoal.ps.whole import answer_whole
 from shoal.wire.ps_messages import Commit, Committed, PushDense, PushRows, StepEnd, Summed
+from shoal.wire.replication_messages import StepLost
 
 
 class Serving(Waiting):
@@ -79,10 +80,8 @@ class Serving(Waiting):
                         f"{len(other.vector)}"
                     )
             if message.is_spoilt:
-                raise Refusal(
-                    f"step {message.seq} cannot be summed again: another server has it already, and what rank {message.rank} "
-                    "contributed to it is lost with the worker and the server that had it"
-                )
+                self.staging.forget_name(request.peer, message.stream, message.seq)
+                return self._lose_step(request, message.rank)
             self._check_settings(message)
             staged = self.staging.take(request.peer, message)
             steps.ended[message.rank] = Contribution(message, vector, bytes(request.frames[1]), staged)
@@ -117,7 +116,14 @@ class Serving(Waiting):
         if steps.mode.two_phase:
             frames = self._summed_frames(steps.summed.vector.tolist(), steps.summed.squares)
             ended, self._ended = self._ended, []
-            return [self._reply(request, Summed(steps.summed.seq), frames) for request in ended]
+            actions += [self._reply(request, Summed(steps.summed.seq), frames) for request in ended]
+            commits, self._commits = self._commits, []
+            for request in commits:
+                assert isinstance(
+                    request.message, Commit
+                )  # where a StepEnd is among them, no step is ever full
+                actions += self._commit(request, request.message)
+            return actions
         factor, applies = steps.summed.decide(steps.mode.num_workers)
         return self._count_step(steps, factor, applies, 0.0)
 
@@ -128,12 +134,31 @@ class Serving(Waiting):
         actions: list[Action] = []
         if steps.summed is not None and steps.summed.seq == message.seq:
             actions = self._count_step(steps, message.factor, message.apply, message.norm)
-        if steps.last is None or not message.seq == self._low == steps.last.seq:
+        rank = self._ranks.get(request.peer)
+        if message.seq == self._low + 1 and rank in steps.ended:
+            self._commits.append(request)  # of a replacement: the others will end it again
+            return []
+        if message.seq == self._low + 1 and rank is not None:
+            return self._lose_step(request, rank)
+        if message.seq > self._low:
             raise Refusal(
                 f"step {message.seq} is not summed here: the last one is {self._low}, and ranks "
                 f"{steps.missing_ranks()} have not ended the next one"
             )
-        return actions + self._when_safe(request, self._committed(message.seq), [self.state.last_frame()])
+        is_last = steps.last is not None and steps.last.seq == message.seq
+        frames = (
+            [self.state.last_frame()] if is_last else []
+        )  # of older ones it is only known that they count
+        return actions + self._when_safe(request, self._committed(message.seq), frames)
+
+    def _lose_step(self, request: Request, rank: int) -> list[Action]:
+        """Another server lets this step count, and nobody has any more what the rank contributed to it here.
+
+        Its worker was replaced by one that will not, or cannot, run the step again. Nothing is answered in this view.
+        """
+        self._commits.append(request)
+        self._lost = StepLost(self.view_number, rank)
+        return [Tell(self._lost)]
 
     def _count_step(self, steps: Steps, factor: float, applies: bool, norm: float) -> list[Action]:
         summed = steps.summed

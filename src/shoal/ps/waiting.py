@@ -23,6 +23,7 @@ from shoal.ps.state import State
 from shoal.ps.summing import Steps
 from shoal.wire.message import Message
 from shoal.wire.ps_messages import AskNote, Note, Post, Posted, PullDense, Pulled, PullRows, ViewOver
+from shoal.wire.replication_messages import StepLost
 
 
 @dataclass(slots=True)
@@ -52,6 +53,10 @@ class Waiting:
         self._ended: list[Request] = []
         self._posts: dict[int, list[Request]] = {}
         self._pending: list[_Pending] = []
+        self._commits: list[Request] = []
+        """Of a step that is not summed here yet, or never will be."""
+
+        self._lost: StepLost | None = None
 
     # ---- pulls ----------------------------------------------------------------------------------
 
@@ -149,7 +154,8 @@ class Waiting:
         anchored_at, note, numbers = board.since(message.rank)
         is_commit = [board.log[number].is_commit for number in numbers]
         frames = [note, *(board.log[number].frame for number in numbers)]
-        return [self._reply(request, Note(anchored_at, numbers, is_commit, self._low), frames)]
+        # A replacement does not run again what it finds there: so nobody else may ever find less.
+        return self._when_safe(request, Note(anchored_at, numbers, is_commit, self._low), frames)
 
     def _require_board(self) -> None:
         if not self.mine[0]:
@@ -161,7 +167,7 @@ class Waiting:
         if steps is None or mode is None:
             return set()
         missing: set[int] = set()
-        if any(request.peer == peer for request in self._ended):
+        if any(request.peer == peer for request in (*self._ended, *self._commits)):
             missing.update(steps.missing_ranks())
         for exchange, requests in self._posts.items():
             if any(request.peer == peer for request in requests):
@@ -208,8 +214,9 @@ class Waiting:
         """The view is over: forget what is staged, and tell everybody who waits."""
         waiting = [request for request, _ in self._pulls] + self._ended
         waiting += [request for posts in self._posts.values() for request in posts]
-        waiting += [each.request for each in self._pending]
-        self._pulls, self._ended, self._posts, self._pending = [], [], {}, []
+        waiting += [each.request for each in self._pending] + self._commits
+        self._pulls, self._ended, self._posts, self._pending, self._commits = [], [], {}, [], []
+        self._lost = None
         self.staging.forget_all()
         self.state.board.forget_open()
         if self.state.steps is not None:
@@ -223,6 +230,7 @@ class Waiting:
         self._pulled_at.pop(peer, None)
         self._pulls = [pull for pull in self._pulls if pull[0].peer != peer]
         self._ended = [request for request in self._ended if request.peer != peer]
+        self._commits = [request for request in self._commits if request.peer != peer]
         self._pending = [each for each in self._pending if each.request.peer != peer]
         for requests in self._posts.values():
             requests[:] = [request for request in requests if request.peer != peer]

@@ -177,6 +177,7 @@ class Ps:
             step.release()
         else:
             self._travelling.was_computed_elsewhere()
+            self._served.have_two_phases()
             if (
                 self._served.mode.two_phase
             ):  # whoever committed it may have died before it had told every server

@@ -210,7 +210,7 @@ class _Posting:
 
 
 class _Recommit:
-    """A Commit, for whoever has not got it; others refuse it."""
+    """A Commit, for whoever has not got it. One where it cannot be summed again any more takes the job back to a checkpoint."""
 
     def __init__(self, seq: int, decision: Decision) -> None:
         self._what = (seq, decision.factor, decision.apply, decision.norm)

@@ -221,7 +221,10 @@ class Commit(Message, frozen=True, tag="ps-commit"):
     """Client to server: "update with the gradient times `factor`" or leave the step out. Answered by Committed.
 
     Every rank says it, the first counts: all come to the same from what
-    Summed told them. Repeating it is safe.
+    Summed told them. Repeating it is safe. Said by a replacement of a step
+    that it knows to count elsewhere, it waits for the others to end it here
+    again; where what its own rank had contributed is gone, the coordinator
+    is told StepLost.
     """
 
     view: Count
