@@ -18,7 +18,7 @@ demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff format --check src tests examples benchmarks
