@@ -27,7 +27,9 @@ from shoal.cluster import warm_messages
 from shoal.cluster.warm_messages import Exited, Fork, Forked, NotForked, Ready, Signal
 from shoal.core.errors import ClusterError, WaitTimedOut
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
+"""Kernels are compiled the first time on a machine: some 20 s of one core, and a minute where it is busy."""
+
 FORK_TIMEOUT_S = 30.0
 
 
