@@ -36,6 +36,10 @@ from shoal.cluster.warm_client import WarmParent
 PARTS = ("bits", "latency", "goodput")
 STRATEGIES = ("ps", "ps:async")
 LARGE_ROWS = 1_000_000
+_AIM = {
+    "ps": "bits_equal == counted_once == runs, p99_s < 1",
+    "ps:async": "counted_once == runs, p99_s < 1",
+}
 
 
 class PsRecovery:
@@ -96,11 +100,18 @@ class PsRecovery:
                 for number in range(1 if self._quick else 2):
                     # Calm, disturbed, disturbed, calm: what drifts, drifts for both.
                     for is_calm in ((True, False), (False, True))[number % 2]:
-                        (calms if is_calm else disturbed).append(
-                            self._runs(setup, None if is_calm else self._by_turns(setup, every_s, length_s))
-                        )
-                        _must_end((calms if is_calm else disturbed)[-1])
-                ratios = [one.lasted_s / other.lasted_s for one, other in zip(calms, disturbed, strict=True)]
+                        if is_calm:
+                            calms.append(self._runs(setup))
+                            _must_end(calms[-1])
+                        else:
+                            disturbed.append(self._runs(setup, self._by_turns(setup, every_s, length_s)))
+                            if not disturbed[-1].is_whole:
+                                self._runs.keep(disturbed[-1].problem)
+                # What did not come to its end was good for nothing.
+                ratios = [
+                    one.lasted_s / other.lasted_s if other.is_whole else 0.0
+                    for one, other in zip(calms, disturbed, strict=True)
+                ]
                 taken = [each.to_next_push_s for ran in disturbed for each in ran.recoveries()]
                 values = {
                     "goodput": round(statistics.median(ratios), 3),
@@ -113,6 +124,7 @@ class PsRecovery:
                     else None,
                     "counted_once": all(each.is_once for each in disturbed),
                     **spread(taken),
+                    "worth_a_look": [each.problem for each in disturbed if each.problem],
                 }
                 aim = {15.0: "goodput >= 0.80", 60.0: "goodput >= 0.95"}.get(every_s, "")
                 self._add(f"{strategy}: goodput at a kill per {every_s:g} s", values, setup, aim=aim)
@@ -150,7 +162,7 @@ class PsRecovery:
             print(f"\r{number + 1}: {tally.num_kills}/{num_kills} ", end="", file=sys.stderr, flush=True)
             yield number
 
-    def _add(self, figure: str, values: dict[str, Any], setup: Setup, aim: str = "") -> None:
+    def _add(self, figure: str, values: dict[str, Any], setup: Setup, aim: str | None = None) -> None:
         cores = available_cores()
         about = {
             "workers": setup.workers,
@@ -158,9 +170,7 @@ class PsRecovery:
             "replicas": 2,
             "steps": setup.epochs * setup.steps_per_epoch,
             "rows": setup.rows,
-            "aim": aim
-            or ("bits_equal and counted_once == runs" if setup.strategy == "ps" else "counted_once == runs")
-            + ", p99_s < 1",
+            "aim": aim if aim is not None else _AIM[setup.strategy],
             "cores": cores,
             "threads": threads_per_worker(setup.workers, cores=cores, env=os.environ),
             "load_after": round(os.getloadavg()[0], 1),
@@ -180,6 +190,7 @@ class Tally:
         self._others: list[str] = []
         self._times: dict[str, list[float]] = {role: [] for role in ROLES}
         self._own: list[float] = []
+        self._back: list[float] = []
 
     def add(self, ran: Ran, what: str) -> None:
         if not ran.num_kills:
@@ -192,6 +203,7 @@ class Tally:
         self._num_equal += is_equal
         self._num_once += ran.is_once
         self._num_back += bool(ran.summary.get("went_back"))
+        self._back += [each["after_s"] for each in ran.events if each["event"] == "coordinator-serves-again"]
         found = list(ran.recoveries())
         for each in found:
             self._times[each.process.partition("-")[0]].append(each.to_next_push_s)
@@ -222,6 +234,7 @@ class Tally:
             **spread(together),
             **({"by_role": by_role} if len(by_role) > 1 else {}),
             **({"replacement": spread(self._own)} if self._own else {}),
+            **({"coordinator_back": spread(self._back)} if self._back else {}),
             "worth_a_look": self._others[:10],
         }
 
