@@ -152,6 +152,18 @@ def test_without_a_replica_the_job_goes_back_to_its_checkpoint_and_names_the_ste
     assert launched.summary["went_back"] == 1
 
 
+def test_a_step_that_cannot_be_summed_again_takes_the_job_back_to_its_checkpoint_and_names_the_steps(
+    run: Callable[..., tuple[Launched, Ended]],
+) -> None:
+    where = {"workers": 2, "servers": 2, "variant": "sparse"}
+    (_, undisturbed), (launched, ended) = run("everything", **where), run("lost_step", **where)
+    assert "worker 1 and a server died in the same step" in launched.stderr
+    assert "going back to" in launched.stderr
+    assert "repeated" in launched.stderr
+    assert launched.summary["went_back"] == 1
+    assert ended.ranks == undisturbed.ranks
+
+
 @pytest.mark.parametrize(
     ("rank", "step", "point"),
     [
