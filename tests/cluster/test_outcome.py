@@ -3,7 +3,7 @@ from __future__ import annotations
 import signal
 
 from shoal.cluster.fate import Fate, Patience
-from shoal.cluster.fate_events import Asked, CoordinatorExited, Exited, Started, Tick
+from shoal.cluster.fate_events import Asked, CoordinatorExited, Exited, Started, StateLost, Tick
 from shoal.cluster.outcome import Outcome, error_of, summary_of
 from shoal.core.errors import ClusterError, Interrupted, WorkerDied
 from shoal.wire.messages import Failed, Finished, Progress, Saved
@@ -53,6 +53,12 @@ def test_processes_that_outlive_their_script_are_named() -> None:
     error = error_of(seen, num_workers=2, run="x")
     assert isinstance(error, ClusterError)
     assert "worker 1 did not exit" in str(error)
+
+
+def test_a_step_lost_with_a_worker_and_a_server_is_told_without_advice_that_would_not_help() -> None:
+    error = str(error_of(outcome(StateLost((), rank=1)), num_workers=2, run="x"))
+    assert error.startswith("worker 1 and a server died in the same step")
+    assert "--replicas" not in error
 
 
 def test_the_coordinators_end_is_told() -> None:

@@ -11,9 +11,13 @@ from shoal.ps.actions import Action, Reply, Request, Send, Tell
 from shoal.ps.core import ServerCore
 from shoal.ps.records import encode
 from shoal.wire.ps_messages import (
+    AskNote,
     Committed,
     DeclareMode,
     Hello,
+    Note,
+    Post,
+    Posted,
     ServerView,
     ViewOver,
 )
@@ -69,6 +73,13 @@ class Pair(Bench):
             actions, has_more = self.core.work()
             self.note(actions)
         self.deliver()
+
+
+def test_a_replacement_is_told_of_an_exchange_only_once_the_replica_knows_it_too() -> None:
+    pair = Pair(DeclareMode(1, "exact"))
+    assert messages(pair.note(pair.ask(1, Post(1, 1, 0, 1), [b"mine", b"note"]))) == []
+    assert messages(pair.note(pair.ask(1, AskNote(1, 0)))) == []
+    assert messages(pair.deliver()) == [Posted(1), Note(1, [1], [False], 0)]
 
 
 def test_nothing_is_acknowledged_before_the_replica_has_it() -> None:
