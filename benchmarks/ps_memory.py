@@ -73,7 +73,12 @@ def watch(strategy: str, workers: int, servers: int, *, seconds: float, data: Pa
             if job.returncode:
                 raise SystemExit(f"{' '.join(command)} ended with {job.returncode}: {said.read()[-500:]}")
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("out/*.json"))]
-    values = [figures(samples) for _, samples in sorted(seen.items())]
+        steps = (Path(folder) / "runs" / "memory" / "metrics.jsonl").read_text().splitlines()
+        last_step = json.loads(steps[-1])["time"]
+    # What is read at the end, to bring the weights home, is no part of training.
+    values = [
+        figures([each for each in samples if each.at_s <= last_step]) for _, samples in sorted(seen.items())
+    ]
     return {
         "private_of_state": max(each["private_of_state"] for each in values),
         "growth_percent_per_10_min": max(each["growth_percent_per_10_min"] for each in values),
@@ -129,7 +134,7 @@ def look(pid: int) -> Sample | None:
     if not private:  # it is about to end
         return None
     return Sample(
-        at_s=time.monotonic(),
+        at_s=time.time(),
         private=1024 * private,
         reserved=1024 * sum(int(size) for size, _ in shared),
         buffers=1024 * sum(int(resident) for _, resident in shared),
