@@ -49,6 +49,7 @@ from waiting import wait_until
 def _own_sockets() -> Iterator[None]:
     """Sockets of this run lie in a directory of its own, so that nobody else's are taken for left behind."""
     with tempfile.TemporaryDirectory(prefix="xdg-") as directory, pytest.MonkeyPatch.context() as patch:
+        os.chmod(directory, 0o711)  # tests with another user have to get through
         patch.setenv("XDG_RUNTIME_DIR", directory)
         yield
 

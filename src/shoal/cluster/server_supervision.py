@@ -64,6 +64,8 @@ class ServerSupervision:
             server_keeper.spec_for(spec), run=run, screen=screen, warm=warm, selector=selector
         )
         self._control: Control | None = None
+        self._anew: dict[int, int] = {}  # by number: the incarnations with which the job last began anew
+        self._in_view: tuple[int, dict[int, int]] = (0, {})  # the newest view, and who is in it
         self._is_scaling = False
         self._leases_noted_at = 0.0
 
@@ -93,9 +95,22 @@ class ServerSupervision:
 
     def start_anew(self, incarnations: dict[int, int]) -> None:
         """Start the servers that are still wanted of those that were ended together."""
+        self._anew = dict(incarnations)
         for number, incarnation in sorted(incarnations.items()):
             if number < self._num_servers:
                 self.start(number, incarnation)
+
+    def _was_ended_with(self, view: int) -> bool:
+        """Whether all servers of this view were ended when the job last began anew.
+
+        One that was on its way then may have joined in time to be lost once more.
+        """
+        known, incarnations = self._in_view
+        return (
+            bool(self._anew)
+            and known <= view
+            and all(incarnation < self._anew.get(number, 0) for number, incarnation in incarnations.items())
+        )
 
     def kill(self, numbers: tuple[int, ...]) -> None:
         """End these servers."""
@@ -120,9 +135,12 @@ class ServerSupervision:
         match message:
             case ServerView(view):
                 self._run.event("server-view", view=view, servers=notes.slots_by_server(message))
+                self._in_view = (view, dict(message.incarnations))
             case SuspectServer(number, incarnation, why):
                 self._run.event("suspect", server=number, incarnation=incarnation, why=why, killed=True)
                 self._feed(fate_events.ServerSuspected(number, incarnation, why))
+            case SlotsLost(_, view) if self._was_ended_with(view):
+                pass  # of servers that were started before everybody was ended: it is dealt with
             case SlotsLost(_, view, num_slots, servers, None):
                 self._run.event("slots-lost", view=view, slots=num_slots, servers=servers)
                 self._feed(fate_events.StateLost(tuple(servers)))
