@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.core.failpoints import failpoint
 from shoal.core.job import Job
 from shoal.data.slice import Slice
-from shoal.data.tree import Tree, leaves
+from shoal.data.tree import Tree
 from shoal.ps.dense_plan import check_optimizer
 from shoal.ps.pulls import DenseLook, DensePull
 from shoal.ps.step import Decision, Step
@@ -223,10 +223,7 @@ class Ps:
         assert self._current is not None
         step, self._current = self._current, None
         self._model.dense.send_rest()
-        for module in self._model.rows:
-            gradients = module.take_gradients()
-            if gradients is not None and len(gradients[0]):
-                step.push_rows(module.spec.number, *gradients)
+        self._model.push_rows(step)
         settings, table_settings = self._model.changed_settings()
         end = StepEnd(
             view=0,
@@ -252,10 +249,7 @@ class Ps:
         self._served.group.start(pull)
         coming, self._coming = self._coming, None
         if coming is not None:
-            columns = list(leaves(coming.batch))
-            for module in self._model.rows:
-                if module.taken.leaf is not None and isinstance(columns[module.taken.leaf], Tensor):
-                    module.pull_ahead(columns[module.taken.leaf], clock)
+            self._model.pull_rows_ahead(coming.batch, clock)
         return pull
 
     def _decide(self, vector: NDArray[np.float64], norm: float) -> Decision:

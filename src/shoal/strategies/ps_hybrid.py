@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.cluster import session
 from shoal.collectives.gradients import GradientExchange
 from shoal.core.job import Job
 from shoal.data.slice import Slice
-from shoal.data.tree import Tree, leaves
+from shoal.data.tree import Tree
 from shoal.ps.step import Step
 from shoal.strategies.compute import place
 from shoal.strategies.ddp import Ddp, sparse_parameters
@@ -161,10 +161,7 @@ class PsHybrid(Ddp):
         assert self._rows is not None
         self._finish_push()
         step = Step(self._served.group, stream=self._rank + 1, seq=self.step + 1)
-        for module in self._rows.rows:
-            gradients = module.take_gradients()
-            if gradients is not None and len(gradients[0]):
-                step.push_rows(module.spec.number, *gradients)
+        self._rows.push_rows(step)
         _, table_settings = self._rows.changed_settings()
         end = StepEnd(
             view=0,
@@ -180,11 +177,7 @@ class PsHybrid(Ddp):
         self._pushed = step
         coming, self._coming = self._coming, None
         if coming is not None:
-            columns = list(leaves(coming.batch))
-            for module in self._rows.rows:
-                leaf = module.taken.leaf
-                if leaf is not None and isinstance(columns[leaf], Tensor):
-                    module.pull_ahead(columns[leaf], self.step + 1)
+            self._rows.pull_rows_ahead(coming.batch, self.step + 1)
         self._served.group.finish(step)
 
     def _finish_push(self) -> None:

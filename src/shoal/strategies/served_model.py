@@ -15,12 +15,13 @@ from torch import Tensor
 
 from shoal.core import strategy_names
 from shoal.core.job import Job
-from shoal.data.tree import Tree
+from shoal.data.tree import Tree, leaves
 from shoal.nn import HashEmbedding
 from shoal.nn.local_rows import LocalRows
 from shoal.nn.row_table import RowTable
 from shoal.ps.group import Group
 from shoal.ps.pulls import RowsPull
+from shoal.ps.step import Step
 from shoal.ps.transfer import read_chunk, read_rows, read_table, write_chunk, write_rows
 from shoal.strategies import takeover
 from shoal.strategies.dense_part import DensePart, plain_settings
@@ -180,6 +181,21 @@ class ServedModel:
         """From now on forward looks rows up on the servers."""
         for module in self.rows:
             module.install()
+
+    def push_rows(self, step: Step) -> None:
+        """Add what backward left for the rows to a step."""
+        for module in self.rows:
+            gradients = module.take_gradients()
+            if gradients is not None and len(gradients[0]):
+                step.push_rows(module.spec.number, *gradients)
+
+    def pull_rows_ahead(self, batch: Tree, clock: int) -> None:
+        """Ask for the rows of a batch that comes next, where its ids can be told from it."""
+        columns = list(leaves(batch))
+        for module in self.rows:
+            leaf = module.taken.leaf
+            if leaf is not None and isinstance(columns[leaf], Tensor):
+                module.pull_ahead(columns[leaf], clock)
 
     def changed_settings(self) -> tuple[list[dict[str, Any]], dict[int, dict[str, float]]]:
         """Hyper-parameters that a scheduler has changed since they were last sent: of groups, and of tables."""
