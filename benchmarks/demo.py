@@ -82,15 +82,6 @@ class Demo:
         return result, {path.stem: json.loads(path.read_text()) for path in sorted(hashes.glob("*.json"))}
 
 
-def say_if_cold() -> None:
-    """The first time on a machine kernels are compiled, which must not look as if it hung."""
-    from shoal.nn.compiled import cache_directory
-
-    kept = cache_directory()
-    if kept is None or not any(kept.rglob("*.nbc")):
-        print("compiling kernels once; it takes half a minute, the first time on a machine", flush=True)
-
-
 def show(measured: list[tuple[str, RunResult]]) -> None:
     """The table."""
     from rich.table import Table
@@ -117,7 +108,11 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     exact = ROWS[2]
-    say_if_cold()
+    # Numba keeps kernels by the path of their source: every new checkout compiles, and must not look as if it hung.
+    print(
+        "loading torch and the kernels; the first time in a checkout they are compiled, half a minute",
+        flush=True,
+    )
     with (
         tempfile.TemporaryDirectory() as folder,
         WarmParent("demo", preload=preload_for(str(SCRIPT), with_servers=True)) as warm,
