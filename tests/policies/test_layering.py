@@ -18,7 +18,9 @@ LAYERS = (
     {"strategies"},
     {"ps"},
     {"cluster"},
-    {"collectives", "data", "memory", "nn"},
+    {"features"},
+    {"collectives", "data", "nn"},
+    {"memory"},
     {"wire"},
     {"core"},
 )

@@ -9,29 +9,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, overload
-
-import numpy as np
-from numpy.typing import NDArray
-from torch.utils.data import DataLoader, IterableDataset
+from typing import Any
 
 from shoal.core.errors import ConfigError
 from shoal.data.batches import Batches, whole_number
 from shoal.data.collate import Collate
+from shoal.data.constructors import Constructors
 from shoal.data.feed import IndexedFeed, even_cut
-from shoal.data.loader import feed_of
 from shoal.data.order import InOrder, Order, Part, Shuffled
 from shoal.data.reader import Reader
-from shoal.data.sources.arrays import ArraySource
-from shoal.data.sources.function import FunctionSource
 from shoal.data.sources.source import Mapped, Source
-from shoal.data.sources.torch_dataset import torch_source
 from shoal.data.split import part_sizes
 from shoal.data.stream import Stream, StreamFeed
-from shoal.data.tree import Tree
 
 
-class Dataset:
+class Dataset(Constructors):
     """Samples by index, lazily shuffled, split, mapped and batched.
 
     What an epoch holds is a function of (seed, epoch, index): it can be read
@@ -48,59 +40,6 @@ class Dataset:
         if isinstance(source, Source):
             order = order or InOrder(source.num_samples)
             self._access = Reader(source, seed=order.seed), order
-
-    @classmethod
-    def from_arrays(cls, arrays: Tree) -> Dataset:
-        """Rows of tensors or numpy arrays, in any nesting of dicts and tuples, of equal first dimension.
-
-        Arrays are not copied where their memory allows it, and never written.
-
-            Dataset.from_arrays((images, labels))
-            Dataset.from_arrays(({"dense": dense, "ids": ids}, label))
-        """
-        return cls(ArraySource(arrays))
-
-    @classmethod
-    def from_function(cls, fn: Callable[[NDArray[np.int64]], Tree], num_samples: int) -> Dataset:
-        """Samples computed from their index: `fn` takes an array of indices and returns their batch.
-
-        What it returns is a tensor or array, or a dict or tuple of them, with one row per index.
-
-            Dataset.from_function(lambda i: (torch.tensor(i % 10).float(), torch.tensor(i % 2)), 1_000_000)
-        """
-        return cls(FunctionSource(fn, whole_number("from_function(num_samples=)", num_samples, at_least=0)))
-
-    @overload
-    @classmethod
-    def from_torch(cls, dataset: DataLoader[Any]) -> Batches: ...
-
-    @overload
-    @classmethod
-    def from_torch(cls, dataset: Any) -> Dataset: ...
-
-    @classmethod
-    def from_torch(cls, dataset: Any) -> Dataset | Batches:
-        """A torch Dataset, or a DataLoader, which gives Batches.
-
-        A map-style dataset needs `__len__` and `__getitem__`. An
-        IterableDataset is read as a stream: every worker reads all of it and
-        keeps its part, there is no shuffle, split or length, and a resumed
-        epoch is read again up to its position. A DataLoader keeps its
-        settings, its sampler says the order, and its batch size is that of
-        one update (of one worker, if it has a DistributedSampler).
-
-            Dataset.from_torch(torchvision.datasets.FakeData()).shuffle(seed=0).batch(64)
-        """
-        if isinstance(dataset, DataLoader):
-            return Batches(feed_of(dataset, default_seed=0))
-        if isinstance(dataset, IterableDataset):
-            return cls(Stream(dataset))
-        if not hasattr(dataset, "__getitem__"):
-            raise ConfigError(
-                f"from_torch takes a torch Dataset or DataLoader, or anything with __len__ and __getitem__, but got a "
-                f"{type(dataset).__name__}. For tensors and arrays there is from_arrays."
-            )
-        return cls(torch_source(dataset))
 
     def map(self, fn: Callable[[Any], Any]) -> Dataset:
         """Apply `fn` to every sample, when it is read; after `batch`, `map` is applied to batches, which is faster.

@@ -49,11 +49,11 @@ class Reader:
     def __call__(self, request: Request) -> Tree:
         """The batch of a request."""
         if self.collate.is_default and not self.source.runs_user_code:
-            return self.source.batch(request.indices)
+            return self.source.batch(request.indices, request.epoch)
         with self._generators as generators:
             if not generators.drew:
                 generators.reseed(0)
-                batch = self._read(request.indices)
+                batch = self._read(request)
                 generators.drew = generators.were_used()
                 if not generators.drew:
                     return batch
@@ -62,25 +62,25 @@ class Reader:
     def sample(self, index: int, *, epoch: int, position: int) -> Any:
         """One sample alone, the same as within a batch."""
         if not self.source.runs_user_code:
-            return self.source.samples([index])[0]
+            return self.source.samples([index], epoch)[0]
         with self._generators as generators:
             generators.reseed(self._seed_of(epoch, position))
-            return self.source.samples([index])[0]
+            return self.source.samples([index], epoch)[0]
 
     def _seed_of(self, epoch: int, position: int) -> int:
         return mix(self.seed, epoch, position)
 
-    def _read(self, indices: Indices) -> Tree:
+    def _read(self, request: Request) -> Tree:
         if self.collate.is_default:
-            return self.source.batch(indices)
-        return self.collate(self.source.samples(indices))
+            return self.source.batch(request.indices, request.epoch)
+        return self.collate(self.source.samples(request.indices, request.epoch))
 
     def _read_seeded(self, request: Request) -> Tree:
         indices = request.indices.tolist() if isinstance(request.indices, np.ndarray) else request.indices
         samples = []
         for number, index in enumerate(indices):
             self._generators.reseed(self._seed_of(request.epoch, request.position + number))
-            samples += self.source.samples([index])
+            samples += self.source.samples([index], request.epoch)
         # What a collate function draws is for the whole share; its seed must not be that of a sample.
         self._generators.reseed(mix(self.seed, request.epoch, request.position, len(samples)))
         return self.collate(samples)

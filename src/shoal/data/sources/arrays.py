@@ -46,11 +46,11 @@ class ArraySource(Source):
             for path, column in columns.items()
         ]
 
-    def samples(self, indices: Indices) -> list[Any]:
+    def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
         """The rows, as views into one copy."""
-        return uncollate(self.batch(indices), len(indices))
+        return uncollate(self.batch(indices, epoch), len(indices))
 
-    def batch(self, indices: Indices) -> Tree:
+    def batch(self, indices: Indices, epoch: int = 0) -> Tree:
         """The rows, copied: a range in one piece, anything else by `index_select` (4 times as fast as `x[indices]`)."""
         if isinstance(indices, range):
             begin, length = indices.start, len(indices)

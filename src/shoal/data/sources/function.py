@@ -24,11 +24,11 @@ class FunctionSource(Source):
     def __init__(self, fn: Callable[[NDArray[np.int64]], Tree], num_samples: int) -> None:
         self._fn, self.num_samples = fn, num_samples
 
-    def samples(self, indices: Indices) -> list[Any]:
+    def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
         """The rows of one call."""
-        return uncollate(self.batch(indices), len(indices))
+        return uncollate(self.batch(indices, epoch), len(indices))
 
-    def batch(self, indices: Indices) -> Tree:
+    def batch(self, indices: Indices, epoch: int = 0) -> Tree:
         """What the function gives, arrays as tensors, checked to have one row per index."""
         wanted = np.asarray(indices, dtype=np.int64) if isinstance(indices, list) else as_array(indices)
 

@@ -12,7 +12,7 @@ from shoal.data.tree import Tree
 
 
 class Source(ABC):
-    """A function from index to sample. Asked twice for one index, it gives the same sample."""
+    """A function from (index, epoch) to sample. Asked twice for one index in one epoch, it gives the same sample."""
 
     num_samples: int
 
@@ -20,12 +20,12 @@ class Source(ABC):
     """False where reading is ours alone: nothing can draw random numbers, and nothing has to be watched."""
 
     @abstractmethod
-    def samples(self, indices: Indices) -> list[Any]:
+    def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
         """The samples at these indices, in their order. At least one index."""
 
-    def batch(self, indices: Indices) -> Tree:
+    def batch(self, indices: Indices, epoch: int = 0) -> Tree:
         """The same as one batch."""
-        return collate(self.samples(indices))
+        return collate(self.samples(indices, epoch))
 
     @abstractmethod
     def describe(self) -> list[dict[str, Any]]:
@@ -41,10 +41,10 @@ class Mapped(Source):
         self._source, self._fn = source, fn
         self.num_samples = source.num_samples
 
-    def samples(self, indices: Indices) -> list[Any]:
+    def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
         """`fn` of each of the source's samples."""
         mapped = []
-        for index, sample in zip(indices, self._source.samples(indices), strict=True):
+        for index, sample in zip(indices, self._source.samples(indices, epoch), strict=True):
             try:
                 mapped.append(self._fn(sample))
             except Exception as error:

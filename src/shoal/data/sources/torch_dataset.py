@@ -36,7 +36,7 @@ class TorchSource(Source):
                 "Give it a __len__, or make it an IterableDataset, which is read as a stream."
             ) from None
 
-    def samples(self, indices: Indices) -> list[Any]:
+    def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
         """The dataset's items; many at once where it offers `__getitems__`."""
         # Plain ints: a dataset that looks its index up in a dict or a list must not meet numpy's.
         wanted = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)

@@ -1,0 +1,84 @@
+"""Where a dataset's samples may come from: one constructor per kind of source.
+
+Only the front door: each of them opens a source and hands it to `Dataset`,
+which knows none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset
+
+from shoal.core.errors import ConfigError
+from shoal.data.batches import Batches, whole_number
+from shoal.data.loader import feed_of
+from shoal.data.sources.arrays import ArraySource
+from shoal.data.sources.function import FunctionSource
+from shoal.data.sources.source import Source
+from shoal.data.sources.torch_dataset import torch_source
+from shoal.data.stream import Stream
+from shoal.data.tree import Tree
+
+
+class Constructors:
+    """The `from_...` methods of `shoal.Dataset`."""
+
+    def __init__(self, source: Source | Stream) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def from_arrays(cls, arrays: Tree) -> Self:
+        """Rows of tensors or numpy arrays, in any nesting of dicts and tuples, of equal first dimension.
+
+        Arrays are not copied where their memory allows it, and never written.
+
+            Dataset.from_arrays((images, labels))
+            Dataset.from_arrays(({"dense": dense, "ids": ids}, label))
+        """
+        return cls(ArraySource(arrays))
+
+    @classmethod
+    def from_function(cls, fn: Callable[[NDArray[np.int64]], Tree], num_samples: int) -> Self:
+        """Samples computed from their index: `fn` takes an array of indices and returns their batch.
+
+        What it returns is a tensor or array, or a dict or tuple of them, with one row per index.
+
+            Dataset.from_function(lambda i: (torch.tensor(i % 10).float(), torch.tensor(i % 2)), 1_000_000)
+        """
+        return cls(FunctionSource(fn, whole_number("from_function(num_samples=)", num_samples, at_least=0)))
+
+    @overload
+    @classmethod
+    def from_torch(cls, dataset: DataLoader[Any]) -> Batches: ...
+
+    @overload
+    @classmethod
+    def from_torch(cls, dataset: Any) -> Self: ...
+
+    @classmethod
+    def from_torch(cls, dataset: Any) -> Self | Batches:
+        """A torch Dataset, or a DataLoader, which gives Batches.
+
+        A map-style dataset needs `__len__` and `__getitem__`. An
+        IterableDataset is read as a stream: every worker reads all of it and
+        keeps its part, there is no shuffle, split or length, and a resumed
+        epoch is read again up to its position. A DataLoader keeps its
+        settings, its sampler says the order, and its batch size is that of
+        one update (of one worker, if it has a DistributedSampler).
+
+            Dataset.from_torch(torchvision.datasets.FakeData()).shuffle(seed=0).batch(64)
+        """
+        if isinstance(dataset, DataLoader):
+            return Batches(feed_of(dataset, default_seed=0))
+        if isinstance(dataset, IterableDataset):
+            return cls(Stream(dataset))
+        if not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"from_torch takes a torch Dataset or DataLoader, or anything with __len__ and __getitem__, but got a "
+                f"{type(dataset).__name__}. For tensors and arrays there is from_arrays."
+            )
+        return cls(torch_source(dataset))
