@@ -13,6 +13,7 @@ import os
 import platform
 import resource
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from shoal.cluster.supervisor import Supervisor
 from shoal.cluster.threads import available_cores, threads_per_worker
 from shoal.cluster.warm_client import WarmParent
 from shoal.cluster.worker import WorkerSpec
-from shoal.core import strategy_names
+from shoal.core import scratch, strategy_names
 from shoal.core.errors import ClusterError, ConfigError, ScriptNotFound, ShoalError
 from shoal.core.job import Job
 
@@ -183,6 +184,8 @@ def _run_job(
     outcome = Outcome(Fate(num_workers=described.workers, patience=patience))
     error: ShoalError | None = None
     exit_code = ShoalError.exit_code
+    scratch_path = run.path / scratch.NAME
+    shutil.rmtree(scratch_path, ignore_errors=True)  # of a job whose supervisor was killed
     try:
         # The inbox first: from the first process on, Ctrl-C is a wish and not an exception.
         with (
@@ -198,6 +201,7 @@ def _run_job(
         error = failed
     finally:
         display.close()
+        shutil.rmtree(scratch_path, ignore_errors=True)
         summary = summary_of(
             outcome,
             strategy=described.strategy,

@@ -8,6 +8,7 @@
         checkpoints/     written by the Trainer
         summary.json     what came of it; appears when the job has ended
         journal.sqlite   what the coordinator has promised
+        scratch/         what the job keeps on disk while it runs: gone with it
         lock             held by the live supervisor, and only by it
 
 Decides whether a directory may be used and says why not. Does not know what
@@ -154,7 +155,7 @@ class RunDirectory:
         """Where the coordinator keeps what it promises."""
         return self.path / journal.FILE_NAME
 
-    def event(self, kind: str, **facts: Any) -> None:
+    def event(self, kind: str, /, **facts: Any) -> None:
         """Add a line to events.jsonl. A disk that takes no more lines does not end a job."""
         if self._events is None:
             return

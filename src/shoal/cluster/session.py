@@ -12,15 +12,20 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from shoal.cluster.client import CoordinatorClient, Regrouping
+from shoal.core import happenings
 from shoal.core.failpoints import failpoint
 from shoal.wire import codec
-from shoal.wire.messages import Failed, Finished, Live, Message, Progress, Saved, ViewFormed
+from shoal.wire.messages import Failed, Finished, Happened, Live, Message, Progress, Saved, ViewFormed
 
 REPORT_EVERY_S = 0.1
 """Progress is told at most so often, except where a phase or an epoch begins or ends."""
@@ -52,6 +57,8 @@ class _Session:
     num_late: int = 0
     num_missed: int = 0
     at_end: list[Callable[[], None]] = field(default_factory=list)
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    pid: int = field(default_factory=os.getpid)
 
 
 _session = _Session()
@@ -70,6 +77,7 @@ def attach(*, rank: int, status: socket.socket, live_output: tuple[int, int] | N
         live_output=live_output,
         sink=lambda progress: _send(progress, wait=False),
     )
+    happenings.send_to(_write_down)
 
 
 def agree_through(client: CoordinatorClient) -> None:
@@ -267,10 +275,16 @@ def stop_requested() -> str | None:
     return _session.stop
 
 
+def _write_down(kind: str, facts: dict[str, Any]) -> None:
+    if os.getpid() == _session.pid:  # a process of the worker's own, forked from it, has no line of its own
+        _send(Happened(_session.rank, kind, msgspec.json.encode(facts).decode()))
+
+
 def _send(message: Message, *, wait: bool = True) -> None:
     if _session.status is None:
         return
     # A full socket drops progress; a closed one means the supervisor is gone, and we with it in a moment.
-    with contextlib.suppress(OSError):
+    # The lock: threads that read data tell what happens to them.
+    with _session.sending, contextlib.suppress(OSError):
         _session.status.settimeout(SEND_TIMEOUT_S if wait else 0.0)
         _session.status.sendall(b"".join(codec.encode(message)))

@@ -40,6 +40,7 @@ from shoal.core.errors import ClusterError
 from shoal.wire.messages import (
     Failed,
     Finished,
+    Happened,
     Live,
     Message,
     Progress,
@@ -232,6 +233,8 @@ class Supervisor:
                 self.outcome.checkpoint = message
                 self._run.event("saved", rank=message.rank, path=message.path, step=message.step)
                 self._coordinator.tell(message)
+            case Happened(rank, kind, facts):
+                self._run.event(kind, **{**msgspec.json.decode(facts), "rank": rank})
             case Live(rank):
                 self._run.event(
                     "worker-live", rank=rank, incarnation=worker.incarnation, after_s=self._since_death(rank)

@@ -354,6 +354,14 @@ class Saved(Message, frozen=True, tag="saved"):
     step: Count
 
 
+class Happened(Message, frozen=True, tag="happened"):
+    """Worker to supervisor: "write this down": a kind of event, and its facts as JSON."""
+
+    rank: Count
+    kind: str
+    facts: str
+
+
 class Finished(Message, frozen=True, tag="finished"):
     """Worker to supervisor: "my script is done", with the totals of the run. Said once, last."""
 
@@ -405,6 +413,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Failed,
     Live,
     Saved,
+    Happened,
     Finished,
     *GROUP_MESSAGES,
     *PS_MESSAGES,
