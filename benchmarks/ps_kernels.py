@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.nn.compiled import warm
+from shoal.core.compiled import warm
 from shoal.nn.kernels import expand, sum_back, unique
 from shoal.ps.table import Table
 from shoal.wire.ps_messages import TableSpec

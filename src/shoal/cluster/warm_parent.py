@@ -206,7 +206,7 @@ def _import_everything(more: list[str]) -> float:
     started = time.monotonic()
     for name in (*roles.PRELOAD, *more):
         importlib.import_module(name)
-    kernels = sys.modules.get("shoal.nn.compiled")
+    kernels = sys.modules.get("shoal.core.compiled")
     if kernels is not None:
         kernels.warm()  # here and once: no child compiles, nor reads what was compiled from the disk
     threads.choose_vector_code()

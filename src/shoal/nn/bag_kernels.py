@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import types
 
-from shoal.nn.compiled import INT, floating_kernel, inlined, matrix, vector
+from shoal.core.compiled import INT, floating_kernel, inlined, matrix, vector
 
 
 @inlined

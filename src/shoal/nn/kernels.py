@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from shoal.nn.compiled import floating_kernel, inlined, kernel, matrix, mixed, vector
+from shoal.core.compiled import floating_kernel, inlined, kernel, matrix, mixed, vector
 
 _RADIX_BITS = 11
 _MAX_SCRATCH = 1 << 20

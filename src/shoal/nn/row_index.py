@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numba import types
 
-from shoal.nn.compiled import INT, ask_for, inlined, kernel, mixed, vector
+from shoal.core.compiled import INT, ask_for, inlined, kernel, mixed, vector
 from shoal.nn.row_memory import GrowingArray
 
 _KEYS = vector(types.int64)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from shoal.core.compiled import INT, ask_ahead, floating_kernel, inlined, matrix, mixed, vector
 from shoal.core.errors import ConfigError
 from shoal.core.seeds import mix
-from shoal.nn.compiled import INT, ask_ahead, floating_kernel, inlined, matrix, mixed, vector
 from shoal.nn.row_index import ArrayIndex, HashedIndex, RowIndex
 from shoal.nn.row_memory import GrowingArray
 from shoal.nn.rules import rule_named

@@ -11,7 +11,7 @@ from typing import Any
 
 from numba import types
 
-from shoal.nn.compiled import ask_ahead, floating_kernel, matrix, vector
+from shoal.core.compiled import ask_ahead, floating_kernel, matrix, vector
 
 
 def _types(dtype: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from shoal.nn.compiled import INT, floating_kernel, kernel, matrix, mixed, vector
+from shoal.core.compiled import INT, floating_kernel, kernel, matrix, mixed, vector
 from shoal.ps.slots import slot_of
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 
 from shoal.cluster.slot_map import NUM_SLOTS
-from shoal.nn.compiled import INT, inlined, kernel, mixed, vector
+from shoal.core.compiled import INT, inlined, kernel, mixed, vector
 
 assert NUM_SLOTS == 256, "a slot is a byte of the hash"
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from numba import types
 
-from shoal.nn.compiled import Kernel, cache_directory, matrix, vector
+from shoal.core.compiled import Kernel, cache_directory, matrix, vector
 from shoal.nn.kernels import expand
 
 FORKED = """
 import os, sys
 import numpy as np
 import shoal.ps.table, shoal.ps.kernels, shoal.nn.rows
-from shoal.nn import compiled
+from shoal.core import compiled
 def threads(): return len(os.listdir("/proc/self/task"))
 before = threads()
 num_kernels = compiled.warm()
@@ -85,7 +85,7 @@ def test_where_nothing_can_be_kept_kernels_still_work(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert cache_directory() is None
-    monkeypatch.setattr("shoal.nn.compiled._DIRECTORY", None)
+    monkeypatch.setattr("shoal.core.compiled._DIRECTORY", None)
 
     def double(values: np.ndarray) -> float:
         return values[0] * 2
