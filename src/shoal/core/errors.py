@@ -9,7 +9,14 @@
     ├── ScriptExited               the script left with sys.exit                     its own
     ├── DataError                  what the dataset cannot give                      exit 3
     │   ├── EmptyDataset
-    │   └── BatchTooSmall
+    │   ├── BatchTooSmall
+    │   ├── BadSample              (from here on in core/data_errors.py) one sample, by file, row and column
+    │   ├── TooManySkipped
+    │   ├── NoFiles
+    │   ├── FileLost               it is gone, changed or cannot be read
+    │   ├── FileDamaged            its bytes are not what its format says
+    │   ├── NoSuchColumn
+    │   └── SchemasDiffer
     ├── TrainingError              what the model, the loss or a step refuses        exit 3
     │   ├── NonFiniteLoss
     │   ├── LossDoesNotRecombine
@@ -42,12 +49,24 @@ what to do next. The facts stay on the object as attributes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class ShoalError(Exception):
     """The root of everything shoal raises on purpose."""
 
     exit_code = 3
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are rebuilt by calling the class with their message, which ours would not take:
+        # one that comes home from a child process keeps its message and its facts.
+        return _revived, (type(self), self.args, dict(self.__dict__))
+
+
+def _revived(cls: type[ShoalError], args: tuple[Any, ...], facts: dict[str, Any]) -> ShoalError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(facts)
+    return error
 
 
 class ConfigError(ShoalError):

@@ -1,0 +1,121 @@
+"""What is wrong with data that was found: its files, their columns, one sample.
+
+Part of the tree of `core/errors.py`, under DataError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+from shoal.core.errors import DataError
+
+
+class BadSample(DataError):
+    """One sample that cannot be read, and where it stands. Raised when it is asked for, not before."""
+
+    def __init__(
+        self,
+        *,
+        where: str,
+        reason: str,
+        row: int | None = None,
+        line: int | None = None,
+        offset: int | None = None,
+        column: str | None = None,
+        index: int | None = None,
+    ) -> None:
+        """`where` is a file, a table or a function; `row` and `line` count from 1, `offset` is in bytes."""
+        self.where, self.reason, self.row, self.line = where, reason, row, line
+        self.offset, self.column, self.index = offset, column, index
+        address = [where]
+        address += [] if row is None else [f"row {row:,}"]
+        address += [] if line is None else [f"line {line:,}"]
+        address += [] if offset is None else [f"byte {offset:,}"]
+        address += [] if column is None else [f"column '{column}'"]
+        sample = "" if index is None else f" This is sample {index} of the dataset."
+        super().__init__(
+            f"{', '.join(address)}: {reason.rstrip('.')}.{sample} Nothing was changed; mend it there, or leave such "
+            "samples out, each of them counted, with on_error='skip'."
+        )
+
+    def at_index(self, index: int) -> Self:
+        """The same, as the sample with this index of a dataset."""
+        return type(self)(
+            where=self.where,
+            reason=self.reason,
+            row=self.row,
+            line=self.line,
+            offset=self.offset,
+            column=self.column,
+            index=index,
+        )
+
+
+class TooManySkipped(DataError):
+    """More bad samples than `max_skips` allows."""
+
+    def __init__(self, *, num_skipped: int, max_skips: int, last: BadSample) -> None:
+        self.num_skipped, self.max_skips, self.last = num_skipped, max_skips, last
+        super().__init__(
+            f"{num_skipped} bad samples were left out, and max_skips={max_skips} allows no more. The last was: "
+            f"{str(last).partition(' Nothing was changed;')[0]} Training stopped before the batch with it; what was "
+            "trained and saved before is whole. Mend the data, or raise max_skips."
+        )
+
+
+class NoFiles(DataError):
+    """A path, pattern or directory that gives no file to read."""
+
+    def __init__(self, *, where: str, problem: str) -> None:
+        self.where, self.problem = where, problem
+        super().__init__(
+            f"there is nothing to read at {where}: {problem}. Nothing was read; check the spelling, and that this host "
+            "sees the path."
+        )
+
+
+class FileLost(DataError):
+    """A file that is gone, that changed since it was opened, or that cannot be read."""
+
+    def __init__(self, *, url: str, reason: str) -> None:
+        self.url, self.reason = url, reason
+        super().__init__(
+            f"the file {url} cannot be read any further: {reason}. Nothing of it was used since; checkpoints written so "
+            "far are whole. Put the file back as it was and go on with `shoal resume`, or start anew with the data as it "
+            "is now."
+        )
+
+
+class FileDamaged(DataError):
+    """A file whose bytes are not what its format says."""
+
+    def __init__(self, *, url: str, problem: str) -> None:
+        self.url, self.problem = url, problem
+        super().__init__(
+            f"the file {url} is damaged: {problem}. Nothing of that part was used; write or copy the file again, or leave "
+            "it out."
+        )
+
+
+class NoSuchColumn(DataError):
+    """A column that was asked for and is not there."""
+
+    def __init__(self, *, asked: Sequence[str], there: Sequence[str], where: str, asked_by: str) -> None:
+        self.asked, self.there, self.where = list(asked), list(there), where
+        names = ", ".join(f"'{name}'" for name in asked)
+        super().__init__(
+            f"{where} has no column {names}, which {asked_by} asks for. It has {', '.join(there)}. Nothing was read; "
+            "use one of those names."
+        )
+
+
+class SchemasDiffer(DataError):
+    """Files that are read as one table and are not one."""
+
+    def __init__(self, *, first: str, other: str, differences: Sequence[str]) -> None:
+        self.first, self.other, self.differences = first, other, list(differences)
+        super().__init__(
+            f"the file {other} is not of one table with {first}: {'; '.join(self.differences[:5])}. Nothing was read; "
+            "read them apart, choose columns=[...] that they share, or say the types with schema={...}."
+        )

@@ -1,0 +1,266 @@
+"""The one place where sources open files.
+
+`Files` finds, reads and opens; `SharedFiles` does so where every host sees the
+same paths: plain system calls for local ones, fsspec for URLs. A file that is
+not what it was when it was found is refused, so that no epoch mixes two
+versions of it.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from shoal.core.data_errors import FileLost, NoFiles
+from shoal.core.errors import ConfigError
+
+Where = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A path, a directory, a pattern with * or ?, a URL that fsspec knows, or several of them."""
+
+_BUFFER_BYTES = 1 << 20
+
+
+class FileInfo(NamedTuple):
+    """A file as it was found."""
+
+    url: str
+    num_bytes: int
+    stamp: str
+    """Changes with the content: time of change, ETag or checksum, whatever the file system offers."""
+
+
+class Files(Protocol):
+    """Finding and reading files."""
+
+    def expand(self, where: Where, endings: Sequence[str] = ()) -> list[FileInfo]:
+        """The files behind paths, patterns, directories and URLs; never none.
+
+        What one pattern or directory gives is sorted; of a directory, what has
+        one of the `endings`, also further down, and hidden names not.
+        """
+
+    def read(self, url: str, begin: int, end: int) -> bytes:
+        """Bytes begin..end-1 of a file."""
+
+    def open(self, url: str) -> BinaryIO:
+        """A file to read and seek in, buffered."""
+
+
+class SharedFiles:
+    """Files that every host sees at the same place. Remembers what it found, to refuse what has changed."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, FileInfo] = {}
+
+    def expand(self, where: Where, endings: Sequence[str] = ()) -> list[FileInfo]:
+        """The files behind paths, patterns, directories and URLs; never none."""
+        places = [where] if isinstance(where, (str, os.PathLike)) else list(where)
+        if not places:
+            raise NoFiles(where="an empty list", problem="no path was given")
+        found: list[FileInfo] = []
+        for place in places:
+            url = os.fspath(place)
+            found += _expand_url(url, endings) if _is_url(url) else _expand_local(_local_path(url), endings)
+        urls = [info.url for info in found]
+        if len(set(urls)) < len(urls):
+            twice = next(url for number, url in enumerate(urls) if url in urls[:number])
+            raise ConfigError(
+                f"the file {twice} is named twice, so its samples would be too. Nothing was read; give each file once."
+            )
+        self._found |= {info.url: info for info in found}
+        return found
+
+    def read(self, url: str, begin: int, end: int) -> bytes:
+        """Bytes begin..end-1 of a file, which must be as it was found."""
+        if _is_url(url):
+            data = self._read_remote(url, begin, end)
+        else:
+            data = self._read_local(url, begin, end)
+        if len(data) != end - begin:
+            raise FileLost(
+                url=url, reason=f"it gave {len(data)} bytes of the {end - begin} wanted from byte {begin} on"
+            )
+        return data
+
+    def open(self, url: str) -> BinaryIO:
+        """A file to read and seek in, which must be as it was found."""
+        try:
+            if _is_url(url):
+                system, path = _file_system(url)
+                self._check(_remote_info(url, system.info(path)))
+                file: BinaryIO = system.open(path, "rb")
+                return file
+            raw = io.FileIO(url)
+        except OSError as error:
+            raise FileLost(url=url, reason=_reason(error)) from error
+        try:
+            self._check(_local_info(url, os.fstat(raw.fileno())))
+        except BaseException:
+            raw.close()
+            raise
+        return io.BufferedReader(raw, _BUFFER_BYTES)
+
+    def _read_local(self, url: str, begin: int, end: int) -> bytes:
+        try:
+            descriptor = os.open(url, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise FileLost(url=url, reason=_reason(error)) from error
+        try:
+            self._check(_local_info(url, os.fstat(descriptor)))
+            parts = []
+            while begin < end:
+                # One call gives at most 2 GiB.
+                part = os.pread(descriptor, min(end - begin, 1 << 30), begin)
+                if not part:
+                    break
+                parts.append(part)
+                begin += len(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+        except OSError as error:
+            raise FileLost(url=url, reason=_reason(error)) from error
+        finally:
+            os.close(descriptor)
+
+    def _read_remote(self, url: str, begin: int, end: int) -> bytes:
+        try:
+            system, path = _file_system(url)
+            self._check(_remote_info(url, system.info(path)))
+            data: bytes = system.cat_file(path, start=begin, end=end)
+            return data
+        except OSError as error:
+            raise FileLost(url=url, reason=_reason(error)) from error
+
+    def _check(self, now: FileInfo) -> None:
+        known = self._found.get(now.url)
+        if known is None or known == now:
+            return
+        if known.num_bytes != now.num_bytes:
+            reason = f"it changed since it was found: {known.num_bytes} bytes then, {now.num_bytes} now"
+        else:
+            reason = "it was written again since it was found (its time of change is another)"
+        raise FileLost(url=now.url, reason=reason)
+
+
+def ending_of(url: str) -> str:
+    """From the first dot of the last part on: `.csv.gz` of `a/b.csv.gz`; "" without one."""
+    name = url.rpartition("/")[2]
+    return name[name.index(".", 1) :].lower() if "." in name[1:] else ""
+
+
+def _is_url(place: str) -> bool:
+    return ("://" in place and not place.startswith("file://")) or "::" in place
+
+
+def _local_path(place: str) -> str:
+    return os.path.expanduser(place.removeprefix("file://"))
+
+
+def _expand_local(path: str, endings: Sequence[str]) -> list[FileInfo]:
+    if os.path.isdir(path):
+        inside = [
+            str(file)
+            for file in sorted(Path(path).rglob("*"))
+            if file.is_file()
+            and not any(part.startswith((".", "_")) for part in file.relative_to(path).parts)
+        ]
+        paths = _with_ending(path, inside, endings)
+    elif os.path.lexists(path) or not glob.has_magic(path):
+        paths = [path]
+    else:
+        paths = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
+        if not paths:
+            raise NoFiles(where=path, problem=_nearest(path))
+    found = []
+    for name in paths:
+        try:
+            found.append(_local_info(name, os.stat(name)))
+        except FileNotFoundError:
+            raise NoFiles(where=name, problem=_nearest(name)) from None
+        except OSError as error:
+            raise NoFiles(where=name, problem=_reason(error)) from error
+    return found
+
+
+def _expand_url(url: str, endings: Sequence[str]) -> list[FileInfo]:
+    system, path = _file_system(url)
+    rest = url.partition("::")[2]
+
+    def full(name: str) -> str:
+        named: str = system.unstrip_protocol(name)
+        return f"{named}::{rest}" if rest else named
+
+    try:
+        if glob.has_magic(path) and not system.exists(path):
+            matches = system.glob(path, detail=True)
+            infos = {name: info for name, info in matches.items() if info["type"] == "file"}
+            if not infos:
+                raise NoFiles(where=url, problem="the pattern matches no file")
+        elif system.isdir(path):
+            inside = {
+                name: info
+                for name, info in system.find(path, detail=True).items()
+                if not any(part.startswith((".", "_")) for part in name.removeprefix(path).split("/"))
+            }
+            infos = {name: inside[name] for name in _with_ending(url, sorted(inside), endings)}
+        else:
+            return [_remote_info(url, system.info(path))]
+    except OSError as error:
+        raise NoFiles(where=url, problem=_reason(error)) from error
+    return [_remote_info(full(name), infos[name]) for name in sorted(infos)]
+
+
+def _with_ending(directory: str, inside: list[str], endings: Sequence[str]) -> list[str]:
+    chosen = [name for name in inside if not endings or name.lower().endswith(tuple(endings))]
+    if chosen:
+        return chosen
+    if not inside:
+        raise NoFiles(where=directory, problem="the directory holds no file")
+    others = sorted({ending_of(name) or "none" for name in inside})
+    raise NoFiles(
+        where=directory,
+        problem=f"of its {len(inside)} files none ends in {' or '.join(endings)} (endings there: {', '.join(others)})",
+    )
+
+
+def _nearest(path: str) -> str:
+    """How far down the path there is something."""
+    what = "the pattern matches no file" if glob.has_magic(path) else "there is no such file"
+    parent = Path(path).absolute().parent
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if str(parent) == str(Path(path).absolute().parent):
+        num_inside = sum(1 for _ in parent.iterdir()) if parent.is_dir() and os.access(parent, os.R_OK) else 0
+        return f"{what}; its directory {parent} is there and holds {num_inside} entries"
+    return f"{what}; of its path only {parent} is there"
+
+
+def _local_info(url: str, stat: os.stat_result) -> FileInfo:
+    return FileInfo(url, stat.st_size, str(stat.st_mtime_ns))
+
+
+def _remote_info(url: str, info: dict[str, Any]) -> FileInfo:
+    stamps = ("ETag", "etag", "md5Hash", "checksum", "mtime", "LastModified", "last_modified", "created")
+    stamp = next((str(info[name]) for name in stamps if info.get(name) is not None), "")
+    return FileInfo(url, int(info.get("size") or 0), stamp)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{url} cannot be opened: {error}. Nothing was read.") from error
+    return system, path
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "it is not there any more"
+    if isinstance(error, PermissionError):
+        return "this user may not read it"
+    return f"{error.strerror or error} ({type(error).__name__})"

@@ -1,0 +1,149 @@
+"""Samples and batches of a table, by index.
+
+A sample is a dict of columns, or (dict, label). The rows come from a storage;
+here they become tensors, strings and padded lists, and a bad row becomes the
+error of whoever asks for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from shoal.core.data_errors import NoSuchColumn
+from shoal.core.errors import ConfigError
+from shoal.data.order import Indices
+from shoal.data.skipping import SkipSamples
+from shoal.data.sources.source import Source
+from shoal.data.tables.storage import open_storage
+from shoal.data.tables.table import Column, Ragged, Table
+from shoal.data.tree import Tree
+
+OnError = Literal["raise", "skip"]
+
+
+class TableSource(Source):
+    """Rows of a table.
+
+    A batch holds copies. Lists of several lengths are padded behind to the
+    longest of the batch: whole numbers with -1, floats with 0, booleans with
+    False. Strings are a numpy array of `str`, bytes one of objects.
+    """
+
+    runs_user_code = False
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        label: str | Sequence[str] | None = None,
+        cache: Any = "auto",
+        on_error: OnError = "raise",
+        max_skips: int | None = None,
+    ) -> None:
+        self.table, self.on_error, self.max_skips = table, check_on_error(on_error), max_skips
+        self.num_samples = sum(block.num_rows for block in table.blocks)
+        self._columns = {column.name: column for column in table.columns}
+        self._label = label
+        self._labels = [] if label is None else [label] if isinstance(label, str) else list(label)
+        missing = [name for name in self._labels if name not in self._columns]
+        if missing:
+            where = table.blocks[0].where if table.blocks else "the table"
+            raise NoSuchColumn(asked=missing, there=list(self._columns), where=where, asked_by="label=")
+        if label is not None and len(self._labels) == len(self._columns):
+            raise ConfigError(
+                f"label={label!r} leaves no column for the inputs: the table has {', '.join(self._columns)}. Read more "
+                "columns, or read without label=."
+            )
+        self._cache = cache
+        self._storage = open_storage(table, cache=cache)
+
+    def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
+        """The rows: numbers as tensors, lists as tensors of their own length, strings as `str`."""
+        columns = self._gather(indices)
+        rows = {name: _samples(self._columns[name], column) for name, column in columns.items()}
+        return [
+            self._arranged({name: values[row] for name, values in rows.items()})
+            for row in range(len(indices))
+        ]
+
+    def batch(self, indices: Indices, epoch: int = 0) -> Tree:
+        """The rows as columns."""
+        columns = self._gather(indices)
+        return self._arranged({name: _batch(self._columns[name], column) for name, column in columns.items()})
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The table's own, with the label and how many rows there are."""
+        stage = {"source": "table", **self.table.describe(), "num_samples": self.num_samples}
+        stage["columns"] = [column.describe() for column in self.table.columns]
+        if self._label is not None:
+            stage["label"] = self._label if isinstance(self._label, str) else self._labels
+        return [stage]
+
+    def _gather(self, indices: Indices) -> dict[str, torch.Tensor | Ragged]:
+        rows = indices if isinstance(indices, range) else np.asarray(indices, dtype=np.int64)
+        gathered = self._storage.gather(rows)
+        if gathered.bad:
+            bad = {row: sample.at_index(row) for row, sample in sorted(gathered.bad.items())}
+            if self.on_error == "skip":
+                raise SkipSamples(bad, max_skips=self.max_skips)
+            raise next(iter(bad.values()))
+        return gathered.columns
+
+    def _arranged(self, columns: dict[str, Any]) -> Tree:
+        if self._label is None:
+            return columns
+        labels = {name: columns.pop(name) for name in self._labels}
+        return columns, labels[self._label] if isinstance(self._label, str) else labels
+
+
+def check_on_error(on_error: str) -> OnError:
+    """The value, or a refusal that names both."""
+    if on_error == "skip":
+        return "skip"
+    if on_error == "raise":
+        return "raise"
+    raise ConfigError(f"on_error is 'raise' or 'skip', got {on_error!r}")
+
+
+def padding_of(dtype: np.dtype[Any]) -> Any:
+    """What stands behind the end of a shorter list."""
+    return -1 if dtype.kind == "i" else 0
+
+
+def _batch(column: Column, values: torch.Tensor | Ragged) -> Any:
+    if isinstance(values, torch.Tensor):
+        return values
+    if column.kind != "number":
+        return _objects(column, values)
+    lengths = np.diff(values.offsets)
+    longest = int(lengths.max(initial=0))
+    padded = np.full((values.num_rows, longest), padding_of(values.values.dtype), dtype=values.values.dtype)
+    padded[np.arange(longest) < lengths[:, None]] = values.values[values.offsets[0] : values.offsets[-1]]
+    return torch.from_numpy(padded)
+
+
+def _samples(column: Column, values: torch.Tensor | Ragged) -> Sequence[Any]:
+    if isinstance(values, torch.Tensor):
+        return values.unbind(0)
+    if column.kind != "number":
+        return (
+            [str(text) for text in _objects(column, values)]
+            if column.kind == "text"
+            else _objects(column, values)
+        )
+    return torch.split_with_sizes(torch.from_numpy(values.values), np.diff(values.offsets).tolist())
+
+
+def _objects(column: Column, values: Ragged) -> Any:
+    raw, offsets = values.values.tobytes(), values.offsets.tolist()
+    pieces = [raw[begin:end] for begin, end in itertools.pairwise(offsets)]
+    if column.kind == "text":
+        return np.array([piece.decode() for piece in pieces], dtype=np.str_)
+    listed = np.empty(len(pieces), dtype=object)
+    listed[:] = pieces
+    return listed
