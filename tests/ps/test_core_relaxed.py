@@ -114,6 +114,16 @@ def test_stale_uses_the_last_contribution_of_who_is_missing_once_more() -> None:
     assert bench.core.state.steps.num_reused == 1
 
 
+def test_stale_updates_with_the_settings_of_the_step_not_of_what_is_used_once_more() -> None:
+    bench = Bench(DeclareMode(2, "stale", bound=1))
+    bench.push(0, 1, 1.0)
+    bench.end(0, 1, settings=[{"lr": 0.125}], table_settings={0: {"lr": 0.5}})
+    assert (bench.rows(1), bench.chunk(1)) == ([[-0.5, -0.5]] * 2, [0.875] * 4)
+    bench.push(1, 2, 1.0)
+    bench.end(1, 2, factor=2.0, settings=[{"lr": 0.25}], table_settings={0: {"lr": 1.0}})
+    assert (bench.rows(2), bench.chunk(2)) == ([[-2.5, -2.5]] * 2, [0.375] * 4)  # two ranks' ones
+
+
 def test_a_bound_shortens_a_long_push_and_leaves_out_one_without_a_length() -> None:
     bench = Bench(ASYNC, filters=[NormBound(math.sqrt(8.0))])
     bench.push(0, 1, 4.0, stream=1)  # 8 numbers: its norm is four times the bound

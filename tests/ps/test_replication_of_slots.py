@@ -202,3 +202,25 @@ def test_what_a_server_hears_of_from_another_its_own_followers_hear_of_too() -> 
     middle.hear(Request(100, 1, Hello("server-0", 0), [], []))
     first = middle.hear(Request(100, 2, Replicate(1, (1 << 32) + 1, encode(declared)), [], []))
     assert [action.server for action in first if isinstance(action, Send)] == [2]
+
+
+def test_an_update_is_made_with_the_settings_it_says_on_every_holder_and_nobody_remembers_them() -> None:
+    # Once real: a server that came while a schedule changed had not heard of it, and took others back with it.
+    pair = Pair(ASYNC)
+    pair.push(0, 1, 1.0, stream=1)
+    pair.note(pair.end(0, 1, stream=1, settings=[{"lr": 0.25}], table_settings={0: {"lr": 0.5}}))
+    pair.deliver()
+    assert (pair.rows(), pair.chunk()) == ([[-0.5, -0.5]] * 2, [0.75] * 4)
+    pair.push(0, 2, 1.0, stream=1)
+    pair.note(pair.end(0, 2, stream=1))
+    pair.deliver()
+    assert (pair.rows(), pair.chunk()) == ([[-1.5, -1.5]] * 2, [0.25] * 4)  # as declared
+    assert pair.cores[0].digests() == pair.cores[1].digests()
+
+
+def test_settings_that_no_rule_has_are_refused_before_anything_counts() -> None:
+    pair = Pair(ASYNC)
+    pair.push(0, 1, 1.0, stream=1)
+    (refused,) = messages(pair.end(0, 1, stream=1, table_settings={0: {"speed": 1.0}}))
+    assert "no setting 'speed'" in refused.reason  # type: ignore[attr-defined]
+    assert (pair.rows(), pair.chunk()) == ([[0.0, 0.0]] * 2, [1.0] * 4)

@@ -113,10 +113,11 @@ class Reference:
             squares[chunk.slot] += self.dense.sum_of_squares(chunk.number, dense[chunk.number])
         factor, applies, norm = job.decide(total, squares)
         if applies:
-            self.table.step = num_applied
+            groups, tables = job.settings(step)
+            self.table.step, self.table.settings = num_applied, tables[0]
             self.table.apply(keys, grads, factor)
             for chunk in job.chunks:
-                self.dense.update(chunk.number, dense[chunk.number], factor=factor)
+                self.dense.update(chunk.number, dense[chunk.number], (), groups, factor=factor)
         self.results[step] = np.append(total, [float(applies), norm]).tobytes()
         return applies
 
@@ -178,6 +179,11 @@ class Exact(Job):
             losses[rank] = np.nan
         count = 1.0 + (rank + step) % 3
         return self.keys(rank, step), grads, chunks, np.array([count, 0.0, 0.0, 0.0, *losses])
+
+    def settings(self, step: int) -> tuple[list[dict[str, float]], dict[int, dict[str, float]]]:
+        """Of groups and of tables: a schedule changes them at every second step."""
+        bent = 0.5 ** (step // 2)
+        return [{"lr": 0.05 * bent}], {0: {"lr": self.spec.settings["lr"] * bent}}
 
     def decide(self, vector: Any, squares: Any) -> tuple[float, bool, float]:
         factor = self.num_global / vector[0]

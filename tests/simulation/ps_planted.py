@@ -339,6 +339,30 @@ class ForgetsTheFactor(State):
 _plant("the factor is not replicated", Exact)(_with(state=ForgetsTheFactor))
 
 
+class HearsOfChangesOnly(State):
+    """Settings are remembered, and other servers told of them where they changed: one that came in between has not heard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.newest: tuple[Any, Any] = ([], {})
+        self.has_changed = False
+
+    def count(self, counted: Counted) -> None:
+        update = counted.update
+        said = (update.settings or self.newest[0], update.table_settings or self.newest[1])
+        self.has_changed, self.newest = said != self.newest, said
+        super().count(replace(counted, update=replace(update, settings=said[0], table_settings=said[1])))
+
+    def write_counted(self, counted: Counted, slots: Slots) -> Written:
+        record, frames = super().write_counted(counted, slots)
+        if not self.has_changed:
+            record = msgspec.structs.replace(record, settings=[], table_settings={})
+        return record, frames
+
+
+_plant("settings are told only where they change", Exact)(_with(state=HearsOfChangesOnly))
+
+
 class CountsEveryStepItself(State):
     """A rule's step counter that counts calls, as a table would by itself."""
 

@@ -19,6 +19,7 @@ PS_FINDS: dict[str, int] = {
     "a server commits before the others have summed": 4,
     "a step that is left out is applied": 4,
     "the factor is not replicated": 3,
+    "settings are told only where they change": 13,
     "a pull does not wait for its step": 6,
     "answers of an earlier view count in this one": 159,
     "acknowledged before it is replicated": 35,

@@ -233,6 +233,9 @@ class Client(Process):
                 num_pushes[server],
                 end.exchange,
                 end.anchored_at,
+                end.settings,
+                end.model,
+                end.table_settings,
                 factor=end.factor,
                 done_below=end.done_below,
                 is_spoilt=end.is_spoilt,
@@ -361,8 +364,19 @@ class ExactWorker(Client):
     def _computed(self, rows: Any, dense: dict[int, Any], is_spoilt: bool) -> None:
         job, step, exchange = self.job, self.job.script[self.index], self.index + 1
         keys, grads, chunks, vector = job.contribution(self.rank, step, rows, dense)
+        groups, tables = job.settings(step)
         end = StepEnd(
-            0, self.rank, step, self.rank, 0, exchange, exchange, factor=job.num_global, is_spoilt=is_spoilt
+            0,
+            self.rank,
+            step,
+            self.rank,
+            0,
+            exchange,
+            exchange,
+            groups,
+            table_settings=tables,
+            factor=job.num_global,
+            is_spoilt=is_spoilt,
         )
         note = str(self.index).encode()
 

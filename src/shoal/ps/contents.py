@@ -58,10 +58,10 @@ class Update:
     """How many updates there were before."""
 
     settings: list[Settings] = field(default_factory=list)
-    """Of the optimizer's groups from now on, where they changed."""
+    """Of the optimizer's groups; empty: as they were declared. They are not remembered: an update says what it needs."""
 
     table_settings: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Of tables, where they changed."""
+    """Of tables; of those that are not among them, as they were declared."""
 
     model: int = 0
     """Whose settings they are."""
@@ -75,7 +75,8 @@ class Contents:
         self.dense = DenseStore()
         self.declared_dense: dict[int, DeclareDense] = {}
         self.chunks: dict[int, ChunkSpec] = {}
-        self.settings: dict[int, list[Settings]] = {}
+        self._groups: dict[int, list[Settings]] = {}  # by model, as they were declared
+        self._of_tables: dict[int, dict[str, float]] = {}  # settings that came with a table's last update
         self._model_of_chunk: dict[int, int] = {}
         self.held: Slots = no_slots()
 
@@ -110,7 +111,7 @@ class Contents:
         self.declared_dense[message.model] = message
         self.chunks |= {chunk.number: chunk for chunk in message.chunks}
         self._model_of_chunk |= dict.fromkeys((chunk.number for chunk in message.chunks), message.model)
-        self.settings[message.model] = [dict(group) for group in message.groups]
+        self._groups[message.model] = [dict(group) for group in message.groups]
         return True
 
     def hold(self, slots: Slots) -> None:
@@ -195,33 +196,43 @@ class Contents:
 
     # ---- change ---------------------------------------------------------------------------------
 
-    def adopt(
+    def check_settings(
         self, model: int, settings: list[Settings], table_settings: dict[int, dict[str, float]]
     ) -> None:
-        """Hyper-parameters from now on, where they changed."""
-        if settings:
-            known = self.settings[model]
-            self.settings[model] = [{**old, **new} for old, new in zip(known, settings, strict=True)]
-        for number, changed in table_settings.items():
-            self.tables[number].settings = changed
+        """Refuse hyper-parameters of groups, tables or rules that there are not."""
+        num_groups = len(self._groups.get(model, []))
+        if settings and len(settings) != num_groups:
+            raise Refusal(f"the optimizer has {num_groups} groups here, got settings of {len(settings)}")
+        for number, given in table_settings.items():
+            table = self.table(number)
+            if given != self._of_tables.get(number):
+                table.rule.complete(given)
 
     def apply(self, update: Update) -> None:
         """Change rows and chunks; the same arrays give the same bits wherever they are applied."""
         for number in sorted(update.rows):
             table = self.tables[number]
             keys, values = update.rows[number]
+            self._have_settings(table, update.table_settings.get(number, {}))
             for factor, which in _by_factor(update, number, keys):
                 table.step = update.step
                 if which is None:
                     table.apply(keys, values, factor)
                 elif which.any():
                     table.apply(keys[which], values[which], factor)
+        settings = self._groups.get(update.model, [])
+        if update.settings:
+            settings = [{**old, **new} for old, new in zip(settings, update.settings, strict=True)]
         for number in sorted(update.dense):
             gradient, unused = update.dense[number]
             bent = update.factors[self.chunks[number].slot] if update.factors else 1.0
             if bent:
-                settings = self.settings[self._model_of_chunk[number]]
                 self.dense.update(number, gradient, unused, settings, factor=update.factor * bent)
+
+    def _have_settings(self, table: Table, given: dict[str, float]) -> None:
+        if given != self._of_tables.get(table.spec.number, {}):
+            table.settings = {**table.rule.complete(table.spec.settings), **given}
+            self._of_tables[table.spec.number] = given
 
     def squares(self, update: Update, out: Vector) -> None:
         """Add the sums of squares of an update's chunks, by slot."""

@@ -113,8 +113,6 @@ class DeclareRecord(_Record, frozen=True, tag="declare"):
     tables: list[TableSpec]
     dense: list[DeclareDense]
     mode: DeclareMode | None
-    settings: dict[int, list[Settings]]  # by model
-    table_settings: dict[int, dict[str, float]]
 
 
 class SlotRecord(_Record, frozen=True, tag="slot"):

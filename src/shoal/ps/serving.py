@@ -82,7 +82,7 @@ class Serving(Waiting):
             if message.is_spoilt:
                 self.staging.forget_name(request.peer, message.stream, message.seq)
                 return self._lose_step(request, message.rank)
-            self._check_settings(message)
+            self.state.contents.check_settings(message.model, message.settings, message.table_settings)
             staged = self.staging.take(request.peer, message)
             steps.ended[message.rank] = Contribution(message, vector, bytes(request.frames[1]), staged)
         else:
@@ -191,7 +191,7 @@ class Serving(Waiting):
         """A push of one worker alone: it counts at once, in slots that do not have it."""
         state = self.state
         vector = read_vector(request.frames[0], at_least=0)
-        self._check_settings(message)
+        self.state.contents.check_settings(message.model, message.settings, message.table_settings)
         staged = self.staging.take(request.peer, message)
         if message.rank < state.num_workers:
             state.clocks.finished(message.rank, message.stream, message.seq)
@@ -245,16 +245,6 @@ class Serving(Waiting):
     def _after_count(self) -> None:
         versions = self.state.marks.version[self.mine]
         self._low, self._high = (int(versions.min()), int(versions.max())) if len(versions) else (0, 0)
-
-    def _check_settings(self, message: StepEnd) -> None:
-        contents = self.state.contents
-        num_groups = len(contents.settings.get(message.model, []))
-        if message.settings and len(message.settings) != num_groups:
-            raise Refusal(
-                f"the optimizer has {num_groups} groups here, got settings of {len(message.settings)}"
-            )
-        for table in message.table_settings:
-            contents.table(table)
 
     def _summed_frames(self, vector: list[float], squares: Vector | None = None) -> list[bytes]:
         steps = self._steps()

@@ -119,7 +119,6 @@ class State:
     def count(self, counted: Counted) -> None:
         """From now on it counts; everything about it changes in this one turn."""
         update = counted.update
-        self.contents.adopt(update.model, update.settings, update.table_settings)
         if counted.applies:
             self.contents.apply(update)
             self.marks.steps[update.slots] += 1
@@ -272,8 +271,6 @@ class State:
             tables=[table.spec for table in contents.tables.values()],
             dense=list(contents.declared_dense.values()),
             mode=self.mode,
-            settings=dict(contents.settings),
-            table_settings={number: dict(table.settings) for number, table in contents.tables.items()},
         )
 
     def _take_declarations(self, record: DeclareRecord) -> None:
@@ -283,9 +280,6 @@ class State:
             self.contents.declare_dense(dense)
         if record.mode is not None:
             self.declare_mode(record.mode)
-        for model, settings in record.settings.items():
-            self.contents.adopt(model, settings, {})
-        self.contents.adopt(0, [], record.table_settings)
 
     # ---- state as a whole -----------------------------------------------------------------------
 

@@ -98,7 +98,9 @@ class Steps:
         vector = first.vector.copy()
         for rank in ranks[1:]:
             vector += parts[rank].vector
-        end = first.end
+        fresh = {rank: part for rank, part in parts.items() if rank in self.ended}
+        # Not of a contribution that is used once more: its settings were those of its own step.
+        end = fresh[min(fresh)].end
         update = Update(
             slots, step=step, settings=end.settings, table_settings=end.table_settings, model=end.model
         )
@@ -125,9 +127,8 @@ class Steps:
         if self.mode.wants_norm:
             contents.squares(update, squares)
             squares[~slots] = self.squares[~slots]  # of slots that have this step since before a failover
-        fresh = {rank: part for rank, part in parts.items() if rank in self.ended}
         seq = max(part.end.seq for part in fresh.values())
-        return Sum(seq, update, vector, squares, fresh, first.end.factor)
+        return Sum(seq, update, vector, squares, fresh, end.factor)
 
 
 def _inside(

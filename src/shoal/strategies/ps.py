@@ -224,7 +224,7 @@ class Ps:
         step, self._current = self._current, None
         self._model.dense.send_rest()
         self._model.push_rows(step)
-        settings, table_settings = self._model.changed_settings()
+        settings, table_settings = self._model.settings()
         end = StepEnd(
             view=0,
             stream=step.stream,

@@ -162,7 +162,7 @@ class PsHybrid(Ddp):
         self._finish_push()
         step = Step(self._served.group, stream=self._rank + 1, seq=self.step + 1)
         self._rows.push_rows(step)
-        _, table_settings = self._rows.changed_settings()
+        _, table_settings = self._rows.settings()
         end = StepEnd(
             view=0,
             stream=step.stream,

@@ -193,7 +193,7 @@ class PsRelaxed(Ps):
                     step.push_rows(module.spec.number, *held)
         else:
             self._model.dense.disarm()
-        settings, table_settings = self._model.changed_settings()
+        settings, table_settings = self._model.settings()
         step.end(
             StepEnd(
                 view=0,

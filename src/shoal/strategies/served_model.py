@@ -56,7 +56,8 @@ class ServedModel:
         self.rows: list[RowModule] = []
         self.plan = Plan([], {})
         self._declared_settings: list[dict[str, Any]] = []
-        self._sent_settings: list[dict[str, Any]] = []  # none yet: what was declared may be long ago
+        self._settings: list[dict[str, Any]] = []  # as they were at the last step
+        self._table_settings: dict[int, dict[str, float]] = {}
 
     def lay_out(self, batch: Tree | None, run: Callable[[], Any]) -> None:
         """Decide what is rows and what is chunks. Without a batch only rows that could be nothing else are."""
@@ -197,18 +198,22 @@ class ServedModel:
             if leaf is not None and isinstance(columns[leaf], Tensor):
                 module.pull_ahead(columns[leaf], clock)
 
-    def changed_settings(self) -> tuple[list[dict[str, Any]], dict[int, dict[str, float]]]:
-        """Hyper-parameters that a scheduler has changed since they were last sent: of groups, and of tables."""
+    def settings(self) -> tuple[list[dict[str, Any]], dict[int, dict[str, float]]]:
+        """Hyper-parameters as they are now, a scheduler may have changed them: of groups, and of tables.
+
+        They go with every step. A server that was told only of changes would have to know what it missed.
+        """
         settings = [plain_settings(group) for group in self._optimizer.param_groups]
-        if settings == self._sent_settings:
-            return [], {}
-        self._sent_settings = settings
-        tables = {}
-        for module in self.rows:
-            rule = takeover.row_rule(self._optimizer, max(module.taken.group, 0))
-            if not isinstance(rule, str):
-                tables[module.spec.number] = rule.settings
-        return settings if self.dense.specs else [], tables
+        if settings != self._settings:
+            self._settings = settings
+            rules = {
+                module.spec.number: takeover.row_rule(self._optimizer, max(module.taken.group, 0))
+                for module in self.rows
+            }
+            self._table_settings = {
+                number: rule.settings for number, rule in rules.items() if isinstance(rule, Rule)
+            }
+        return settings if self.dense.specs else [], self._table_settings
 
     # ---- all of it ------------------------------------------------------------------------------
 

@@ -199,9 +199,9 @@ class StepEnd(Message, frozen=True, tag="ps-step-end"):
     anchored_at: Count  # number of the first exchange after the note
     settings: list[Settings] = msgspec.field(
         default_factory=list
-    )  # of the optimizer's groups, where they changed; in their order
+    )  # of the optimizer's groups for this update, in their order; empty: as declared
     model: Count = 0  # whose they are
-    table_settings: dict[int, dict[str, float]] = msgspec.field(default_factory=dict)  # by table
+    table_settings: dict[int, dict[str, float]] = msgspec.field(default_factory=dict)  # the same, by table
     factor: float = 1.0  # what gradients are multiplied with; relaxed strategies and one-phase steps
     done_below: Count = 0  # every lease below this is done: their marks may be forgotten
     is_spoilt: bool = (
