@@ -18,6 +18,7 @@ from launched import Launched
 
 from shoal.cluster import coordinator_keeper
 from shoal.cluster.api import launch, resume_config
+from shoal.cluster.faults import Faults
 from shoal.cluster.supervisor import Supervisor
 from shoal.core.errors import (
     ClusterError,
@@ -278,29 +279,15 @@ def test_without_restarts_a_worker_that_does_not_come_ends_the_wait_by_name(laun
     assert str(done.error).endswith("\nLast lines of rank 1:\n  about to sleep")
 
 
-@pytest.fixture
-def one_never_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first process of rank 1 is stopped as soon as it is there."""
-    start_worker = Supervisor._start_worker
-
-    def stop_one(supervisor: Supervisor, rank: int, incarnation: int = 0) -> None:
-        start_worker(supervisor, rank, incarnation)
-        if (rank, incarnation) == (1, 0):
-            [pid] = [pid for pid, worker in supervisor._workers.items() if worker.rank == 1]
-            os.kill(pid, signal.SIGSTOP)
-
-    monkeypatch.setattr(Supervisor, "_start_worker", stop_one)
-
-
-@pytest.mark.usefixtures("one_never_joins")
 @pytest.mark.parametrize("max_restarts", [0, 1])
 def test_a_rank_that_never_joins_is_named_or_replaced(launch_script: Launch, max_restarts: int) -> None:
     done = launch_script(
         script("session.begin_call('fit', '')"),
         workers=2,
-        join_timeout_s=0.4,
-        step_timeout_s=0.4,
+        join_timeout_s=1.0,
+        step_timeout_s=1.0,
         max_restarts=max_restarts,
+        faults=Faults().pause("worker-1", at="worker: not joined"),
     )
     if max_restarts:
         assert succeeded(done)

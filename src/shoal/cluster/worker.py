@@ -118,6 +118,7 @@ def _seed(seed: int) -> None:
 
 def _run_with_the_others(script: str, job: Job) -> dict[str, object]:
     """Join, run the script, and wait for the other ranks at its end. Returns the script's globals."""
+    failpoints.failpoint("worker: not joined")
     try:
         client = CoordinatorClient(
             str(job.coordinator),

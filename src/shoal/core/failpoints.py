@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 POINTS = {
+    "worker: not joined": "it is there, and the coordinator has not heard of it",
     "worker: before forward": "a step begins",
     "worker: before commit": "forward and backward are done, nothing is updated",
     "worker: exchange begun": "an exchange is about to be finished",
