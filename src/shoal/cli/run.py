@@ -68,6 +68,15 @@ def run(
             help="What is to go wrong, on purpose: 'kill worker-1 at step 60; kill coordinator after 5 s'.",
         ),
     ] = None,
+    pretend_hosts: Annotated[
+        int,
+        typer.Option(
+            "--pretend-hosts",
+            metavar="N",
+            help="Treat this machine as N hosts, each with some of the workers and a cache of its own: to try out data that "
+            "not every host has.",
+        ),
+    ] = 1,
     step_timeout: StepTimeout = 300.0,
     grace: Grace = 60.0,
     max_restarts: MaxRestarts = 3,
@@ -89,6 +98,7 @@ def run(
         step_timeout_s=step_timeout,
         grace_s=grace,
         max_restarts=max_restarts,
+        pretend_hosts=pretend_hosts,
         faults=Faults.parse(faults) if faults else None,
     )
     misplaced = [option for option in BEFORE_SCRIPT if option in config.args]

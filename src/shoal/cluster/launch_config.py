@@ -66,6 +66,9 @@ class LaunchConfig:
     max_restarts: int = 3
     """How often a worker that dies is replaced without the job getting ahead. 0: its death ends the job."""
 
+    pretend_hosts: int = 1
+    """As how many hosts this machine is treated where hosts hold data of their own."""
+
     resume: bool = False
     """Go on from the newest checkpoint of the run directory, which must exist. See `resume_config`."""
 
@@ -93,6 +96,11 @@ class LaunchConfig:
         for name in ("step_timeout_s", "join_timeout_s", "grace_s"):
             if not 0 < getattr(self, name) < 1e9:
                 raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)}.")
+        if not 1 <= self.pretend_hosts <= self.workers:
+            raise ConfigError(
+                f"{self.workers} workers cannot be on {self.pretend_hosts} hosts: each host needs one. Nothing was started; give "
+                f"--pretend-hosts a number from 1 to {self.workers}."
+            )
         if not 0 <= self.max_restarts <= MAX_RESTARTS:
             raise ConfigError(f"max_restarts must be from 0 to {MAX_RESTARTS}, got {self.max_restarts}.")
         if self.seed is not None and not 0 <= self.seed < 1 << 63:

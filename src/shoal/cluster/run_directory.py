@@ -56,6 +56,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_s: float
     grace_s: float
     max_restarts: int = 3
+    pretend_hosts: int = 1
     versions: Versions
     started: float  # seconds since 1970
     resumed: bool = False

@@ -49,6 +49,9 @@ class Job:
     num_workers: int = 1
     """How many workers share one global batch."""
 
+    num_hosts: int = 1
+    """Machines that the workers are on; or as how many one machine is treated, to try out what happens between them."""
+
     incarnation: int = 0
     """How often this rank was started again; only fences."""
 
@@ -93,6 +96,12 @@ class Job:
 
     fingerprints: str | None = None
     """Directory where every rank writes the hashes of its final weights, for `shoal chaos`."""
+
+
+    @property
+    def host(self) -> int:
+        """Which host this worker is on: ranks fill one host after the other."""
+        return self.rank * self.num_hosts // self.num_workers
 
 
 _current: Job | None = None

@@ -74,6 +74,10 @@ class SharedFiles:
         self._found |= {info.url: info for info in found}
         return found
 
+    def remember(self, info: FileInfo) -> None:
+        """Refuse this file from now on where it is not so any more."""
+        self._found[info.url] = info
+
     def read(self, url: str, begin: int, end: int) -> bytes:
         """Bytes begin..end-1 of a file, which must be as it was found."""
         if _is_url(url):

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from shoal.wire.block_messages import BLOCK_MESSAGES
 from shoal.wire.group_messages import GROUP_MESSAGES
 from shoal.wire.lateness_messages import LATENESS_MESSAGES
 from shoal.wire.message import Count, Seconds
@@ -416,6 +417,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Happened,
     Finished,
     *GROUP_MESSAGES,
+    *BLOCK_MESSAGES,
     *PS_MESSAGES,
     *SHARING_MESSAGES,
     *LATENESS_MESSAGES,
