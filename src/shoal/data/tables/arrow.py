@@ -1,0 +1,288 @@
+"""From Arrow's columns to rows in memory, without a copy where the types allow it.
+
+Values that are missing, or that do not fit their type, make their row a bad
+one; `fill` says what stands for a missing value instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.core.data_errors import BadSample
+from shoal.core.errors import ConfigError
+from shoal.data.tables.schema import storage_type
+from shoal.data.tables.table import Column, Ragged, Rows
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ArrowArray = Any
+"""An array of any type; Arrow's type hints know each type apart, and here all of them pass."""
+
+Address = Callable[[int], dict[str, Any]]
+"""Row of a block to the arguments of BadSample that say where it is."""
+
+MISSING = "the value is missing, and fill={'%s': ...} does not say what stands for it"
+
+
+class BadRows(Mapping[int, BadSample]):
+    """What is wrong with some rows of a block. The errors are made when they are asked for: there may be many."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._found: dict[int, tuple[str | None, str]] = {}
+
+    def add(self, row: int, column: str | None, reason: str) -> None:
+        """The first thing that is wrong with a row is the one that is told."""
+        self._found.setdefault(row, (column, reason))
+
+    def __getitem__(self, row: int) -> BadSample:
+        column, reason = self._found[row]
+        return BadSample(**self._address(row), column=column, reason=reason)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, row: object) -> bool:
+        return row in self._found
+
+
+class Fill:
+    """What stands for missing values, by column; refuses at birth what a column cannot hold."""
+
+    def __init__(self, values: Mapping[str, Any] | None, columns: Sequence[Column]) -> None:
+        import pyarrow as pa
+
+        self._scalars: dict[str, Any] = {}
+        for column in columns:
+            if values is None or column.name not in values:
+                continue
+            value = values[column.name]
+            try:
+                if (
+                    column.is_ragged
+                    and column.kind == "number"
+                    and isinstance(value, (list, tuple, np.ndarray))
+                ):
+                    self._scalars[column.name] = np.asarray(value, dtype=column.dtype)
+                else:
+                    self._scalars[column.name] = pa.scalar(value, type=storage_type(column))
+            except (pa.ArrowInvalid, pa.ArrowTypeError, ValueError, TypeError) as error:
+                raise ConfigError(
+                    f"fill= gives {value!r} for the column '{column.name}', which holds {column.type_name}: {error}"
+                ) from error
+
+    def get(self, name: str) -> Any:
+        """An Arrow scalar, an array for a whole list, or None."""
+        return self._scalars.get(name)
+
+
+def decoded(
+    table: pa.Table | pa.RecordBatch, columns: Sequence[Column], fill: Fill, address: Address
+) -> Rows:
+    """The rows of an Arrow table that has these columns, of whatever types they were made from."""
+    bad = BadRows(address)
+    arrays = {
+        column.name: decode_column(_in_one_piece(table.column(column.name)), column, fill, bad)
+        for column in columns
+    }
+    return Rows(table.num_rows, arrays, bad)
+
+
+def decode_column(array: ArrowArray, column: Column, fill: Fill, bad: BadRows) -> NDArray[Any] | Ragged:
+    """One column; what cannot be decoded goes to `bad`."""
+    import pyarrow as pa
+
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_fixed_size_list(array.type):
+        return _fixed_lists(array, column, fill, bad)
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        return _lists(array, column, fill, bad)
+    if array.null_count and fill.get(column.name) is None:
+        for row in _null_rows(array):
+            bad.add(row, column.name, MISSING % column.name)
+    array = _without_nulls(_cast(array, column, bad, of_row=None), fill.get(column.name))
+    return _numbers(array, column) if column.kind == "number" else _bytes(array)
+
+
+def _in_one_piece(array: ArrowArray) -> ArrowArray:
+    import pyarrow as pa
+
+    if not isinstance(array, pa.ChunkedArray):
+        return array
+    if array.num_chunks == 1:
+        return array.chunk(0)
+    # Of strings beyond 2 GiB combining would give several pieces again.
+    if pa.types.is_string(array.type) or pa.types.is_binary(array.type):
+        array = array.cast(pa.large_string() if pa.types.is_string(array.type) else pa.large_binary())
+    whole = array.combine_chunks()
+    return pa.concat_arrays(whole.chunks) if isinstance(whole, pa.ChunkedArray) else whole
+
+
+def _null_rows(array: ArrowArray) -> list[int]:
+    rows: list[int] = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist()
+    return rows
+
+
+def _without_nulls(array: ArrowArray, scalar: Any) -> ArrowArray:
+    """As `fill` says, or with what lies there, which has no meaning."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if array.null_count == 0:
+        return array
+    if scalar is not None:
+        return pc.fill_null(array, scalar.cast(array.type))
+    return pa.Array.from_buffers(
+        array.type, len(array), [None, *array.buffers()[1:]], null_count=0, offset=array.offset
+    )
+
+
+def _cast(array: ArrowArray, column: Column, bad: BadRows, of_row: NDArray[np.int64] | None) -> ArrowArray:
+    """As the type the column has in memory; values that do not fit are null, and their row (of_row[i], or i) is bad."""
+    import pyarrow as pa
+
+    wanted = storage_type(column)
+    if array.type == wanted or (
+        column.kind != "number" and (pa.types.is_string(array.type) or pa.types.is_binary(array.type))
+    ):
+        return array
+    through = _through(array.type)
+    try:
+        return array.cast(through).cast(wanted) if through else array.cast(wanted)
+    except pa.ArrowInvalid:
+        pass
+    good = np.ones(len(array), dtype=bool)
+    for at in _failing(array, through or wanted, 0, len(array)):
+        good[at] = False
+        reason = f"{array[at].as_py()!r} does not fit into {_target(column, array.type)}"
+        bad.add(int(of_row[at]) if of_row is not None else at, column.name, reason)
+    kept: ArrowArray = pa.array(np.where(good, np.arange(len(array)), -1), mask=~good)
+    array = array.take(kept)
+    return array.cast(through).cast(wanted) if through else array.cast(wanted)
+
+
+def _through(kind: pa.DataType) -> pa.DataType | None:
+    """Times are counted in nanoseconds before they are numbers."""
+    import pyarrow as pa
+
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return pa.timestamp("ns")
+    if pa.types.is_time(kind):
+        return pa.time64("ns")
+    return pa.duration("ns") if pa.types.is_duration(kind) else None
+
+
+def _target(column: Column, kind: pa.DataType) -> str:
+    return f"int64 nanoseconds (it is a {kind})" if _through(kind) else column.type_name
+
+
+def _failing(array: ArrowArray, kind: pa.DataType, begin: int, end: int) -> Iterator[int]:
+    """Which values cannot be cast, by halving: a few among many are found with few casts."""
+    import pyarrow as pa
+
+    try:
+        array.slice(begin, end - begin).cast(kind)
+    except pa.ArrowInvalid:
+        if end - begin == 1:
+            yield begin
+            return
+        middle = (begin + end) // 2
+        yield from _failing(array, kind, begin, middle)
+        yield from _failing(array, kind, middle, end)
+
+
+def _numbers(array: ArrowArray, column: Column) -> NDArray[Any]:
+    is_bits = column.dtype == np.bool_
+    values: NDArray[Any] = array.to_numpy(zero_copy_only=not is_bits)
+    return values
+
+
+def _bytes(array: ArrowArray) -> Ragged:
+    import pyarrow as pa
+
+    is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
+    ends: Any
+    data: Any
+    _, ends, data = array.buffers()
+    offsets = np.zeros(1, dtype=np.int64)
+    if ends is not None and len(array):
+        all_ends = np.frombuffer(ends, dtype=np.int64 if is_large else np.int32)
+        offsets = all_ends[array.offset : array.offset + len(array) + 1].astype(np.int64)
+    values = np.frombuffer(data, dtype=np.uint8) if data is not None else np.zeros(0, dtype=np.uint8)
+    return Ragged(values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+
+def _fixed_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> NDArray[Any]:
+    import pyarrow as pa
+
+    num_rows, scalar = len(array), fill.get(column.name)
+    missing = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else np.zeros(num_rows, bool)
+    values = array
+    while pa.types.is_fixed_size_list(values.type):
+        size, begin = values.type.list_size, values.offset
+        # Not flatten(), which leaves out what belongs to missing lists.
+        values = values.values.slice(begin * size, len(values) * size)
+    of_row = np.repeat(np.arange(num_rows), int(np.prod(column.shape)))
+    numbers = _elements(values, column, scalar, bad, of_row, is_known=missing).reshape(
+        num_rows, *column.shape
+    )
+    if missing.any() and scalar is not None:
+        numbers = numbers.copy()
+        numbers[missing] = scalar.as_py()
+    for row in np.flatnonzero(missing).tolist() if scalar is None else ():
+        bad.add(row, column.name, MISSING % column.name)
+    return numbers
+
+
+def _lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> Ragged:
+    num_rows, scalar = len(array), fill.get(column.name)
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    values = array.values.slice(offsets[0], offsets[-1] - offsets[0])
+    offsets = offsets - offsets[0]
+    missing = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else np.zeros(num_rows, bool)
+    if scalar is None:
+        for row in np.flatnonzero(missing).tolist():
+            bad.add(row, column.name, MISSING % column.name)
+    of_row = np.repeat(np.arange(num_rows), np.diff(offsets))
+    per_element = None if isinstance(scalar, np.ndarray) else scalar
+    ragged = Ragged(_elements(values, column, per_element, bad, of_row, is_known=missing), offsets)
+    if scalar is not None and missing.any():
+        whole = scalar if isinstance(scalar, np.ndarray) else np.zeros(0, dtype=column.dtype)
+        rows = [
+            whole if missing[row] else ragged.values[offsets[row] : offsets[row + 1]]
+            for row in range(num_rows)
+        ]
+        return Ragged.of(rows, column.dtype)
+    return ragged
+
+
+def _elements(
+    values: ArrowArray,
+    column: Column,
+    scalar: Any,
+    bad: BadRows,
+    of_row: NDArray[np.int64],
+    *,
+    is_known: NDArray[np.bool_],
+) -> NDArray[Any]:
+    """The numbers inside lists; element i belongs to row of_row[i]."""
+    if values.null_count and scalar is None:
+        for row in np.unique(of_row[_null_rows(values)]).tolist():
+            if not is_known[row]:
+                bad.add(
+                    row,
+                    column.name,
+                    "its list has a missing value, and fill= does not say what stands for it",
+                )
+    return _numbers(_without_nulls(_cast(values, column, bad, of_row), scalar), column)
