@@ -7,7 +7,7 @@ batching, and plain iteration in one process.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,6 +20,8 @@ from shoal.data.feed import Feed
 from shoal.data.loader import feed_of
 from shoal.data.prefetch import prefetched
 from shoal.data.randomness import PrivateGenerators
+from shoal.data.sharding import DRAIN_SLOWER_THAN, Sharding, ShardPlan
+from shoal.data.skipping import Skipped
 from shoal.data.slice import Slice
 from shoal.data.sources.source import name_of
 from shoal.data.tree import Tree
@@ -62,10 +64,63 @@ class Batches:
         num_ahead = whole_number("prefetch(n)", num_ahead, at_least=1)
         return Batches(self._feed, (*self._stages, _Prefetch(num_ahead)))
 
+    def shard(
+        self,
+        how: str,
+        *,
+        cost: Any = None,
+        weights: Sequence[float] | str | None = None,
+        drain_slower_than: float | None = DRAIN_SLOWER_THAN,
+        backup: bool = True,
+    ) -> Batches:
+        """How each batch is cut over the workers. Any cut gives an exact strategy the result of one process.
+
+        "equal", as without it: parts that differ by at most one sample.
+
+        "balanced": parts whose heaviest is as light as can be, by what a
+        sample costs: `cost="length"` (of its longest input), `"bytes"`, the
+        name of a column, an array with a number per sample of the source, or
+        a function of the sample. What is no array is read from the samples,
+        of the whole batch on every worker, once.
+
+        "weighted": by `weights`, a number for each worker, or by how fast
+        workers turn out to be, `weights="measured"`: agreed on by all of them
+        every few steps, and kept in checkpoints. Speeds differ from run to
+        run, and so may the last bits of the weights then.
+
+        "dynamic", what relaxed strategies (ps:async, ps:ssp=K) do anyway:
+        ranges of the epoch are handed out while it runs, a fast worker takes
+        more of them, and what a dead one had goes back. With `backup` the last
+        ranges of an epoch are handed out twice where a worker is slow with
+        them, and the first result counts. A worker `drain_slower_than` times
+        slower than the median of the others is given no more, but for a
+        range now and then that shows whether it has recovered.
+
+        Under a relaxed strategy "equal" and "weighted" give each worker a
+        fixed part of the epoch.
+
+            data.batch(256).shard("balanced", cost="length")
+            data.batch(256).shard("weighted", weights=[2, 1, 1])
+        """
+        plan = ShardPlan(
+            how=how, cost=cost, weights=weights, drain_slower_than=drain_slower_than, backup=backup
+        )
+        return Batches(self._feed.sharded(plan), self._stages)
+
+    @property
+    def sharding(self) -> Sharding:
+        """How batches are cut over the workers."""
+        return self._feed.sharding
+
     @property
     def num_samples(self) -> int | None:
         """Samples in an epoch; None for a stream, whose end shows when it is read."""
         return self._feed.num_samples
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        """Bad samples that this process has left out so far (on_error="skip"), each with its epoch, index and reason."""
+        return self._feed.skips.skipped
 
     def batch_size(self, num_workers: int = 1) -> int:
         """Samples in a global batch; 0 where a DataLoader's items are batches already, of whatever size."""

@@ -7,8 +7,9 @@ from any position at any number of workers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,8 +17,10 @@ import numpy as np
 from shoal.core import job as jobs
 from shoal.core.errors import BatchTooSmall, ConfigError, DataError, EmptyDataset
 from shoal.data.order import Indices, Order
-from shoal.data.reader import Reader, Request
-from shoal.data.slice import Slice, bounds
+from shoal.data.reader import Reader, Reading, Request
+from shoal.data.sharding import UNSAID, Sharding, ShardPlan
+from shoal.data.skipping import SkipLog
+from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 
 _BLOCK = 8192  # positions permuted at once: 20 ns each, against 55 when 1,024 are
@@ -28,6 +31,12 @@ class Feed(Protocol):
 
     seed: int
     """What random draws within a batch are mixed from."""
+
+    skips: SkipLog
+    """Bad samples that were left out."""
+
+    sharding: Sharding
+    """How each batch is cut over the workers."""
 
     @property
     def num_samples(self) -> int | None:
@@ -41,6 +50,9 @@ class Feed(Protocol):
 
     def slices(self, *, epoch: int, start: int, rank: int, num_workers: int) -> Iterator[Slice]:
         """This rank's part of each of them. Refuses at once, not at the first slice."""
+
+    def sharded(self, plan: ShardPlan) -> Feed:
+        """The same, cut over the workers in another way."""
 
     def describe(self) -> dict[str, Any]:
         """Identity, fit for JSON."""
@@ -62,13 +74,21 @@ class Share:
     """Positions to read are begin..end-1: the rank's own, or one that is borrowed."""
 
     end: int
+    cuts: tuple[int, ...] = ()
+    """Where each worker's part of the global batch begins, and the last one's ends."""
 
     @classmethod
-    def of(cls, start: int, stop: int, rank: int, num_workers: int) -> Share:
+    def of(
+        cls, start: int, stop: int, rank: int, num_workers: int, sharding: Sharding = UNSAID, epoch: int = 0
+    ) -> Share:
         """Rank's share of the global batch at [start, stop)."""
-        first, last = bounds(stop - start, rank, num_workers)
+        cuts = tuple(sharding.cuts(start, stop, num_workers, epoch))
+        first, last = cuts[rank], cuts[rank + 1]
+        plan = jobs.current().verify
+        if num_workers == 1 and plan is not None and plan.num_slices > 1:
+            cuts = tuple(sharding.cuts(start, stop, plan.num_slices, epoch))
         begin = start + min(first, stop - start - 1)
-        return cls(start, stop - start, first, last - first, begin, max(start + last, begin + 1))
+        return cls(start, stop - start, first, last - first, begin, max(start + last, begin + 1), cuts)
 
 
 class Cut(Protocol):
@@ -140,7 +160,8 @@ class IndexedFeed:
 
     def __init__(self, reader: Reader, order: Order, cut: Cut) -> None:
         self._reader, self._order, self._cut = reader, order, cut
-        self.seed = reader.seed
+        self.sharding: Sharding = UNSAID
+        self.seed, self.skips = reader.seed, SkipLog()
 
     @property
     def num_samples(self) -> int:
@@ -159,6 +180,7 @@ class IndexedFeed:
         """This rank's part of each of them."""
         num_samples = self._order.length(epoch)
         check_call(start=start, rank=rank, num_workers=num_workers, batch_size=self.batch_size(num_workers))
+        self.sharding.check(num_workers)
         if num_samples == 0:
             raise EmptyDataset(what="batch()")
         if start > num_samples:
@@ -172,8 +194,16 @@ class IndexedFeed:
                 "rest out. Nothing was read; make the batch smaller, or keep the last one with drop_last=False."
             )
         batches = self._cut.batches(num_samples, epoch=epoch, start=start, num_workers=num_workers)
-        shares = (Share.of(begin, end, rank, num_workers) for begin, end in batches)
+        shares = (
+            Share.of(begin, end, rank, num_workers, self.sharding, epoch) for begin, end in batches
+        )
         return self._read(self._locate(shares, epoch))
+
+    def sharded(self, plan: ShardPlan) -> IndexedFeed:
+        """The same, cut over the workers in another way."""
+        feed = copy.copy(self)
+        feed.sharding = plan.of_source(self._reader.source, self._order)
+        return feed
 
     def describe(self) -> dict[str, Any]:
         """Source, order, cut and seed."""
@@ -181,7 +211,37 @@ class IndexedFeed:
         return {"stages": stages, **self._cut.describe(), "seed": self.seed}
 
     def _read(self, requests: Iterable[tuple[Share, Request]]) -> Iterator[Slice]:
-        return (make_slice(share, request, self._reader(request)) for share, request in requests)
+        return (self._slice(share, self._reader.read(request)) for share, request in requests)
+
+    def _slice(self, share: Share, reading: Reading) -> Slice:
+        """The slice of a share that has been read, as far as it can be."""
+        if not reading.skipped:
+            return make_slice(share, reading.request, reading.batch)
+        if share.num_local:  # a borrowed sample is another rank's to skip
+            self.skips.record(reading.skipped)
+        if reading.batch is None:
+            lent = self._borrow(share, reading.request.epoch)
+            return replace(
+                make_slice(share, lent.request, lent.batch),
+                num_local=0,
+                num_asked=share.num_local,
+                indices=(),
+            )
+        left = make_slice(share, reading.request, reading.batch)
+        return replace(left, num_local=len(reading.request.indices), num_asked=share.num_local)
+
+    def _borrow(self, share: Share, epoch: int) -> Reading:
+        """Some sample that can be read, for a rank whose own are all bad: the next one in the epoch."""
+        num_samples = self._order.length(epoch)
+        for number in range(num_samples):
+            at = (share.end + number) % num_samples
+            lent = self._reader.read(Request(self._order.indices(range(at, at + 1), epoch), epoch, at))
+            if lent.batch is not None:
+                return lent
+        raise DataError(
+            f"none of the {num_samples} samples of the epoch can be read: all are bad, and on_error='skip' leaves them "
+            "out. Nothing was trained; Batches.skipped says what is wrong with them."
+        )
 
     def _locate(self, shares: Iterable[Share], epoch: int) -> Iterator[tuple[Share, Request]]:
         """The indices behind the positions; for many batches at once where that is cheaper."""
@@ -221,6 +281,7 @@ def make_slice(share: Share, request: Request, batch: Tree) -> Slice:
         start=share.start,
         first=share.first,
         indices=_as_ints(request.indices) if share.num_local else (),
+        cuts=share.cuts,
     )
 
 

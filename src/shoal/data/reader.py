@@ -8,15 +8,17 @@ of workers, sees the same samples to the bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shoal.core.seeds import mix
 from shoal.data.collate import Collate
 from shoal.data.order import Indices
 from shoal.data.randomness import PrivateGenerators
+from shoal.data.skipping import Skipped, SkipSamples
 from shoal.data.sources.source import Source
 from shoal.data.tree import Tree
 
@@ -32,6 +34,34 @@ class Request:
     position: int
     """Of the first sample in the epoch; the others follow it."""
 
+    places: NDArray[np.int64] | None = None
+    """How far behind the first each sample is, where some between them are left out."""
+
+    def without(self, bad: dict[int, Any]) -> Request:
+        """The same, less the samples that are bad."""
+        listed = list(self.indices)
+        kept = [place for place, index in enumerate(listed) if int(index) not in bad]
+        places = np.array(kept, dtype=np.int64)
+        left = np.array([int(listed[place]) for place in kept], dtype=np.int64)
+        return replace(self, indices=left, places=places if self.places is None else self.places[places])
+
+    def place(self, number: int) -> int:
+        """The position of a sample in the epoch."""
+        return self.position + (number if self.places is None else int(self.places[number]))
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was read of a request."""
+
+    batch: Tree
+    """None where nothing was left of it."""
+
+    request: Request
+    """What is in the batch: all that was asked for, less what was skipped."""
+
+    skipped: tuple[Skipped, ...] = ()
+
 
 class Reader:
     """Reads requests from a source.
@@ -46,21 +76,48 @@ class Reader:
         self.collate = collate or Collate()
         self._generators = PrivateGenerators(0)
 
+    def read(self, request: Request) -> Reading:
+        """What can be read of a request: bad samples that a stage agrees to skip are left out."""
+        skipped: list[Skipped] = []
+        while True:
+            try:
+                return Reading(self(request), request, tuple(skipped))
+            except SkipSamples as found:
+                if not found.bad:
+                    raise AssertionError(
+                        "a stage skips samples and names none of those it was asked for"
+                    ) from None
+                skipped += [
+                    Skipped(request.epoch, index, error, found.stage, found.max_skips)
+                    for index, error in found.bad.items()
+                ]
+                request = request.without(found.bad)
+            if not len(request.indices):
+                return Reading(None, request, tuple(skipped))
+
     def __call__(self, request: Request) -> Tree:
-        """The batch of a request."""
+        """The batch of a request; SkipSamples where some of it is bad and may be left out."""
         if self.collate.is_default and not self.source.runs_user_code:
             return self.source.batch(request.indices, request.epoch)
         with self._generators as generators:
             if not generators.drew:
                 generators.reseed(0)
-                batch = self._read(request)
-                generators.drew = generators.were_used()
+                try:
+                    batch = self._read(request)
+                except SkipSamples:
+                    if not generators.were_used():
+                        raise
+                    generators.drew = (
+                        True  # what is bad may depend on what was drawn: each under its own seed
+                    )
+                else:
+                    generators.drew = generators.were_used()
                 if not generators.drew:
                     return batch
             return self._read_seeded(request)
 
     def sample(self, index: int, *, epoch: int, position: int) -> Any:
-        """One sample alone, the same as within a batch."""
+        """One sample alone, the same as within a batch; SkipSamples where it is bad and may be left out."""
         if not self.source.runs_user_code:
             return self.source.samples([index], epoch)[0]
         with self._generators as generators:
@@ -77,10 +134,19 @@ class Reader:
 
     def _read_seeded(self, request: Request) -> Tree:
         indices = request.indices.tolist() if isinstance(request.indices, np.ndarray) else request.indices
-        samples = []
+        samples: list[Any] = []
+        found: SkipSamples | None = None
         for number, index in enumerate(indices):
-            self._generators.reseed(self._seed_of(request.epoch, request.position + number))
-            samples += self.source.samples([index], request.epoch)
+            self._generators.reseed(self._seed_of(request.epoch, request.place(number)))
+            try:
+                samples += self.source.samples([index], request.epoch)
+            except SkipSamples as bad:
+                if found is None:
+                    found = bad
+                elif found.stage == bad.stage:  # of another stage it is found when these are gone
+                    found.bad.update(bad.bad)
+        if found is not None:
+            raise found
         # What a collate function draws is for the whole share; its seed must not be that of a sample.
         self._generators.reseed(mix(self.seed, request.epoch, request.position, len(samples)))
         return self.collate(samples)

@@ -1,8 +1,19 @@
-"""Samples that are left out because they are bad and the user said to go on without them."""
+"""Samples that are left out because they are bad and the user said to go on without them.
+
+A stage raises `SkipSamples`, the reader leaves those samples out, and the feed
+writes each of them down here and holds them against the budget.
+"""
 
 from __future__ import annotations
 
-from shoal.core.data_errors import BadSample
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.core import happenings
+from shoal.core.data_errors import BadSample, TooManySkipped
+
+_NUM_KEPT = 10_000  # of skipped samples, in memory: the job's events hold all of them
 
 
 class SkipSamples(Exception):
@@ -11,14 +22,80 @@ class SkipSamples(Exception):
     The reader, and nobody else, catches it, and asks again for the others.
     """
 
-    def __init__(self, bad: dict[int, BadSample], *, max_skips: int | None = None) -> None:
-        """`bad` is by the index that was asked for; `max_skips` is the budget of the stage that says so."""
-        self.bad, self.max_skips = bad, max_skips
+    def __init__(
+        self, bad: dict[int, BadSample], *, max_skips: int | None = None, stage: str = "source"
+    ) -> None:
+        """`bad` is by the index that was asked for; `max_skips` is the budget of the `stage` that says so."""
+        self.bad, self.max_skips, self.stage = bad, max_skips, stage
         super().__init__(f"{len(bad)} bad samples")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _revived, (self.bad, self.max_skips)
+        return _revived, (self.bad, self.max_skips, self.stage)
+
+    def renamed(self, asked: Iterable[Any], inner: Iterable[Any]) -> SkipSamples:
+        """The same in the words of a stage that was asked for `asked` and asked for `inner` in turn."""
+        pairs = zip(asked, inner, strict=True)
+        named = {int(own): self.bad[int(theirs)] for own, theirs in pairs if int(theirs) in self.bad}
+        return SkipSamples(named, max_skips=self.max_skips, stage=self.stage)
 
 
-def _revived(bad: dict[int, BadSample], max_skips: int | None) -> SkipSamples:
-    return SkipSamples(bad, max_skips=max_skips)
+def _revived(bad: dict[int, BadSample], max_skips: int | None, stage: str) -> SkipSamples:
+    return SkipSamples(bad, max_skips=max_skips, stage=stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """One sample that was left out of one epoch."""
+
+    epoch: int
+    index: int
+    """Of the dataset's source, as in `Slice.indices`."""
+
+    error: BadSample
+    stage: str = "source"
+    """Which stage left it out, and its budget:"""
+
+    max_skips: int | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Where it stands and what is wrong, fit for JSON."""
+        told = {
+            "epoch": self.epoch,
+            "index": self.index,
+            "where": self.error.where,
+            "reason": self.error.reason,
+        }
+        for name in ("row", "line", "offset", "column"):
+            value = getattr(self.error, name)
+            if value is not None:
+                told[name] = value
+        return told
+
+
+class SkipLog:
+    """What one process has left out of one dataset, and whether that is still within the budget.
+
+    A budget counts samples, each once, in however many epochs it is met. It
+    is this process's own: w workers may leave out w times as many in all.
+    """
+
+    def __init__(self) -> None:
+        self.skipped: list[Skipped] = []
+        """The first ten thousand, in the order in which they were met."""
+
+        self.num_skipped = 0
+        self._seen: dict[tuple[str, int], set[int]] = {}
+
+    def record(self, skipped: Sequence[Skipped]) -> None:
+        """Write these down; raise TooManySkipped where they are more than their stage allows."""
+        for one in skipped:
+            self.num_skipped += 1
+            if len(self.skipped) < _NUM_KEPT:
+                self.skipped.append(one)
+            happenings.tell("sample skipped", **one.facts())
+            if one.max_skips is None:
+                continue
+            seen = self._seen.setdefault((one.stage, one.max_skips), set())
+            seen.add(one.index)
+            if len(seen) > one.max_skips:
+                raise TooManySkipped(num_skipped=len(seen), max_skips=one.max_skips, last=one.error)

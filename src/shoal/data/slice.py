@@ -47,6 +47,17 @@ class Slice:
     indices: Sequence[int] = ()
     """The dataset's own indices of the local samples, for reports; empty where the source has none."""
 
+    cuts: tuple[int, ...] = ()
+    """Where each worker's part of the global batch begins, and the last one's ends; empty where nobody cut it."""
+
+    num_asked: int | None = None
+    """How many samples were this worker's before bad ones were left out; None where none was."""
+
+    @property
+    def share(self) -> float:
+        """This worker's part of the global batch, what was left out included: over all workers it adds up to 1."""
+        return (self.num_local if self.num_asked is None else self.num_asked) / self.num_global
+
     @property
     def borrowed(self) -> bool:
         """True when the sample only keeps this worker in step."""
@@ -62,16 +73,26 @@ class Slice:
         """What the loss compares with; None in a batch without target."""
         return split_target(self.batch)[1]
 
-    def cut(self, num_parts: int) -> list[Slice]:
+    def by_worker(self, num_workers: int) -> list[Slice]:
+        """A whole batch as the slices of so many workers, cut where they would cut it."""
+        if len(self.cuts) != num_workers + 1 or self.num_local != self.num_global:
+            return self.cut(num_workers)
+        return self.cut(num_workers, self.cuts)
+
+    def cut(self, num_parts: int, cuts: Sequence[int] = ()) -> list[Slice]:
         """The slice in contiguous parts, each at least one sample long or borrowed: accumulation, or many workers in one."""
         if num_parts == 1:
             return [self]
         parts = []
         for part in range(num_parts):
-            begin, end = bounds(self.num_local, part, num_parts)
+            begin, end = cuts[part : part + 2] if cuts else bounds(self.num_local, part, num_parts)
             length = end - begin
             at = min(begin, max(self.num_local - 1, 0))
             size = max(length, 1)
+            asked = None
+            if self.num_asked is not None:
+                first, last = bounds(self.num_asked, part, num_parts)
+                asked = last - first
             parts.append(
                 replace(
                     self,
@@ -79,6 +100,7 @@ class Slice:
                     num_local=length,
                     first=self.first + begin,
                     indices=self.indices[begin:end],
+                    num_asked=asked,
                 )
             )
         return parts

@@ -8,6 +8,7 @@ items are batches already: how long one is shows when it has been read.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,6 +23,8 @@ from shoal.data.feed import EvenCut, Share, check_call
 from shoal.data.loader_options import LoaderOptions, start_pass
 from shoal.data.order import Order
 from shoal.data.randomness import PrivateGenerators
+from shoal.data.sharding import UNSAID, Sharding, ShardPlan
+from shoal.data.skipping import SkipLog
 from shoal.data.slice import Slice
 from shoal.data.sources.source import name_of
 from shoal.data.tree import Tree, map_tensors, tensors
@@ -79,6 +82,8 @@ class StreamFeed:
         self._dataset, self._cut, self._collate, self.seed = dataset, cut, collate, seed
         self._order, self._options = order, options or LoaderOptions()
         self._description = description
+        self.skips = SkipLog()
+        self.sharding: Sharding = UNSAID
 
     def batch_size(self, num_workers: int) -> int:
         """Samples of one global batch; 0 where the items are batches already."""
@@ -86,6 +91,12 @@ class StreamFeed:
 
     def num_steps(self, num_workers: int, start: int) -> None:
         """Only reading can tell."""
+
+    def sharded(self, plan: ShardPlan) -> StreamFeed:
+        """The same, cut over the workers in another way."""
+        feed = copy.copy(self)
+        feed.sharding = plan.of_stream()
+        return feed
 
     def describe(self) -> dict[str, Any]:
         """Source, sizes and seed."""
@@ -97,6 +108,7 @@ class StreamFeed:
         """This rank's part of each global batch, from position `start` on, which is reached by reading."""
         size = self.batch_size(num_workers)
         check_call(start=start, rank=rank, num_workers=num_workers, batch_size=size)
+        self.sharding.check(num_workers)
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         dataset, position = self._dataset, 0
@@ -113,6 +125,7 @@ class StreamFeed:
                     self._collate,
                     rank=rank,
                     num_workers=num_workers,
+                    sharding=self.sharding,
                     items_are_batches=self._cut is None,
                     seed=seed,
                     position=position,
@@ -158,6 +171,7 @@ class StreamFeed:
                     start=begin,
                     first=share.first,
                     indices=range(first, first + share.num_local),
+                    cuts=share.cuts,
                 )
         if position == 0:
             raise EmptyDataset(what="batch() (a stream, read to its end)")
@@ -192,12 +206,13 @@ class _CutCollate:
         *,
         rank: int,
         num_workers: int,
+        sharding: Sharding,
         items_are_batches: bool,
         seed: int,
         position: int,
     ) -> None:
         self._collate, self._rank, self._num_workers = collate, rank, num_workers
-        self._items_are_batches = items_are_batches
+        self._sharding, self._items_are_batches = sharding, items_are_batches
         self._seed, self._position = seed, position
         self._generators = PrivateGenerators(seed)
 
@@ -209,12 +224,12 @@ class _CutCollate:
         return batch, share
 
     def _cut_samples(self, samples: list[Any]) -> tuple[Tree, Share]:
-        share = Share.of(0, len(samples), self._rank, self._num_workers)
+        share = Share.of(0, len(samples), self._rank, self._num_workers, self._sharding)
         return self._collate(samples[share.begin : share.end]), share
 
     def _cut_batch(self, item: Any) -> tuple[Tree, Share]:
         batch = self._collate(item)
-        share = Share.of(0, _num_rows(batch), self._rank, self._num_workers)
+        share = Share.of(0, _num_rows(batch), self._rank, self._num_workers, self._sharding)
         return map_tensors(lambda tensor: tensor[share.begin : share.end], batch), share
 
 

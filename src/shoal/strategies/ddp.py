@@ -91,7 +91,7 @@ class Ddp:
             return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
         self.about_to_run()
         self._num_global = batch.num_global
-        share = batch.num_local / batch.num_global
+        share = batch.share
         return self._compute.forward_backward(
             batch, rank=self._rank, step=self.step, before_backward=lambda loss: self._contribute(loss, share)
         )
@@ -121,7 +121,7 @@ class Ddp:
             if parameter.grad is not None:
                 # A borrowed sample gives nothing, NaN or not.
                 parameter.grad = parameter.grad * share if share else None
-        self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None), share)
+        self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None), batch.share)
 
     def commit(self) -> Verdict:
         """Finish the exchange, then clip, decide and update alike on every rank."""

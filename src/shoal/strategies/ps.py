@@ -127,7 +127,7 @@ class Ps:
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; they leave chunk by chunk while backward runs."""
         self._lay_out(batch)
-        self._num_global, self._share = batch.num_global, batch.num_local / batch.num_global
+        self._num_global, self._share = batch.num_global, batch.share
         if self._served.next_is_known:
             return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
         self.about_to_run()
@@ -146,7 +146,7 @@ class Ps:
 
     def adopt(self, batch: Slice) -> None:
         """Take gradients of the slice's mean that the user's own backward computed, weighted by its samples."""
-        self._num_global, self._share = batch.num_global, batch.num_local / batch.num_global
+        self._num_global, self._share = batch.num_global, batch.share
         if self._served.next_is_known:
             self._travelling.restore()
             for module in self._model.rows if self._model is not None else ():
@@ -154,11 +154,12 @@ class Ps:
             return
         self._begin()
         assert self._model is not None
+        weight = batch.num_local / batch.num_global
         for module in self._model.rows:
-            module.scale(self._share)
+            module.scale(weight)
         for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad = parameter.grad * self._share if self._share else None
+                parameter.grad = parameter.grad * weight if weight else None
         self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None))
 
     def coming(self, batch: Slice) -> None:

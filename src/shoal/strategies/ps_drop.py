@@ -50,7 +50,7 @@ class PsDrop(Ps):
         self._lay_out(batch)
         self._is_passing = self._served.updates < self._passed and not self._served.next_is_known
         if self._is_passing:
-            self._num_global, self._share = batch.num_global, batch.num_local / batch.num_global
+            self._num_global, self._share = batch.num_global, batch.share
             return LossSum(torch.zeros(()), 0.0, None)
         return super().forward_backward(batch)
 

@@ -64,7 +64,7 @@ class Single:
 
     def adopt(self, batch: Slice) -> None:
         """Take gradients that the user's own backward computed."""
-        self._contributed = LossSum(torch.zeros(()), float(batch.num_global), None)
+        self._contributed = LossSum(torch.zeros(()), float(batch.num_global if batch.num_local else 0), None)
         self._num_global = batch.num_global
 
     def commit(self) -> Verdict:
@@ -113,7 +113,7 @@ class Single:
         averaged = torch.zeros_like(before) if before is not None else None
         counts = statistics.counts()
         results = []
-        for rank, part in enumerate(batch.cut(self._num_slices)):
+        for rank, part in enumerate(batch.by_worker(self._num_slices)):
             if before is not None:
                 statistics.write(before)
                 statistics.write_counts(counts)
@@ -123,9 +123,9 @@ class Single:
             results.append(self._compute.forward_backward(part, rank=rank, step=self.step))
             if merged is not None:
                 changed |= {number for number, flag in enumerate(changing.flags()) if flag}
-                merged += changing.contribution(everything, share=part.num_local / part.num_global, rank=rank)
+                merged += changing.contribution(everything, share=part.share, rank=rank)
             if averaged is not None:
-                averaged += statistics.flat() * (part.num_local / part.num_global)
+                averaged += statistics.flat() * part.share
         if averaged is not None:
             statistics.write(averaged)
         if kept is not None and merged is not None:

@@ -222,11 +222,11 @@ def mean(total: Tensor, count: Tensor | float) -> Tensor:
     part = _script.slice
     if part is None:
         raise ConfigError("shoal.mean was called before the first batch was taken from shoal.setup's data.")
-    everywhere = reduce(
-        float(count) if part.num_local else 0.0
-    )  # what was borrowed is counted where it belongs
+    # What was borrowed is counted where it belongs.
+    mine = torch.tensor([float(count) if part.num_local else 0.0, part.num_local], dtype=torch.float64)
+    everywhere, num_samples = reduce(mine).tolist()
     # optimizer.step weights this rank by its share of the samples; take that out again.
-    share = part.num_local / part.num_global
+    share = part.num_local / num_samples if num_samples else 0.0
     return total / (everywhere * share) if share and everywhere else total * 0.0
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.core.errors import EmptyDataset, TrainingError
 from shoal.core.failpoints import failpoint
 from shoal.data.batches import Batches
-from shoal.data.slice import Slice, bounds
+from shoal.data.slice import Slice
 from shoal.data.tree import Tree, concatenate, leaves, map_tensors
 from shoal.strategies.compute import autocast, place
 from shoal.strategies.protocol import Strategy, TrainJob
@@ -62,12 +62,14 @@ def predict(strategy: Strategy, batches: Batches, *, rank: int, num_workers: int
         own = map_tensors(lambda tensor, n=part.num_local: tensor[:n].cpu(), output)  # type: ignore[misc]
         template = own
         kept.append(own)
-        sizes.append(part.num_global)
+        sizes.append(part.num_local)
         tick(part)
         failpoint("worker: predicting")
     mine = concatenate(kept)
     gathered = [strategy.gather(leaf) for leaf in leaves(mine) if isinstance(leaf, Tensor)]
-    whole = iter([_in_data_order(parts, sizes) for parts in gathered])
+    # Every rank's own, not what an even cut would give: shares may differ, and bad samples may be left out.
+    by_rank = [told.tolist() for told in strategy.gather(torch.tensor(sizes))]
+    whole = iter([_in_data_order(parts, by_rank) for parts in gathered])
     return map_tensors(lambda tensor: next(whole), template)
 
 
@@ -80,17 +82,10 @@ def _slices(batches: Batches, rank: int, num_workers: int, *, what: str) -> Iter
         raise EmptyDataset(what=what)
 
 
-def _in_data_order(parts: list[Tensor], sizes: list[int]) -> Tensor:
-    """Every rank's rows, laid back into the batches they were cut from."""
-    num_workers = len(parts)
-    at = [0] * num_workers
-    rows = []
-    for size in sizes:
-        for rank in range(num_workers):
-            begin, end = bounds(size, rank, num_workers)
-            rows.append(parts[rank][at[rank] : at[rank] + end - begin])
-            at[rank] += end - begin
-    return torch.cat(rows)
+def _in_data_order(parts: list[Tensor], sizes: list[list[int]]) -> Tensor:
+    """Every rank's rows, laid back into the batches they were cut from; `sizes` are by rank and batch."""
+    pieces = [torch.split_with_sizes(part, own) for part, own in zip(parts, sizes, strict=True)]
+    return torch.cat([piece for batch in zip(*pieces, strict=True) for piece in batch])
 
 
 def _refuse_uncut(output: Tree, num_samples: int) -> None:
