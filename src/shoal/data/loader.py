@@ -22,6 +22,7 @@ from shoal.data.loader_options import LoaderOptions, identity, start_pass
 from shoal.data.order import Order
 from shoal.data.reader import Reader, Request
 from shoal.data.samplers import Drawn, DrawnCut, order_of, seed_with
+from shoal.data.sharding import ShardPlan
 from shoal.data.slice import Slice
 from shoal.data.sources.torch_dataset import torch_source
 from shoal.data.stream import StreamFeed
@@ -78,6 +79,13 @@ class LoaderFeed(IndexedFeed):
         super().__init__(reader, order, cut)
         self._options, self._dataset = options, dataset
         self._kept: tuple[DataLoader[Any], _Requests] | None = None
+
+    def sharded(self, plan: ShardPlan) -> LoaderFeed:
+        """The same, cut over the workers in another way, and with processes of its own."""
+        feed = super().sharded(plan)
+        assert isinstance(feed, LoaderFeed)
+        feed._kept = None
+        return feed
 
     def _read(self, requests: Iterable[tuple[Share, Request]]) -> Iterator[Slice]:
         loader, outbox = self._kept or self._open()
