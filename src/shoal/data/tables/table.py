@@ -6,7 +6,7 @@ here reads a file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -146,3 +146,14 @@ class Table(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Format, files, sizes and columns, fit for JSON."""
+
+
+def empty_rows(columns: Sequence[Column], num_rows: int, bad: Mapping[int, BadSample]) -> Rows:
+    """Rows of the right types and no meaning, for a block of which every row is bad."""
+    made: dict[str, NDArray[Any] | Ragged] = {}
+    for column in columns:
+        if column.is_ragged:
+            made[column.name] = Ragged(np.zeros(0, column.dtype), np.zeros(num_rows + 1, dtype=np.int64))
+        else:
+            made[column.name] = np.zeros((num_rows, *column.shape), column.dtype)
+    return Rows(num_rows, made, bad)

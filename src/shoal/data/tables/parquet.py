@@ -1,0 +1,341 @@
+"""Parquet files as one table: row groups are the blocks.
+
+Footers are read when the table is opened; columns that nobody asked for, and
+row groups that `where=` rules out by their statistics, are never read.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.core.data_errors import FileDamaged, SchemasDiffer
+from shoal.data.files import FileInfo, Files, SharedFiles, Where
+from shoal.data.tables.arrow import BadRows, Fill, decoded
+from shoal.data.tables.predicate import Predicate, Statistics
+from shoal.data.tables.remembering import identity_of, remembered
+from shoal.data.tables.schema import check_names, chosen, columns_of, label_names
+from shoal.data.tables.source import OnError, TableSource
+from shoal.data.tables.table import Block, Column, Rows, empty_rows
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+ENDINGS = (".parquet", ".pq", ".parq")
+
+_BLOCK_BYTES = 8 << 20  # small row groups are read several at a time, up to this
+_NUM_THREADS = 4
+
+
+def open_parquet(
+    where: Where,
+    *,
+    label: str | Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    rows: Any = None,
+    fill: Mapping[str, Any] | None = None,
+    cache: Any = "auto",
+    on_error: OnError = "raise",
+    max_skips: int | None = None,
+    files: Files | None = None,
+) -> TableSource:
+    """The source behind `Dataset.from_parquet`; `rows` are the conditions of `where=`."""
+    table = ParquetTable(where, columns=columns, needed=label_names(label), rows=rows, fill=fill, files=files)
+    return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Consecutive row groups of a file that are read at once."""
+
+    file: int
+    groups: tuple[int, ...]
+    is_filtered: bool
+
+
+class ParquetTable:
+    """Row groups of one or several files of one schema."""
+
+    def __init__(
+        self,
+        where: Where,
+        *,
+        columns: Sequence[str] | None = None,
+        needed: Sequence[str] = (),
+        rows: Any = None,
+        fill: Mapping[str, Any] | None = None,
+        files: Files | None = None,
+    ) -> None:
+        self._files = files or SharedFiles()
+        self._infos = self._files.expand(where, ENDINGS)
+        self._footers: list[pq.FileMetaData] = _in_threads(self._footer, self._infos)
+        schema, first = self._footers[0].schema.to_arrow_schema(), self._infos[0].url
+        self._names = chosen(schema.names, columns, first, needed=needed)
+        check_names("fill=", fill, self._names, first)
+        self._predicate: Predicate | None = None
+        if rows is not None:
+            chosen(schema.names, _names_in(rows), first)
+            self._predicate = Predicate(rows, {field.name: field.type for field in schema})
+        self._read_names = [*self._names, *self._only_for_rows()]
+        self._check_schemas(schema)
+        self.columns: tuple[Column, ...] = columns_of(pa_subset(schema, self._names), first)
+        self._fill = Fill(fill, self.columns)
+        conditions = self._predicate.describe() if self._predicate else None
+        self.identity = identity_of(
+            self._infos, format="parquet", columns=self._names, rows=conditions, fill=fill
+        )
+        self._parts: list[_Part] = []
+        self.blocks = self._plan()
+
+    def read(self, block: int) -> Rows:
+        """Decode the row groups of one block."""
+        import pyarrow as pa
+
+        part, described = self._parts[block], self.blocks[block]
+        try:
+            table = self._open(part.file).read_row_groups(
+                list(part.groups), columns=self._read_names, use_threads=True
+            )
+        except (pa.ArrowException, OSError) as error:
+            return self._unreadable(described, error)
+        kept: NDArray[np.int64] | None = None
+        if self._predicate and part.is_filtered:
+            mask = self._predicate.mask(table)
+            table, kept = table.filter(pa.array(mask)), np.flatnonzero(mask)
+        url, first = self._infos[part.file].url, described.first_row + 1
+
+        def address(row: int) -> dict[str, Any]:
+            return {"where": url, "row": first + (row if kept is None else int(kept[row]))}
+
+        return decoded(table, self.columns, self._fill, address)
+
+    def describe(self) -> dict[str, Any]:
+        """Format, files, columns and conditions."""
+        said: dict[str, Any] = {"format": "parquet", "num_files": len(self._infos)}
+        return {**said, "rows": self._predicate.describe()} if self._predicate else said
+
+    def _footer(self, info: FileInfo) -> pq.FileMetaData:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if info.num_bytes == 0:
+            raise FileDamaged(url=info.url, problem="it is empty, and even a table without rows has a footer")
+        try:
+            return pq.read_metadata(_file(self._files, info))
+        except (pa.ArrowException, OSError) as error:
+            problem = f"its {info.num_bytes} bytes do not end in a Parquet footer ({_short(error)}), so it is no Parquet file or only the beginning of one"
+            raise FileDamaged(url=info.url, problem=problem) from error
+
+    def _open(self, file: int) -> pq.ParquetFile:
+        """One per reader: they are not to be shared between threads."""
+        import pyarrow.parquet as pq
+
+        return pq.ParquetFile(
+            _file(self._files, self._infos[file]),
+            metadata=self._footers[file],
+            pre_buffer=True,
+            page_checksum_verification=True,
+        )
+
+    def _only_for_rows(self) -> list[str]:
+        return (
+            [name for name in self._predicate.columns if name not in self._names] if self._predicate else []
+        )
+
+    def _check_schemas(self, first: pa.Schema) -> None:
+        for info, footer in zip(self._infos[1:], self._footers[1:], strict=True):
+            other = footer.schema.to_arrow_schema()
+            differences = []
+            for name in self._read_names:
+                if name not in other.names:
+                    differences.append(f"it has no column '{name}'")
+                elif other.field(name).type != first.field(name).type:
+                    kinds = f"{other.field(name).type}, not {first.field(name).type}"
+                    differences.append(f"its column '{name}' is of type {kinds}")
+            if len(self._names) == len(first.names):
+                differences += [
+                    f"it has a column '{name}' more" for name in other.names if name not in first.names
+                ]
+            if differences:
+                raise SchemasDiffer(first=self._infos[0].url, other=info.url, differences=differences)
+
+    def _plan(self) -> tuple[Block, ...]:
+        """Blocks of the row groups that have rows to give, small ones joined."""
+        counts, blocks = self._kept_rows(), []
+        for file, footer in enumerate(self._footers):
+            infos = [footer.row_group(group) for group in range(footer.num_row_groups)]
+            first_rows = np.cumsum([0, *(info.num_rows for info in infos)]).tolist()
+            sizes = [self._decoded_bytes(info) for info in infos]
+            for groups in runs(counts[file], sizes, _BLOCK_BYTES):
+                self._parts.append(_Part(file, groups, self._predicate is not None))
+                num_rows = sum(counts[file][group] for group in groups)
+                num_bytes = sum(sizes[group] for group in groups)
+                blocks.append(Block(num_rows, num_bytes, self._where(file, groups), first_rows[groups[0]]))
+        return tuple(blocks)
+
+    def _where(self, file: int, groups: tuple[int, ...]) -> str:
+        number = f"row group {groups[0]}" if len(groups) == 1 else f"row groups {groups[0]} to {groups[-1]}"
+        return f"{self._infos[file].url}, {number}"
+
+    def _kept_rows(self) -> list[list[int]]:
+        """Rows of each row group of each file that `where=` keeps; reads what statistics leave open."""
+        counts = [
+            [footer.row_group(g).num_rows for g in range(footer.num_row_groups)] for footer in self._footers
+        ]
+        if self._predicate is None:
+            return counts
+        predicate = self._predicate
+
+        def count() -> list[list[int]]:
+            undecided = []
+            for file, footer in enumerate(self._footers):
+                for group in range(footer.num_row_groups):
+                    decision = predicate.decide(_statistics(footer.row_group(group), predicate.columns))
+                    if decision is None:
+                        undecided.append((file, group))
+                    elif not decision:
+                        counts[file][group] = 0
+            for (file, group), kept in zip(undecided, _in_threads(self._count, undecided), strict=True):
+                counts[file][group] = kept
+            return counts
+
+        kept: list[list[int]] = remembered(f"{self.identity}-rows", count)
+        return kept
+
+    def _count(self, at: tuple[int, int]) -> int:
+        import pyarrow as pa
+
+        assert self._predicate
+        file, group = at
+        try:
+            table = self._open(file).read_row_group(group, columns=self._predicate.columns, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            url = self._infos[file].url
+            problem = (
+                f"the columns that where= compares cannot be decoded in row group {group} ({_short(error)})"
+            )
+            raise FileDamaged(url=url, problem=problem) from error
+        return int(self._predicate.mask(table).sum())
+
+    def _decoded_bytes(self, group: Any) -> int:
+        fixed = sum(
+            column.dtype.itemsize * int(np.prod(column.shape))
+            for column in self.columns
+            if not column.is_ragged
+        )
+        ragged = {column.name for column in self.columns if column.is_ragged}
+        chunks = (group.column(number) for number in range(group.num_columns)) if ragged else ()
+        sizes = [
+            chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in ragged
+        ]
+        return int(group.num_rows * fixed + sum(sizes))
+
+    def _unreadable(self, block: Block, error: Exception) -> Rows:
+        """A damaged row group: each of its rows is a bad sample."""
+        where, reason = block.where, f"this part of the file cannot be decoded ({_short(error)})"
+        bad = BadRows(lambda row: {"where": where, "row": block.first_row + row + 1})
+        for row in range(block.num_rows):
+            bad.add(row, None, reason)
+        return empty_rows(self.columns, block.num_rows, bad)
+
+
+def runs(counts: Sequence[int], sizes: Sequence[int], most_bytes: int) -> list[tuple[int, ...]]:
+    """Neighbours that have rows, joined as long as they stay below a size."""
+    found: list[list[int]] = []
+    total = 0
+    for number, (count, size) in enumerate(zip(counts, sizes, strict=True)):
+        if not count:
+            continue
+        follows = bool(found) and found[-1][-1] == number - 1
+        if follows and total + size <= most_bytes:
+            found[-1].append(number)
+            total += size
+        else:
+            found.append([number])
+            total = size
+    return [tuple(run) for run in found]
+
+
+def pa_subset(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
+    """The fields with these names, in their order."""
+    import pyarrow as pa
+
+    return pa.schema([schema.field(name) for name in names])
+
+
+def _names_in(rows: Any) -> list[str]:
+    """The columns that conditions name, once each; what is no condition is told by `Predicate`."""
+    listed = [rows] if isinstance(rows, tuple) and rows and isinstance(rows[0], str) else rows
+    flat: list[Any] = []
+    for one in listed if isinstance(listed, (list, tuple)) else ():
+        flat += one if isinstance(one, list) and one and isinstance(one[0], (tuple, list)) else [one]
+    names = [one[0] for one in flat if isinstance(one, (tuple, list)) and one and isinstance(one[0], str)]
+    return list(dict.fromkeys(names))
+
+
+def _statistics(group: Any, names: Sequence[str]) -> dict[str, Statistics]:
+    known = {}
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        if chunk.path_in_schema in names and chunk.is_stats_set and chunk.statistics.has_min_max:
+            found = chunk.statistics
+            has_nulls = not found.has_null_count or found.null_count > 0
+            known[chunk.path_in_schema] = Statistics(found.min, found.max, has_nulls)
+    return known
+
+
+def _in_threads(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """`fn` of each; several at a time, for reading waits for disks and networks."""
+    if len(items) < 2:
+        return [fn(item) for item in items]
+    with ThreadPoolExecutor(min(_NUM_THREADS, len(items)), thread_name_prefix="shoal-parquet") as pool:
+        return list(pool.map(fn, items))
+
+
+def _short(error: Exception) -> str:
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return text if len(text) < 200 else f"{text[:200]}..."
+
+
+def _file(files: Files, info: FileInfo) -> Any:
+    return _Ranges(files, info)
+
+
+class _Ranges(io.RawIOBase):
+    """A file whose every read is one range of `Files`, which checks that it is still the same file."""
+
+    def __init__(self, files: Files, info: FileInfo) -> None:
+        self._files, self._info, self._at = files, info, 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Where the next read begins."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._info.num_bytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """The next bytes, fewer at the end."""
+        left = max(self._info.num_bytes - self._at, 0)
+        length = left if size is None or size < 0 else min(size, left)
+        data = self._files.read(self._info.url, self._at, self._at + length) if length else b""
+        self._at += length
+        return data
