@@ -273,7 +273,7 @@ def test_no_host_has_any(cluster: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("location", "spread"), [("everywhere", "chain"), ("central", "carrier pigeon")])
 def test_unknown_words_are_refused(location: str, spread: str) -> None:
     with pytest.raises(ConfigError, match=r"is not known: 'shared'|is not known: 'on-demand'"):
-        files_at(location, spread)
+        files_at("somewhere", location, spread)
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000))

@@ -20,9 +20,11 @@ from typing import BinaryIO, Literal
 from shoal.core import job as jobs
 from shoal.core.data_errors import FileLost, NoFiles
 from shoal.core.errors import ConfigError, DataError
-from shoal.data.files import FileInfo, SharedFiles, Where
+from shoal.data.files import FileInfo, Files, SharedFiles, Where
 from shoal.data.locations import blocks
+from shoal.data.locations.block_file import BlockFile
 from shoal.data.locations.blocks import Block
+from shoal.data.locations.copies import CopiedFiles
 from shoal.data.locations.electing import line_to_keeper
 from shoal.data.locations.host_cache import HostCache
 from shoal.data.locations.hosts import Hosts
@@ -129,7 +131,7 @@ class LocatedFiles:
         """A file to read and seek in."""
         if self.is_here(url):
             return self._local.open(url)
-        return io.BufferedReader(_Located(self, url, self._infos[url].num_bytes), blocks.BLOCK_BYTES)
+        return io.BufferedReader(BlockFile(self.read, url, self._infos[url].num_bytes), blocks.BLOCK_BYTES)
 
     def is_here(self, url: str) -> bool:
         """Whether this host has the file itself."""
@@ -266,44 +268,17 @@ class LocatedFiles:
         return self._line[1]
 
 
-class _Located(io.RawIOBase):
-    """One file, block by block."""
-
-    def __init__(self, files: LocatedFiles, url: str, num_bytes: int) -> None:
-        self._files, self._url, self._num_bytes, self._at = files, url, num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
-        self._at = max(start + offset, 0)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # any buffer is one
-        end = min(self._at + len(buffer), self._num_bytes)
-        if end <= self._at:
-            return 0
-        data = self._files.read(self._url, self._at, end)
-        buffer[: len(data)] = data
-        self._at = end
-        return len(data)
-
-
 def files_at(
-    location: str,
+    where: Where | CopiedFiles,
+    location: str = "shared",
     spread: str = "on-demand",
     *,
     cache_directory: str | os.PathLike[str] | None = None,
     cache_bytes: int | None = None,
-) -> SharedFiles | LocatedFiles:
-    """The files a source reads, by where the user says that they are."""
+) -> tuple[Files, Where]:
+    """How a source reads its files, by where the user says that they are, and what to look for there."""
+    if isinstance(where, CopiedFiles):
+        return where, where.where
     if location not in ("shared", "central", "resident"):
         raise ConfigError(
             f"location='{location}' is not known: 'shared' (every host sees the path), 'central' (rank 0's host serves "
@@ -314,7 +289,7 @@ def files_at(
             f"spread='{spread}' is not known: 'on-demand', 'broadcast' or 'chain'. Nothing was read."
         )
     if location == "shared":
-        return SharedFiles()
+        return SharedFiles(), where
     config = LocationConfig(
         kind=location,  # type: ignore[arg-type]  # looked at above
         spread=spread,  # type: ignore[arg-type]
@@ -322,7 +297,7 @@ def files_at(
         cache_bytes=cache_bytes,
         timeout_s=jobs.current().join_timeout_s,
     )
-    return LocatedFiles(config)
+    return LocatedFiles(config), where
 
 
 def _as_text(where: Where) -> str:
