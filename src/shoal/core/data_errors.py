@@ -119,3 +119,55 @@ class SchemasDiffer(DataError):
             f"the file {other} is not of one table with {first}: {'; '.join(self.differences[:5])}. Nothing was read; "
             "read them apart, choose columns=[...] that they share, or say the types with schema={...}."
         )
+
+
+class SampleEndsReader(DataError):
+    """Some samples that end every process that reads them."""
+
+    def __init__(self, *, what: str, indices: Sequence[object], how: str, num_deaths: int) -> None:
+        self.what, self.indices, self.how, self.num_deaths = what, list(indices), how, num_deaths
+        super().__init__(
+            f"{num_deaths} processes in turn were lost over the same {len(self.indices)} samples, the last one of them "
+            f"{how}: {what}, the samples with indices {_first(self.indices)}. No sample was left out and nothing of this "
+            "batch was trained. SIGKILL is mostly the system's answer to a lack of memory, so try fewer workers; else run "
+            "the function on those samples in one process, with workers=0, to see where it crashes."
+        )
+
+
+class ReaderStuck(DataError):
+    """A process that takes too long over one batch."""
+
+    def __init__(
+        self,
+        *,
+        reader: int,
+        rank: int,
+        what: str,
+        indices: Sequence[object],
+        waited_s: float,
+        stack: Sequence[str],
+    ) -> None:
+        self.reader, self.rank, self.what, self.indices = reader, rank, what, list(indices)
+        self.waited_s, self.stack = waited_s, list(stack)
+        where = f" It stands at {'; called from '.join(self.stack[:3])}." if self.stack else ""
+        super().__init__(
+            f"reader {reader} of worker {rank} has been at {len(self.indices)} samples for {waited_s:g} s: {what}, the "
+            f"samples with indices {_first(self.indices)}.{where} It was ended, no sample was left out, and nothing of "
+            "this batch was trained. Mend what it waits for; if it is only slow, raise timeout_s in map(..., timeout_s=...)."
+        )
+
+
+class ReadersLost(DataError):
+    """The process that starts readers is killed again and again."""
+
+    def __init__(self, *, num_lost: int) -> None:
+        self.num_lost = num_lost
+        super().__init__(
+            f"the parent of the processes that read data was killed {num_lost} times before a batch was read. No sample was "
+            "left out; find out who kills it (a limit on memory or on processes, perhaps), or take workers= out of map."
+        )
+
+
+def _first(indices: Sequence[object], limit: int = 8) -> str:
+    listed = ", ".join(str(index) for index in indices[:limit])
+    return f"{listed} and {len(indices) - limit} more" if len(indices) > limit else listed

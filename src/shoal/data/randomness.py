@@ -93,8 +93,17 @@ class PrivateGenerators:
         return False
 
 
+def own_the_generators() -> None:
+    """Say that this process only reads, so that nobody else in it uses the generators, whatever thread it came from."""
+    global _only_reads
+    _only_reads = True
+
+
+_only_reads = False
+
+
 def _is_reading_ahead() -> bool:
-    return isinstance(threading.current_thread(), ReadAhead)
+    return isinstance(threading.current_thread(), ReadAhead) and not _only_reads
 
 
 def _install(state: tuple[Any, torch.Tensor, np.random.BitGenerator]) -> None:
