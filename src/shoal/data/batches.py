@@ -6,11 +6,14 @@ batching, and plain iteration in one process.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
@@ -18,6 +21,8 @@ from shoal.core.errors import ConfigError
 from shoal.core.seeds import mix
 from shoal.data.feed import Feed
 from shoal.data.loader import feed_of
+from shoal.data.pinning import pinned, wants_pinning
+from shoal.data.pooled_feed import HoldsProcesses
 from shoal.data.prefetch import prefetched
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.sharding import DRAIN_SLOWER_THAN, Sharding, ShardPlan
@@ -39,6 +44,7 @@ class Batches:
 
     def __init__(self, feed: Feed, stages: tuple[_Stage, ...] = ()) -> None:
         self._feed, self._stages = feed, stages
+        self._is_pinned = False
         self._next_epoch = 0
 
     def map(self, fn: Callable[[Tree], Tree]) -> Batches:
@@ -56,8 +62,9 @@ class Batches:
 
         The stages before it then run beside the training step. They must not
         draw random numbers, whose generators a thread shares with that step:
-        such a pipeline is refused when it is first read, and belongs into a
-        DataLoader with processes.
+        such a pipeline is refused when it is first read. What draws belongs
+        into processes, `map(fn, workers=4)`, which read ahead by themselves;
+        a `prefetch` behind them is welcome.
 
             data.shuffle(seed=0).batch(1024).prefetch(4)
         """
@@ -138,9 +145,36 @@ class Batches:
         dataset is empty or a batch cannot be cut over so many workers.
         """
         slices = self._feed.slices(epoch=epoch, start=start, rank=rank, num_workers=num_workers)
-        for stage in self._stages:
+        stages: list[Callable[[Iterator[Slice]], Iterator[Slice]]] = list(self._stages)
+        if self._is_pinned:  # in the thread that reads ahead where there is one: it has the time
+            reads_ahead = bool(stages) and isinstance(stages[-1], _Prefetch)
+            stages.insert(len(stages) - reads_ahead, pinned)
+        for stage in stages:
             slices = stage(slices)
         return slices
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """While entered, processes that read (`map(fn, workers=4)`) are kept from pass to pass, then ended.
+
+        Without it each pass starts its own. `fit` does this by itself.
+
+            with batches.held():
+                for epoch in range(100):
+                    for inputs, target in batches:
+                        ...
+        """
+        return self._feed.held() if isinstance(self._feed, HoldsProcesses) else contextlib.nullcontext()
+
+    def for_device(self, device: torch.device) -> Batches:
+        """The same batches, page-locked where they go to a GPU, so that copying them there is no wait.
+
+        `fit`, `evaluate` and `predict` do this by themselves.
+        """
+        if not wants_pinning(device):
+            return self
+        pinned_ones = copy.copy(self)
+        pinned_ones._is_pinned = True
+        return pinned_ones
 
     def describe(self) -> dict[str, Any]:
         """What this is made of (sizes, seeds, stages), fit for JSON: two that differ here are not the same data."""

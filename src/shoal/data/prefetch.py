@@ -31,7 +31,8 @@ def prefetched(items: Iterator[T], num_ahead: int) -> Iterator[T]:
         raise ConfigError(
             "prefetch reads ahead in a thread, and the stages before it draw from the global random generators of torch, "
             "numpy or Python, which the training step uses at the same time: neither could be repeated. Nothing was "
-            "trained; take prefetch out, or read in processes, with a DataLoader of num_workers=2."
+            "trained; take prefetch out, or let processes draw: map(fn, workers=2), behind which prefetch is fine, or a "
+            "DataLoader of num_workers=2."
         )
     shelf = _Shelf(num_ahead)
     thread = ReadAhead(target=_fill, args=(shelf, items), name="shoal-prefetch", daemon=True)

@@ -199,7 +199,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
         call = Call(number, loop.strategy.timeline)
     if not call.is_over:
         call.end(None)
-    return model, optimizer, WorkerData(loop, batches)
+    return model, optimizer, WorkerData(loop, batches.for_device(loop.device))
 
 
 def reduce(value: Tensor | float) -> Any:

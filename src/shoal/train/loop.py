@@ -6,6 +6,7 @@ so all of them stop, save and leave at the same step.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -77,7 +78,11 @@ class FitLoop:
                 trainer.last_line is not None
             ):  # rank 0 may have died before it wrote the step it had committed
                 self._log.make_up_for(trainer.last_line)
+        held = contextlib.ExitStack()  # processes that read stay until the fit is over
         try:
+            for batches in (self._batches, self._validation):
+                if batches is not None:
+                    held.enter_context(batches.held())
             self._each(lambda callback: callback.on_fit_begin(trainer))
             if self._place.is_epoch_end:  # the others are there already
                 self._end_epoch(halfway=self._place.halfway)
@@ -87,6 +92,7 @@ class FitLoop:
                 self._finish_epoch()  # resumed from a checkpoint of the very last step: what comes after it is left
             self._each(lambda callback: callback.on_fit_end(trainer))
         finally:
+            held.close()
             if self._log is not None:
                 self._log.close()
             if self._leasing is not None:

@@ -179,10 +179,11 @@ class Trainer:
             )
         if epochs is None and max_steps is None:
             epochs = 1
-        batches = batches_of(data, what="fit", seed=self.seed)
+        batches = batches_of(data, what="fit", seed=self.seed).for_device(self._device)
         validation = None
         if validation_data is not None:
             validation = batches_of(validation_data, what="validation_data", seed=self.seed)
+            validation = validation.for_device(self._device)
         limits = f"epochs={epochs}, max_steps={max_steps}"
         against = f", validation: {described(validation)}" if validation is not None else ""
         call = self._begin("fit", f"{limits}, {described(batches)}{against}")
@@ -240,7 +241,7 @@ class Trainer:
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Mean loss and metrics over all of `data`, equal on every rank."""
-        batches = batches_of(data, what="evaluate", seed=self.seed)
+        batches = batches_of(data, what="evaluate", seed=self.seed).for_device(self._device)
         call = self._begin("evaluate", described(batches))
         if call.is_over:
             return dict(call.result)
@@ -258,7 +259,7 @@ class Trainer:
 
     def predict(self, data: Any) -> Tree:
         """The model's outputs for all of `data`, in the order of the data, the same on every rank."""
-        batches = batches_of(data, what="predict", seed=self.seed)
+        batches = batches_of(data, what="predict", seed=self.seed).for_device(self._device)
         call = self._begin("predict", described(batches))
         if call.is_over:
             return call.result
