@@ -16,7 +16,10 @@
     │   ├── FileLost               it is gone, changed or cannot be read
     │   ├── FileDamaged            its bytes are not what its format says
     │   ├── NoSuchColumn
-    │   └── SchemasDiffer
+    │   ├── SchemasDiffer
+    │   ├── MapReduceFailed        (these in core/map_reduce_errors.py) in a process of workers=
+    │   ├── TaskKeepsDying
+    │   └── MapReduceStalled
     ├── TrainingError              what the model, the loss or a step refuses        exit 3
     │   ├── NonFiniteLoss
     │   ├── LossDoesNotRecombine

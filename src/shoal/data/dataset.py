@@ -8,8 +8,9 @@ is `Batches`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import ConfigError
 from shoal.data.batches import Batches, whole_number
@@ -21,6 +22,9 @@ from shoal.data.reader import Reader
 from shoal.data.sources.source import Mapped, Source
 from shoal.data.split import part_sizes
 from shoal.data.stream import Stream, StreamFeed
+
+if TYPE_CHECKING:
+    from shoal.data.map_reduce.aggregate import Aggregate
 
 
 class Dataset(Constructors):
@@ -103,6 +107,59 @@ class Dataset(Constructors):
             )
         reader, order = self._random_access("batch")
         return Batches(IndexedFeed(reader, order, cut))
+
+    def map_reduce(
+        self,
+        map: Callable[[Any], Iterable[tuple[Any, Any]]],
+        combine: Callable[[Any, Any], Any] | None = None,
+        reduce: Callable[[Any, Any], Any] | None = None,
+        partitions: int = 8,
+        *,
+        batched: bool | int = False,
+        key: str | None = None,
+        workers: int = 1,
+        buffer_bytes: int = 64 << 20,
+        timeout_s: float = 300.0,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> Aggregate:
+        """Results by key: `map` gives (key, value) pairs of every sample, `reduce` makes one result of a key's values.
+
+        `map(sample)` yields pairs; with `batched=4096` it is given batches.
+        `combine(key, values)` makes one value of a list of them, wherever
+        several meet in memory, and must not mind how often. `reduce(key,
+        values)` sees what is left, in the order of the data: a list, or
+        without `combine`, where it may be long, an iterator. A key whose
+        result is None is left out. Without `reduce`, `combine` is
+        it; without both a key's result is the list of its values. Keys are
+        numbers, strings, bytes, None or tuples of them; values anything made
+        of numbers, strings, lists, dicts and arrays.
+
+        Pairs are sorted on disk where they are more than `buffer_bytes`. The
+        workers of a job share the tasks, and so do `workers` processes of
+        this one; a task whose process died is run again, alone. The result
+        does not depend on their number. It is kept in the host's cache and
+        reused where data and functions are the same, as far as that can be
+        told; `key` says it where it cannot. After `timeout_s` without a sign
+        of life it is said who holds which task.
+
+            data.map_reduce(lambda line: ((word, 1) for word in line.split()), lambda word, ones: sum(ones))
+        """
+        from shoal.data.map_reduce.calling import map_reduce  # which is built on datasets
+
+        return map_reduce(
+            self._source,
+            self._access,
+            map,
+            combine,
+            reduce,
+            partitions=partitions,
+            batched=batched,
+            key=key,
+            workers=workers,
+            buffer_bytes=buffer_bytes,
+            timeout_s=timeout_s,
+            directory=directory,
+        )
 
     def __len__(self) -> int:
         if self._access is None:

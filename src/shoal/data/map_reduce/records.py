@@ -1,0 +1,156 @@
+"""Sorted runs of (key, value) records in a file, one stretch per partition.
+
+A file appears under its name only when it is whole: it is written beside it
+and renamed. Its end says where each partition begins, how many records it has
+and their checksum.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from shoal.core.errors import DataError
+
+_LENGTHS = struct.Struct("<II")
+_TAIL = struct.Struct("<Q")
+_BUFFER_BYTES = 64 << 10
+
+Record = tuple[bytes, bytes]
+"""A key and a value, encoded."""
+
+
+class Stretch(msgspec.Struct, frozen=True, array_like=True):
+    """One partition's records in a file."""
+
+    begin: int
+    end: int
+    num_records: int
+    checksum: int
+
+
+class RunFile:
+    """A finished file, open for reading: whoever holds it can read on when its name is gone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed in close()
+        try:
+            size = os.fstat(self._file.fileno()).st_size
+            (tail_bytes,) = _TAIL.unpack(os.pread(self._file.fileno(), 8, size - 8))
+            if tail_bytes > size - 8:
+                raise ValueError("the tail is longer than the file")
+            tail = os.pread(self._file.fileno(), tail_bytes, size - 8 - tail_bytes)
+            self.stretches = msgspec.msgpack.decode(tail, type=list[Stretch])
+        except (OSError, ValueError, struct.error, msgspec.MsgspecError):
+            self._file.close()
+            raise _damaged(path, "its end is not that of a run") from None
+
+    def records(self, partition: int, *, check: bool = False) -> Iterator[Record]:
+        """The records of a partition, by increasing key; with `check`, refused at the end if they changed."""
+        stretch = self.stretches[partition]
+        located = self._located(stretch.begin, stretch.end, stretch.checksum if check else None)
+        return ((key, value) for _, key, value in located)
+
+    def records_from(self, offset: int) -> Iterator[Record]:
+        """Of a file of one partition: the records from the one at this offset on."""
+        return ((key, value) for _, key, value in self._located(offset, self.stretches[0].end, None))
+
+    def offsets(self) -> Iterator[tuple[int, bytes]]:
+        """Of a file of one partition: where each record is, and its key."""
+        return ((offset, key) for offset, key, _ in self._located(0, self.stretches[0].end, None))
+
+    def _located(self, at: int, end: int, expected: int | None) -> Iterator[tuple[int, bytes, bytes]]:
+        fd, left, checksum = self._file.fileno(), b"", 0
+        while True:
+            begin = 0
+            while len(left) - begin >= 8:
+                key_bytes, value_bytes = _LENGTHS.unpack_from(left, begin)
+                middle = begin + 8 + key_bytes
+                if middle + value_bytes > len(left):
+                    break
+                record_at = at - len(left) + begin
+                yield record_at, left[begin + 8 : middle], left[middle : middle + value_bytes]
+                begin = middle + value_bytes
+            wanted = _BUFFER_BYTES
+            if len(left) - begin >= 8:  # a record longer than what is read at once
+                wanted = max(wanted, sum(_LENGTHS.unpack_from(left, begin)))
+            data = os.pread(fd, min(wanted, end - at), at)
+            if not data:
+                if len(left) != begin or at != end:
+                    raise _damaged(self.path, f"it ends {end - at} bytes before its records do")
+                break
+            at += len(data)
+            checksum = zlib.crc32(data, checksum) if expected is not None else 0
+            left = left[begin:] + data
+        if expected is not None and checksum != expected:
+            raise _damaged(self.path, "its records are not those that were written")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+class RunWriter:
+    """Writes a file of runs: `add` by increasing partition and key, then `commit`; `abandon` leaves nothing."""
+
+    def __init__(self, path: Path, num_partitions: int) -> None:
+        self._path = path
+        self._beside = path.with_name(f".{path.name}.{os.getpid()}")
+        self._file: BinaryIO = open(self._beside, "wb", buffering=1 << 20)  # noqa: SIM115  closed by commit, abandon
+        self._num_partitions = num_partitions
+        self._stretches: list[Stretch] = []
+        self._begin = self._at = self._num_records = self._checksum = 0
+
+    def add(self, partition: int, key: bytes, value: bytes) -> None:
+        """One record more."""
+        while partition > len(self._stretches):
+            self._end_stretch()
+        record = _LENGTHS.pack(len(key), len(value)) + key + value
+        self._file.write(record)
+        self._checksum = zlib.crc32(record, self._checksum)
+        self._at += len(record)
+        self._num_records += 1
+
+    def commit(self) -> None:
+        """The file is whole and has its name."""
+        while len(self._stretches) < self._num_partitions:
+            self._end_stretch()
+        tail = msgspec.msgpack.encode(self._stretches)
+        self._file.write(tail + _TAIL.pack(len(tail)))
+        self._file.close()
+        os.replace(self._beside, self._path)
+
+    def abandon(self) -> None:
+        """Nothing is left of it."""
+        self._file.close()
+        self._beside.unlink(missing_ok=True)
+
+    def _end_stretch(self) -> None:
+        self._stretches.append(Stretch(self._begin, self._at, self._num_records, self._checksum))
+        self._begin, self._num_records, self._checksum = self._at, 0, 0
+
+
+def merged(runs: Iterable[Iterable[Record]]) -> Iterator[Record]:
+    """Several runs as one: by key, and equal keys in the order of the runs."""
+    # The run's number decides between equal keys, so that values are never compared.
+    numbered = [_numbered(number, run) for number, run in enumerate(runs)]
+    return ((key, value) for key, _, value in heapq.merge(*numbered))
+
+
+def _numbered(number: int, run: Iterable[Record]) -> Iterator[tuple[bytes, int, bytes]]:
+    return ((key, number, value) for key, value in run)
+
+
+def _damaged(path: Path, problem: str) -> DataError:
+    return DataError(
+        f"the file {path} of a map_reduce is damaged: {problem}. Nothing of it was used; remove its directory, and the "
+        "aggregate is computed again."
+    )
