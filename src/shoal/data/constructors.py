@@ -6,8 +6,8 @@ which knows none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Self, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.core.errors import ConfigError
 from shoal.data.batches import Batches, whole_number
+from shoal.data.files import Where
 from shoal.data.loader import feed_of
 from shoal.data.sources.arrays import ArraySource
 from shoal.data.sources.function import FunctionSource
@@ -22,6 +23,9 @@ from shoal.data.sources.source import Source
 from shoal.data.sources.torch_dataset import torch_source
 from shoal.data.stream import Stream
 from shoal.data.tree import Tree
+
+if TYPE_CHECKING:
+    from shoal.data.locations.copies import CopiedFiles
 
 
 class Constructors:
@@ -82,3 +86,49 @@ class Constructors:
                 f"{type(dataset).__name__}. For tensors and arrays there is from_arrays."
             )
         return cls(torch_source(dataset))
+
+    @classmethod
+    def from_parquet(
+        cls,
+        path: Where | CopiedFiles,
+        *,
+        label: str | Sequence[str] | None = None,
+        columns: Sequence[str] | None = None,
+        where: Any = None,
+        fill: Mapping[str, Any] | None = None,
+        cache: Any = "auto",
+        location: str = "shared",
+        spread: str = "on-demand",
+        on_error: Literal["raise", "skip"] = "raise",
+        max_skips: int | None = None,
+    ) -> Self:
+        """Rows of Parquet files: a file, a list, a directory, a pattern, or any URL that fsspec opens.
+
+        A sample is a dict of columns, or (dict, label). `columns` are the only
+        ones that are read. `where` keeps the rows that fulfil all of its
+        conditions, or with a list of lists those of any list; row groups whose
+        statistics rule them out are not read. A missing value is an error that
+        names its row, or what `fill` says. Timestamps and dates are int64
+        nanoseconds since 1970, decimals float64, lists of several lengths are
+        padded to the longest of a batch. With `on_error="skip"` bad rows are
+        left out, at most `max_skips` of them.
+
+            Dataset.from_parquet("clicks/*.parquet", label="clicked")
+            Dataset.from_parquet("s3://bucket/clicks/", columns=["price", "user"], where=[("price", ">", 3)])
+        """
+        from shoal.data.locations.located_files import files_at
+        from shoal.data.tables.parquet import open_parquet
+
+        files, there = files_at(path, location, spread)
+        source = open_parquet(
+            there,
+            label=label,
+            columns=columns,
+            where=where,
+            fill=fill,
+            cache=cache,
+            on_error=on_error,
+            max_skips=max_skips,
+            files=files,
+        )
+        return cls(source)

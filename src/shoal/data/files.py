@@ -214,7 +214,12 @@ def _expand_url(url: str, endings: Sequence[str]) -> list[FileInfo]:
             return [_remote_info(url, system.info(path))]
     except OSError as error:
         raise NoFiles(where=url, problem=_reason(error)) from error
-    return [_remote_info(full(name), infos[name]) for name in sorted(infos)]
+    found = [_remote_info(full(name), infos[name]) for name in sorted(infos)]
+    # A listing may say less than asking for one file does.
+    return [
+        info if info.stamp else _remote_info(info.url, system.info(name))
+        for info, name in zip(found, sorted(infos), strict=True)
+    ]
 
 
 def _with_ending(directory: str, inside: list[str], endings: Sequence[str]) -> list[str]:
@@ -248,7 +253,11 @@ def _local_info(url: str, stat: os.stat_result) -> FileInfo:
 
 def _remote_info(url: str, info: dict[str, Any]) -> FileInfo:
     stamps = ("ETag", "etag", "md5Hash", "checksum", "mtime", "LastModified", "last_modified", "created")
-    stamp = next((str(info[name]) for name in stamps if info.get(name) is not None), "")
+    stamp = next((info[name] for name in stamps if info.get(name) is not None), "")
+    if hasattr(stamp, "timestamp"):
+        stamp = stamp.timestamp()
+    # A listing may give the number and asking for the file the date, of one and the same time.
+    stamp = f"{stamp:.6f}" if isinstance(stamp, float) else str(stamp)
     return FileInfo(url, int(info.get("size") or 0), stamp)
 
 

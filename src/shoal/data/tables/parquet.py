@@ -22,7 +22,7 @@ from shoal.data.tables.predicate import Predicate, Statistics
 from shoal.data.tables.remembering import identity_of, remembered
 from shoal.data.tables.schema import check_names, chosen, columns_of, label_names
 from shoal.data.tables.source import OnError, TableSource
-from shoal.data.tables.table import Block, Column, Rows, empty_rows
+from shoal.data.tables.table import Block, Column, Rows, empty_rows, joined_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,19 +35,21 @@ _NUM_THREADS = 4
 
 
 def open_parquet(
-    where: Where,
+    path: Where,
     *,
     label: str | Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
-    rows: Any = None,
+    where: Any = None,
     fill: Mapping[str, Any] | None = None,
     cache: Any = "auto",
     on_error: OnError = "raise",
     max_skips: int | None = None,
     files: Files | None = None,
 ) -> TableSource:
-    """The source behind `Dataset.from_parquet`; `rows` are the conditions of `where=`."""
-    table = ParquetTable(where, columns=columns, needed=label_names(label), rows=rows, fill=fill, files=files)
+    """The source behind `Dataset.from_parquet`."""
+    table = ParquetTable(
+        path, columns=columns, needed=label_names(label), where=where, fill=fill, files=files
+    )
     return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
 
 
@@ -57,7 +59,6 @@ class _Part:
 
     file: int
     groups: tuple[int, ...]
-    is_filtered: bool
 
 
 class ParquetTable:
@@ -65,61 +66,78 @@ class ParquetTable:
 
     def __init__(
         self,
-        where: Where,
+        path: Where,
         *,
         columns: Sequence[str] | None = None,
         needed: Sequence[str] = (),
-        rows: Any = None,
+        where: Any = None,
         fill: Mapping[str, Any] | None = None,
         files: Files | None = None,
     ) -> None:
         self._files = files or SharedFiles()
-        self._infos = self._files.expand(where, ENDINGS)
+        self._infos = self._files.expand(path, ENDINGS)
         self._footers: list[pq.FileMetaData] = _in_threads(self._footer, self._infos)
         schema, first = self._footers[0].schema.to_arrow_schema(), self._infos[0].url
         self._names = chosen(schema.names, columns, first, needed=needed)
         check_names("fill=", fill, self._names, first)
         self._predicate: Predicate | None = None
-        if rows is not None:
-            chosen(schema.names, _names_in(rows), first)
-            self._predicate = Predicate(rows, {field.name: field.type for field in schema})
+        if where is not None:
+            self._predicate = Predicate(where, {field.name: field.type for field in schema}, first)
         self._read_names = [*self._names, *self._only_for_rows()]
         self._check_schemas(schema)
         self.columns: tuple[Column, ...] = columns_of(pa_subset(schema, self._names), first)
         self._fill = Fill(fill, self.columns)
-        conditions = self._predicate.describe() if self._predicate else None
-        self.identity = identity_of(
-            self._infos, format="parquet", columns=self._names, rows=conditions, fill=fill
-        )
+        kept = self._predicate.describe() if self._predicate else None
+        self.identity = identity_of(self._infos, format="parquet", columns=self._names, where=kept, fill=fill)
         self._parts: list[_Part] = []
+        self._first_rows: list[list[int]] = []
+        self._counts = self._kept_rows()
         self.blocks = self._plan()
 
     def read(self, block: int) -> Rows:
         """Decode the row groups of one block."""
         import pyarrow as pa
 
-        part, described = self._parts[block], self.blocks[block]
+        part = self._parts[block]
         try:
-            table = self._open(part.file).read_row_groups(
-                list(part.groups), columns=self._read_names, use_threads=True
-            )
-        except (pa.ArrowException, OSError) as error:
-            return self._unreadable(described, error)
+            return self._read(part.file, part.groups)
+        except (pa.ArrowException, OSError):
+            # One of them is damaged; the others need not be.
+            return joined_rows([self._read_or_bad(part.file, group) for group in part.groups])
+
+    def _read(self, file: int, groups: Sequence[int]) -> Rows:
+        import pyarrow as pa
+
+        table = self._open(file).read_row_groups(list(groups), columns=self._read_names, use_threads=True)
         kept: NDArray[np.int64] | None = None
-        if self._predicate and part.is_filtered:
+        if self._predicate:
             mask = self._predicate.mask(table)
             table, kept = table.filter(pa.array(mask)), np.flatnonzero(mask)
-        url, first = self._infos[part.file].url, described.first_row + 1
+        url, first = self._infos[file].url, int(self._first_rows[file][groups[0]]) + 1
 
         def address(row: int) -> dict[str, Any]:
             return {"where": url, "row": first + (row if kept is None else int(kept[row]))}
 
         return decoded(table, self.columns, self._fill, address)
 
+    def _read_or_bad(self, file: int, group: int) -> Rows:
+        """A row group, or one of which each row is a bad sample."""
+        import pyarrow as pa
+
+        try:
+            return self._read(file, [group])
+        except (pa.ArrowException, OSError) as error:
+            where, first = self._where(file, [group]), int(self._first_rows[file][group]) + 1
+            bad = BadRows(lambda row: {"where": where, "row": first + row})
+            num_rows = self._counts[file][group]
+            for row in range(num_rows):
+                bad.add(row, None, f"its row group cannot be decoded ({_short(error)})")
+            return empty_rows(self.columns, num_rows, bad)
+
     def describe(self) -> dict[str, Any]:
         """Format, files, columns and conditions."""
         said: dict[str, Any] = {"format": "parquet", "num_files": len(self._infos)}
-        return {**said, "rows": self._predicate.describe()} if self._predicate else said
+        return {**said, "where": self._predicate.describe()} if self._predicate else said
 
     def _footer(self, info: FileInfo) -> pq.FileMetaData:
         import pyarrow as pa
@@ -168,19 +186,20 @@ class ParquetTable:
 
     def _plan(self) -> tuple[Block, ...]:
         """Blocks of the row groups that have rows to give, small ones joined."""
-        counts, blocks = self._kept_rows(), []
+        blocks = []
         for file, footer in enumerate(self._footers):
             infos = [footer.row_group(group) for group in range(footer.num_row_groups)]
             first_rows = np.cumsum([0, *(info.num_rows for info in infos)]).tolist()
-            sizes = [self._decoded_bytes(info) for info in infos]
-            for groups in runs(counts[file], sizes, _BLOCK_BYTES):
-                self._parts.append(_Part(file, groups, self._predicate is not None))
-                num_rows = sum(counts[file][group] for group in groups)
+            self._first_rows.append(first_rows)
+            counts, sizes = self._counts[file], [self._decoded_bytes(info) for info in infos]
+            for groups in runs(counts, sizes, _BLOCK_BYTES):
+                self._parts.append(_Part(file, groups))
+                num_rows = sum(counts[group] for group in groups)
                 num_bytes = sum(sizes[group] for group in groups)
                 blocks.append(Block(num_rows, num_bytes, self._where(file, groups), first_rows[groups[0]]))
         return tuple(blocks)
 
-    def _where(self, file: int, groups: tuple[int, ...]) -> str:
+    def _where(self, file: int, groups: Sequence[int]) -> str:
         number = f"row group {groups[0]}" if len(groups) == 1 else f"row groups {groups[0]} to {groups[-1]}"
         return f"{self._infos[file].url}, {number}"
 
@@ -237,14 +256,6 @@ class ParquetTable:
         ]
         return int(group.num_rows * fixed + sum(sizes))
 
-    def _unreadable(self, block: Block, error: Exception) -> Rows:
-        """A damaged row group: each of its rows is a bad sample."""
-        where, reason = block.where, f"this part of the file cannot be decoded ({_short(error)})"
-        bad = BadRows(lambda row: {"where": where, "row": block.first_row + row + 1})
-        for row in range(block.num_rows):
-            bad.add(row, None, reason)
-        return empty_rows(self.columns, block.num_rows, bad)
-
 
 def runs(counts: Sequence[int], sizes: Sequence[int], most_bytes: int) -> list[tuple[int, ...]]:
     """Neighbours that have rows, joined as long as they stay below a size."""
@@ -268,16 +279,6 @@ def pa_subset(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
     import pyarrow as pa
 
     return pa.schema([schema.field(name) for name in names])
-
-
-def _names_in(rows: Any) -> list[str]:
-    """The columns that conditions name, once each; what is no condition is told by `Predicate`."""
-    listed = [rows] if isinstance(rows, tuple) and rows and isinstance(rows[0], str) else rows
-    flat: list[Any] = []
-    for one in listed if isinstance(listed, (list, tuple)) else ():
-        flat += one if isinstance(one, list) and one and isinstance(one[0], (tuple, list)) else [one]
-    names = [one[0] for one in flat if isinstance(one, (tuple, list)) and one and isinstance(one[0], str)]
-    return list(dict.fromkeys(names))
 
 
 def _statistics(group: Any, names: Sequence[str]) -> dict[str, Statistics]:

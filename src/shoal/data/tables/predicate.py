@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.core.data_errors import NoSuchColumn
 from shoal.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -102,9 +103,9 @@ class Condition(NamedTuple):
 class Predicate:
     """Any of several lists of conditions, each list as a whole."""
 
-    def __init__(self, where: Any, types: Mapping[str, pa.DataType]) -> None:
-        """`types` are those of the columns there are; refuses what cannot be compared."""
-        self._any_of = [[_condition(one, types) for one in group] for group in _normal(where)]
+    def __init__(self, where: Any, types: Mapping[str, pa.DataType], file: str) -> None:
+        """`types` are those of the columns that `file` has; refuses what cannot be compared."""
+        self._any_of = [[_condition(one, types, file) for one in group] for group in _normal(where)]
         self.columns = sorted({one.column for group in self._any_of for one in group})
 
     def decide(self, known: Mapping[str, Statistics]) -> bool | None:
@@ -137,13 +138,15 @@ def _normal(where: Any) -> list[Sequence[Any]]:
     return [list(where)]
 
 
-def _condition(given: Any, types: Mapping[str, pa.DataType]) -> Condition:
+def _condition(given: Any, types: Mapping[str, pa.DataType], file: str) -> Condition:
     import pyarrow as pa
     import pyarrow.compute as pc
 
     if not isinstance(given, (tuple, list)) or len(given) != 3 or given[1] not in OPERATIONS:
         raise ConfigError(_shape(given))
     name, operation, value = given
+    if name not in types:
+        raise NoSuchColumn(asked=[name], there=list(types), where=file, asked_by="where=")
     operation, kind = "==" if operation == "=" else operation, types[name]
     if operation in ("in", "not in"):
         if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):

@@ -157,3 +157,26 @@ def empty_rows(columns: Sequence[Column], num_rows: int, bad: Mapping[int, BadSa
         else:
             made[column.name] = np.zeros((num_rows, *column.shape), column.dtype)
     return Rows(num_rows, made, bad)
+
+
+def joined_rows(parts: Sequence[Rows]) -> Rows:
+    """Rows one behind the other."""
+    columns: dict[str, NDArray[Any] | Ragged] = {}
+    for name in parts[0].columns:
+        pieces = [part.columns[name] for part in parts]
+        ragged = [piece for piece in pieces if isinstance(piece, Ragged)]
+        arrays = [piece for piece in pieces if not isinstance(piece, Ragged)]
+        columns[name] = joined_ragged(ragged) if ragged else np.concatenate(arrays)
+    bad: dict[int, BadSample] = {}
+    num_rows = 0
+    for part in parts:
+        bad |= {num_rows + row: part.bad[row] for row in part.bad}
+        num_rows += part.num_rows
+    return Rows(num_rows, columns, bad)
+
+
+def joined_ragged(pieces: Sequence[Ragged]) -> Ragged:
+    """Rows of several lengths one behind the other."""
+    lengths = np.concatenate([np.diff(piece.offsets) for piece in pieces])
+    values = [piece.values[piece.offsets[0] : piece.offsets[-1]] for piece in pieces]
+    return Ragged(np.concatenate(values), np.concatenate(([0], np.cumsum(lengths))))
