@@ -149,7 +149,8 @@ class ReaderStuck(DataError):
     ) -> None:
         self.reader, self.rank, self.what, self.indices = reader, rank, what, list(indices)
         self.waited_s, self.stack = waited_s, list(stack)
-        where = f" It stands at {'; called from '.join(self.stack[:3])}." if self.stack else ""
+        shown = self.stack if len(self.stack) <= 4 else [self.stack[0], *self.stack[-3:]]
+        where = f" It stands at {', called from '.join(shown)}." if shown else ""
         super().__init__(
             f"reader {reader} of worker {rank} has been at {len(self.indices)} samples for {waited_s:g} s: {what}, the "
             f"samples with indices {_first(self.indices)}.{where} It was ended, no sample was left out, and nothing of "
@@ -171,3 +172,50 @@ class ReadersLost(DataError):
 def _first(indices: Sequence[object], limit: int = 8) -> str:
     listed = ", ".join(str(index) for index in indices[:limit])
     return f"{listed} and {len(indices) - limit} more" if len(indices) > limit else listed
+
+
+class DatabaseRefused(DataError):
+    """A database that cannot be reached, or does not let us in, when a table of it is opened."""
+
+    def __init__(self, *, place: str, reason: str) -> None:
+        self.place, self.reason = place, reason
+        super().__init__(
+            f"the database {place} cannot be read: {reason}. Nothing was read; check the address, the user and the "
+            "password, and that the database answers from this host."
+        )
+
+
+class DatabaseLost(DataError):
+    """A database that closed the connection in the middle, and did not come back in time."""
+
+    def __init__(self, *, place: str, reading: str, reason: str, num_attempts: int, waited_s: float) -> None:
+        self.place, self.reading, self.reason = place, reading, reason
+        self.num_attempts, self.waited_s = num_attempts, waited_s
+        super().__init__(
+            f"the connection to the database {place} was lost while reading {reading}, and {num_attempts} attempts within "
+            f"{waited_s:.1f} s did not bring it back: {reason}. Nothing of that range was used, and checkpoints written so "
+            "far are whole. Bring the database back and go on with `shoal resume`; timeout_s= says how long to wait for it."
+        )
+
+
+class QueryRefused(DataError):
+    """A query that the database does not understand, or does not allow."""
+
+    def __init__(self, *, place: str, what: str, reason: str) -> None:
+        self.place, self.what, self.reason = place, what, reason
+        super().__init__(
+            f"the database {place} refuses {what}: {reason}. Nothing was read or changed; mend the query, or the names of "
+            "table, key and columns."
+        )
+
+
+class TableChanged(DataError):
+    """A table that has another number of rows than when it was opened."""
+
+    def __init__(self, *, table: str, place: str, rows: str, then: int, now: int) -> None:
+        self.table, self.place, self.rows, self.then, self.now = table, place, rows, then, now
+        super().__init__(
+            f"{table} at {place} changed while it was read: it had {then:,} rows with {rows} when it was opened, and has "
+            f"{now:,} now. Nothing of them was used, and checkpoints written so far are whole. Read from a copy, or from a "
+            "query whose rows stay as they are, for instance up to a date; then start anew."
+        )

@@ -8,6 +8,7 @@ see afterwards that a process was lost.
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
@@ -32,6 +33,7 @@ from shoal.data.task_queue import Suspect, TaskQueue
 _MAX_PARENTS_LOST = 3
 _STACK_WITHIN_S = 0.5
 _LOOKS_EVERY_S = 1.0
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +136,8 @@ class ProcessPool:
     def close(self) -> None:
         """End the processes. May be called again."""
         self._closing()
+        self._queue = None
+        self._receivers.clear()
 
     def _next(self, queue: TaskQueue[Any, Outcome]) -> Any:
         if queue is not self._queue:
@@ -291,14 +295,14 @@ def _read(work: Callable[[Any], Any], number: int, line: socket.socket, stack: i
 
 
 def _stack_of(child: Child) -> list[str]:
-    """Where a process stands, innermost first; empty where it does not say."""
+    """Where a process stands in the user's code, innermost first; empty where it does not say."""
     signal.pidfd_send_signal(child.pidfd, ASKS_FOR_STACK)
     deadline = time.monotonic() + _STACK_WITHIN_S
     while time.monotonic() < deadline:
         text = os.pread(child.stack, 1 << 16, 0).decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.startswith("  File ")]
-        if lines:
-            return lines
+        if lines:  # only those of foreign code, which come before ours
+            return list(itertools.takewhile(lambda line: not line.startswith(f'File "{_OURS}'), lines))
         time.sleep(0.01)
     return []
 
