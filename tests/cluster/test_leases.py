@@ -1,23 +1,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster.leases import (
+from shoal.cluster.draining import Drained, Readmitted
+from shoal.cluster.lease_terms import (
     Action,
     Asked,
     EndEpoch,
     Event,
+    Finish,
     GaveUp,
     Hand,
     Holder,
     Lease,
     LeaseConfig,
-    Leases,
     LeaseSnapshot,
     LeaseState,
     NoMore,
@@ -25,32 +27,36 @@ from shoal.cluster.leases import (
     Replaced,
     Tick,
 )
+from shoal.cluster.leases import Leases
 from shoal.core.errors import ConfigError
 
 calm = settings(deadline=None)
 A, B, C = Holder(0, 0), Holder(1, 0), Holder(2, 0)
 
 
-def leases_of(
-    num_samples: int = 40, *, num_epochs: int = 1, num_ahead: int = 2, backup_after_s: float | None = None
-) -> Leases:
+def leases_of(num_samples: int = 40, *, num_epochs: int = 1, num_ahead: int = 2, **options: Any) -> Leases:
     return Leases(
         LeaseConfig(
             num_samples=num_samples,
             samples_per_lease=10,
             num_epochs=num_epochs,
             num_ahead=num_ahead,
-            backup_after_s=backup_after_s,
+            **options,
         )
     )
 
 
-def ask(by: Holder, *finished: int, at: float = 0.0) -> Asked:
-    return Asked(by, finished, at)
+def ask(by: Holder, *finished: int, at: float = 0.0, busy_s: float | None = None) -> Asked:
+    return Asked(by, finished, at, () if busy_s is None else (busy_s,) * len(finished))
+
+
+def finish(by: Holder, *leases: int) -> Finish:
+    """Of leases of ten samples, in the first epoch."""
+    return Finish(by, tuple(Lease(number, 0, 10 * number, 10 * number + 10) for number in leases))
 
 
 def numbers(actions: list[Action]) -> list[int]:
-    (hand,) = actions
+    (hand,) = [each for each in actions if not isinstance(each, Finish)]
     assert isinstance(hand, Hand)
     return [lease.number for lease in hand.leases]
 
@@ -124,7 +130,8 @@ def test_the_next_epoch_begins_when_the_last_lease_is_done() -> None:
     leases.handle(ask(A))
     assert leases.handle(ask(B)) == []
     assert numbers(leases.handle(ask(A, 0))) == [1]
-    ended, handed = leases.handle(ask(A, 1))
+    done, ended, handed = leases.handle(ask(A, 1))
+    assert done == finish(A, 1)
     assert ended == EndEpoch(0, 0)
     assert isinstance(handed, Hand)  # B has waited longer; nothing is left for A
     assert (handed.to, [lease.number for lease in handed.leases]) == (B, [2, 3])
@@ -134,30 +141,127 @@ def test_all_are_told_when_there_is_no_more() -> None:
     leases = leases_of(10)
     leases.handle(ask(A))
     assert leases.handle(ask(B)) == []
-    assert leases.handle(ask(A, 0)) == [EndEpoch(0, 0), NoMore(B), NoMore(A)]
+    assert leases.handle(ask(A, 0)) == [finish(A, 0), EndEpoch(0, 0), NoMore(B), NoMore(A)]
     assert leases.handle(ask(B)) == [NoMore(B)]
     assert leases.handle(ask(Holder(1, 3))) == [NoMore(Holder(1, 3))]
 
 
-def test_an_idle_worker_backs_up_a_slow_one_and_it_is_counted() -> None:
-    leases = leases_of(10, backup_after_s=5.0)
-    leases.handle(ask(A, at=1.0))
-    assert leases.handle(ask(B, at=2.0)) == []
-    assert leases.deadline == 6.0
-    assert leases.handle(Tick(5.9)) == []
-    assert numbers(leases.handle(Tick(6.0))) == [0]
-    assert leases.holders(0) == (A, B)
-    assert leases.handle(ask(C, at=20.0)) == []  # two are enough
-    assert leases.handle(ask(B, 0, at=21.0)) == [EndEpoch(0, 10), NoMore(C), NoMore(B)]
-    assert leases.handle(ask(A, 0, at=22.0)) == [NoMore(A)]
+def ending(num_leases: int) -> Leases:
+    """Rank 2 has run one lease in a second; A holds the next ones, and nothing is left."""
+    config = LeaseConfig(num_samples=10 + 10 * num_leases, samples_per_lease=10, backup=True)
+    kept = LeaseSnapshot(
+        epoch=0,
+        done_below=1,
+        done=[],
+        held=[(number, *A) for number in range(1, 1 + num_leases)],
+        waiting=[],
+        incarnations={2: 1},
+        counts={},
+        began=[(*A, 0.0)],
+        paces={2: (10.0, 1.0, 3)},
+    )
+    return Leases.restore(config, kept)
+
+
+def test_an_idle_worker_backs_up_one_that_is_overdue_and_it_is_counted() -> None:
+    leases = ending(1)
+    assert leases.handle(ask(B, at=0.5)) == []
+    assert leases.deadline == 2.0  # A should be done after a second, as others are, and B needs one too
+    assert leases.handle(Tick(1.9)) == []
+    assert numbers(leases.handle(Tick(2.0))) == [1]
+    assert leases.holders(1) == (A, B)
+    assert leases.handle(ask(C, at=20.0)) == [
+        Refuse(C, "rank 2 was replaced: incarnation 1 is in, this is 0")
+    ]
+    assert leases.handle(ask(Holder(2, 1), at=20.0)) == []  # two are enough
+    done = [finish(B, 1), EndEpoch(0, 10), NoMore(Holder(2, 1)), NoMore(B)]
+    assert leases.handle(ask(B, 1, at=21.0)) == done
+    assert leases.handle(ask(A, 1, at=22.0)) == [NoMore(A)]
+    assert leases.counts == {1: (1, 10)}
+
+
+def test_of_a_worker_known_to_be_slow_the_last_lease_is_backed_up_at_once() -> None:
+    leases = ending(2)
+    leases.draining.finished(0, 10, 4.0, 0.0)
+    assert numbers(leases.handle(ask(B, at=0.5))) == [2]  # 7.5 s away; and lease 1 is, too
+    assert numbers(leases.handle(ask(Holder(2, 1), at=0.5))) == [1]
+
+
+def test_nobody_backs_up_one_that_will_be_done_as_soon() -> None:
+    leases = ending(1)
+    leases.draining.finished(0, 10, 1.2, 0.0)
+    assert leases.handle(ask(B, at=0.5)) == []
+    assert leases.handle(ask(A, 1, at=1.2))[-2:] == [NoMore(B), NoMore(A)]
+
+
+def test_without_backup_an_idle_worker_waits() -> None:
+    leases = leases_of(20)
+    leases.handle(ask(A))
+    assert leases.handle(ask(B, at=100.0)) == []
+    assert leases.deadline is None
+    assert leases.handle(Tick(1000.0)) == []
 
 
 def test_a_backed_up_lease_stays_held_when_one_of_two_is_replaced() -> None:
-    leases = leases_of(10, backup_after_s=1.0)
+    leases = ending(1)
+    leases.handle(ask(B, at=5.0))
+    assert leases.handle(Replaced(0, 1, 6.0)) == []
+    assert leases.holders(1) == (B,)
+
+
+def test_towards_the_end_nobody_gets_a_lease_ahead() -> None:
+    leases = leases_of(50, num_workers=2)
+    assert numbers(leases.handle(ask(A))) == [0, 1]
+    assert numbers(leases.handle(ask(B))) == [2, 3]
+    assert numbers(leases.handle(ask(A, 0))) == [1]  # one is left, for whoever is through first
+    assert numbers(leases.handle(ask(A, 1))) == [4]
+
+
+def test_a_slow_worker_is_drained_probed_and_readmitted() -> None:
+    leases = leases_of(400, num_ahead=1, drain_slower_than=3.0, probe_every_s=10.0)
+    for holder in (A, B):
+        leases.handle(ask(holder, at=0.0))
+    for number in (0, 2):
+        leases.handle(ask(A, number, at=1.0, busy_s=1.0))
+    leases.handle(ask(B, 1, at=5.0, busy_s=5.0))
+    (mine,) = leases.held_by(B)
+    done, drained = leases.handle(ask(B, mine, at=10.0, busy_s=5.0))
+    assert isinstance(done, Finish)
+    assert drained == Drained(1, 2.0, 10.0)
+    assert leases.deadline == 20.0
+    assert leases.handle(Tick(19.0)) == []
+    (probe,) = numbers(leases.handle(Tick(20.0)))
+    actions = leases.handle(ask(B, probe, at=21.0, busy_s=1.0))
+    assert actions[1] == Readmitted(1, 10.0, 10.0)
+    assert isinstance(actions[2], Hand)
+
+
+def test_a_replacement_of_a_drained_worker_is_given_leases() -> None:
+    leases = leases_of(400, num_ahead=1, drain_slower_than=3.0)
     leases.handle(ask(A, at=0.0))
-    leases.handle(ask(B, at=1.0))
-    assert leases.handle(Replaced(0, 1, 2.0)) == []
-    assert leases.holders(0) == (B,)
+    leases.handle(ask(B, at=0.0))
+    leases.handle(ask(A, 0, at=1.0, busy_s=1.0))
+    leases.handle(ask(B, 1, at=5.0, busy_s=5.0))
+    (mine,) = leases.held_by(B)
+    leases.handle(ask(B, mine, at=10.0, busy_s=5.0))
+    assert leases.draining.drained
+    assert len(numbers(leases.handle(ask(Holder(1, 1), at=11.0)))) == 1
+
+
+def test_where_shares_are_fixed_nobody_takes_anothers() -> None:
+    leases = leases_of(40, shares=(0, 1, 4))
+    assert numbers(leases.handle(ask(B))) == [1, 2]
+    assert numbers(leases.handle(ask(A))) == [0]
+    assert leases.handle(ask(A, 0)) == [finish(A, 0)]
+    leases.handle(Replaced(1, 1, 0.0))
+    assert leases.handle(ask(C)) == []
+    assert numbers(leases.handle(ask(Holder(1, 1)))) == [1, 2]
+
+
+@pytest.mark.parametrize("shares", [(0, 3), (1, 4), (0, 3, 2, 4)])
+def test_shares_that_are_not_the_epoch_are_refused(shares: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="ascend from 0 to 4"):
+        leases_of(40, shares=shares)
 
 
 @pytest.mark.parametrize("setting", ["num_samples", "samples_per_lease", "num_epochs", "num_ahead"])
@@ -192,16 +296,20 @@ class Worker:
     st.integers(1, 35),
     st.integers(1, 2),
     st.integers(1, 3),
-    st.sampled_from([None, 3.0]),
+    st.booleans(),
+    st.sampled_from([None, 2.0]),
 )
 def test_every_sample_is_done_once_whatever_dies_and_a_journal_gives_the_same_state(
     script: list[tuple[str, int]],
     num_samples: int,
     num_epochs: int,
     num_ahead: int,
-    backup_after_s: float | None,
+    backup: bool,
+    slower_than: float | None,
 ) -> None:
-    leases = leases_of(num_samples, num_epochs=num_epochs, num_ahead=num_ahead, backup_after_s=backup_after_s)
+    options: dict[str, Any] = {"num_epochs": num_epochs, "num_ahead": num_ahead, "backup": backup}
+    options |= {"drain_slower_than": slower_than, "num_workers": 4}
+    leases = leases_of(num_samples, **options)
     workers = [Worker(rank) for rank in range(4)]
     journal: list[Event] = []
     done: Counter[tuple[int, int]] = Counter()
@@ -219,13 +327,13 @@ def test_every_sample_is_done_once_whatever_dies_and_a_journal_gives_the_same_st
                     assert 0 < len(handed) <= num_ahead
                     workers[to.rank].held = [lease.number for lease in handed]
                 case EndEpoch(epoch, num_twice):
-                    assert backup_after_s is not None or num_twice == 0
+                    assert backup or num_twice == 0
                     ended.append(epoch)
                 case NoMore(to):
                     workers[to.rank].held = []
         for number, old in before.items():
             new = leases.state(number)
-            assert len(leases.holders(number)) <= (2 if backup_after_s else 1)
+            assert len(leases.holders(number)) <= (2 if backup else 1)
             if new is LeaseState.DONE is not old:
                 lease = leases.config.lease(number)
                 done.update((lease.epoch, sample) for sample in range(lease.start, lease.stop))
@@ -261,7 +369,7 @@ def test_every_sample_is_done_once_whatever_dies_and_a_journal_gives_the_same_st
 
     assert ended == list(range(num_epochs))
     assert done == Counter((epoch, sample) for epoch in range(num_epochs) for sample in range(num_samples))
-    again = leases_of(num_samples, num_epochs=num_epochs, num_ahead=num_ahead, backup_after_s=backup_after_s)
+    again = leases_of(num_samples, **options)
     for event in journal:
         again.handle(event)
     assert vars(again) == vars(leases)
@@ -307,7 +415,7 @@ def test_a_checkpoint_begins_in_the_middle_of_an_epoch() -> None:
     leases = Leases(LeaseConfig(num_samples=40, samples_per_lease=10, num_epochs=2), epoch=1, done=[4, 6])
     assert leases.done_below == 5
     assert numbers(leases.handle(ask(A))) == [5, 7]
-    assert leases.handle(ask(A, 5, 7)) == [EndEpoch(1, 0), NoMore(A)]
+    assert leases.handle(ask(A, 5, 7))[1:] == [EndEpoch(1, 0), NoMore(A)]
     assert leases.counts == {0: (2, 20)}
 
 

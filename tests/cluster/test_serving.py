@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shoal.cluster.coordination import Action, Coordination, CoordinationConfig, Drop, Remember
-from shoal.cluster.memory import Memory
+from shoal.cluster.ledger_facts import EpochLeased, RangesTrained, TrainingBegan
+from shoal.cluster.memory import LeaseAsked, LeasesStand, Memory
 from shoal.cluster.serving import ServingConfig
 from shoal.cluster.store_table import Answer
 from shoal.wire.group_messages import (
@@ -28,6 +31,7 @@ from shoal.wire.group_messages import (
     SlotsLost,
     SuspectServer,
 )
+from shoal.wire.ledger_messages import WorkerDrained, WorkerReadmitted
 from shoal.wire.messages import Join, JoinRefused, Message, Reaped, WaitExpired, Watch, Watching
 from shoal.wire.ps_messages import (
     ServerView,
@@ -107,21 +111,28 @@ def first_view(talk: Conversation) -> ServerView:
     return view
 
 
-def asks(talk: Conversation, rank: int, *finished: int, incarnation: int = 0, view: int = 1) -> list[Message]:
-    question = AskLease(
-        call=1,
-        rank=rank,
-        incarnation=incarnation,
-        view=view,
-        finished=list(finished),
-        num_samples=40,
-        samples_per_lease=10,
-        num_epochs=1,
-        num_ahead=1,
-        timeout_s=3.0,
-    )
+def question(rank: int, *finished: int, **options: Any) -> AskLease:
+    told: dict[str, Any] = {
+        "call": 1,
+        "rank": rank,
+        "incarnation": 0,
+        "view": 1,
+        "finished": list(finished),
+        "num_samples": 40,
+        "samples_per_lease": 10,
+        "num_epochs": 1,
+        "num_ahead": 1,
+        "timeout_s": 3.0,
+    }
+    return AskLease(**told | options)
+
+
+def asks(
+    talk: Conversation, rank: int, *finished: int, incarnation: int = 0, **options: Any
+) -> list[Message]:
     client = 1 + rank + 10 * incarnation
-    return talk.say(client, question).get(client, [])
+    asked = question(rank, *finished, incarnation=incarnation, **options)
+    return talk.say(client, asked).get(client, [])
 
 
 def test_the_view_is_told_to_servers_to_who_waits_and_to_the_supervisor(talk: Conversation) -> None:
@@ -260,6 +271,84 @@ def test_the_next_coordinator_knows_servers_views_and_leases(talk: Conversation)
     assert asks(again, 1, 1) == [Leases([(2, 0, 20, 30)], 0)]
     said = again.say(61, SlotsFilled(anew.view, list(range(256))))
     assert [type(each) for each in said[SUPERVISOR]] == [ServerView, ServersScaled]
+
+
+def test_the_next_coordinator_knows_what_was_handed_out_twice(talk: Conversation) -> None:
+    talk.rank(0)
+    talk.rank(1)
+    options = {"num_samples": 20, "backup": True, "timeout_s": 60.0}
+    assert asks(talk, 0, **options) == [Leases([(0, 0, 0, 10)], 0)]
+    assert asks(talk, 1, **options) == [Leases([(1, 0, 10, 20)], 0, True)]
+    talk.now = 1.0
+    assert asks(talk, 0, 0, busy_s=[1.0], **options) == []
+    assert 1 not in talk.tick(1.9)
+    assert talk.tick(2.0)[1] == [Leases([(1, 0, 10, 20)], 1, True)]  # rank 1 is a second late
+    again = talk.again(now=3.0)
+    again.rank(0)
+    again.rank(1)
+    assert asks(again, 0, 1, busy_s=[1.0], **options) == [NoMoreLeases(2)]
+    assert asks(again, 1, 1, busy_s=[9.0], **options) == [NoMoreLeases(2)]
+
+
+def test_a_worker_that_only_looks_whether_it_still_has_its_leases_leaves_no_trace(talk: Conversation) -> None:
+    talk.rank(0)
+    asks(talk, 0)
+    before = len(talk.memory.serving)
+    assert asks(talk, 0) == [Leases([(0, 0, 0, 10)], 0)]
+    assert len(talk.memory.serving) == before
+
+
+def test_a_drained_worker_is_told_of_with_its_figures_and_again_to_the_next_who_watches() -> None:
+    talk = Conversation(config(1, 1))
+    talk.server(0)
+    talk.rank(0)
+    talk.rank(1)
+    options = {"num_samples": 400, "num_epochs": 1, "drain_slower_than": 3.0, "timeout_s": 60.0}
+    asks(talk, 0, **options)
+    asks(talk, 1, **options)
+    asks(talk, 0, 0, busy_s=[1.0], **options)
+    asks(talk, 1, 1, busy_s=[5.0], **options)
+    said = talk.say(2, question(1, 3, busy_s=[5.0], **options))
+    assert said[SUPERVISOR][0] == WorkerDrained(1, 2.0, 10.0, 3.0)
+    assert 2 not in said
+    again = talk.again(now=1.0)
+    assert WorkerDrained(1, 2.0, 10.0, 3.0) in again.news
+    again.rank(1)
+    assert asks(again, 1, 3, busy_s=[5.0], **options) == []
+    assert again.tick(10.0)[2] == [Leases([(4, 0, 40, 50)], 2)]  # a probe
+    said = again.say(2, question(1, 4, busy_s=[1.0], **options))
+    assert said[SUPERVISOR][0] == WorkerReadmitted(1, 10.0, 10.0)
+
+
+def test_what_was_trained_is_in_the_journal(talk: Conversation) -> None:
+    talk.rank(0)
+    written = [
+        action.entry
+        for number in range(5)
+        for action in talk.coordination.hear(1, question(0, *range(number)[-1:], from_epoch=7), 0.0)
+        if isinstance(action, Remember)
+    ]
+    began = TrainingBegan(
+        call=1,
+        trainer=0,
+        data="",
+        epoch=7,
+        start=0,
+        num_samples=40,
+        num_workers=0,
+        sharding="dynamic",
+        is_leased=True,
+    )
+    trained = [
+        RangesTrained(call=1, rank=0, epoch=7, ranges=[(10 * number, 10 * number + 10)])
+        for number in range(4)
+    ]
+    ended = EpochLeased(call=1, epoch=7, num_samples_twice=0)
+    assert [each for each in written if not isinstance(each, LeaseAsked | LeasesStand)] == [
+        began,
+        *trained,
+        ended,
+    ]
 
 
 def test_another_number_of_servers_is_begun_refused_and_remembered(talk: Conversation) -> None:

@@ -2,7 +2,9 @@
 
 The real `Leases` decides; its events go into a journal before anything is
 answered, and a new coordinator is fed with them. Servers are taken to be
-perfect: they apply a push of (lease, batch) once and never die.
+perfect: they apply a push of (lease, batch) once and never die. Some workers
+are slow, for a while or for good: they are drained and readmitted, and others
+run their last leases a second time.
 """
 
 from __future__ import annotations
@@ -10,19 +12,21 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from shoal.cluster.leases import (
+from shoal.cluster.draining import Drained, Readmitted
+from shoal.cluster.lease_terms import (
     Action,
     Asked,
     EndEpoch,
     Event,
+    Finish,
     Hand,
     Holder,
     LeaseConfig,
-    Leases,
     NoMore,
     Replaced,
     Tick,
 )
+from shoal.cluster.leases import Leases
 from shoal.wire.messages import Message
 from shoal.wire.simulated import End, Network
 from simulation.world import Process, Violated, World
@@ -35,10 +39,12 @@ class AskForLeases(Message, frozen=True, tag="simulated-ask"):
     rank: int
     incarnation: int
     finished: list[int]
+    busy_s: list[float]
 
 
 class LeasesHanded(Message, frozen=True, tag="simulated-hand"):
     numbers: list[int]
+    is_ending: bool = False
 
 
 class Leasing:
@@ -57,13 +63,17 @@ class Leasing:
             samples_per_lease=BATCH * random.randint(1, 3),
             num_epochs=random.randint(1, 2),
             num_ahead=random.randint(1, 3),
-            backup_after_s=random.choice((None, None, 0.3)),
+            num_workers=random.choice((0, self.num_workers)),
+            backup=random.random() < 0.5,
+            drain_slower_than=random.choice((None, 2.0, 4.0)),
+            probe_every_s=random.choice((0.1, 1.0)),
         )
         self.network = Network(
             self.world.schedule, lambda: self.world.now, lambda: self.world.between(0.0001, 0.003)
         )
         self.journal: list[Event] = []
         self.applied: Counter[tuple[int, int]] = Counter()  # (lease, batch) -> how often it was run
+        self.done_by: dict[int, int] = {}  # lease -> the rank whose it is, in the ledger
         self.ended: list[int] = []
         self.counts: Counter[str] = Counter()
         self.workers: dict[int, LeaseWorker] = {}
@@ -83,9 +93,11 @@ class Leasing:
             for batch in range(num_batches(self.config, number)):
                 if not self.applied[number, batch]:
                     raise Violated(f"batch {batch} of lease {number} was never run")
+        if sorted(self.done_by) != list(range(self.config.num_epochs * self.config.num_leases)):
+            raise Violated(f"the ledger has {sorted(self.done_by)}")
         num_again = sum(count - 1 for count in self.applied.values())
         self.counts["batches run again"] += num_again
-        if num_again and not self.counts["worker killed"] and self.config.backup_after_s is None:
+        if num_again and not self.counts["worker killed"] and not self.config.backup:
             raise Violated(f"{num_again} batches were run again although nobody died")
 
     def fork(self, rank: int, incarnation: int) -> None:
@@ -96,6 +108,15 @@ class Leasing:
         if number // self.config.num_leases != len(self.ended) and not self.applied[number, batch]:
             raise Violated(f"lease {number} is run first in epoch {len(self.ended)}, which is not its own")
         self.applied[number, batch] += 1
+
+    def finish(self, finished: Finish) -> None:
+        """Some leases are done, and one worker did them."""
+        for lease in finished.leases:
+            if lease.number in self.done_by:
+                raise Violated(
+                    f"lease {lease.number} is rank {self.done_by[lease.number]}'s, and {finished.by}'s"
+                )
+            self.done_by[lease.number] = finished.by.rank
 
     def end_epoch(self, epoch: int) -> None:
         if epoch != len(self.ended):
@@ -115,7 +136,19 @@ class Leasing:
         random, world = self.world.random, self.world
         worker = self.workers[random.randrange(self.num_workers)]
         self.last_fault_at = world.now
-        match random.choice(("kill", "kill", "kill", "coordinator", "coordinator", "stop", "cut", "strand")):
+        kinds = (
+            "kill",
+            "kill",
+            "kill",
+            "coordinator",
+            "coordinator",
+            "stop",
+            "cut",
+            "strand",
+            "slow",
+            "slow",
+        )
+        match random.choice(kinds):
             case "kill" if worker.is_alive:
                 worker.tell("!! is killed")
                 self.counts["worker killed"] += 1
@@ -133,6 +166,9 @@ class Leasing:
                 self.network.cut(worker.end, notice_s=0.001, far_notice_s=random.choice((0.001, 0.5)))
             case "strand":
                 worker.strands_s = random.choice((0.0001, 0.1))
+            case "slow":
+                worker.times_slower = random.choice((3.0, 10.0))
+                world.schedule(random.choice((0.3, 2.0)), worker.recover)
 
     def _reap(self, worker: LeaseWorker) -> None:
         worker.tell("is reaped")
@@ -180,7 +216,7 @@ class LeaseCoordinator(Process):
         config = self.core.config
         for number in range(self.core.epoch * config.num_leases, (self.core.epoch + 1) * config.num_leases):
             holders = self.core.holders(number)
-            if len(holders) > (1 if config.backup_after_s is None else 2) or len(set(holders)) < len(holders):
+            if len(holders) > (2 if config.backup else 1) or len(set(holders)) < len(holders):
                 raise Violated(f"lease {number} is held by {holders}")
 
     def accepted(self, end: End) -> None:
@@ -192,7 +228,7 @@ class LeaseCoordinator(Process):
             known = self._ends.get(by)
             if known is None or known.number <= end.number:
                 self._ends[by] = end
-                self._feed(Asked(by, tuple(message.finished), self.world.now))
+                self._feed(Asked(by, tuple(message.finished), self.world.now, tuple(message.busy_s)))
 
     def lost(self, end: End) -> None:
         for holder in [holder for holder, each in self._ends.items() if each is end]:
@@ -212,7 +248,7 @@ class LeaseCoordinator(Process):
         actions = self.core.handle(event)
         if self.dies_at == "after" and not self.job.answers_first:
             self.die()
-            actions = [each for each in actions if isinstance(each, EndEpoch)]  # the journal has it
+            actions = [each for each in actions if isinstance(each, EndEpoch | Finish)]  # the journal has it
         self._carry_out(actions)
         if self.job.answers_first:
             if self.dies_at == "after":
@@ -233,15 +269,24 @@ class LeaseCoordinator(Process):
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, EndEpoch):
-                self.job.end_epoch(action.epoch)
-                continue
+            match action:
+                case EndEpoch(epoch):
+                    self.job.end_epoch(epoch)
+                    continue
+                case Finish():
+                    self.job.finish(action)
+                    continue
+                case Drained(rank) | Readmitted(rank):
+                    self.tell(type(action).__name__, rank)
+                    self.job.counts[f"worker {type(action).__name__.lower()}"] += 1
+                    continue
             end = self._ends.get(action.to)
             if end is None:
                 continue
             self.tell("answers", action)
             if isinstance(action, Hand):
-                end.send(LeasesHanded([lease.number for lease in action.leases]))
+                numbers = [lease.number for lease in action.leases]
+                end.send(LeasesHanded(numbers, self.core.is_ending))
             elif isinstance(action, NoMore):
                 end.send(LeasesHanded([]))
             elif self.job.workers[action.to.rank].incarnation == action.to.incarnation:
@@ -259,14 +304,20 @@ class LeaseWorker(Process):
         self.strands_s = 0.0
         self._held: list[int] = []
         self._running: tuple[int, int] | None = None  # lease and batch
-        self._finished: list[int] = []  # and not known to be heard
+        self._finished: dict[int, float] = {}  # how long each took, and not known to be heard
+        self.times_slower = 1.0
+        self._began_at = 0.0
         self._asks_with: list[int] | None = None
+        self._is_ending = False
         self.later(self.world.between(0.01, 0.1), self._ask)
 
     def die(self) -> None:
         self.is_alive = False
         if self.end is not None:
             self.end.close()
+
+    def recover(self) -> None:
+        self.times_slower = 1.0
 
     def heard(self, end: End, message: Message) -> None:
         self.do(self._heard, end, message)
@@ -280,14 +331,15 @@ class LeaseWorker(Process):
         self._asks_with = list(self._finished)
         lag_s, self.strands_s = self.strands_s, 0.0
         self.end.lag_s = lag_s
-        self.end.send(AskForLeases(self.rank, self.incarnation, self._asks_with))
+        busy_s = [self._finished[each] for each in self._asks_with]
+        self.end.send(AskForLeases(self.rank, self.incarnation, self._asks_with, busy_s))
         if lag_s:
             self.job.network.cut(self.end, notice_s=0.001, far_notice_s=lag_s + 0.05)
 
     def _heard(self, end: End, message: Any) -> None:
         if end is not self.end or self._asks_with is None:
             return
-        self._finished = [each for each in self._finished if each not in self._asks_with]
+        self._finished = {each: s for each, s in self._finished.items() if each not in self._asks_with}
         self._asks_with = None
         self.tell("holds", message.numbers)
         if not message.numbers and not self._finished:
@@ -295,6 +347,7 @@ class LeaseWorker(Process):
             self.die()
             return
         self._held = [number for number in message.numbers if number not in self._finished]
+        self._is_ending = message.is_ending
         if self._finished:
             self._ask()
         if self._running is None:
@@ -312,7 +365,11 @@ class LeaseWorker(Process):
     def _next(self) -> None:
         if self._held:
             self._running = (self._held[0], 0)
-            self.later(self.world.between(0.002, 0.05), self._run, self._running)
+            self._began_at = self.world.now
+            self._compute(self._running)
+
+    def _compute(self, running: tuple[int, int]) -> None:
+        self.later(self.world.between(0.002, 0.05) * self.times_slower, self._run, running)
 
     def _run(self, running: tuple[int, int]) -> None:
         if running != self._running:
@@ -321,12 +378,14 @@ class LeaseWorker(Process):
         self.job.push(number, batch)
         if batch + 1 < num_batches(self.job.config, number):
             self._running = (number, batch + 1)
-            self.later(self.world.between(0.002, 0.05), self._run, self._running)
+            self._compute(self._running)
+            if self._is_ending and self._asks_with is None:
+                self._ask()  # somebody else may have done it
             return
         self.tell("has done", number)
         self._running = None
         self._held.remove(number)
-        self._finished.append(number)
+        self._finished[number] = self.world.now - self._began_at
         if self._asks_with is None:
             self._ask()
         self._next()

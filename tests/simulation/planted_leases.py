@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from shoal.cluster import leases
-from shoal.cluster.leases import Asked, EndEpoch, Holder, Leases, LeaseState
+from shoal.cluster.lease_terms import Action, Asked, EndEpoch, Finish, Holder, LeaseState, Tick
+from shoal.cluster.leases import Leases
 from simulation.leasing import Leasing
 
 PLANTED_LEASES: dict[str, type[Leasing]] = {}
@@ -31,7 +31,7 @@ class ReturnsNothing(Leases):
 
 
 class EndsEarly(Leases):
-    def _end_epoch(self) -> list[leases.Action]:
+    def _end_epoch(self) -> list[Action]:
         if len(self._done) == self.config.num_leases - 1 and not self._is_over:
             self.epoch += 1
             self._is_over = self.epoch == self.config.num_epochs
@@ -45,14 +45,26 @@ class HandsOutTheHeld(Leases):
         super()._top_up(holder, at)
         for holders in self._holders.values():
             if not any(holder in each for each in self._holders.values()):
-                holders[holder] = at
+                holders.append(holder)
 
 
 class ForgetsWhoWaits(Leases):
-    def _serve(self, at: float) -> list[leases.Action]:
+    def _serve(self, at: float) -> list[Action]:
         actions = super()._serve(at)
         self._waiting.clear()
         return actions
+
+
+class CountsBothHolders(Leases):
+    """Both holders of a lease are said to have done it."""
+
+    def _finish(self, asked: Asked) -> list[Action]:
+        again = [
+            self.config.lease(each)
+            for each in asked.finished
+            if self.state(each) is LeaseState.DONE and each // self.config.num_leases == self.epoch
+        ]
+        return [*super()._finish(asked), *([Finish(asked.by, tuple(again))] if again else [])]
 
 
 _plant("a lease is returned twice", leases_class=ReturnsTwice)
@@ -60,5 +72,7 @@ _plant("the leases of the dead stay with them", leases_class=ReturnsNothing)
 _plant("an epoch ends with a lease under way", leases_class=EndsEarly)
 _plant("a lease that is held is handed out again", leases_class=HandsOutTheHeld)
 _plant("who waits for a lease is forgotten", leases_class=ForgetsWhoWaits)
+_plant("a lease that two have run is two workers' in the ledger", leases_class=CountsBothHolders)
 _plant("leases: answers before it writes", answers_first=True)
 _plant("the journal has no leases", forgets=(Asked,))
+_plant("the journal does not know what was handed out by the clock", forgets=(Tick,))

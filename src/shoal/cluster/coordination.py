@@ -33,6 +33,7 @@ from shoal.wire.group_messages import (
     ServerAlive,
 )
 from shoal.wire.lateness_messages import Late, LateHeard
+from shoal.wire.ledger_messages import Noted
 from shoal.wire.messages import (
     BeginCall,
     CallGranted,
@@ -122,7 +123,7 @@ class Coordination:
             membership=self._membership if config.can_recover else None,
             record=memory.calls,
         )
-        self._num_remembered = len(memory.calls)
+        self._num_remembered, self._num_noted = len(memory.calls), memory.num_noted
         self._store = StoreTable(memory.store, memory.answers)
         self._serving = Serving(
             config.servers,
@@ -162,7 +163,7 @@ class Coordination:
             return []  # dropped a moment ago, and what it said before that is of no account
         if me.has_asked:
             return [Drop(client, "it asks before it was answered")]
-        if isinstance(message, Watch | Reaped | Saved | ReapedServer | ScaleServers):
+        if isinstance(message, Watch | Reaped | Saved | Noted | ReapedServer | ScaleServers):
             return self._hear_supervisor(client, me, message, now)
         if self._serving.is_server(client):
             if isinstance(message, SlotsFilled | StepLost | ServerAlive):
@@ -267,11 +268,14 @@ class Coordination:
                 return [Remember(message), *self._drop_fenced(), *freed]
             case Saved():
                 return [Remember(message)]
+            case Noted(serial=serial):
+                is_new, self._num_noted = serial > self._num_noted, max(serial, self._num_noted)
+                return [Remember(message)] if is_new else []
             case ReapedServer() | ScaleServers():
                 return self._about_serving(self._serving.hear_supervisor(client, message, now))
         news = () if me.is_watching else self._serving.news_for_watcher()
         me.is_watching = True
-        said = (Watching(self._membership.view), *self._suspects.values(), *news)
+        said = (Watching(self._membership.view, self._num_noted), *self._suspects.values(), *news)
         return [Answer(client, each) for each in said]
 
     def _drop_fenced(self) -> list[Action]:

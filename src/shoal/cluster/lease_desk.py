@@ -1,27 +1,36 @@
 """Leases as workers ask for them: one call's at a time, each question answered or ended at its deadline.
 
-Pure. `leases.py` decides who runs what; here are the questions that wait, and
-what has to be remembered so that a new coordinator decides the same again.
+Pure. `leases.py` decides who runs what; here are the questions that wait, what
+has to be remembered so that a new coordinator decides the same again, and
+what of it goes into the ledger.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import msgspec
 
-from shoal.cluster import leases
+from shoal.cluster import lease_terms
 from shoal.cluster.coordinator_actions import Remember, TellWatchers
-from shoal.cluster.leases import Holder, LeaseConfig
+from shoal.cluster.draining import Drained, Readmitted
+from shoal.cluster.lease_terms import Holder, LeaseConfig
 from shoal.cluster.leases import Leases as Table
-from shoal.cluster.memory import LeaseGaveUp, LeasesStand
+from shoal.cluster.ledger_facts import EpochLeased, RangesTrained, TrainingBegan
+from shoal.cluster.memory import LeaseAsked, LeaseGaveUp, LeaseReturned, LeasesStand, LeaseTicked
 from shoal.cluster.store_table import Answer
 from shoal.core.errors import ConfigError
 from shoal.wire.group_messages import AskLease, LeaseCounts, LeaseRefused, Leases, NoMoreLeases
+from shoal.wire.ledger_messages import WorkerDrained, WorkerReadmitted
 from shoal.wire.messages import WaitExpired
 
 SNAPSHOT_EVERY = 256
 """Questions between two notes of how everything stands: so many are told again after a coordinator's death."""
+
+Said: TypeAlias = Answer | Remember | TellWatchers
 
 
 @dataclass(slots=True)
@@ -45,23 +54,45 @@ class LeaseDesk:
     @property
     def deadline(self) -> float | None:
         """When `tick` has something to do."""
-        return min((each.expires_at for each in self._questions.values()), default=None)
+        times = [each.expires_at for each in self._questions.values()]
+        if self._table is not None and self._table.deadline is not None:
+            times.append(self._table.deadline)
+        return min(times, default=None)
 
     @property
     def counts(self) -> LeaseCounts | None:
         """What each rank has done."""
         return LeaseCounts(dict(self._table.counts)) if self._table else None
 
-    def ask(self, client: int, ask: AskLease, now: float) -> list[Answer | Remember | TellWatchers]:
+    @property
+    def drained(self) -> list[WorkerDrained]:
+        """Whoever is given no more."""
+        if self._table is None:
+            return []
+        return [self._drained(self._table.draining.figures(rank)) for rank in self._table.draining.drained]
+
+    @property
+    def holdings(self) -> tuple[LeaseConfig, dict[int, list[int]], int] | None:
+        """How epochs are cut, the leases each rank holds, and how many are still to be handed out; None before the first."""
+        if self._table is None:
+            return None
+        held: dict[int, list[int]] = defaultdict(list)
+        for number, rank, _ in self._table.snapshot().held:
+            held[rank].append(number)
+        return self._table.config, dict(held), self._table.num_todo
+
+    def ask(self, client: int, ask: AskLease, now: float) -> list[Said]:
         """A worker asks. Client 0 is nobody: it is being remembered."""
         if ask.call < self.call:
             return [Answer(client, NoMoreLeases(0))]
+        began: list[Said] = []
         if self._table is None or ask.call > self.call:
             try:
                 table = Table(_config(ask), epoch=ask.first_epoch, done=ask.done)
             except ConfigError as error:
                 return [Answer(client, LeaseRefused(str(error)))]
             self.call, self._asked, self._table = ask.call, ask, table
+            began = [Remember(_began(ask, table))]
         elif self._asked is not None and _config(ask) != _config(self._asked):
             return [
                 Answer(
@@ -71,20 +102,28 @@ class LeaseDesk:
             ]
         by = Holder(ask.rank, ask.incarnation)
         if ask.is_last or (self._asked is not None and self._asked.is_last):
-            return self._end(client, ask)
+            return self._end(client, ask, now)
         self._questions[by] = _Question(client, now, now + ask.timeout_s, ask.below)
-        acted = self._table.handle(leases.Asked(by, tuple(ask.finished), now))
+        held = self._table.held_by(by)
+        event = lease_terms.Asked(by, tuple(ask.finished), now, tuple(ask.busy_s))
+        acted = self._table.handle(event)
+        answers = self._answers(acted)
+        if not ask.finished and held and held == self._table.held_by(by):
+            return [
+                *began,
+                *answers,
+            ]  # it only looked whether it still has them: there is nothing to remember
         self._num_since_snapshot += 1
-        remember: list[Answer | Remember | TellWatchers] = [Remember(ask)]
-        has_epoch_ended = any(isinstance(each, leases.EndEpoch) for each in acted)
+        remember: list[Said] = [*began, Remember(LeaseAsked(now, ask)), *self._ledger(acted)]
+        has_epoch_ended = any(isinstance(each, lease_terms.EndEpoch) for each in acted)
         if self._num_since_snapshot >= SNAPSHOT_EVERY or has_epoch_ended:
             self._num_since_snapshot = 0
             assert self._asked is not None
             remember.append(Remember(LeasesStand(self._asked, self._table.snapshot())))
-        told: list[Answer | Remember | TellWatchers] = []
+        told: list[Said] = [*self._tidings(acted)]
         if ask.finished and self.counts is not None:
-            told = [TellWatchers(self.counts)]
-        return [*remember, *self._answers(acted), *self._tell_of_the_epoch(), *told]
+            told.append(TellWatchers(self.counts))
+        return [*remember, *answers, *self._tell_of_the_epoch(), *told]
 
     def _tell_of_the_epoch(self) -> list[Answer]:
         """Who waits in an epoch that is over has to hear of it, though others hold all of the next one."""
@@ -94,34 +133,38 @@ class LeaseDesk:
             by for by, each in self._questions.items() if each.below // num_leases < below // num_leases
         ]
         for by in behind:
-            self._table.handle(leases.GaveUp(by))
+            self._table.handle(lease_terms.GaveUp(by))
         answers = [self._answer(by, Leases([], below)) for by in behind]
         return [each for each in answers if each.client]
 
-    def _end(self, client: int, ask: AskLease) -> list[Answer | Remember | TellWatchers]:
+    def _end(self, client: int, ask: AskLease, now: float) -> list[Said]:
         """The call ends early, by a wish that all have agreed on: whoever waits, waits for nothing."""
         assert self._asked is not None
         assert self._table is not None
         self._asked = msgspec.structs.replace(self._asked, is_last=True)
+        by = Holder(ask.rank, ask.incarnation)
+        acted = self._table.handle(lease_terms.Asked(by, tuple(ask.finished), now, tuple(ask.busy_s)))
         waiting, self._questions = self._questions, {}
         no_more = NoMoreLeases(self._table.done_below)
         clients = [*(question.client for question in waiting.values()), client]
-        return [Remember(ask), *(Answer(each, no_more) for each in clients if each)]
+        remember: list[Said] = [Remember(LeaseAsked(now, ask)), *self._ledger(acted)]
+        return [*remember, *(Answer(each, no_more) for each in clients if each)]
 
-    def replaced(self, rank: int, incarnation: int, now: float) -> list[Answer]:
+    def replaced(self, rank: int, incarnation: int, now: float) -> list[Answer | Remember]:
         """Incarnations of this rank below `incarnation` are gone: what they held goes back."""
         for by in [by for by in self._questions if by.rank == rank and by.incarnation < incarnation]:
             del self._questions[by]
         if self._table is None:
             return []
-        return self._answers(self._table.handle(leases.Replaced(rank, incarnation, now)))
+        acted = self._table.handle(lease_terms.Replaced(rank, incarnation, now))
+        return [Remember(LeaseReturned(rank, incarnation, now)), *self._answers(acted)]
 
     def gave_up(self, rank: int, incarnation: int) -> None:
         """Nobody waits for an answer any more."""
         by = Holder(rank, incarnation)
         self._questions.pop(by, None)
         if self._table is not None:
-            self._table.handle(leases.GaveUp(by))
+            self._table.handle(lease_terms.GaveUp(by))
 
     def gone(self, client: int) -> list[Remember]:
         """A connection is closed."""
@@ -132,20 +175,22 @@ class LeaseDesk:
         ]
 
     def tick(self, now: float) -> list[Answer | Remember]:
-        """End the waits that have lasted long enough."""
+        """Hand out what is due by the clock, and end the waits that have lasted long enough."""
         actions: list[Answer | Remember] = []
+        if self._table is not None and self._table.deadline is not None and now >= self._table.deadline:
+            actions += self.hand_out(now)
         for by, question in list(self._questions.items()):
             if now >= question.expires_at:
                 actions.append(self._give_up(by))
-                actions.append(
-                    Answer(
-                        question.client,
-                        WaitExpired(
-                            f"rank {by.rank}'s next lease", now - question.asked_at, self._whom_for(by)
-                        ),
-                    )
-                )
+                waited_s = now - question.asked_at
+                expired = WaitExpired(f"rank {by.rank}'s next lease", waited_s, self._whom_for(by))
+                actions.append(Answer(question.client, expired))
         return actions
+
+    def hand_out(self, now: float) -> list[Answer | Remember]:
+        """Time has passed."""
+        acted = self._table.handle(lease_terms.Tick(now)) if self._table is not None else []
+        return [Remember(LeaseTicked(now)), *self._answers(acted)] if acted else []
 
     def restore(self, stand: LeasesStand) -> None:
         """Begin where a coordinator before stood."""
@@ -166,22 +211,53 @@ class LeaseDesk:
         held = self._table.snapshot().held if self._table else []
         return [f"rank {rank} (holds lease {number})" for number, rank, _ in held if rank != by.rank]
 
-    def _answers(self, acted: list[leases.Action]) -> list[Answer]:
+    def _answers(self, acted: Sequence[lease_terms.Action]) -> list[Answer]:
         assert self._table is not None
-        below, answers = self._table.done_below, []
+        below, is_ending, answers = self._table.done_below, self._table.is_ending, []
         for each in acted:
             match each:
-                case leases.Hand(to, held):
-                    answers.append(self._answer(to, Leases([(*lease,) for lease in held], below)))
-                case leases.NoMore(to):
+                case lease_terms.Hand(to, held):
+                    answers.append(self._answer(to, Leases([(*lease,) for lease in held], below, is_ending)))
+                case lease_terms.NoMore(to):
                     answers.append(self._answer(to, NoMoreLeases(below)))
-                case leases.Refuse(to, reason):
+                case lease_terms.Refuse(to, reason):
                     answers.append(self._answer(to, LeaseRefused(reason)))
         return [each for each in answers if each.client]
 
     def _answer(self, to: Holder, message: Leases | NoMoreLeases | LeaseRefused) -> Answer:
         question = self._questions.pop(to, None)
         return Answer(question.client if question else 0, message)
+
+    def _ledger(self, acted: Sequence[lease_terms.Action]) -> list[Remember]:
+        """Who has trained what, and epochs that are whole."""
+        assert self._asked is not None
+        first, written = self._asked.from_epoch, list[Remember]()
+        for each in acted:
+            match each:
+                case lease_terms.Finish(by, leases):
+                    for epoch in sorted({lease.epoch for lease in leases}):
+                        ranges = [(lease.start, lease.stop) for lease in leases if lease.epoch == epoch]
+                        fact = RangesTrained(call=self.call, rank=by.rank, epoch=first + epoch, ranges=ranges)
+                        written.append(Remember(fact))
+                case lease_terms.EndEpoch(epoch, num_twice):
+                    ended = EpochLeased(call=self.call, epoch=first + epoch, num_samples_twice=num_twice)
+                    written.append(Remember(ended))
+        return written
+
+    def _tidings(self, acted: Sequence[lease_terms.Action]) -> list[TellWatchers]:
+        told: list[TellWatchers] = []
+        for each in acted:
+            match each:
+                case Drained():
+                    told.append(TellWatchers(self._drained(each)))
+                case Readmitted(rank, samples_per_s, others):
+                    told.append(TellWatchers(WorkerReadmitted(rank, samples_per_s, others)))
+        return told
+
+    def _drained(self, figures: Drained) -> WorkerDrained:
+        assert self._table is not None
+        limit = self._table.config.drain_slower_than or 0.0
+        return WorkerDrained(figures.rank, figures.samples_per_s, figures.others_samples_per_s, limit)
 
 
 def _config(ask: AskLease) -> LeaseConfig:
@@ -190,4 +266,26 @@ def _config(ask: AskLease) -> LeaseConfig:
         samples_per_lease=ask.samples_per_lease,
         num_epochs=ask.num_epochs,
         num_ahead=ask.num_ahead,
+        num_workers=ask.num_workers,
+        backup=ask.backup,
+        drain_slower_than=ask.drain_slower_than or None,
+        probe_every_s=ask.probe_every_s,
+        shares=tuple(ask.shares),
+    )
+
+
+def _began(ask: AskLease, table: Table) -> TrainingBegan:
+    """A call's leases are handed out from where a checkpoint, or nothing, was done."""
+    config, epoch = table.config, table.epoch
+    within = table.done_below - epoch * config.num_leases
+    return TrainingBegan(
+        call=ask.call,
+        trainer=ask.trainer,
+        data=ask.data,
+        epoch=ask.from_epoch + epoch,
+        start=min(within * config.samples_per_lease, config.num_samples),
+        num_samples=config.num_samples,
+        num_workers=ask.num_workers,
+        sharding="fixed shares" if config.shares else "dynamic",
+        is_leased=True,
     )

@@ -11,181 +11,39 @@ events again, a new `Leases` stands where the old one stood.
 
 A lease is named by its number alone, and so are the pushes made from it
 (lease, batch). Whoever runs it again makes the same pushes, and servers apply
-only those they have not seen.
+only those they have not seen. So a lease may have two holders, too: where
+nothing is left to hand out, an idle worker gets one that another is slow with.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import NamedTuple, TypeAlias
 
-import msgspec
-
-from shoal.core.errors import ConfigError
-
-
-class LeaseState(StrEnum):
-    """Where a lease of the running epoch is."""
-
-    TODO = "todo"
-    HELD = "held"  # by one worker; at an epoch's end perhaps by a second one, which is counted
-    DONE = "done"  # final: all its pushes are acknowledged
-
-
-EDGES = {
-    LeaseState.TODO: {LeaseState.HELD},
-    LeaseState.HELD: {LeaseState.TODO, LeaseState.DONE},
-    LeaseState.DONE: set(),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseConfig:
-    """How an epoch is cut and handed out."""
-
-    num_samples: int
-    """Samples of an epoch."""
-
-    samples_per_lease: int
-    """A multiple of the batch size, so that the last batch of an epoch is the only short one."""
-
-    num_epochs: int = 1
-    """Epochs of the call."""
-
-    num_ahead: int = 2
-    """Leases a worker holds at once: it works on one and has the next at hand while the coordinator is away."""
-
-    backup_after_s: float | None = None
-    """At an epoch's end an idle worker gets what another has held for so long; None: it waits."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_samples", "samples_per_lease", "num_epochs", "num_ahead"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.backup_after_s is not None and not self.backup_after_s > 0:
-            raise ConfigError(f"backup_after_s must be positive, got {self.backup_after_s}")
-
-    @property
-    def num_leases(self) -> int:
-        """Leases of one epoch."""
-        return -(-self.num_samples // self.samples_per_lease)
-
-    def lease(self, number: int) -> Lease:
-        """What a number stands for; the numbers run on through the epochs."""
-        epoch, index = divmod(number, self.num_leases)
-        start = index * self.samples_per_lease
-        return Lease(number, epoch, start, min(start + self.samples_per_lease, self.num_samples))
-
-
-class Lease(NamedTuple):
-    """The samples start..stop-1, in the order of the epoch."""
-
-    number: int
-    epoch: int
-    start: int
-    stop: int
-
-
-class Holder(NamedTuple):
-    """One incarnation of a worker."""
-
-    rank: int
-    incarnation: int
-
-
-class LeaseSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that `Leases` knows, for a journal."""
-
-    epoch: int
-    done_below: int
-    done: list[int]  # of this epoch, beyond done_below
-    held: list[tuple[int, int, int]]  # lease, rank, incarnation
-    waiting: list[tuple[int, int]]  # rank, incarnation; the longest first
-    incarnations: dict[int, int]
-    counts: dict[int, tuple[int, int]]
-    num_samples_twice: int = 0
-
-
-# ---- events -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A worker has finished these leases (in this incarnation) and asks for more. A repeat is safe."""
-
-    by: Holder
-    finished: tuple[int, ...]
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Replaced:
-    """Incarnations of this rank below `incarnation` hold nothing any more, whether or not the next one has come."""
-
-    rank: int
-    incarnation: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class GaveUp:
-    """A worker that asked waits no longer; what it holds stays with it."""
-
-    by: Holder
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-    at: float
-
-
-Event: TypeAlias = Asked | Replaced | GaveUp | Tick
-
-
-# ---- actions ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Hand:
-    """Tell a worker all that it holds: those it had before, and new ones."""
-
-    to: Holder
-    leases: tuple[Lease, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NoMore:
-    """Tell a worker that the last epoch is over."""
-
-    to: Holder
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Tell a process why it is not heard: it was replaced, or speaks of what it does not hold."""
-
-    to: Holder
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class EndEpoch:
-    """Every sample of the epoch is done; `num_samples_twice` of them were handed to two workers."""
-
-    epoch: int
-    num_samples_twice: int
-
-
-Action: TypeAlias = Hand | NoMore | Refuse | EndEpoch
+from shoal.cluster.draining import Drained, Draining, Pace, Readmitted
+from shoal.cluster.lease_terms import (
+    EDGES,
+    Action,
+    Asked,
+    EndEpoch,
+    Event,
+    Finish,
+    GaveUp,
+    Hand,
+    Holder,
+    Lease,
+    LeaseConfig,
+    LeaseSnapshot,
+    LeaseState,
+    NoMore,
+    Refuse,
+    Replaced,
+    Tick,
+)
 
 
 class Leases:
-    """The leases of one call: every lease is done once, and held by one worker at a time.
+    """The leases of one call: every lease is done once, and held by one worker at a time, or by two at an epoch's end.
 
     A dead worker's leases go back and are handed out first. A worker that has
     nothing to do waits for what comes back or for the next epoch.
@@ -197,9 +55,11 @@ class Leases:
         self.epoch = epoch
         self.num_samples_twice = 0  # in this epoch
         self.counts: dict[int, tuple[int, int]] = {}  # rank: leases and samples it has finished
+        self.draining = Draining(config.drain)
         self._begin_epoch()
         self._incarnations: dict[int, int] = {}  # rank: the newest heard of
         self._waiting: dict[Holder, float] = {}
+        self._began: dict[Holder, float] = {}  # since when it works on the first lease it holds
         self._is_over = epoch >= config.num_epochs
         self._pass_over(done)
         self._end_epoch()
@@ -216,19 +76,28 @@ class Leases:
             incarnations=dict(self._incarnations),
             counts=dict(self.counts),
             num_samples_twice=self.num_samples_twice,
+            began=[(*by, at) for by, at in sorted(self._began.items())],
+            paces={
+                rank: (pace.samples, pace.seconds, pace.num_leases)
+                for rank, pace in self.draining.paces.items()
+            },
+            drained=dict(self.draining.drained),
         )
 
     @classmethod
     def restore(cls, config: LeaseConfig, kept: LeaseSnapshot) -> Leases:
-        """Leases that stand where `kept` was taken. Times begin anew."""
+        """Leases that stand where `kept` was taken."""
         first = kept.epoch * config.num_leases
         leases = cls(config, epoch=kept.epoch, done={*range(first, kept.done_below), *kept.done})
         for number, rank, incarnation in kept.held:
-            leases._holders.setdefault(number, {})[Holder(rank, incarnation)] = 0.0
+            leases._holders.setdefault(number, []).append(Holder(rank, incarnation))
         leases._todo = [number for number in leases._todo if number not in leases._holders]
         leases._waiting = {Holder(*by): 0.0 for by in kept.waiting}
         leases._incarnations, leases.counts = dict(kept.incarnations), dict(kept.counts)
         leases.num_samples_twice = kept.num_samples_twice
+        leases._began = {Holder(rank, incarnation): at for rank, incarnation, at in kept.began}
+        leases.draining.paces = {rank: Pace(*pace) for rank, pace in kept.paces.items()}
+        leases.draining.drained = dict(kept.drained)
         return leases
 
     @property
@@ -239,12 +108,25 @@ class Leases:
         return self._below
 
     @property
+    def is_ending(self) -> bool:
+        """Whether what a worker holds may be finished by another: it should ask now and then."""
+        return self.config.backup and not self._todo
+
+    @property
+    def num_todo(self) -> int:
+        """Leases of the epoch that nobody was given yet, or that came back."""
+        return len(self._todo)
+
+    @property
     def deadline(self) -> float | None:
         """When a Tick will have something to do, if nothing happens before."""
-        after_s = self.config.backup_after_s
-        if after_s is None or not self._waiting or self._todo:
-            return None
-        return min((since + after_s for since, _ in self._alone()), default=None)
+        times: list[float] = []
+        for holder in self._waiting:
+            if holder.rank in self.draining.drained:
+                times += [self.draining.drained[holder.rank]] if self._todo else []
+            elif self.is_ending:
+                times += [expected + own_s for expected, own_s, _ in self._prospects(holder)]
+        return min(times, default=None)
 
     def state(self, number: int) -> LeaseState:
         """Where a lease is; those of epochs to come are TODO."""
@@ -256,11 +138,15 @@ class Leases:
         """Who holds a lease at present."""
         return tuple(self._holders.get(number, ()))
 
+    def held_by(self, holder: Holder) -> list[int]:
+        """The leases that a worker holds, in the order in which it runs them."""
+        return sorted(number for number, holders in self._holders.items() if holder in holders)
+
     def handle(self, event: Event) -> list[Action]:
         """Apply one event; return what must now be done, in order."""
         match event:
-            case Asked(by, finished, at):
-                return self._ask(by, finished, at)
+            case Asked():
+                return self._ask(event)
             case Replaced(rank, incarnation, at):
                 self._fence(rank, incarnation)
                 return self._serve(at)
@@ -270,7 +156,8 @@ class Leases:
             case Tick(at):
                 return self._serve(at)
 
-    def _ask(self, by: Holder, finished: tuple[int, ...], at: float) -> list[Action]:
+    def _ask(self, asked: Asked) -> list[Action]:
+        by, at = asked.by, asked.at
         newest = self._incarnations.get(by.rank, 0)
         if by.incarnation < newest:
             return [
@@ -281,33 +168,46 @@ class Leases:
         self._fence(by.rank, by.incarnation)
         strange = [
             each
-            for each in finished
+            for each in asked.finished
             if self.state(each) is not LeaseState.DONE and by not in self.holders(each)
         ]
         if strange:
             return [Refuse(by, f"rank {by.rank} has finished leases {strange}, which it does not hold")]
-        for number in finished:
-            if self.state(number) is LeaseState.HELD:
-                self._move(number, LeaseState.DONE)
-                _, _, start, stop = self.config.lease(number)
-                num_leases, num_samples = self.counts.get(by.rank, (0, 0))
-                self.counts[by.rank] = (num_leases + 1, num_samples + stop - start)
-        actions = self._end_epoch()
+        actions = [*self._finish(asked), *self._end_epoch()]
         self._waiting[by] = at
         return actions + self._serve(at)
 
+    def _finish(self, asked: Asked) -> list[Action]:
+        by, done, judged = asked.by, list[Lease](), list[Drained | Readmitted | None]()
+        for index, number in enumerate(asked.finished):
+            if self.state(number) is not LeaseState.HELD:
+                continue  # said before, or another was faster
+            self._move(number, LeaseState.DONE)
+            lease = self.config.lease(number)
+            done.append(lease)
+            num_leases, num_samples = self.counts.get(by.rank, (0, 0))
+            self.counts[by.rank] = (num_leases + 1, num_samples + lease.num_samples)
+            busy_s = (
+                asked.busy_s[index] if index < len(asked.busy_s) else asked.at - self._began.get(by, asked.at)
+            )
+            judged.append(self.draining.finished(by.rank, lease.num_samples, busy_s, asked.at))
+            self._began[by] = asked.at
+        said = [each for each in judged if each is not None]
+        return [*([Finish(by, tuple(done))] if done else []), *said]
+
     def _fence(self, rank: int, incarnation: int) -> None:
+        if incarnation > self._incarnations.get(rank, 0):
+            self.draining.replaced(rank)
         self._incarnations[rank] = max(incarnation, self._incarnations.get(rank, 0))
         for number, holders in list(self._holders.items()):
             for holder in list(holders):
                 if holder.rank == rank and holder.incarnation < incarnation:
-                    del holders[holder]
+                    holders.remove(holder)
                     if not holders:
                         self._move(number, LeaseState.TODO)
-        for holder in [
-            each for each in self._waiting if each.rank == rank and each.incarnation < incarnation
-        ]:
-            del self._waiting[holder]
+        for known in (self._waiting, self._began):
+            for holder in [each for each in known if each.rank == rank and each.incarnation < incarnation]:
+                del known[holder]
 
     def _serve(self, at: float) -> list[Action]:
         """Answer those that wait and can be answered, the longest waiting first."""
@@ -317,44 +217,86 @@ class Leases:
                 actions.append(NoMore(holder))
             else:
                 self._top_up(holder, at)
-                held = [number for number, holders in self._holders.items() if holder in holders]
+                held = self.held_by(holder)
                 if not held:
                     continue
-                actions.append(Hand(holder, tuple(self.config.lease(number) for number in sorted(held))))
+                actions.append(Hand(holder, tuple(self.config.lease(number) for number in held)))
             del self._waiting[holder]
         return actions
 
     def _top_up(self, holder: Holder, at: float) -> None:
-        num_held = sum(holder in holders for holders in self._holders.values())
-        while num_held < self.config.num_ahead and self._todo:
-            self._move(self._todo[0], LeaseState.HELD, holder, at)
+        num_held = len(self.held_by(holder))
+        while num_held < self._num_allowed(holder, at):
+            number = self._next_for(holder)
+            if number is None:
+                break
+            self._move(number, LeaseState.HELD, holder)
+            self._hold(holder, num_held, at)
             num_held += 1
-        after_s = self.config.backup_after_s
-        if not num_held and after_s is not None:
-            late = [(since, number) for since, number in self._alone() if at >= since + after_s]
-            if late:
-                _, number = min(late)
-                self._holders[number][holder] = at
-                lease = self.config.lease(number)
-                self.num_samples_twice += lease.stop - lease.start
+        if not num_held and self.is_ending and holder.rank not in self.draining.drained:
+            due = [
+                (expected, number)
+                for expected, own_s, number in self._prospects(holder)
+                if expected - at > own_s or at >= expected + own_s
+            ]
+            if due:
+                _, number = max(due)
+                self._holders[number].append(holder)
+                self._hold(holder, 0, at)
+                self.num_samples_twice += self.config.lease(number).num_samples
 
-    def _alone(self) -> list[tuple[float, int]]:
-        """(since when, number) of the leases that one worker holds: only those may be handed out once more."""
-        return [
-            (since, number)
-            for number, holders in self._holders.items()
-            if len(holders) == 1
-            for since in holders.values()
-        ]
+    def _hold(self, holder: Holder, num_held: int, at: float) -> None:
+        if not num_held:
+            self._began[holder] = at
+        self.draining.probed(holder.rank, at)
 
-    def _move(self, number: int, state: LeaseState, holder: Holder | None = None, at: float = 0.0) -> None:
+    def _num_allowed(self, holder: Holder, at: float) -> int:
+        if not self.draining.may_take(holder.rank, at):
+            return 0
+        is_last = len(self._todo) < self.config.num_workers and not self.config.shares
+        return 1 if is_last or holder.rank in self.draining.drained else self.config.num_ahead
+
+    def _next_for(self, holder: Holder) -> int | None:
+        """The first lease that a worker may have."""
+        shares, first = self.config.shares, self.epoch * self.config.num_leases
+        if not shares:
+            return self._todo[0] if self._todo else None
+        if holder.rank + 1 >= len(shares):
+            return None
+        begin, end = (first + share for share in shares[holder.rank : holder.rank + 2])
+        return min((number for number in self._todo if begin <= number < end), default=None)
+
+    def _prospects(self, holder: Holder) -> list[tuple[float, float, int]]:
+        """(when its only holder will have finished it, how long this worker would need, number) of every such lease.
+
+        One that is overdue is taken to need as long again as it is late.
+        """
+        found: list[tuple[float, float, int]] = []
+        for number, (only, *more) in self._holders.items():
+            if more or only == holder:
+                continue
+            num_samples = self.config.lease(number).num_samples
+            own_s = self.draining.seconds_for(holder.rank, num_samples)
+            num_before = sum(
+                self.config.lease(each).num_samples for each in self.held_by(only) if each <= number
+            )
+            theirs_s = self.draining.seconds_for(only.rank, num_before)
+            if own_s is not None and theirs_s is not None:
+                found.append((self._began.get(only, 0.0) + theirs_s, own_s, number))
+        return found
+
+    def _move(self, number: int, state: LeaseState, holder: Holder | None = None) -> None:
         before = LeaseState.HELD if number in self._holders else self.state(number)
         assert state in EDGES[before], f"lease {number}: {before} to {state}"
         match state:
             case LeaseState.HELD:
                 assert holder is not None
-                assert heapq.heappop(self._todo) == number
-                self._holders[number] = {holder: at}
+                if self._todo[0] == number:
+                    heapq.heappop(self._todo)
+                else:
+                    self._todo.remove(number)
+                    heapq.heapify(self._todo)
+                self._holders[number] = [holder]
             case LeaseState.TODO:
                 del self._holders[number]
                 heapq.heappush(self._todo, number)
@@ -365,10 +307,9 @@ class Leases:
     def _begin_epoch(self) -> None:
         first = self.epoch * self.config.num_leases
         self._below = first
-        self._todo: list[int] = list(
-            range(first, first + self.config.num_leases)
-        )  # what comes back goes first
-        self._holders: dict[int, dict[Holder, float]] = {}
+        # What comes back goes first.
+        self._todo: list[int] = list(range(first, first + self.config.num_leases))
+        self._holders: dict[int, list[Holder]] = {}
         self._done: set[int] = set()
 
     def _pass_over(self, done: Iterable[int]) -> None:

@@ -13,8 +13,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from shoal.cluster.leases import LeaseSnapshot
+from shoal.cluster.lease_terms import LeaseSnapshot
+from shoal.cluster.ledger_facts import LedgerFact
 from shoal.wire.group_messages import AskLease, JoinServer, ReapedServer, ScaleServers
+from shoal.wire.ledger_messages import Noted
 from shoal.wire.message import Count
 from shoal.wire.messages import Join, Message, Reaped, Saved, ViewFormed
 
@@ -56,6 +58,33 @@ class ServerLostStep(
     rank: Count
 
 
+class LeaseAsked(
+    msgspec.Struct, frozen=True, tag="lease-asked", tag_field="type", forbid_unknown_fields=True
+):
+    """A worker has asked for leases; by the clock of this host, which outlives a coordinator."""
+
+    at: float
+    ask: AskLease
+
+
+class LeaseTicked(
+    msgspec.Struct, frozen=True, tag="lease-ticked", tag_field="type", forbid_unknown_fields=True
+):
+    """Time has passed, and somebody was given a lease because of that."""
+
+    at: float
+
+
+class LeaseReturned(
+    msgspec.Struct, frozen=True, tag="lease-returned", tag_field="type", forbid_unknown_fields=True
+):
+    """What incarnations of this rank below this one held went back."""
+
+    rank: Count
+    incarnation: Count
+    at: float
+
+
 class LeaseGaveUp(
     msgspec.Struct, frozen=True, tag="lease-gave-up", tag_field="type", forbid_unknown_fields=True
 ):
@@ -80,17 +109,20 @@ ServingFact: TypeAlias = (
     | ServerFilled
     | ServerLostStep
     | ScaleServers
-    | AskLease
+    | LeaseAsked
+    | LeaseTicked
+    | LeaseReturned
     | LeaseGaveUp
     | LeasesStand
-    | Reaped
 )
 """What changes servers and leases; told again in the same order, they stand where they stood."""
 
-Fact: TypeAlias = Join | ViewFormed | Granted | Saved | ServingFact
+Fact: TypeAlias = Join | Reaped | ViewFormed | Granted | Saved | ServingFact | Noted | LedgerFact
 """Entries that stay: the history of a job."""
 
 Entry: TypeAlias = Fact | StoreChanged
+
+_ABOUT_LEASES = (LeaseAsked, LeaseTicked, LeaseReturned, LeaseGaveUp, LeasesStand)
 
 
 @dataclass(slots=True)
@@ -111,6 +143,9 @@ class Memory:
     serving: list[ServingFact] = field(default_factory=list)
     """What happened to servers and leases, in order, as far as it still matters."""
 
+    num_noted: int = 0
+    """Notes for the ledger, by the supervisor's count."""
+
     store: dict[str, bytes] = field(default_factory=dict)
     answers: dict[int, tuple[int, Message]] = field(default_factory=dict)
 
@@ -121,17 +156,14 @@ class Memory:
                 self.joins[entry.rank] = entry
             case Reaped():
                 self.deaths[entry.rank] = entry
-                self.serving.append(entry)
             case JoinServer() | ReapedServer() | ServerFilled() | ServerLostStep() | ScaleServers():
                 self.serving.append(entry)
-            case AskLease() | LeaseGaveUp():
+            case LeaseAsked() | LeaseTicked() | LeaseReturned() | LeaseGaveUp():
                 self.serving.append(entry)
+            case Noted():
+                self.num_noted = max(self.num_noted, entry.serial)
             case LeasesStand():
-                self.serving = [
-                    each
-                    for each in self.serving
-                    if not isinstance(each, AskLease | LeaseGaveUp | LeasesStand)
-                ]
+                self.serving = [each for each in self.serving if not isinstance(each, _ABOUT_LEASES)]
                 self.serving.append(entry)
             case ViewFormed():
                 self.view = entry

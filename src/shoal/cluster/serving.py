@@ -13,7 +13,16 @@ from typing import TypeAlias
 from shoal.cluster import server_group
 from shoal.cluster.coordinator_actions import Drop, Remember, TellWatchers
 from shoal.cluster.lease_desk import LeaseDesk
-from shoal.cluster.memory import LeaseGaveUp, LeasesStand, ServerFilled, ServerLostStep, ServingFact
+from shoal.cluster.memory import (
+    LeaseAsked,
+    LeaseGaveUp,
+    LeaseReturned,
+    LeasesStand,
+    LeaseTicked,
+    ServerFilled,
+    ServerLostStep,
+    ServingFact,
+)
 from shoal.cluster.server_group import ServerGroup
 from shoal.cluster.store_table import Answer
 from shoal.wire.group_messages import (
@@ -34,7 +43,7 @@ from shoal.wire.group_messages import (
     SuspectServer,
 )
 from shoal.wire.message import Message
-from shoal.wire.messages import JoinRefused, Reaped, WaitExpired
+from shoal.wire.messages import JoinRefused, WaitExpired
 from shoal.wire.replication_messages import SlotsFilled, StepLost
 
 PING_EVERY_S = 2.0
@@ -124,10 +133,12 @@ class Serving:
                     self._about(self._group.handle(lost))
                 case ScaleServers(num_servers):
                     self._about(self._group.handle(server_group.ScaleTo(num_servers)))
-                case Reaped(rank, incarnation):
-                    self.desk.replaced(rank, incarnation + 1, 0.0)
-                case AskLease():
-                    self.desk.ask(0, fact, 0.0)
+                case LeaseReturned(rank, incarnation, at):
+                    self.desk.replaced(rank, incarnation, at)
+                case LeaseAsked(at, ask):
+                    self.desk.ask(0, ask, at)
+                case LeaseTicked(at):
+                    self.desk.hand_out(at)
                 case LeaseGaveUp(rank, incarnation):
                     self.desk.gave_up(rank, incarnation)
                 case LeasesStand():
@@ -238,7 +249,7 @@ class Serving:
         """What a supervisor that watches anew must know."""
         if not self._has_servers:
             return []
-        news: list[Message] = [ScaleBegun(self._group.num_servers)]
+        news: list[Message] = [ScaleBegun(self._group.num_servers), *self.desk.drained]
         if self._loss is not None:
             news.append(self._loss)
         if self._group.newest is not None:

@@ -163,6 +163,17 @@ class AskLease(Message, frozen=True, tag="ask-lease"):
         0  # every lease below is done, as far as the worker knows: the end of an epoch is news to it
     )
     is_last: bool = False  # the call ends early: nobody is given any more of it
+    busy_s: list[Seconds] = msgspec.field(
+        default_factory=list
+    )  # how long each of the finished took, without waits
+    num_workers: Count = 0
+    backup: bool = False  # hand out an epoch's last leases twice where their holder is slow
+    drain_slower_than: float = 0.0  # than the median of the others; 0: nobody is drained
+    probe_every_s: Seconds = 10.0  # of a worker that is
+    shares: list[Count] = msgspec.field(default_factory=list)  # by rank, where leases are not for anybody
+    from_epoch: Count = 0  # the Trainer's number of the call's first epoch
+    trainer: Count = 0
+    data: str = ""  # which data it is, for the ledger
 
 
 class Leases(Message, frozen=True, tag="leases"):
@@ -173,6 +184,9 @@ class Leases(Message, frozen=True, tag="leases"):
 
     leases: list[tuple[Count, Count, Count, Count]]
     done_below: Count
+    is_ending: bool = (
+        False  # nothing is left to hand out: others may finish what you hold, so ask now and then
+    )
 
 
 class NoMoreLeases(Message, frozen=True, tag="no-more-leases"):

@@ -14,6 +14,7 @@ import msgspec
 from shoal.wire.block_messages import BLOCK_MESSAGES
 from shoal.wire.group_messages import GROUP_MESSAGES
 from shoal.wire.lateness_messages import LATENESS_MESSAGES
+from shoal.wire.ledger_messages import LEDGER_MESSAGES
 from shoal.wire.message import Count, Seconds
 from shoal.wire.message import Message as Message
 from shoal.wire.ps_messages import PS_MESSAGES
@@ -163,9 +164,10 @@ class Watch(Message, frozen=True, tag="watch"):
 
 
 class Watching(Message, frozen=True, tag="watching"):
-    """Coordinator to supervisor: "I am at work", and the view there is."""
+    """Coordinator to supervisor: "I am at work", the view there is, and how many notes for the ledger are written down."""
 
     view: Count
+    num_noted: Count = 0
 
 
 class Suspect(Message, frozen=True, tag="suspect"):
@@ -417,6 +419,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Happened,
     Finished,
     *GROUP_MESSAGES,
+    *LEDGER_MESSAGES,
     *BLOCK_MESSAGES,
     *PS_MESSAGES,
     *SHARING_MESSAGES,

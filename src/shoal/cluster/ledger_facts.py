@@ -1,0 +1,98 @@
+"""What the journal holds about who trained which samples: one entry for a stretch, never one for a step.
+
+Where workers cut every batch (exact strategies), rank 0's Trainer tells where
+it begins and how far it has come, with what each worker had of it. Where
+ranges are leased, the coordinator writes down who has finished which.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from shoal.wire.message import Count
+
+
+class _Fact(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True):
+    pass
+
+
+class Stretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Samples start..stop-1 of an epoch, and what of them each worker had, by rank."""
+
+    start: Count
+    stop: Count
+    samples: list[Count]
+    batches: list[Count]  # in which it had a part
+
+
+class TrainingBegan(_Fact, frozen=True, tag="training-began"):
+    """A fit trains from here on. Whatever it, or a later call, had trained from here on before counts no more."""
+
+    call: Count
+    trainer: Count
+    data: str  # the same where the data are the same
+    epoch: Count
+    start: Count
+    num_samples: Count | None  # of an epoch; None for a stream
+    num_workers: Count
+    sharding: str
+    is_leased: bool = False
+    before: Stretch | None = (
+        None  # the last stretch of this epoch before `start`, where a checkpoint knows it
+    )
+
+
+class TrainingReached(_Fact, frozen=True, tag="training-reached"):
+    """A stretch was trained, by all workers together."""
+
+    call: Count
+    epoch: Count
+    stretch: Stretch
+    is_end: bool = False  # of the epoch
+
+
+class RangesTrained(_Fact, frozen=True, tag="ranges-trained"):
+    """One worker has trained these ranges, (start, stop) each."""
+
+    call: Count
+    rank: Count
+    epoch: Count
+    ranges: list[tuple[Count, Count]]
+
+
+class EpochLeased(_Fact, frozen=True, tag="epoch-leased"):
+    """All ranges of an epoch are done; so many samples were handed to two workers."""
+
+    call: Count
+    epoch: Count
+    num_samples_twice: Count
+
+
+class SampleSkipped(_Fact, frozen=True, tag="sample-skipped"):
+    """A bad sample was left out."""
+
+    rank: Count
+    epoch: Count
+    index: int
+    where: str = ""
+    reason: str = ""
+
+
+LedgerFact: TypeAlias = TrainingBegan | TrainingReached | RangesTrained | EpochLeased | SampleSkipped
+
+_decoder: msgspec.json.Decoder[LedgerFact] = msgspec.json.Decoder(LedgerFact)
+
+
+def encode(fact: LedgerFact) -> str:
+    """A fact as text."""
+    return msgspec.json.encode(fact).decode()
+
+
+def decode(text: str) -> LedgerFact | None:
+    """What a text says; None where it says nothing we know."""
+    try:
+        return _decoder.decode(text)
+    except msgspec.MsgspecError:
+        return None
