@@ -84,7 +84,9 @@ def _leaves_nothing_behind(warm_parent: WarmParent) -> Iterator[None]:
 
 
 def _is_anothers(segment: str) -> bool:
-    """Whether a living process that is none of ours uses this segment: tests may run side by side."""
+    """Whether this segment is not of our making, or of a living process that is none of ours: tests run side by side."""
+    if not segment.startswith(("torch_", "shoal", "psm_")):
+        return True  # a database's, or a semaphore of another test run
     owner = re.match(r"torch_(\d+)_", segment)
     if owner is None or not psutil.pid_exists(int(owner[1])):
         return False

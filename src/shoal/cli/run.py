@@ -68,6 +68,14 @@ def run(
             help="What is to go wrong, on purpose: 'kill worker-1 at step 60; kill coordinator after 5 s'.",
         ),
     ] = None,
+    exchange: Annotated[
+        str,
+        typer.Option(
+            "--exchange",
+            metavar="EXCHANGE",
+            help="How gradients are summed: auto, native (gloo, NCCL) or shm (shared memory on one host).",
+        ),
+    ] = "auto",
     pretend_hosts: Annotated[
         int,
         typer.Option(
@@ -99,6 +107,7 @@ def run(
         grace_s=grace,
         max_restarts=max_restarts,
         pretend_hosts=pretend_hosts,
+        exchange=exchange,
         faults=Faults.parse(faults) if faults else None,
     )
     misplaced = [option for option in BEFORE_SCRIPT if option in config.args]

@@ -147,6 +147,7 @@ def resume_config(run: str | os.PathLike[str], *, workers: int | None = None) ->
         join_timeout_s=before.join_timeout_s,
         grace_s=before.grace_s,
         max_restarts=before.max_restarts,
+        exchange=before.exchange,
         pretend_hosts=min(before.pretend_hosts, before.workers if workers is None else workers),
         resume=True,
         cwd=before.cwd,
@@ -172,6 +173,7 @@ def _run_job(
             join_timeout_s=described.join_timeout_s,
             can_recover=described.max_restarts > 0,
             num_hosts=described.pretend_hosts,
+            exchange=described.exchange,
             verify=config.verify,
             faults=config.faults.planned if config.faults else (),
             fingerprints=config.fingerprints,
@@ -246,6 +248,7 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         grace_s=config.grace_s,
         max_restarts=config.max_restarts,
         pretend_hosts=config.pretend_hosts,
+        exchange=config.exchange,
         versions=Versions(
             python=platform.python_version(), torch=metadata.version("torch"), shoal=shoal.__version__
         ),

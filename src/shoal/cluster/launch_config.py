@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.cluster.faults import Faults
-from shoal.core import strategy_names
+from shoal.core import exchange_names, strategy_names
 from shoal.core.errors import ConfigError
 from shoal.core.job import VerifyPlan
 
@@ -38,6 +38,9 @@ class LaunchConfig:
 
     strategy: str | None = None
     """How the model is spread. None: "single" for one worker, "ddp" for more."""
+
+    exchange: str = "auto"
+    """How gradients are summed where no servers do it."""
 
     servers: int | None = None
     """How many servers hold the weights. None: one for the strategies of the parameter server, none for others."""
@@ -118,6 +121,7 @@ class LaunchConfig:
                 "Nothing was started; rename it."
             ) from None
         strategy_names.choose(self.strategy, self.workers)
+        exchange_names.check(self.exchange, self.pretend_hosts)
         self._check_servers()
         if self.faults is not None:
             if not isinstance(self.faults, Faults):

@@ -57,6 +57,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float
     max_restarts: int = 3
     pretend_hosts: int = 1
+    exchange: str = "auto"
     versions: Versions
     started: float  # seconds since 1970
     resumed: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.collectives.native import Native
+from shoal.collectives.reducer import Reducer
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -15,7 +15,7 @@ _DTYPES = (
 _MAX_DIMS = 8
 
 
-def gather_any(native: Native, value: Tensor | None) -> list[Tensor]:
+def gather_any(native: Reducer, value: Tensor | None) -> list[Tensor]:
     """Every rank's tensor, in rank order. Shapes may differ; a rank without one contributes an empty tensor."""
     device = value.device if value is not None else torch.device("cpu")
     headers = [header.tolist() for header in native.all_gather(_header(value).to(device))]
@@ -33,7 +33,7 @@ def gather_any(native: Native, value: Tensor | None) -> list[Tensor]:
     ]
 
 
-def sum_in_rank_order(native: Native, values: Tensor) -> Tensor:
+def sum_in_rank_order(native: Reducer, values: Tensor) -> Tensor:
     """The sum over the ranks, added in rank order: the same bits everywhere, at any time."""
     parts = native.all_gather(values.detach().contiguous())
     total = parts[0].clone()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.collectives.layout import Bucket, Item, lay_out
-from shoal.collectives.native import Native
+from shoal.collectives.reducer import Reducer
 from shoal.core.errors import PeerLost, TrainingError
 
 
@@ -27,7 +27,7 @@ class GradientExchange:
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], *, sparse: frozenset[str]) -> None:
-        self._native: Native | None = None
+        self._native: Reducer | None = None
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._sparse = [index for index, name in enumerate(self._names) if name in sparse]
@@ -53,7 +53,7 @@ class GradientExchange:
         ]
         self.abandon()
 
-    def arm(self, native: Native) -> None:
+    def arm(self, native: Reducer) -> None:
         """From now on gradients are final: the next backward is the step's last, and they leave through `native`."""
         self._native = native
 
@@ -145,7 +145,7 @@ class GradientExchange:
             )
         self._memory[number][flag] = 0.0 if gradient is None else 1.0
 
-    def _send_full(self, native: Native) -> None:
+    def _send_full(self, native: Reducer) -> None:
         """Start what is due: buckets in their order, then tables in theirs."""
         while self._next < len(self.layout) and self._missing[self._next] == 0:
             self._works.append(native.start_all_reduce(self._memory[self._next]))

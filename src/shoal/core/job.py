@@ -58,6 +58,9 @@ class Job:
     strategy: str = "single"
     """As given to --strategy."""
 
+    exchange: str = "auto"
+    """As given to --exchange."""
+
     launched: bool = False
     """True under `shoal run`: there is a supervisor, a coordinator and a run directory."""
 

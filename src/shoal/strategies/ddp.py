@@ -14,7 +14,7 @@ from torch import nn
 
 from shoal.collectives.gather import gather_any, sum_in_rank_order
 from shoal.collectives.gradients import GradientExchange
-from shoal.collectives.native import Native
+from shoal.collectives.reducer import Reducer
 from shoal.core.errors import ConfigError, PeerLost
 from shoal.core.job import Job
 from shoal.data.slice import Slice
@@ -196,7 +196,7 @@ class Ddp:
         except PeerLost:
             self._is_broken = True  # backward first: commit will send it all again
 
-    def _announce(self, native: Native) -> None:
+    def _announce(self, native: Reducer) -> None:
         """Send copies: what this rank contributes stays apart from the sums."""
         assert self._exchange is not None
         self._is_broken = False
@@ -207,7 +207,7 @@ class Ddp:
             self._works.append(native.start_all_reduce(self._statistics_sum))
         self._exchange.arm(native)
 
-    def _finish(self, native: Native) -> None:
+    def _finish(self, native: Reducer) -> None:
         assert self._exchange is not None
         if self._is_broken:
             raise PeerLost(rank=self._rank, operation="the exchange of losses", reason="a peer went away")
@@ -224,7 +224,7 @@ class Ddp:
             native.finish(native.start_all_reduce(self._changed_sum), "the exchange of buffers")
         self._exchange.finish()
 
-    def _exchange_again(self, native: Native) -> None:
+    def _exchange_again(self, native: Reducer) -> None:
         self._announce(native)
         self._finish(native)
 
@@ -252,7 +252,7 @@ class Ddp:
             if name in self._buffers_before:
                 buffer.copy_(self._buffers_before[name])
 
-    def _broadcast(self, native: Native) -> None:
+    def _broadcast(self, native: Reducer) -> None:
         with torch.no_grad():
             for tensor in plain_tensors(self._job.model).values():
                 native.broadcast(tensor)

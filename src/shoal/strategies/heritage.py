@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.collectives.native import Native
+from shoal.collectives.reducer import Reducer
 from shoal.core.errors import ClusterError
 from shoal.strategies.protocol import Verdict
 
@@ -58,7 +58,7 @@ class Heritage:
     """State by the number of its owner."""
 
 
-def send(native: Native, heritage: Heritage, rank: int) -> None:
+def send(native: Reducer, heritage: Heritage, rank: int) -> None:
     """Give the heritage to `rank`, which must be in `receive`."""
     fields = {field.name: getattr(heritage, field.name) for field in dataclasses.fields(heritage)}
     fields["parts"] = {
@@ -76,7 +76,7 @@ def send(native: Native, heritage: Heritage, rank: int) -> None:
                 dist.send(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8), rank)
 
 
-def receive(native: Native, donor: int) -> Heritage:
+def receive(native: Reducer, donor: int) -> Heritage:
     """Take the heritage that `donor` sends; all of it, or PeerLost."""
     with native.during("taking state over"):
         length = torch.zeros(1, dtype=torch.int64)

@@ -18,7 +18,9 @@ import torch
 
 from shoal.cluster import session
 from shoal.cluster.rendezvous import form_group, is_broken, leave_group
+from shoal.collectives.exchanges import open_exchange
 from shoal.collectives.native import Native
+from shoal.collectives.reducer import Reducer
 from shoal.core import job as jobs
 from shoal.core.errors import CallsDiffer, PeerLost
 from shoal.core.failpoints import failpoint
@@ -39,13 +41,13 @@ class Together(Timeline):
         self._is_exchanging = False  # or else, when a view is over, it waits at a call for the others
         self._waited_s = 0.0  # for the others, in the exchange that broke
         self._stands = False  # whether it holds state that counts: from view 1 on, or since a donor gave it
-        self._native: Native | None = None
+        self._native: Reducer | None = None
         session.regroup_through(self.regroup)
 
     # ---- exchanges ------------------------------------------------------------------------------
 
     @property
-    def native(self) -> Native:
+    def native(self) -> Reducer:
         """The collectives of the present view."""
         if self._native is None:
             self.regroup()  # also the first time somebody may die while the view is formed
@@ -57,8 +59,8 @@ class Together(Timeline):
 
     def exchange(
         self,
-        first: Callable[[Native], T],
-        again: Callable[[Native], T] | None = None,
+        first: Callable[[Reducer], T],
+        again: Callable[[Reducer], T] | None = None,
         *,
         conclude: Callable[[T], Any] = lambda result: result,
         abandon: Callable[[], None] = lambda: None,
@@ -119,7 +121,8 @@ class Together(Timeline):
         )
         self._view = formed.view
         form_group(self._job, formed.view)
-        native = Native(rank=self._job.rank, num_workers=self._job.num_workers, is_broken=is_broken)
+        torchs_own = Native(rank=self._job.rank, num_workers=self._job.num_workers, is_broken=is_broken)
+        native = open_exchange(self._job, torchs_own, is_broken)
         if formed.donor >= 0:
             behind = fresh or self._log.num_known < formed.finished
             self._hand_over(native, formed.donor, behind=behind, fresh=fresh)
@@ -128,7 +131,7 @@ class Together(Timeline):
         if formed.donor < 0:
             session.live()  # nobody has done anything before it
 
-    def _hand_over(self, native: Native, donor: int, *, behind: bool, fresh: bool) -> None:
+    def _hand_over(self, native: Reducer, donor: int, *, behind: bool, fresh: bool) -> None:
         # Where a process is that runs towards the state it was given says nothing about where that state is.
         runs_up = fresh or self._heritage is not None or self._log.is_catching_up
         standing = torch.tensor([int(behind), self._log.num_known, int(self._is_exchanging), int(runs_up)])

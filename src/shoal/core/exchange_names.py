@@ -1,0 +1,28 @@
+"""Which ways of summing gradients there are by name. Names only; `shoal.collectives.exchanges` holds what they stand for."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from shoal.core.errors import ConfigError
+
+EXCHANGES = {
+    "auto": "shm where all workers are on one host and compute on its CPU, else native",
+    "native": "torch's own: gloo, NCCL",
+    "shm": "through memory that the workers of one host share",
+}
+
+
+def check(exchange: str, num_hosts: int) -> None:
+    """Refuse a name that means nothing, or nothing here."""
+    if exchange not in EXCHANGES:
+        guess = get_close_matches(exchange, EXCHANGES, n=1)
+        hint = f"Did you mean '{guess[0]}'? " if guess else ""
+        raise ConfigError(
+            f"there is no exchange '{exchange}'. {hint}Nothing was started; there are {', '.join(EXCHANGES)}."
+        )
+    if exchange == "shm" and num_hosts > 1:
+        raise ConfigError(
+            f"the exchange 'shm' sums through memory that all workers share, and they are on {num_hosts} hosts. Nothing was "
+            "started; use --exchange native."
+        )
