@@ -22,6 +22,7 @@ def test_a_plan_reads_back_from_its_own_words() -> None:
         .kill("worker-1", at_step=30)
         .pause("worker-0", after_s=2.5, for_s=3)
         .kill("coordinator", at_step=2)
+        .slow("worker-2", at_step=5, by_s=0.2, for_s=3)
     )
     assert Faults.parse(str(faults)) == faults
 
@@ -47,6 +48,14 @@ def test_words_that_are_no_fault_are_refused(text: str) -> None:
 def test_what_cannot_be_meant_is_refused(process: str, when: dict[str, float], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         Faults().kill(process, **when)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text", ["slow worker-1 at step 3", "slow server-1 at step 3 by 1 s", "kill worker-1 at step 3 by 1 s"]
+)
+def test_only_a_worker_is_slowed_and_by_how_much_is_said(text: str) -> None:
+    with pytest.raises(ConfigError, match="slow|by how much"):
+        Faults.parse(text)
 
 
 def test_a_fault_for_a_worker_that_the_job_lacks_is_refused_before_anything_starts() -> None:

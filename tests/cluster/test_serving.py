@@ -309,10 +309,10 @@ def test_a_drained_worker_is_told_of_with_its_figures_and_again_to_the_next_who_
     asks(talk, 0, 0, busy_s=[1.0], **options)
     asks(talk, 1, 1, busy_s=[5.0], **options)
     said = talk.say(2, question(1, 3, busy_s=[5.0], **options))
-    assert said[SUPERVISOR][0] == WorkerDrained(1, 2.0, 10.0, 3.0)
+    assert said[SUPERVISOR][0] == WorkerDrained(1, 0, 2.0, 10.0, 3.0)
     assert 2 not in said
     again = talk.again(now=1.0)
-    assert WorkerDrained(1, 2.0, 10.0, 3.0) in again.news
+    assert WorkerDrained(1, 0, 2.0, 10.0, 3.0) in again.news
     again.rank(1)
     assert asks(again, 1, 3, busy_s=[5.0], **options) == []
     assert again.tick(10.0)[2] == [Leases([(4, 0, 40, 50)], 2)]  # a probe

@@ -35,6 +35,20 @@ def test_a_fault_happens_at_its_step_and_once() -> None:
     assert [happens(step) for step in (1, 2, 3, 3, 4)] == [False, False, True, False, False]
 
 
+def test_a_slowed_process_takes_longer_at_every_step_until_it_recovers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    now = [0.0]
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    arm([fault(act="slow", step=2, by_s=0.5, for_s=3.0)], process="worker-1", incarnation=0)
+    for step, at in enumerate((0.0, 1.0, 2.0, 3.0, 4.0, 9.0), start=1):
+        now[0] = at
+        assert not happens(step)
+    assert slept == [0.5, 0.5, 0.5]  # at 1, 2 and 3 s; at 4 s it is over
+
+
 def test_points_within_a_step_belong_to_the_step_named_last() -> None:
     arm([fault(step=2, at="worker: committed")], process="worker-1", incarnation=0)
     assert not happens(1)

@@ -27,7 +27,7 @@ class ReturnsTwice(Leases):
 
 class ReturnsNothing(Leases):
     def _fence(self, rank: int, incarnation: int) -> None:
-        self._incarnations[rank] = max(incarnation, self._incarnations.get(rank, 0))
+        self.incarnations[rank] = max(incarnation, self.incarnations.get(rank, 0))
 
 
 class EndsEarly(Leases):

@@ -19,14 +19,16 @@ from types import TracebackType
 import msgspec
 
 from shoal.cluster.coordinator_process import CoordinatorSpec
+from shoal.cluster.journal import Journal
 from shoal.cluster.output import Log, Pipe
 from shoal.cluster.sockets import listen_unnamed
 from shoal.cluster.warm_client import WarmParent
-from shoal.core.errors import WireError
+from shoal.core.errors import JournalFailed, WireError
 from shoal.wire import unix
 from shoal.wire.codec import Decoder, encode
 from shoal.wire.group_messages import ReapedServer, ScaleServers
-from shoal.wire.messages import Message, Reaped, Saved, Watch
+from shoal.wire.ledger_messages import Noted
+from shoal.wire.messages import Message, Reaped, Saved, Watch, Watching
 
 ASK_EVERY_S = 3.0
 """How often it is asked whether it is there."""
@@ -57,6 +59,8 @@ class CoordinatorKeeper:
         self._line: socket.socket | None = None
         self._decoder = Decoder()
         self._facts: dict[object, Message] = {}  # the newest of each kind, for one that is started anew
+        self._notes: list[Noted] = []  # for the ledger, and not known to be written down
+        self._num_notes = 0
         self._heard_at = self._asked_at = 0.0
 
     def start(self) -> int:
@@ -100,6 +104,12 @@ class CoordinatorKeeper:
                 self._facts["saved"] = fact
         self._say(fact)
 
+    def note(self, note: Noted) -> None:
+        """Have something written into the ledger, whoever lives to do it."""
+        self._num_notes += 1
+        self._notes.append(msgspec.structs.replace(note, serial=self._num_notes))
+        self._say(self._notes[-1])
+
     def ask_to_scale(self, num_servers: int) -> bool:
         """Ask for more or fewer servers; False where nobody hears it at present."""
         self._say(ScaleServers(num_servers))
@@ -120,6 +130,9 @@ class CoordinatorKeeper:
             self._hang_up()
         if received:
             self._heard_at = time.monotonic()
+        for message in received:
+            if isinstance(message, Watching):
+                self._notes = [note for note in self._notes if note.serial > message.num_noted]
         return received
 
     def tick(self) -> float | None:
@@ -146,6 +159,7 @@ class CoordinatorKeeper:
     def close(self) -> None:
         """Let go of everything. It must be gone."""
         self.exited()
+        self._write_notes()
         self._log.close()
         os.close(self.way_in)
         self._listener.close()
@@ -158,6 +172,18 @@ class CoordinatorKeeper:
     ) -> None:
         self.close()
 
+    def _write_notes(self) -> None:
+        """What it had no time to write down, now that nobody else has the journal."""
+        if not self._notes or not self._spec.journal:
+            return
+        with contextlib.suppress(JournalFailed):  # as on a full disk: the job has ended all the same
+            journal = Journal(Path(self._spec.journal), launch=self._spec.launch)
+            try:
+                num_noted = journal.load().num_noted
+                journal.write([note for note in self._notes if note.serial > num_noted])
+            finally:
+                journal.close()
+
     def _watch(self) -> None:
         self._asked_at = time.monotonic()
         # Should too many wait to be let in, it is tried again at the next tick.
@@ -166,7 +192,7 @@ class CoordinatorKeeper:
             self._line.setblocking(False)
             self._decoder = Decoder()
             self._selector.register(self._line, selectors.EVENT_READ, self)
-            self._say(Watch(), *self._facts.values())
+            self._say(Watch(), *self._facts.values(), *self._notes)
 
     def _say(self, *messages: Message) -> None:
         if self._line is not None:

@@ -20,9 +20,10 @@ from shoal.core.failpoints import BEFORE_FORWARD, POINTS, Fault
 _SENTENCE = re.compile(
     r"(?P<act>[a-z]+)\s+(?P<process>\S+)"
     r"(?:\s+at\s+step\s+(?P<step>\d+)|\s+after\s+(?P<after>\d+(?:\.\d+)?)\s*s)"
+    r"(?:\s+by\s+(?P<by>\d+(?:\.\d+)?)\s*s)?"
     r"(?:\s+for\s+(?P<for>\d+(?:\.\d+)?)\s*s)?"
 )
-_ACTS = ("kill", "pause", "exit", "raise")
+_ACTS = ("kill", "pause", "slow", "exit", "raise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,18 @@ class Faults:
         """SIGSTOP: it lives and does nothing, for `for_s` seconds, or until it is killed for it."""
         return self._and("pause", process, at_step, at, after_s, for_s, incarnation)
 
+    def slow(
+        self,
+        process: str,
+        *,
+        by_s: float,
+        at_step: int = 1,
+        for_s: float = 0.0,
+        incarnation: int = 0,
+    ) -> Faults:
+        """From a step on, each of a worker's steps takes `by_s` seconds longer: for `for_s` seconds, or for good."""
+        return self._and("slow", process, at_step, None, None, for_s, incarnation, by_s)
+
     def exit(
         self, process: str, *, at_step: int | None = None, at: str | None = None, incarnation: int = 0
     ) -> Faults:
@@ -78,7 +91,8 @@ class Faults:
             if said is None or said["act"] not in _ACTS:
                 raise ConfigError(
                     f"'{sentence}' is no fault. Write, with ; between several: 'kill worker-1 at step 60', "
-                    "'pause worker-0 at step 50 for 3 s', 'kill coordinator after 10 s'. Nothing was started."
+                    "'pause worker-0 at step 50 for 3 s', 'slow worker-2 at step 5 by 0.2 s', 'kill coordinator after 10 s'. "
+                    "Nothing was started."
                 )
             faults = faults._and(
                 said["act"],
@@ -88,6 +102,7 @@ class Faults:
                 float(said["after"]) if said["after"] else None,
                 float(said["for"] or 0.0),
                 0,
+                float(said["by"] or 0.0),
             )
         return faults
 
@@ -135,6 +150,7 @@ class Faults:
         after_s: float | None,
         for_s: float,
         incarnation: int,
+        by_s: float = 0.0,
     ) -> Faults:
         if not re.fullmatch(r"(worker|server)-\d{1,4}|coordinator", process):
             raise ConfigError(
@@ -150,6 +166,10 @@ class Faults:
             raise ConfigError(f"a fault at step {step} never happens: steps count from 1.")
         if after_s is not None and not 0 <= after_s < 1e9:
             raise ConfigError(f"a fault cannot happen after {after_s} s.")
+        if (act == "slow") != (by_s > 0) or not by_s < 1e6:
+            raise ConfigError(f"say by how much to slow {process}, in seconds a step: by_s=0.2; got {by_s}.")
+        if act == "slow" and (after_s is not None or not process.startswith("worker")):
+            raise ConfigError(f"a worker can be slowed from a step on; {process} was asked for.")
         if not 0 <= for_s < 1e9:
             raise ConfigError(f"a pause cannot last {for_s} s; leave for_s out for one without an end.")
         if after_s is not None and (step is not None or at is not None):
@@ -172,6 +192,7 @@ class Faults:
             after_s=after_s,
             for_s=for_s,
             incarnation=incarnation,
+            by_s=by_s,
         )
         return replace(self, planned=(*self.planned, fault))
 

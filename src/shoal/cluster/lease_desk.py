@@ -257,7 +257,10 @@ class LeaseDesk:
     def _drained(self, figures: Drained) -> WorkerDrained:
         assert self._table is not None
         limit = self._table.config.drain_slower_than or 0.0
-        return WorkerDrained(figures.rank, figures.samples_per_s, figures.others_samples_per_s, limit)
+        incarnation = self._table.incarnations.get(figures.rank, 0)
+        return WorkerDrained(
+            figures.rank, incarnation, figures.samples_per_s, figures.others_samples_per_s, limit
+        )
 
 
 def _config(ask: AskLease) -> LeaseConfig:

@@ -57,7 +57,7 @@ class Leases:
         self.counts: dict[int, tuple[int, int]] = {}  # rank: leases and samples it has finished
         self.draining = Draining(config.drain)
         self._begin_epoch()
-        self._incarnations: dict[int, int] = {}  # rank: the newest heard of
+        self.incarnations: dict[int, int] = {}  # rank: the newest heard of
         self._waiting: dict[Holder, float] = {}
         self._began: dict[Holder, float] = {}  # since when it works on the first lease it holds
         self._is_over = epoch >= config.num_epochs
@@ -73,7 +73,7 @@ class Leases:
             done=sorted(number for number in self._done if number >= below),
             held=[(number, *by) for number, holders in sorted(self._holders.items()) for by in holders],
             waiting=[(by.rank, by.incarnation) for by in self._waiting],
-            incarnations=dict(self._incarnations),
+            incarnations=dict(self.incarnations),
             counts=dict(self.counts),
             num_samples_twice=self.num_samples_twice,
             began=[(*by, at) for by, at in sorted(self._began.items())],
@@ -93,7 +93,7 @@ class Leases:
             leases._holders.setdefault(number, []).append(Holder(rank, incarnation))
         leases._todo = [number for number in leases._todo if number not in leases._holders]
         leases._waiting = {Holder(*by): 0.0 for by in kept.waiting}
-        leases._incarnations, leases.counts = dict(kept.incarnations), dict(kept.counts)
+        leases.incarnations, leases.counts = dict(kept.incarnations), dict(kept.counts)
         leases.num_samples_twice = kept.num_samples_twice
         leases._began = {Holder(rank, incarnation): at for rank, incarnation, at in kept.began}
         leases.draining.paces = {rank: Pace(*pace) for rank, pace in kept.paces.items()}
@@ -158,7 +158,7 @@ class Leases:
 
     def _ask(self, asked: Asked) -> list[Action]:
         by, at = asked.by, asked.at
-        newest = self._incarnations.get(by.rank, 0)
+        newest = self.incarnations.get(by.rank, 0)
         if by.incarnation < newest:
             return [
                 Refuse(
@@ -196,9 +196,9 @@ class Leases:
         return [*([Finish(by, tuple(done))] if done else []), *said]
 
     def _fence(self, rank: int, incarnation: int) -> None:
-        if incarnation > self._incarnations.get(rank, 0):
+        if incarnation > self.incarnations.get(rank, 0):
             self.draining.replaced(rank)
-        self._incarnations[rank] = max(incarnation, self._incarnations.get(rank, 0))
+        self.incarnations[rank] = max(incarnation, self.incarnations.get(rank, 0))
         for number, holders in list(self._holders.items()):
             for holder in list(holders):
                 if holder.rank == rank and holder.incarnation < incarnation:

@@ -7,7 +7,7 @@ ranges are leased, the coordinator writes down who has finished which.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -81,6 +81,19 @@ class SampleSkipped(_Fact, frozen=True, tag="sample-skipped"):
 
 
 LedgerFact: TypeAlias = TrainingBegan | TrainingReached | RangesTrained | EpochLeased | SampleSkipped
+
+
+def of_event(kind: str, rank: int, facts: dict[str, Any]) -> LedgerFact | None:
+    """What the ledger keeps of something that a worker tells of; None: nothing."""
+    if kind != "sample skipped":
+        return None
+    known: dict[str, Any] = {"type": "sample-skipped", "rank": rank}
+    known |= {name: facts[name] for name in ("epoch", "index", "where", "reason") if name in facts}
+    try:
+        return msgspec.convert(known, SampleSkipped)
+    except msgspec.ValidationError:
+        return None
+
 
 _decoder: msgspec.json.Decoder[LedgerFact] = msgspec.json.Decoder(LedgerFact)
 

@@ -32,6 +32,7 @@ from shoal.wire.group_messages import (
     SlotsLost,
     SuspectServer,
 )
+from shoal.wire.ledger_messages import WorkerDrained, WorkerReadmitted
 from shoal.wire.message import Message
 from shoal.wire.ps_messages import ServerView
 
@@ -68,6 +69,7 @@ class ServerSupervision:
         self._in_view: tuple[int, dict[int, int]] = (0, {})  # the newest view, and who is in it
         self._is_scaling = False
         self._leases_noted_at = 0.0
+        self._drained: dict[int, int] = {}  # rank: its incarnation
 
     @property
     def living(self) -> dict[int, Server]:
@@ -158,6 +160,15 @@ class ServerSupervision:
                 if self._is_scaling:
                     self._is_scaling = False
                     self._answer(message, is_last=True)
+            case WorkerDrained(rank, incarnation, samples_per_s, others, slower_than):
+                if self._drained.get(rank) != incarnation:  # else said again, by one that was started again
+                    self._drained[rank] = incarnation
+                    self._event_of_pace(
+                        "worker-drained", rank, samples_per_s, others, slower_than=slower_than
+                    )
+            case WorkerReadmitted(rank, samples_per_s, others):
+                self._drained.pop(rank, None)
+                self._event_of_pace("worker-readmitted", rank, samples_per_s, others)
             case LeaseCounts(by_rank):
                 self._outcome.leases = by_rank
                 self.note_leases(every_s=LEASES_EVERY_S)
@@ -177,6 +188,18 @@ class ServerSupervision:
         if self._outcome.leases and time.monotonic() >= self._leases_noted_at + every_s:
             self._leases_noted_at = time.monotonic()
             self._run.event("leases", by_rank=self._outcome.leases)
+
+    def _event_of_pace(
+        self, kind: str, rank: int, samples_per_s: float, others: float, **more: float
+    ) -> None:
+        self._run.event(
+            kind,
+            rank=rank,
+            samples_per_s=round(samples_per_s, 3),
+            others_samples_per_s=round(others, 3),
+            times_slower=round(others / max(samples_per_s, 1e-9), 2),
+            **more,
+        )
 
     def close(self) -> None:
         """Let go of everything. The servers must be gone."""

@@ -21,10 +21,13 @@ from typing import Any
 
 import msgspec
 
+from shoal.cluster import ledger_facts
 from shoal.cluster.client import CoordinatorClient, Regrouping
+from shoal.cluster.ledger_facts import LedgerFact
 from shoal.core import happenings
 from shoal.core.failpoints import failpoint
 from shoal.wire import codec
+from shoal.wire.ledger_messages import Noted
 from shoal.wire.messages import Failed, Finished, Happened, Live, Message, Progress, Saved, ViewFormed
 
 REPORT_EVERY_S = 0.1
@@ -227,6 +230,12 @@ def report(
 def saved(path: str, step: int) -> None:
     """Tell that the checkpoint of this step is whole."""
     _send(Saved(rank=_session.rank, path=path, step=step))
+
+
+def note(fact: LedgerFact) -> None:
+    """Have a fact written into the journal's ledger."""
+    if _session.status is not None:
+        _send(Noted(_session.rank, ledger_facts.encode(fact)))
 
 
 def summary(*, metrics: Mapping[str, float], samples: int, seconds: float, steps: int) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import msgspec
 
-from shoal.cluster import failure, fate_events, notes, server_keeper, worker_process
+from shoal.cluster import failure, fate_events, ledger_facts, notes, server_keeper, worker_process
 from shoal.cluster.control import Control
 from shoal.cluster.coordination import CoordinationConfig
 from shoal.cluster.coordinator_keeper import CoordinatorKeeper
@@ -37,6 +37,7 @@ from shoal.cluster.warm_client import WarmParent
 from shoal.cluster.worker import WorkerSpec
 from shoal.cluster.worker_process import Worker
 from shoal.core.errors import ClusterError
+from shoal.wire.ledger_messages import Noted
 from shoal.wire.messages import (
     Failed,
     Finished,
@@ -234,7 +235,12 @@ class Supervisor:
                 self._run.event("saved", rank=message.rank, path=message.path, step=message.step)
                 self._coordinator.tell(message)
             case Happened(rank, kind, facts):
-                self._run.event(kind, **{**msgspec.json.decode(facts), "rank": rank})
+                told = msgspec.json.decode(facts)
+                self._run.event(kind, **{**told, "rank": rank})
+                if (fact := ledger_facts.of_event(kind, rank, told)) is not None:
+                    self._coordinator.note(Noted(rank, ledger_facts.encode(fact)))
+            case Noted():
+                self._coordinator.note(message)
             case Live(rank):
                 self._run.event(
                     "worker-live", rank=rank, incarnation=worker.incarnation, after_s=self._since_death(rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ class Fault:
     """One thing that is to go wrong, once."""
 
     act: str
-    """"kill" (SIGKILL), "pause" (SIGSTOP), "exit" or "raise"."""
+    """"kill" (SIGKILL), "pause" (SIGSTOP), "slow", "exit" or "raise"."""
 
     process: str
     """"worker-1", "server-0", or "coordinator"."""
@@ -65,7 +66,10 @@ class Fault:
     """Instead of a failpoint: so long after the first worker was started, by the supervisor's hand."""
 
     for_s: float = 0.0
-    """How long a pause lasts; 0 for ever."""
+    """How long a pause or a slowness lasts; 0 for ever."""
+
+    by_s: float = 0.0
+    """Of a slowness: how much longer every pass of the failpoint takes."""
 
     incarnation: int = 0
     """Which life of the process: 0 the first, 1 its first replacement; -1 every one."""
@@ -76,8 +80,9 @@ class Fault:
             when = f"after {self.after_s:g} s"
         elif self.at != BEFORE_FORWARD or not when:
             when = f"{when} at '{self.at}'".strip()
+        much = f" by {self.by_s:g} s" if self.by_s else ""
         lasting = f" for {self.for_s:g} s" if self.for_s else ""
-        return f"{self.act} {self.process} {when}{lasting}"
+        return f"{self.act} {self.process} {when}{much}{lasting}"
 
 
 class _Armed:
@@ -85,6 +90,7 @@ class _Armed:
 
     def __init__(self, faults: list[Fault]) -> None:
         self._faults = faults
+        self._slow: list[tuple[Fault, float]] = []  # since when
         self._step = 0
 
     def reached(self, name: str, step: int | None) -> None:
@@ -93,8 +99,14 @@ class _Armed:
         for fault in self._faults:
             if fault.at == name and self._is_due(fault):
                 self._faults.remove(fault)
-                _happen(fault)
-                return
+                if fault.act != "slow":
+                    _happen(fault)
+                    return
+                self._slow.append((fault, time.monotonic()))
+                break
+        for fault, since in self._slow:
+            if fault.at == name and (not fault.for_s or time.monotonic() < since + fault.for_s):
+                time.sleep(fault.by_s)
 
     def _is_due(self, fault: Fault) -> bool:
         if fault.step is None or fault.incarnation < 0:

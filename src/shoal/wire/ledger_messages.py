@@ -21,6 +21,7 @@ class WorkerDrained(Message, frozen=True, tag="worker-drained"):
     """Coordinator to supervisor: "this worker gets no more leases but for a probe now and then". Said again to a new watcher."""
 
     rank: Count
+    incarnation: Count
     samples_per_s: float
     others_samples_per_s: float
     slower_than: float
