@@ -54,7 +54,7 @@ def test_what_cannot_be_meant_is_refused(process: str, when: dict[str, float], p
     "text", ["slow worker-1 at step 3", "slow server-1 at step 3 by 1 s", "kill worker-1 at step 3 by 1 s"]
 )
 def test_only_a_worker_is_slowed_and_by_how_much_is_said(text: str) -> None:
-    with pytest.raises(ConfigError, match="slow|by how much"):
+    with pytest.raises(ConfigError, match=r"slow|by how much"):
         Faults.parse(text)
 
 
