@@ -119,3 +119,6 @@ WITH_SERVERS = [
     ),
 ]
 """Those that speak to the servers themselves: they are launched with some."""
+
+WITHOUT_TRAINING = {"map_reduce"}
+"""Those that train nothing, with tests of their own: test_<name>_example.py."""

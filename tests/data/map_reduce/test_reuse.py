@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,19 @@ import torch
 import shoal
 from shoal.core import job as jobs
 from shoal.core import scratch
+from shoal.data import generated
 from shoal.data.map_reduce import places
 
 FACTOR = 2
+PATTERN = re.compile("a+")
+
+
+def _wrapped(fn: Any) -> Any:
+    @functools.wraps(fn)
+    def inner(*args: Any) -> Any:
+        return fn(*args)
+
+    return inner
 
 
 @pytest.fixture
@@ -94,6 +105,37 @@ def test_frozen_dataclasses_and_partials_are_looked_into(cache: Path) -> None:
         assert not arrays().map_reduce(made(1), add).was_reused
         assert arrays().map_reduce(made(1), add).was_reused
         assert not arrays().map_reduce(made(2), add).was_reused
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda by: {number: [(0, number + by)] for number in range(200)}.get,
+        lambda by: _wrapped(lambda number: [(0, int(number) + by)]),
+        lambda by: lambda number, shift=by: [(0, int(number) + shift)],
+        lambda by: Shift(by).__call__,
+        lambda by: lambda number: [(0, int(number) + len(re.compile("x" * by).pattern))] if PATTERN else [],
+    ],
+)
+def test_whatever_carries_the_difference_makes_one(cache: Path, make: Any) -> None:
+    data = arrays().map(int)
+    assert not data.map_reduce(make(1), add).was_reused
+    assert data.map_reduce(make(1), add).was_reused
+    other = data.map_reduce(make(2), add)
+    assert not other.was_reused
+    assert other[0] == sum(range(100)) + 200
+
+
+def test_generated_data_is_known_by_what_it_is_generated_from(cache: Path) -> None:
+    def clicked(batch: Any) -> Any:
+        return [(0, int(batch[1].sum()))]
+
+    def found(**settings: Any) -> Any:
+        return generated.clicks(500, **settings).map_reduce(clicked, add, batched=100)
+
+    assert not found(num_ids=1000).was_reused
+    assert found(num_ids=1000).was_reused
+    assert not found(num_ids=2000).was_reused
 
 
 def test_what_nobody_can_look_into_is_computed_anew_unless_a_key_is_given(cache: Path) -> None:

@@ -12,9 +12,11 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 import sys
 import sysconfig
 import types
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from shoal.data.stream import Stream
 
 _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")})
 _OURS = os.path.realpath(Path(__file__).parents[2])
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, type(Ellipsis)})
 
 
 class _Unknown(Exception):
@@ -63,7 +65,7 @@ class _Walk:
 
     def of(self, thing: Any) -> str:
         """Its identity; raises _Unknown."""
-        if isinstance(thing, _PLAIN):
+        if type(thing) in _PLAIN:
             return _hashed("plain", type(thing).__qualname__, repr(thing))
         if id(thing) in self._seen:
             return self._seen[id(thing)]
@@ -73,12 +75,15 @@ class _Walk:
         return found
 
     def _look(self, thing: Any) -> str:
-        if isinstance(thing, (tuple, list)):
-            return _hashed(type(thing).__qualname__, *map(self.of, thing))
-        if isinstance(thing, (set, frozenset)):
+        kind = type(thing)
+        if kind in (tuple, list) or (isinstance(thing, tuple) and hasattr(thing, "_fields")):
+            return _hashed("list", self.of(kind), *map(self.of, thing))
+        if kind in (set, frozenset):
             return _hashed("set", *sorted(map(self.of, thing)))
-        if isinstance(thing, (dict, types.MappingProxyType)):
+        if kind in (dict, Counter, OrderedDict, types.MappingProxyType):
             return _hashed("dict", *(self.of(part) for pair in thing.items() for part in pair))
+        if kind is re.Pattern:
+            return _hashed("pattern", self.of(thing.pattern), str(thing.flags))
         if isinstance(thing, torch.Tensor):
             return self._array(_bytes_of(thing), str(thing.dtype), tuple(thing.shape))
         if isinstance(thing, (np.ndarray, np.generic)):
@@ -91,15 +96,17 @@ class _Walk:
         if isinstance(thing, (np.dtype, torch.dtype, range, Path)):
             return _hashed(type(thing).__qualname__, str(thing))
         if isinstance(thing, types.ModuleType):
-            return _hashed("module", thing.__name__, str(getattr(thing, "__version__", "")))
+            return self._module(thing)
         if isinstance(thing, np.ufunc):
-            return _hashed("ufunc", thing.__name__, np.__version__)
+            return self._ufunc(thing)
         if isinstance(thing, types.CodeType):
             return self._code(thing, {})
-        if isinstance(
-            thing, (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
-        ):
+        if isinstance(thing, (types.FunctionType, types.MethodDescriptorType, type)):
             return self._named(thing)
+        if isinstance(thing, types.BuiltinFunctionType):
+            owner: Any = thing.__self__
+            is_free = owner is None or isinstance(owner, types.ModuleType)
+            return self._named(thing) if is_free else _hashed("method", str(thing.__name__), self.of(owner))
         if isinstance(thing, types.MethodType):
             return _hashed("method", self.of(thing.__func__), self.of(thing.__self__))
         if isinstance(thing, functools.partial):
@@ -109,8 +116,32 @@ class _Walk:
     def _array(self, raw: Any, dtype: str, shape: tuple[int, ...]) -> str:
         return _hashed("array", dtype, str(shape), hashlib.blake2b(raw, digest_size=16).digest())
 
+    def _ufunc(self, ufunc: Any) -> str:
+        name: str = ufunc.__name__
+        if vars(np).get(name) is not ufunc:  # made of a function that it does not show
+            raise _Unknown
+        return _hashed("ufunc", name, np.__version__)
+
+    def _module(self, module: types.ModuleType) -> str:
+        """A library's by its version, shoal's by its file; what a user's holds at the moment cannot be told."""
+        file = os.path.realpath(getattr(module, "__file__", None) or "")
+        if not getattr(module, "__file__", None) or _is_below(file, _LIBRARIES):
+            return _hashed("library", module.__name__, str(getattr(module, "__version__", "")))
+        if _is_below(file, (_OURS,)):
+            return _hashed("shoal", module.__name__, _file_hash(file))
+        raise _Unknown
+
     def _named(self, thing: Any) -> str:
-        """A function or class: of a library by its name and version, of shoal by its file, of the user by its code."""
+        """A function or class, and what a function carries with it."""
+        found = self._code_of(thing)
+        if not isinstance(thing, types.FunctionType):
+            return found
+        closure = [cell.cell_contents for cell in thing.__closure__ or ()]
+        carried = [thing.__defaults__, thing.__kwdefaults__, closure, vars(thing)]
+        return _hashed("function", found, *map(self.of, carried))
+
+    def _code_of(self, thing: Any) -> str:
+        """Of a library by its name and version, of shoal by its file, of the user by its code."""
         module = sys.modules.get(thing.__module__ or "builtins")
         name = f"{thing.__module__}.{thing.__qualname__}"
         file = os.path.realpath(getattr(module, "__file__", None) or "")
@@ -121,7 +152,7 @@ class _Walk:
         if _is_below(file, (_OURS,)):
             return _hashed("shoal", name, _file_hash(file))
         if isinstance(thing, types.FunctionType):
-            return self._function(thing)
+            return self._code(thing.__code__, thing.__globals__)
         if isinstance(thing, type):
             members = {
                 key: _unwrapped(member) for key, member in vars(thing).items() if not _is_made(key, member)
@@ -129,11 +160,6 @@ class _Walk:
             parts = [self.of(member) for _, member in sorted(members.items())]
             return _hashed("class", name, *map(self.of, thing.__bases__), *sorted(members), *parts)
         raise _Unknown
-
-    def _function(self, fn: types.FunctionType) -> str:
-        closure = [cell.cell_contents for cell in fn.__closure__ or ()]
-        parts = [fn.__defaults__, fn.__kwdefaults__, closure]
-        return _hashed("function", self._code(fn.__code__, fn.__globals__), *map(self.of, parts))
 
     def _code(self, code: types.CodeType, scope: dict[str, Any]) -> str:
         constants = [
@@ -149,14 +175,12 @@ class _Walk:
 
     def _instance(self, thing: Any) -> str:
         kind = type(thing)
-        identity = getattr(thing, "identity", None)
-        if isinstance(identity, str):  # a table knows best
-            return _hashed("identity", f"{kind.__module__}.{kind.__qualname__}", identity)
-        own = getattr(thing, "__shoal_identity__", None)
-        if callable(own):
-            return _hashed("own", self._named(kind), self.of(own()))
-        if isinstance(thing, Order | Source) and kind.__module__.startswith("shoal."):
-            return _hashed("stage", self._named(kind), self.of(_attributes(thing)))
+        if kind.__module__.startswith("shoal."):
+            identity = getattr(thing, "identity", None)
+            if isinstance(identity, str):  # a table knows best
+                return _hashed("identity", f"{kind.__module__}.{kind.__qualname__}", identity)
+            if hasattr(thing, "__dict__"):
+                return _hashed("stage", self._named(kind), self.of(_attributes(thing)))
         if dataclasses.is_dataclass(thing) and kind.__dataclass_params__.frozen:
             fields = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
             return _hashed("dataclass", self.of(kind), self.of(fields))
