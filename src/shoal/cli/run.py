@@ -73,7 +73,8 @@ def run(
         typer.Option(
             "--exchange",
             metavar="EXCHANGE",
-            help="How gradients are summed: auto, native (gloo, NCCL) or shm (shared memory on one host).",
+            help="How gradients are summed: auto, native (gloo, NCCL), shm (shared memory on one host), ring, hierarchical, "
+            "tree, halving, broadcast, allgather, chain, mapreduce.",
         ),
     ] = "auto",
     pretend_hosts: Annotated[

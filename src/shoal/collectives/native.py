@@ -61,6 +61,9 @@ class Native:
             self.finish(dist.all_gather(gathered, tensor, async_op=True), "an all-gather")
         return gathered
 
+    def close(self) -> None:
+        """The group is not ours to leave."""
+
     @contextlib.contextmanager
     def during(self, operation: str) -> Iterator[None]:
         """Name the operation in whatever breaks inside."""

@@ -31,5 +31,8 @@ class Reducer(Protocol):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor; all of one shape and dtype."""
 
+    def close(self) -> None:
+        """Its view is over: end what runs on beside."""
+
     def during(self, operation: str) -> contextlib.AbstractContextManager[None]:
         """Name the operation in whatever breaks inside."""

@@ -13,11 +13,12 @@ after its view is over writes into what nobody reads.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -67,9 +68,11 @@ class Shm:
         is_broken: Callable[[], bool] = lambda: False,
         timeout_s: float = 300.0,
         num_cores: int | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
-        """Collective: all ranks map the memory that rank 0 made."""
-        self.rank, self.num_workers = native.rank, native.num_workers
+        """Collective over the whole group: the first of `ranks`, those of one host, makes the memory they map."""
+        self._ranks = list(range(native.num_workers)) if ranks is None else list(ranks)
+        self.rank, self.num_workers = self._ranks.index(native.rank), len(self._ranks)
         self._native, self._is_broken, self._timeout_s = native, is_broken, timeout_s
         self._must_share = self.num_workers >= SHARE_FROM
         # A rank that spins while another has no core keeps it from coming.
@@ -119,9 +122,12 @@ class Shm:
         """Every rank's tensor."""
         return self._native.all_gather(tensor)
 
-    def during(self, operation: str):  # type: ignore[no-untyped-def]  # Native's own
+    def during(self, operation: str) -> contextlib.AbstractContextManager[None]:
         """Name the operation in whatever breaks inside."""
         return self._native.during(operation)
+
+    def close(self) -> None:
+        """Nothing runs on; the memory goes with the last reference to it."""
 
     # ---- the rings ------------------------------------------------------------------------------
 
@@ -234,11 +240,11 @@ class Shm:
     def _whom_for(self, work: _Work) -> str:
         late = [rank for rank in self._others if self._put[rank] <= work.first + work.taken]
         late = late or [rank for rank in self._others if self._taken[rank] < self._taken[self.rank]]
-        return f"rank {', '.join(map(str, late or self._others))}"
+        return f"rank {', '.join(str(self._ranks[rank]) for rank in late or self._others)}"
 
     def _lost(self, operation: str, reason: str) -> PeerLost:
         self._pending.clear()
-        return PeerLost(rank=self.rank, operation=operation, reason=reason)
+        return PeerLost(rank=self._native.rank, operation=operation, reason=reason)
 
     def _map(self) -> mmap.mmap:
         num_rings = self.num_workers + (1 if self._must_share else 0)
@@ -247,7 +253,7 @@ class Shm:
         try:
             # By the way of /proc: the group's own connections carry no descriptors, and the kernel lets only processes
             # of the same user in.
-            pid, theirs = self._native.all_gather(torch.tensor([os.getpid(), fd]))[0].tolist()
+            pid, theirs = self._native.all_gather(torch.tensor([os.getpid(), fd]))[self._ranks[0]].tolist()
             try:
                 opened = os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
                 try:
@@ -255,7 +261,9 @@ class Shm:
                 finally:
                     os.close(opened)
             except (OSError, WireError) as error:  # rank 0 is gone, or another has taken its place
-                raise PeerLost(rank=self.rank, operation="mapping shared memory", reason=str(error)) from None
+                raise PeerLost(
+                    rank=self._native.rank, operation="mapping shared memory", reason=str(error)
+                ) from None
             self._native.all_gather(torch.zeros(1))  # rank 0 keeps it open until everybody has it
         finally:
             if fd >= 0:

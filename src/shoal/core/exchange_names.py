@@ -10,6 +10,14 @@ EXCHANGES = {
     "auto": "shm where all workers are on one host and compute on its CPU, else native",
     "native": "torch's own: gloo, NCCL",
     "shm": "through memory that the workers of one host share",
+    "ring": "around a ring: what a worker sends does not grow with their number",
+    "hierarchical": "shm inside each host, a ring between the hosts",
+    "tree": "up a binary tree and down again: few steps",
+    "halving": "recursive halving and doubling: few steps, few bytes",
+    "broadcast": "everyone sends everything to everyone",
+    "allgather": "everyone gathers all parts and adds them up",
+    "chain": "relayed from neighbour to neighbour and back, in chunks",
+    "mapreduce": "each worker owns a part of the gradient: shuffle, reduce, all-gather",
 }
 
 

@@ -104,6 +104,8 @@ class Together(Timeline):
     def regroup(self) -> None:
         """The view is over: form the next one, and let those who are behind catch up."""
         while True:
+            if self._native is not None:
+                self._native.close()
             self._native = None
             leave_group()
             failpoint("worker: view left")

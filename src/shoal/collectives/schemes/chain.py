@@ -1,0 +1,54 @@
+"""`chain`: the sum is relayed from neighbour to neighbour to the last rank, and the result comes back the same way.
+
+In chunks, so that all links of the chain work at once: while one chunk is
+added up far along, the next ones follow behind it. Adds in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.collectives.wires import Wires
+
+CHUNK_BYTES = 256 << 10
+
+
+def all_reduce(wires: Wires, flat: Tensor) -> None:
+    """Sum `flat` over the ranks, in place, in rank order."""
+    chunks = list(_chunks(flat))
+    last = wires.num_ranks - 1
+    sent = _up(wires, chunks)
+    wires.wait(*sent)
+    if wires.rank < last:
+        coming = [wires.receive(wires.rank + 1, chunk) for chunk in chunks]
+    else:
+        coming = [None] * len(chunks)
+    passed: list[Any] = []
+    for chunk, work in zip(chunks, coming, strict=True):
+        wires.wait(work)
+        if wires.rank > 0:
+            passed.append(wires.send(wires.rank - 1, chunk))
+    wires.wait(*passed)
+
+
+def _up(wires: Wires, chunks: list[Tensor]) -> list[Any]:
+    sent: list[Any] = []
+    before = [torch.empty_like(chunk) for chunk in chunks] if wires.rank else []
+    coming = [wires.receive(wires.rank - 1, chunk) for chunk in before]
+    for number, chunk in enumerate(chunks):
+        if wires.rank:
+            wires.wait(coming[number])
+            torch.add(before[number], chunk, out=chunk)
+        if wires.rank < wires.num_ranks - 1:
+            sent.append(wires.send(wires.rank + 1, chunk))
+    return sent
+
+
+def _chunks(flat: Tensor) -> Iterator[Tensor]:
+    length = max(1, CHUNK_BYTES // flat.element_size())
+    for begin in range(0, len(flat), length):
+        yield flat[begin : begin + length]

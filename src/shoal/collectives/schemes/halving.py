@@ -1,0 +1,55 @@
+"""`halving`: recursive halving and doubling: as few bytes as the ring in as few steps as the tree.
+
+In each round a rank swaps half of what it still holds with a partner twice
+as near as the last, and afterwards the rounds run backwards. Ranks beyond
+the largest power of two hand their part to a partner first, and get the
+result from it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.collectives.wires import Wires
+
+
+def all_reduce(wires: Wires, flat: Tensor) -> None:
+    """Sum `flat` over the ranks, in place: pairs of ranks first, then pairs of pairs, lower ranks first."""
+    num, rank = wires.num_ranks, wires.rank
+    power = 1 << (num.bit_length() - 1)
+    extra = num - power
+    if rank >= power:
+        wires.wait(wires.send(rank - power, flat))
+        wires.wait(wires.receive(rank - power, flat))
+        return
+    incoming = torch.empty_like(flat)
+    if rank < extra:
+        wires.wait(wires.receive(rank + power, incoming))
+        flat.add_(incoming)
+    _halve_and_double(wires, flat, incoming, power)
+    if rank < extra:
+        wires.wait(wires.send(rank + power, flat))
+
+
+def _halve_and_double(wires: Wires, flat: Tensor, incoming: Tensor, power: int) -> None:
+    rank = wires.rank
+    begin, end = 0, len(flat)
+    done: list[tuple[int, int, int]] = []  # partner, and what we held before we parted
+    distance = power // 2
+    while distance:
+        partner = rank ^ distance
+        middle = (begin + end) // 2
+        done.append((partner, begin, end))
+        keep, give = ((begin, middle), (middle, end)) if rank < partner else ((middle, end), (begin, middle))
+        mine, got = flat[slice(*keep)], incoming[: keep[1] - keep[0]]
+        wires.swap(partner, flat[slice(*give)], partner, got)
+        first, second = (mine, got) if rank < partner else (got, mine)
+        torch.add(first, second, out=mine)
+        begin, end = keep
+        distance //= 2
+    for partner, whole_begin, whole_end in reversed(done):
+        middle = (whole_begin + whole_end) // 2
+        low, high = flat[whole_begin:middle], flat[middle:whole_end]
+        mine, theirs = (low, high) if rank < partner else (high, low)
+        wires.swap(partner, mine, partner, theirs)

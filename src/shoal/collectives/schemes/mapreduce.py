@@ -1,0 +1,34 @@
+"""`mapreduce`: each rank owns a part of the gradient, like the reducers of a map-reduce.
+
+Combine (what backward did), shuffle (every rank sends each part to its
+owner), reduce (the owner adds up in rank order), all-gather.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.collectives.schemes import ring
+from shoal.collectives.schemes.everyone import add_up
+from shoal.collectives.wires import Wires, parts_of
+
+
+def all_reduce(wires: Wires, flat: Tensor) -> None:
+    """Sum `flat` over the ranks, in place, in rank order."""
+    parts = parts_of(flat, wires.num_ranks)
+    reduce_scatter(wires, parts)
+    ring.all_gather(wires, parts, own=wires.rank)
+
+
+def reduce_scatter(wires: Wires, parts: list[Tensor]) -> None:
+    """Afterwards this rank's own part is the whole sum; the others are as they were."""
+    rank, num = wires.rank, wires.num_ranks
+    mine = parts[rank]
+    shuffled = [torch.empty_like(mine) if source != rank else mine.clone() for source in range(num)]
+    others = [other for other in range(num) if other != rank]
+    wires.wait(
+        *(wires.receive(other, shuffled[other]) for other in others),
+        *(wires.send(other, parts[other]) for other in others),
+    )
+    add_up(shuffled, mine)

@@ -1,0 +1,40 @@
+"""`ring`: every rank speaks to its two neighbours only, and every byte travels twice around less a step.
+
+First each part of the tensor goes around and gathers what the ranks add to
+it, then each finished part goes around once more. What a rank sends does not
+grow with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.collectives.wires import Wires, parts_of
+
+
+def all_reduce(wires: Wires, flat: Tensor) -> None:
+    """Sum `flat` over the ranks, in place. Part p is added up from rank p on, around the ring."""
+    parts = parts_of(flat, wires.num_ranks)
+    reduce_scatter(wires, parts)
+    all_gather(wires, parts, own=(wires.rank + 1) % wires.num_ranks)
+
+
+def reduce_scatter(wires: Wires, parts: list[Tensor]) -> None:
+    """Afterwards this rank's part, the one after its own number, is the whole sum; the others are half done."""
+    num, rank = wires.num_ranks, wires.rank
+    incoming = torch.empty_like(max(parts, key=len))
+    for step in range(num - 1):
+        mine, theirs = parts[(rank - step) % num], parts[(rank - step - 1) % num]
+        got = incoming[: len(theirs)]
+        wires.swap((rank + 1) % num, mine, (rank - 1) % num, got)
+        torch.add(got, theirs, out=theirs)  # what came from behind first: the order of the ring
+
+
+def all_gather(wires: Wires, parts: list[Tensor], *, own: int) -> None:
+    """Give the part that is whole here (`own`) on, and take the others as they come by."""
+    num, rank = wires.num_ranks, wires.rank
+    for step in range(num - 1):
+        wires.swap(
+            (rank + 1) % num, parts[(own - step) % num], (rank - 1) % num, parts[(own - step - 1) % num]
+        )

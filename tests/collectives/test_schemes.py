@@ -1,0 +1,117 @@
+"""Every scheme gives every rank the same sum: exact where numbers are, the same bits where they are not."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.collectives.schemes import allgather, chain, everyone, halving, mapreduce, ring, tree
+
+SCHEMES = {
+    "ring": ring,
+    "tree": tree,
+    "halving": halving,
+    "broadcast": everyone,
+    "allgather": allgather,
+    "chain": chain,
+    "mapreduce": mapreduce,
+}
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
+
+
+class Lines:
+    """Wires between threads of this process."""
+
+    def __init__(self, queues: dict[tuple[int, int], Any], rank: int, num_ranks: int) -> None:
+        self._queues, self.rank, self.num_ranks = queues, rank, num_ranks
+
+    def swap(self, to: int, outgoing: Tensor, source: int, incoming: Tensor) -> None:
+        self.wait(self.receive(source, incoming), self.send(to, outgoing))
+
+    def send(self, to: int, tensor: Tensor) -> Any:
+        self._queues[self.rank, to].put(tensor.clone())
+
+    def receive(self, source: int, tensor: Tensor) -> Any:
+        return source, tensor
+
+    def wait(self, *works: Any) -> None:
+        for work in works:
+            if work is not None:
+                source, tensor = work
+                tensor.copy_(self._queues[source, self.rank].get(timeout=20.0))
+
+
+def on_all(num_ranks: int, run: Callable[[Lines], Any]) -> list[Any]:
+    queues = {(a, b): queue.SimpleQueue() for a in range(num_ranks) for b in range(num_ranks)}
+    results: list[Any] = [None] * num_ranks
+
+    def work(rank: int) -> None:
+        results[rank] = run(Lines(queues, rank, num_ranks))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(each.empty() for each in queues.values())
+    return results
+
+
+def summed(scheme: str, parts: list[Tensor]) -> list[Tensor]:
+    def run(wires: Lines) -> Tensor:
+        flat = parts[wires.rank].clone()
+        SCHEMES[scheme].all_reduce(wires, flat)
+        return flat
+
+    return on_all(len(parts), run)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scheme=st.sampled_from(sorted(SCHEMES)),
+    num_ranks=st.integers(1, 9),
+    length=st.integers(0, 70),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 1000),
+)
+def test_whole_numbers_give_the_exact_sum(
+    scheme: str, num_ranks: int, length: int, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randint(-12, 13, (length,), generator=generator).to(dtype) for _ in range(num_ranks)]
+    expected = torch.stack(parts).sum(0).to(dtype)
+    for result in summed(scheme, parts):
+        assert torch.equal(result, expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(scheme=st.sampled_from(sorted(SCHEMES)), num_ranks=st.integers(2, 7), length=st.integers(1, 60))
+def test_all_ranks_get_the_same_bits_and_get_them_again(scheme: str, num_ranks: int, length: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    parts = [torch.randn(length, generator=generator) * 10.0**rank for rank in range(num_ranks)]
+    first, again = summed(scheme, parts), summed(scheme, parts)
+    assert all(torch.equal(result, first[0]) for result in [*first, *again])
+
+
+@pytest.mark.parametrize("scheme", ["broadcast", "allgather", "chain", "mapreduce"])
+def test_these_add_in_rank_order(scheme: str) -> None:
+    parts = [
+        torch.randn(100, generator=torch.Generator().manual_seed(rank)) * 10.0**rank for rank in range(4)
+    ]
+    expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    assert torch.equal(summed(scheme, parts)[2], expected)
+
+
+def test_a_chain_relays_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "CHUNK_BYTES", 16)
+    parts = [torch.arange(50.0) * (rank + 1) for rank in range(3)]
+    for result in summed("chain", parts):
+        assert torch.equal(result, torch.arange(50.0) * 6)

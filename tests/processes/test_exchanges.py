@@ -1,0 +1,70 @@
+"""Every exchange trains the same model, and a killed worker leaves no trace under any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shoal.cluster.faults import Faults
+from shoal.core.exchange_names import EXCHANGES
+
+SCRIPT = """
+import torch, shoal
+from torch import nn
+
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(97, 6, generator=generator, dtype=torch.float64)
+y = (x[:, 0] > x[:, 1] * x[:, 2]).long()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 2)).double()
+trainer = shoal.Trainer(
+    model, loss=nn.CrossEntropyLoss(), optimizer=lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9), seed=0
+)
+trainer.fit(shoal.Dataset.from_arrays((x, y)).shuffle(seed=0).batch(16), epochs=2)
+if shoal.rank() == 0:
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    print("weights", flat.sum().item().hex(), (flat * torch.arange(len(flat))).sum().item().hex())
+"""
+
+
+def weights(done: Any) -> list[float]:
+    assert done.exit_code == 0, done.error
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("weights")]
+    return [float.fromhex(each) for each in line.split()[1:]]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[float]]:
+    return []
+
+
+@pytest.mark.parametrize("exchange", sorted(set(EXCHANGES) - {"auto"}))
+@pytest.mark.parametrize("workers", [3, 4])
+def test_training_is_that_of_one_process_and_a_kill_leaves_no_trace(
+    launch_script: Callable[..., Any], alone: list[list[float]], exchange: str, workers: int
+) -> None:
+    if not alone:
+        alone.append(weights(launch_script(SCRIPT)))
+    options = {"workers": workers, "exchange": exchange}
+    if exchange == "hierarchical":
+        options["pretend_hosts"] = 2
+    undisturbed = weights(launch_script(SCRIPT, **options))
+    assert undisturbed == pytest.approx(alone[0], rel=1e-9)
+    if workers == 4 and exchange not in ("shm", "ring", "hierarchical"):
+        return  # how a view is left is the same for all schemes
+    faults = Faults().kill("worker-1", at_step=3, at="worker: exchange begun")
+    killed = launch_script(SCRIPT, **options, faults=faults)
+    assert weights(killed) == undisturbed
+    assert killed.summary["restarts"] == 1
+
+
+def test_an_unknown_exchange_is_refused_with_a_guess(launch_script: Callable[..., Any]) -> None:
+    with pytest.raises(Exception, match=r"there is no exchange 'rnig'\. Did you mean 'ring'"):
+        launch_script(SCRIPT, workers=2, exchange="rnig")
+
+
+def test_shared_memory_does_not_reach_other_hosts(launch_script: Callable[..., Any]) -> None:
+    with pytest.raises(Exception, match="they are on 2 hosts"):
+        launch_script(SCRIPT, workers=2, exchange="shm", pretend_hosts=2)
