@@ -65,7 +65,7 @@ class TableSource(Source):
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
         """The rows: numbers as tensors, lists as tensors of their own length, strings as `str`."""
         columns = self._gather(indices)
-        rows = {name: _samples(self._columns[name], column) for name, column in columns.items()}
+        rows = {name: column_samples(self._columns[name], column) for name, column in columns.items()}
         return [
             self._arranged({name: values[row] for name, values in rows.items()})
             for row in range(len(indices))
@@ -127,7 +127,8 @@ def _batch(column: Column, values: torch.Tensor | Ragged) -> Any:
     return torch.from_numpy(padded)
 
 
-def _samples(column: Column, values: torch.Tensor | Ragged) -> Sequence[Any]:
+def column_samples(column: Column, values: torch.Tensor | Ragged) -> Sequence[Any]:
+    """The rows of a column, one by one."""
     if isinstance(values, torch.Tensor):
         return values.unbind(0)
     if column.kind != "number":
