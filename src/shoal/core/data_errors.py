@@ -159,13 +159,14 @@ class ReaderStuck(DataError):
 
 
 class ReadersLost(DataError):
-    """The process that starts readers is killed again and again."""
+    """Processes that read are lost again and again, whatever they are given."""
 
-    def __init__(self, *, num_lost: int) -> None:
-        self.num_lost = num_lost
+    def __init__(self, *, num_lost: int, how: str) -> None:
+        self.num_lost, self.how = num_lost, how
         super().__init__(
-            f"the parent of the processes that read data was killed {num_lost} times before a batch was read. No sample was "
-            "left out; find out who kills it (a limit on memory or on processes, perhaps), or take workers= out of map."
+            f"{num_lost} processes that were to read data were lost before one of them had read a batch; the last {how}. No "
+            "sample was left out; find out who ends them (a limit on memory or on processes, perhaps), or take workers= out "
+            "of map."
         )
 
 

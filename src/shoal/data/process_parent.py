@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import stat
+import struct
 import sys
 import time
 import traceback
@@ -32,10 +33,13 @@ from shoal.core import job as jobs
 from shoal.core.errors import ClusterError
 
 Run = Callable[[int, socket.socket, int], None]
-"""What a process does until it ends: its number, its end of the line, where to write its stack when asked."""
+"""What a process does until it ends: its number, its end of the line, and where it notes what it is at."""
 
 ASKS_FOR_STACK = signal.SIGUSR2
 """Tells a process to write down where it stands."""
+
+AT = struct.Struct("<q")
+"""The number of the task that a process is at; -1 between two."""
 
 _PACKET_BYTES = 4096
 _ANSWERS_WITHIN_S = 60.0
@@ -54,15 +58,21 @@ class Child(NamedTuple):
     pidfd: int
     """Readable once the process has ended."""
 
-    stack: int
-    """A file to which the process writes where it stands."""
+    notes: int
+    """A file in which the process notes what it is at: in the first bytes a number, behind it, when asked, its stack."""
+
+    @property
+    def at(self) -> int | None:
+        """What it was at when it was last seen, or died."""
+        number: int = AT.unpack(os.pread(self.notes, AT.size, 0))[0]
+        return number if number >= 0 else None
 
     def close(self) -> None:
         """Let go of it; a process that waits for work then ends."""
         with contextlib.suppress(OSError):  # not only closed: somebody else may have been forked with a copy
             self.line.shutdown(socket.SHUT_RDWR)
         self.line.close()
-        for fd in (self.pidfd, self.stack):
+        for fd in (self.pidfd, self.notes):
             os.close(fd)
 
 
@@ -145,7 +155,7 @@ class _Close(NamedTuple):
 
 
 class _Born(NamedTuple):
-    pid: int  # beside it: line, pidfd, stack
+    pid: int  # beside it: line, pidfd, notes
 
 
 class _NotBorn(NamedTuple):
@@ -188,32 +198,33 @@ class _Parent:
 
     def _fork(self, number: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stack = os.memfd_create("shoal-stack", os.MFD_CLOEXEC)
+        notes = os.memfd_create("shoal-notes", os.MFD_CLOEXEC)
+        os.write(notes, AT.pack(-1))
         parent_pid = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
             ours.close()
             theirs.close()
-            os.close(stack)
+            os.close(notes)
             _tell(self._line, _NotBorn(str(error)))
             return
         if pid == 0:
             _stay_until(
-                lambda: self._become_reader(number, theirs, stack), parent_pid=parent_pid, keep=theirs
+                lambda: self._become_reader(number, theirs, notes), parent_pid=parent_pid, keep=theirs
             )
         pidfd = os.pidfd_open(pid)
-        _tell(self._line, _Born(pid), [ours.fileno(), pidfd, stack])
+        _tell(self._line, _Born(pid), [ours.fileno(), pidfd, notes])
         for end in (ours, theirs):
             end.close()
-        os.close(stack)
+        os.close(notes)
         self._pidfds[pidfd] = pid
 
-    def _become_reader(self, number: int, line: socket.socket, stack: int) -> None:
+    def _become_reader(self, number: int, line: socket.socket, notes: int) -> None:
         for pidfd in self._pidfds:
             os.close(pidfd)
         setproctitle(f"shoal reader {number} {self._of}")
-        self._run(number, line, stack)
+        self._run(number, line, notes)
 
     def _reap(self, pidfd: int) -> None:
         pid = self._pidfds.pop(pidfd)

@@ -26,11 +26,11 @@ from shoal.core import job as jobs
 from shoal.core.data_errors import ReadersLost, ReaderStuck, SampleEndsReader
 from shoal.core.errors import ConfigError
 from shoal.data.process_memory import Receiver
-from shoal.data.process_parent import ASKS_FOR_STACK, Child, ReaderParent, receive, send
+from shoal.data.process_parent import ASKS_FOR_STACK, AT, Child, ReaderParent, receive, send
 from shoal.data.process_reader import Delivery, Order, Outcome, order_packet, serve
 from shoal.data.task_queue import Suspect, TaskQueue
 
-_MAX_PARENTS_LOST = 3
+_MAX_LOST_PER_PROCESS = 10  # in a row, without a result between them
 _STACK_WITHIN_S = 0.5
 _LOOKS_EVERY_S = 1.0
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -103,7 +103,7 @@ class ProcessPool:
         self._receivers: dict[int, Receiver] = {}
         self._queue: TaskQueue[Any, Outcome] | None = None
         self._next_number = 0
-        self._num_parents_lost = 0
+        self._num_lost = 0
         self._poll = select.poll()
         self._owners: dict[int, int] = {}  # descriptor -> process
         self._closing = weakref.finalize(self, _Held.close, self._held)
@@ -150,7 +150,7 @@ class ProcessPool:
             self._hand_out()
             waited_s = self._wait(waited_s)
         outcome = queue.take()
-        self._num_parents_lost = 0
+        self._num_lost = 0
         self._hand_out()
         return outcome.get()
 
@@ -216,15 +216,16 @@ class ProcessPool:
                 self._queue.finish(process, delivery.number, outcome)
 
     def _replace(self, child: Child) -> None:
-        parent = self._held.parent
+        parent, at = self._held.parent, child.at
         assert parent is not None
         self._forget(child)
         if not parent.is_alive:
             self._start_anew()
             return
         how = _how(parent.exit_code(child.pid))
-        suspect = self._queue.lose(child.number) if self._queue is not None else None
+        suspect = self._queue.lose(child.number, at=at) if self._queue is not None else None
         self._tell_of(child.number, how, suspect)
+        self._count_loss(how)
         try:
             self._join(parent.fork(child.number))
         except EOFError:
@@ -236,6 +237,12 @@ class ProcessPool:
         if suspect is not None and suspect.num_deaths >= self._config.max_deaths:
             raise SampleEndsReader(what=what, indices=indices, how=how, num_deaths=suspect.num_deaths)
 
+    def _count_loss(self, how: str) -> None:
+        """Processes that die before they do anything would be started for ever."""
+        self._num_lost += 1
+        if self._num_lost >= _MAX_LOST_PER_PROCESS * self._config.num_processes:
+            raise ReadersLost(num_lost=self._num_lost, how=how)
+
     def _start(self) -> None:
         self._held.parent = ReaderParent(partial(_read, self._work))
         try:
@@ -245,18 +252,16 @@ class ProcessPool:
             self._start_anew()
 
     def _start_anew(self) -> None:
-        """The parent of the processes was killed, and they with it: nobody's fault, so nobody is blamed."""
-        self._num_parents_lost += 1
+        """The parent of the processes was killed, and they with it: nobody's fault, so no task is blamed."""
         for child in list(self._held.children.values()):
             self._receive(child.number)
             self._forget(child)
         for process in range(self._config.num_processes):
             if self._queue is not None:
-                self._queue.lose(process, blame=False)
+                self._queue.lose(process)
         self._held.close()
-        if self._num_parents_lost >= _MAX_PARENTS_LOST:
-            raise ReadersLost(num_lost=self._num_parents_lost)
         happenings.tell("readers restarted", num_readers=self._config.num_processes)
+        self._count_loss("was lost with the process that starts readers")
         self._start()
 
     def _join(self, child: Child) -> None:
@@ -290,8 +295,8 @@ class ProcessPool:
 _OVER = object()
 
 
-def _read(work: Callable[[Any], Any], number: int, line: socket.socket, stack: int) -> None:
-    serve(work, line, stack)
+def _read(work: Callable[[Any], Any], number: int, line: socket.socket, notes: int) -> None:
+    serve(work, line, notes)
 
 
 def _stack_of(child: Child) -> list[str]:
@@ -299,7 +304,7 @@ def _stack_of(child: Child) -> list[str]:
     signal.pidfd_send_signal(child.pidfd, ASKS_FOR_STACK)
     deadline = time.monotonic() + _STACK_WITHIN_S
     while time.monotonic() < deadline:
-        text = os.pread(child.stack, 1 << 16, 0).decode(errors="replace")
+        text = os.pread(child.notes, 1 << 16, AT.size).decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.startswith("  File ")]
         if lines:  # only those of foreign code, which come before ours
             return list(itertools.takewhile(lambda line: not line.startswith(f'File "{_OURS}'), lines))

@@ -22,7 +22,7 @@ from shoal.core import happenings
 from shoal.core.errors import DataError
 from shoal.data import randomness
 from shoal.data.process_memory import Parcel, Sender
-from shoal.data.process_parent import ASKS_FOR_STACK, receive, send
+from shoal.data.process_parent import ASKS_FOR_STACK, AT, receive, send
 
 INLINE_BYTES = 16 << 10
 """A task that is longer goes in a file of its own: what is sent must never wait for a process that is busy."""
@@ -96,9 +96,9 @@ def order_packet(order: Order) -> tuple[bytes, int | None]:
     return bytes(ForkingPickler.dumps(order._replace(task=None))), fd
 
 
-def serve(work: Callable[[Any], Any], line: socket.socket, stack: int) -> None:
+def serve(work: Callable[[Any], Any], line: socket.socket, notes: int) -> None:
     """Do what comes along the line until it ends."""
-    faulthandler.register(ASKS_FOR_STACK, file=stack, all_threads=False, chain=False)
+    faulthandler.register(ASKS_FOR_STACK, file=notes, all_threads=False, chain=False)
     randomness.own_the_generators()
     told: list[tuple[str, dict[str, Any]]] = []
     happenings.send_to(lambda kind, facts: told.append((kind, facts)))
@@ -107,8 +107,10 @@ def serve(work: Callable[[Any], Any], line: socket.socket, stack: int) -> None:
         while True:
             order = inbox.next()
             told.clear()
+            os.pwrite(notes, AT.pack(order.number), 0)
             outcome = _do(work, order.task)
             _deliver(line, inbox.sender, order.number, outcome._replace(told=tuple(told)))
+            os.pwrite(notes, AT.pack(-1), 0)
             del order, outcome
             sys.stdout.flush()
 

@@ -37,8 +37,7 @@ class TaskQueue(Generic[Task, Result]):
     """Hands tasks to processes and their results back in the order of the tasks.
 
     Every task is finished once, however many processes die at it: what a dead
-    one held is handed out again, before anything new. A process works on what
-    it is given in that order, so the oldest it holds is the one it is at.
+    one held is handed out again, before anything new.
     """
 
     def __init__(self, tasks: Iterator[Task], *, ahead: int, first_number: int = 0) -> None:
@@ -80,15 +79,15 @@ class TaskQueue(Generic[Task, Result]):
         self._results[number] = result
         return True
 
-    def lose(self, process: int, *, blame: bool = True) -> Suspect[Task] | None:
-        """A process is gone and its tasks are to be handed out again; returns the one that may have ended it."""
+    def lose(self, process: int, *, at: int | None = None) -> Suspect[Task] | None:
+        """A process is gone and its tasks are to be handed out again; the one it was `at` may have ended it."""
         held = self._held.pop(process, deque())
         for number in held:
             heapq.heappush(self._returned, number)
-        if not held or not blame:
+        if at is None or at not in held:  # it had not begun, or it was through with it
             return None
-        self._deaths[held[0]] = self._deaths.get(held[0], 0) + 1
-        return Suspect(self._open[held[0]], self._deaths[held[0]])
+        self._deaths[at] = self._deaths.get(at, 0) + 1
+        return Suspect(self._open[at], self._deaths[at])
 
     @property
     def has_result(self) -> bool:
