@@ -135,7 +135,7 @@ def test_a_column_of_numbers_is_read_as_a_whole() -> None:
 def test_how_even_it_is_can_be_told() -> None:
     costs = [8, 1, 1, 1, 1, 1, 1, 2]
     batches = Dataset.from_arrays(torch.arange(8)).batch(8).shard("balanced", cost=costs)
-    mine, equal = batches.sharding.loads([(0, 8)], 2, 0)  # type: ignore[attr-defined]
+    mine, equal, _ = batches.loads(epoch=0, start=0, num_workers=2)
     assert (mine.max_over_mean, equal.max_over_mean) == (1.0, 11 / 8)
 
 

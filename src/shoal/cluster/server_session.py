@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shoal.cluster.client import CoordinatorClient
 from shoal.core.errors import ClusterError, WireError
@@ -55,6 +55,9 @@ class ServerSession:
         timeout_s: float | None = None,
         below: int = 0,
         is_last: bool = False,
+        busy_s: Sequence[float] = (),
+        num_workers: int = 0,
+        **how: Any,
     ) -> Leases | NoMoreLeases:
         """Tell which leases are finished (all their pushes acknowledged), and get all that this worker holds now.
 
@@ -65,6 +68,7 @@ class ServerSession:
         to ask decides them for the call. `below`: all leases below it are done, as far as is known here; where an epoch
         has ended since, there may be an answer without a lease. `is_last` ends the call for all. `timeout_s` is step_timeout_s unless given. Raises WaitTimedOut, naming
         who holds what is left.
+        `busy_s` is how long each of the finished took; `how` is what else AskLease says about handing out.
         """
         job = self._job
         question = AskLease(
@@ -82,6 +86,9 @@ class ServerSession:
             done=list(done),
             below=below,
             is_last=is_last,
+            busy_s=list(busy_s),
+            num_workers=num_workers,
+            **how,
         )
         # Another thread may be waiting on the line for leases.
         answer = self._client("last lease" if is_last else "leases").request(question, None)

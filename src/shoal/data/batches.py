@@ -19,13 +19,13 @@ from torch.utils.data import Dataset as TorchDataset
 
 from shoal.core.errors import ConfigError
 from shoal.core.seeds import mix
-from shoal.data.feed import Feed
+from shoal.data.feed import Feed, IndexedFeed
 from shoal.data.loader import feed_of
 from shoal.data.pinning import pinned, wants_pinning
 from shoal.data.pooled_feed import HoldsProcesses
 from shoal.data.prefetch import prefetched
 from shoal.data.randomness import PrivateGenerators
-from shoal.data.sharding import DRAIN_SLOWER_THAN, Sharding, ShardPlan
+from shoal.data.sharding import DRAIN_SLOWER_THAN, Loads, Sharding, ShardPlan
 from shoal.data.skipping import Skipped
 from shoal.data.slice import Slice
 from shoal.data.sources.source import name_of
@@ -79,6 +79,7 @@ class Batches:
         weights: Sequence[float] | str | None = None,
         drain_slower_than: float | None = DRAIN_SLOWER_THAN,
         backup: bool = True,
+        probe_every_s: float = 10.0,
     ) -> Batches:
         """How each batch is cut over the workers. Any cut gives an exact strategy the result of one process.
 
@@ -101,7 +102,8 @@ class Batches:
         ranges of an epoch are handed out twice where a worker is slow with
         them, and the first result counts. A worker `drain_slower_than` times
         slower than the median of the others is given no more, but for a
-        range now and then that shows whether it has recovered.
+        range every `probe_every_s` that shows whether it has recovered; None
+        lets it be as slow as it likes.
 
         Under a relaxed strategy "equal" and "weighted" give each worker a
         fixed part of the epoch.
@@ -110,9 +112,19 @@ class Batches:
             data.batch(256).shard("weighted", weights=[2, 1, 1])
         """
         plan = ShardPlan(
-            how=how, cost=cost, weights=weights, drain_slower_than=drain_slower_than, backup=backup
+            how=how,
+            cost=cost,
+            weights=weights,
+            drain_slower_than=drain_slower_than,
+            backup=backup,
+            probe_every_s=probe_every_s,
         )
         return Batches(self._feed.sharded(plan), self._stages)
+
+    def loads(self, *, epoch: int, start: int, num_workers: int) -> Loads:
+        """Of shard("balanced"): how even it cuts the first batches from `start` on."""
+        assert isinstance(self._feed, IndexedFeed)  # others have no costs
+        return self._feed.loads(epoch=epoch, start=start, num_workers=num_workers)
 
     @property
     def sharding(self) -> Sharding:

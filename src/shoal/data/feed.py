@@ -18,7 +18,7 @@ from shoal.core import job as jobs
 from shoal.core.errors import BatchTooSmall, ConfigError, DataError, EmptyDataset
 from shoal.data.order import Indices, Order
 from shoal.data.reader import Reader, Reading, Request
-from shoal.data.sharding import UNSAID, Sharding, ShardPlan
+from shoal.data.sharding import UNSAID, Balanced, Loads, Sharding, ShardPlan
 from shoal.data.skipping import SkipLog
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
@@ -194,10 +194,16 @@ class IndexedFeed:
                 "rest out. Nothing was read; make the batch smaller, or keep the last one with drop_last=False."
             )
         batches = self._cut.batches(num_samples, epoch=epoch, start=start, num_workers=num_workers)
-        shares = (
-            Share.of(begin, end, rank, num_workers, self.sharding, epoch) for begin, end in batches
-        )
+        shares = (Share.of(begin, end, rank, num_workers, self.sharding, epoch) for begin, end in batches)
         return self._read(self._locate(shares, epoch))
+
+    def loads(self, *, epoch: int, start: int, num_workers: int) -> Loads:
+        """How even the cuts of the first batches from `start` on are, where they go by costs."""
+        assert isinstance(self.sharding, Balanced)
+        ranges = self._cut.batches(
+            self._order.length(epoch), epoch=epoch, start=start, num_workers=num_workers
+        )
+        return self.sharding.loads(ranges, num_workers, epoch)
 
     def sharded(self, plan: ShardPlan) -> IndexedFeed:
         """The same, cut over the workers in another way."""

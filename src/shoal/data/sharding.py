@@ -8,10 +8,11 @@ of one process, because sums are added and divided by the global count.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shoal.core.errors import ConfigError
 from shoal.data.balancing import Load, balanced_cuts
@@ -83,6 +84,9 @@ class Dynamic:
     backup: bool = True
     """Whether the last ranges of an epoch are handed to a second worker where the first is slow with them."""
 
+    probe_every_s: float = 10.0
+    """How often a worker that was given no more gets a range all the same, to see whether it has recovered."""
+
     name: str = "dynamic"
 
     def __post_init__(self) -> None:
@@ -90,6 +94,10 @@ class Dynamic:
             raise ConfigError(
                 f"drain_slower_than is how many times slower than the others a worker may be, a number above 1 or None, got "
                 f"{self.drain_slower_than!r}."
+            )
+        if not 0 < self.probe_every_s < math.inf:
+            raise ConfigError(
+                f"probe_every_s must be a positive number of seconds, got {self.probe_every_s!r}."
             )
 
     def cuts(self, start: int, stop: int, num_workers: int, epoch: int) -> Sequence[int]:
@@ -160,6 +168,17 @@ class Measured:
         return "weighted by measured speed"
 
 
+class Loads(NamedTuple):
+    """How even some cuts are."""
+
+    mine: Load
+    equal: Load
+    """If the parts were equal."""
+
+    cuts: tuple[tuple[int, ...], ...]
+    """The cuts themselves, for ranks to compare."""
+
+
 class Balanced:
     """Parts whose heaviest is as light as contiguous cuts can make it."""
 
@@ -186,14 +205,14 @@ class Balanced:
         """What the costs are, for people."""
         return self._costs.name
 
-    def loads(self, batches: Sequence[tuple[int, int]], num_workers: int, epoch: int) -> tuple[Load, Load]:
-        """How even the cuts of these batches are, and how even equal ones would be."""
+    def loads(self, batches: Iterable[tuple[int, int]], num_workers: int, epoch: int) -> Loads:
+        """How even the cuts of the first of these batches are."""
         mine, equal = [], []
-        for start, stop in batches[:_NUM_LOOKED_AT]:
+        for start, stop in itertools.islice(batches, _NUM_LOOKED_AT):
             costs = self._costs.at(start, stop, epoch)
             mine.append((costs, balanced_cuts(costs, num_workers)))
             equal.append((costs, list(UNSAID.cuts(start, stop, num_workers, epoch))))
-        return Load.of(mine), Load.of(equal)
+        return Loads(Load.of(mine), Load.of(equal), tuple(tuple(cuts) for _, cuts in mine))
 
 
 def weighted_cuts(num_samples: int, weights: Sequence[float]) -> list[int]:
@@ -220,6 +239,9 @@ class ShardPlan:
     """Of `dynamic`."""
 
     backup: bool = True
+    """Of `dynamic`."""
+
+    probe_every_s: float = 10.0
     """Of `dynamic`."""
 
     def __post_init__(self) -> None:
@@ -262,7 +284,7 @@ class ShardPlan:
             case "equal":
                 return Equal()
             case "dynamic":
-                return Dynamic(self.drain_slower_than, self.backup)
+                return Dynamic(self.drain_slower_than, self.backup, self.probe_every_s)
         if isinstance(self.weights, str):
             if self.weights != MEASURED:
                 raise ConfigError(

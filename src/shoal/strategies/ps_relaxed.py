@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,6 +86,9 @@ class PsRelaxed(Ps):
         self.updates = 0
         """Updates of all workers, as far as this one has heard."""
 
+        self.waited_s = 0.0
+        """For weights that are fresh enough: for the slowest worker, that is."""
+
     def lease_by(self, naming: Naming, batch_size: int) -> None:
         """From now on batches come by lease."""
         self._naming, self._batch_size = naming, batch_size
@@ -120,7 +124,9 @@ class PsRelaxed(Ps):
         """Have weights that are fresh enough, and keep the buffers."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self._model is not None:
+            began_at = time.monotonic()
             self._served.group.finish(ahead)
+            self.waited_s += time.monotonic() - began_at
             self.staleness[max(ahead.staleness, 0)] += 1
             self._model.dense.take(ahead)
             self._weights_at = self._clock

@@ -74,4 +74,5 @@ def described(batches: Batches) -> str:
     seeds = [stage["seed"] for stage in stages if stage.get("seed") is not None]
     size = batches.batch_size(jobs.num_workers())
     said = f"samples={batches.num_samples}, batch={size or None}"
-    return f"{said}, seeds={seeds}" if seeds else said
+    said += f", seeds={seeds}" if seeds else ""
+    return f"{said}, shard={batches.sharding.describe()}" if batches.sharding.name else said

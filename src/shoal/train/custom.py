@@ -35,6 +35,7 @@ from shoal.strategies.protocol import Strategy, TakesGradients, TrainJob, Wishes
 from shoal.train import custom_anchoring, fingerprint
 from shoal.train.calls import Call, batches_of, described, next_number
 from shoal.train.interrupts import asked_to_leave
+from shoal.train.sharing import refuse
 from shoal.train.verification import Verification
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -183,6 +184,8 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     May be called again: for another model, or with the same two for other data.
     """
     batches = batches_of(data, what="setup", seed=jobs.current().seed)
+    job = jobs.current()
+    refuse(batches, num_workers=job.num_workers, strategy=job.strategy, what="shoal.setup")
     number = session.begin_call("setup", described(batches))
     loop = next((loop for loop in _script.loops if loop.optimizer is optimizer), None)
     if loop is None:

@@ -3,11 +3,13 @@
 In relaxed strategies one worker trains whole batches, and a fast one more of
 them. A lease is asked for while another is being worked on, so a coordinator
 that is away for some seconds is missed by nobody. A lease is finished when
-the last of its batches is acknowledged by the servers.
+the last of its batches is acknowledged by the servers; or given up, when
+another worker that was handed it too has finished it first.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,8 +19,10 @@ import torch
 
 from shoal.core.errors import ConfigError
 from shoal.data.batches import Batches
+from shoal.data.sharding import Balanced, Dynamic, Equal, Measured, Sharding, Weighted, weighted_cuts
 from shoal.data.slice import Slice
 from shoal.strategies.ps_relaxed import Naming, PsRelaxed
+from shoal.train.ledger_notes import data_identity
 from shoal.train.position import Position
 from shoal.wire.group_messages import Leases, NoMoreLeases
 
@@ -30,6 +34,9 @@ MAX_BATCHES = 32
 
 ENDLESS = 1 << 20
 """Epochs of a fit that ends by its steps."""
+
+LOOK_EVERY_S = 0.05
+"""At an epoch's end: how often a worker looks whether another was faster with what it holds."""
 
 
 _OVER = object()
@@ -55,6 +62,7 @@ class Leasing:
         num_epochs: int | None,
         num_workers: int,
         position: Position,
+        trainer: int = 0,
         kept: dict[str, int] | None = None,
     ) -> None:
         """`first` is the epoch and the step at which the fit began, and from which leases count. It goes on at `position`, or where a relaxed strategy
@@ -89,14 +97,25 @@ class Leasing:
             "num_epochs": num_epochs or ENDLESS,
             "first_epoch": epoch,
             "done": tuple(range(first_lease, done_below)),
+            "num_workers": num_workers,
+            "from_epoch": first_epoch,
+            "trainer": trainer,
+            "data": data_identity(batches.describe()),
+            **_handing_out(batches.sharding, num_leases, num_workers),
         }
         self._naming = Naming(call, num_leases, per_lease * size, first_epoch, done_below)
         strategy.lease_by(self._naming, size)
         self._first_epoch = first_epoch
         self._held: deque[_Lease] = deque()
         self._taken: set[int] = set()
+        self._working_on: int | None = None
+        self._given_up: set[int] = set()
         self._finished: list[int] = []
-        self._is_over = False
+        self._busy_s: list[float] = []  # of each of them
+        self._worked_s, self._since = 0.0, 0.0  # on the present one; when the batch at hand was given out
+        self._waited_before = 0.0
+        self._is_over = self._is_ending = False
+        self._asked_at = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leases")
         self._answer: Future[Leases | NoMoreLeases] | None = None
         self._steps_before, self._updates_before = position.step, strategy.updates
@@ -108,9 +127,12 @@ class Leasing:
         flow = self._flow(epoch)
         part = self._draw(flow)
         while part is not None:
+            began_at = time.monotonic()
             coming = next(flow, _OVER)
             if isinstance(coming, Slice):
+                self._worked_s += time.monotonic() - began_at
                 self._strategy.coming(coming)
+            self._since, self._waited_before = time.monotonic(), self._strategy.waited_s
             yield part
             part = self._draw(flow) if coming is None else coming if isinstance(coming, Slice) else None
 
@@ -143,21 +165,31 @@ class Leasing:
                 return
             lease = self._held.popleft()
             self._taken.add(lease.number)
+            self._working_on = lease.number
             for part in self._batches.slices(epoch=epoch, start=lease.start, rank=0, num_workers=1):
-                if part.start >= lease.stop:
+                if part.start >= lease.stop or lease.number in self._given_up:
                     break
                 yield part
 
     def trained(self, part: Slice, position: Position) -> int:
         """A batch is acknowledged; returns how many updates there were since this worker's last, its own among them."""
+        waited_s = self._strategy.waited_s - self._waited_before
+        self._worked_s += max(time.monotonic() - self._since - waited_s, 0.0)
         lease = part.start // self._naming.samples_per_lease
         stop = min((lease + 1) * self._naming.samples_per_lease, self._asked["num_samples"])
         if part.start + part.num_global >= stop:
             number = (part.epoch - self._first_epoch) * self._naming.num_leases + lease
             self._finished.append(number)
+            self._busy_s.append(self._worked_s)
+            self._worked_s = 0.0
             if self._answer is not None and self._answer.done():
                 self._hear()
             if self._answer is None:
+                self._ask()
+        elif self._is_ending:
+            if self._answer is not None and self._answer.done():
+                self._hear()
+            if self._answer is None and time.monotonic() >= self._asked_at + LOOK_EVERY_S:
                 self._ask()
         updates = self._strategy.updates
         step = self._steps_before + updates - self._updates_before
@@ -172,7 +204,8 @@ class Leasing:
         if not self._is_over:
             self._is_over = True
             finished, self._finished = self._finished, []
-            self._strategy.session.ask_lease(finished=finished, is_last=True, **self._asked)
+            busy_s, self._busy_s = self._busy_s, []
+            self._strategy.session.ask_lease(finished=finished, busy_s=busy_s, is_last=True, **self._asked)
 
     def epoch_is_over(self, position: Position, *, over: bool) -> bool:
         """No worker goes on with the epoch: all agree where it ended, and whether the fit is over with it."""
@@ -217,9 +250,12 @@ class Leasing:
 
     def _ask(self) -> None:
         finished, self._finished = self._finished, []
+        busy_s, self._busy_s = self._busy_s, []
+        self._asked_at = time.monotonic()
         self._answer = self._thread.submit(
             self._strategy.session.ask_lease,
             finished=finished,
+            busy_s=busy_s,
             below=self._naming.done_below,
             **self._asked,
         )
@@ -232,9 +268,45 @@ class Leasing:
             self._strategy.rest()  # nobody has to wait for a worker that has nothing to do
         answer, self._answer = self._answer.result(), None
         self._naming.done_below = max(self._naming.done_below, answer.done_below)
+        self._give_up(answer)
         if isinstance(answer, NoMoreLeases):
             self._is_over = True
             return
+        self._is_ending = answer.is_ending
         for number, epoch, start, stop in answer.leases:
             if number not in self._taken and all(held.number != number for held in self._held):
                 self._held.append(_Lease(number, epoch, start, stop))
+
+    def _give_up(self, answer: Leases | NoMoreLeases) -> None:
+        """Let go of what others have finished."""
+        still = {lease[0] for lease in answer.leases} if isinstance(answer, Leases) else None
+
+        def is_done(number: int) -> bool:
+            return number < answer.done_below or (still is not None and number not in still)
+
+        self._held = deque(held for held in self._held if not is_done(held.number))
+        if self._working_on is not None and is_done(self._working_on):
+            self._given_up.add(self._working_on)
+            self._worked_s = 0.0
+
+
+def _handing_out(sharding: Sharding, num_leases: int, num_workers: int) -> dict[str, Any]:
+    """What the coordinator is told about it."""
+    match sharding:
+        case Balanced() | Measured():
+            raise ConfigError(
+                f"shard('{sharding.name}') cuts a batch over all workers, by {sharding.describe()}, and a relaxed strategy gives "
+                "every worker whole batches. Nothing was trained; leave shard() out: a fast worker takes more batches then "
+                "and a slow one fewer. Or use an exact strategy (ps, ddp)."
+            )
+        case Equal("equal"):
+            return {"shares": weighted_cuts(num_leases, [1.0] * num_workers)}
+        case Weighted(weights):
+            sharding.check(num_workers)
+            return {"shares": weighted_cuts(num_leases, weights) if num_workers > 1 else [0, num_leases]}
+    dynamic = sharding if isinstance(sharding, Dynamic) else Dynamic()
+    return {
+        "backup": dynamic.backup,
+        "drain_slower_than": dynamic.drain_slower_than or 0.0,
+        "probe_every_s": dynamic.probe_every_s,
+    }

@@ -7,6 +7,7 @@ so all of them stop, save and leave at the same step.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,9 @@ from shoal.train.callbacks.base import StepLogs
 from shoal.train.evaluation import evaluate
 from shoal.train.history import History
 from shoal.train.interrupts import asked_to_leave
+from shoal.train.ledger_notes import LedgerNotes
 from shoal.train.metrics_log import MetricsLog
+from shoal.train.sharing import Sharing
 
 if TYPE_CHECKING:
     from shoal.train.leasing import Leasing
@@ -49,7 +52,9 @@ class FitLoop:
         validation: Batches | None,
         history: History,
         place: Place = BEFORE_A_STEP,
+        is_inherited: bool = False,
     ) -> None:
+        """`is_inherited`: the others are in the midst of it, and this worker replaces one of them."""
         self._trainer = trainer
         self._batches = batches
         self._last_epoch = last_epoch
@@ -63,6 +68,9 @@ class FitLoop:
         self._over = place.over
         self._log: MetricsLog | None = None
         self._leasing = self._lease()
+        self._sharing = Sharing(trainer, batches) if self._leasing is None else None
+        self._ledger = LedgerNotes(trainer, batches) if self._leasing is None else None
+        self._is_inherited = is_inherited
         # Leases look ahead themselves: the next one may not be at hand before this worker has done its part.
         strategy = trainer.strategy
         self._looks_ahead = strategy if self._leasing is None and isinstance(strategy, LooksAhead) else None
@@ -83,6 +91,10 @@ class FitLoop:
             for batches in (self._batches, self._validation):
                 if batches is not None:
                     held.enter_context(batches.held())
+            if self._ledger is not None:
+                self._ledger.begin(is_inherited=self._is_inherited)
+            if self._sharing is not None and not self._is_inherited:
+                self._sharing.begin()
             self._each(lambda callback: callback.on_fit_begin(trainer))
             if self._place.is_epoch_end:  # the others are there already
                 self._end_epoch(halfway=self._place.halfway)
@@ -117,6 +129,7 @@ class FitLoop:
             num_epochs=self._last_epoch - first[0] if self._last_epoch is not None else None,
             num_workers=self._num_workers,
             position=self._position,
+            trainer=trainer.number,
             kept=kept,
         )
         return trainer.leasing
@@ -128,10 +141,20 @@ class FitLoop:
         return self._last_epoch is not None and position.epoch >= self._last_epoch
 
     def _run_epoch(self) -> None:
-        trainer, position = self._trainer, self._position
-        parts = self._parts()
+        while self._run_stretch() and not self._over:
+            pass
+        if self._position.next_index == 0 and self._leasing is None:
+            raise EmptyDataset(what="fit")
+        self._finish_epoch()
+
+    def _run_stretch(self) -> bool:
+        """The steps for which the workers' shares stay as they are; whether there may be more of them in the epoch."""
+        trainer = self._trainer
+        limit = self._sharing.begin_stretch() if self._sharing is not None else None
+        parts, num_run = itertools.islice(self._parts(), limit), 0
         part = next(parts, None)
         while part is not None:
+            num_run += 1
             anchoring.note(trainer, BEFORE_A_STEP)
             coming = next(parts, None) if self._looks_ahead is not None else None
             if coming is not None and self._looks_ahead is not None:
@@ -140,17 +163,16 @@ class FitLoop:
             if self._over:
                 break
             part = coming if self._looks_ahead is not None else next(parts, None)
-        if position.next_index == 0 and self._leasing is None:
-            raise EmptyDataset(what="fit")
-        self._finish_epoch()
+        return num_run == limit
 
     def _parts(self) -> Iterator[Slice]:
         position = self._position
         if self._leasing is not None:
             return self._leasing.slices(position.epoch)
-        return self._batches.slices(
+        parts = self._batches.slices(
             epoch=position.epoch, start=position.next_index, rank=self._rank, num_workers=self._num_workers
         )
+        return self._sharing.timed(parts) if self._sharing is not None and self._sharing.measures else parts
 
     def _finish_epoch(self) -> None:
         failpoint("worker: epoch ended")
@@ -172,8 +194,11 @@ class FitLoop:
     def _run_step(self, part: Slice) -> None:
         trainer, strategy, position = self._trainer, self._trainer.strategy, self._position
         trainer.wishes.leave = asked_to_leave() is not None
+        began_at = time.monotonic()  # before the failpoint, where a worker may be made slow
         failpoint(BEFORE_FORWARD, position.step + 1)
         contributed = strategy.forward_backward(part)
+        if self._sharing is not None and self._sharing.measures:
+            self._sharing.ran(part, contributed, time.monotonic() - began_at)
         failpoint("worker: before commit")
         verdict = strategy.commit()
         failpoint("worker: committed")
@@ -189,6 +214,8 @@ class FitLoop:
             position.step += 1
             position.next_index = part.start + part.num_global
             position.samples += part.num_global
+            if self._ledger is not None:
+                self._ledger.count(part)
         for _ in range(num_new if verdict.applied else 0):
             trainer.advance_scheduler("step", {"loss": verdict.loss})
         self._write_down(part, verdict)
@@ -196,6 +223,8 @@ class FitLoop:
             trainer.verification.count(trainer.strategy, verdict.loss)
         if verdict.checkpoint:
             path = trainer.save_checkpoint()
+            if self._ledger is not None:
+                self._ledger.reached()
             self._each(lambda callback: callback.on_checkpoint(trainer, path))
         self._over = verdict.stop or self._reached_the_end()
         if self._leasing is not None and (self._over or verdict.leave):
@@ -280,6 +309,8 @@ class FitLoop:
         if now - self._reported_at >= _REPORT_EVERY_S:
             self._reported_at = now
             self._report(now, verdict.loss)
+            if self._ledger is not None:
+                self._ledger.now_and_then(now)
 
     def _report(self, now: float, loss: float | None) -> None:
         position = self._position
@@ -322,6 +353,8 @@ class FitLoop:
         logs = self._measure_epoch()
         self._history.append(logs)
         position.measured_at = position.step
+        if self._ledger is not None:
+            self._ledger.reached(is_end=not halfway)
         if not halfway:
             trainer.train_metrics.reset()
             position.loss_total = position.loss_count = 0.0
@@ -364,6 +397,8 @@ class FitLoop:
 
     def _leave(self) -> None:
         path = self._trainer.save_checkpoint()
+        if self._ledger is not None:
+            self._ledger.reached()
         raise Interrupted(signal_name=asked_to_leave() or "SIGINT", step=self._position.step, checkpoint=path)
 
     def _each(self, call: Callable[..., None]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -21,3 +22,10 @@ class Position:
     loss_count: float = 0.0
     measured_at: int = -1
     """The step up to which the running epoch, whole or cut short, is in the history."""
+
+    weights: list[float] = field(default_factory=list)
+    """Shares by measured speed, and the step before which they were agreed on. Replaced, never changed in place."""
+
+    weights_at: int = -1
+    stretch: dict[str, Any] | None = None
+    """What each worker has had of the epoch since it, or this launch, began: start, samples and batches by rank."""

@@ -217,6 +217,7 @@ class Trainer:
             validation=validation,
             history=history,
             place=given.place if given is not None else BEFORE_A_STEP,
+            is_inherited=given is not None,
         )
         self._in_fit = True
         try:
