@@ -135,7 +135,16 @@ class Endless(IterableDataset):  # type: ignore[type-arg]
 
 def test_a_stream_says_that_it_has_no_random_access() -> None:
     stream = Dataset.from_torch(Endless())
-    for attempt in (lambda: stream.shuffle(seed=0), lambda: stream.split(0.5, 0.5), lambda: stream[0]):
+    for attempt in (
+        lambda: stream.sample(3),
+        lambda: stream.split(0.5, 0.5),
+        lambda: stream.folds(2),
+        lambda: stream.cache(),
+        lambda: Dataset.zip(stream, stream),
+        lambda: Dataset.interleave([stream]),
+        lambda: stream.map(int, batched=True),
+        lambda: stream[0],
+    ):
         with pytest.raises(ConfigError, match="is a stream"):
             attempt()
     with pytest.raises(TypeError, match="no length"):

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset as TorchDataset
 from shoal.core.errors import ConfigError
 from shoal.core.seeds import mix
 from shoal.data.feed import Feed, IndexedFeed
+from shoal.data.iterator import DataIterator
 from shoal.data.loader import feed_of
 from shoal.data.pinning import pinned, wants_pinning
 from shoal.data.pooled_feed import HoldsProcesses
@@ -30,6 +31,7 @@ from shoal.data.skipping import Skipped
 from shoal.data.slice import Slice
 from shoal.data.sources.source import name_of
 from shoal.data.tree import Tree
+from shoal.data.weights import keep_weights
 
 
 class Batches:
@@ -133,8 +135,13 @@ class Batches:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in an epoch; None for a stream, whose end shows when it is read."""
+        """Samples in an epoch; None for a stream, whose end shows when it is read, and where there is no end."""
         return self._feed.num_samples
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether an epoch has no end: `repeat()`."""
+        return self._feed.is_endless
 
     @property
     def skipped(self) -> list[Skipped]:
@@ -148,6 +155,13 @@ class Batches:
     def num_steps(self, num_workers: int = 1, start: int = 0) -> int | None:
         """Global batches in an epoch from position `start` on; None for a stream."""
         return self._feed.num_steps(num_workers, start)
+
+    def num_left_out(self, num_workers: int = 1) -> int:
+        """Samples at the end of an epoch that are in no batch, with drop_last=True."""
+        size, num_samples = self.batch_size(num_workers), self.num_samples
+        if not size or num_samples is None or not self._feed.describe().get("drop_last"):
+            return 0
+        return num_samples % size
 
     def slices(self, *, epoch: int, start: int, rank: int, num_workers: int) -> Iterator[Slice]:
         """This rank's part of each global batch of an epoch, from position `start` (in samples) on.
@@ -188,6 +202,26 @@ class Batches:
         pinned_ones._is_pinned = True
         return pinned_ones
 
+    def iterator(self, position: Any = None) -> DataIterator[Tree]:
+        """Whole batches one by one, with a position that can be saved as JSON and gone on from, in the middle of an epoch.
+
+        Needs no Trainer and no launcher. The position counts samples: it may
+        be gone on from with batches of another size. One of other data is
+        refused.
+
+            it = data.shuffle(seed=0).batch(256).iterator()
+            batch, saved = it.next(), it.position
+            it = data.shuffle(seed=0).batch(256).iterator(saved)
+        """
+
+        def begin(epoch: int, start: int) -> Iterator[tuple[Tree, int]]:
+            for part in self.slices(epoch=epoch, start=start, rank=0, num_workers=1):
+                if part.num_local:  # else all of the batch was bad, and skipped
+                    yield part.batch, part.start + part.num_global
+
+        described = {"num_samples": self.num_samples, "stages": self._feed.describe()["stages"]}
+        return DataIterator(begin, description=described, seed=self._feed.seed, position=position)
+
     def describe(self) -> dict[str, Any]:
         """What this is made of (sizes, seeds, stages), fit for JSON: two that differ here are not the same data."""
         described = self._feed.describe()
@@ -196,16 +230,22 @@ class Batches:
 
     def __iter__(self) -> Iterator[Tree]:
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-        return (part.batch for part in self.slices(epoch=epoch, start=0, rank=0, num_workers=1))
+        slices = self.slices(epoch=epoch, start=0, rank=0, num_workers=1)
+        return (part.batch for part in slices if part.num_local)  # a batch that is all bad is skipped
 
     def __len__(self) -> int:
         num_steps = self.num_steps()
         if num_steps is None:
-            raise TypeError("the number of batches of a stream is not known before it has been read")
+            raise TypeError(
+                "a dataset that is repeated without end has no number of batches"
+                if self.is_endless
+                else "the number of batches of a stream is not known before it has been read"
+            )
         return num_steps
 
     def __repr__(self) -> str:
         of = "a stream" if self.num_samples is None else f"{self.num_samples} samples"
+        of = "without end" if self.is_endless else of
         return f"Batches({of}, {self.batch_size() or '?'} per batch)"
 
 
@@ -249,7 +289,7 @@ class _MapBatches:
         for part in slices:
             with generators:
                 generators.reseed(mix(self._seed, part.epoch, part.start + part.first))
-                batch = self._fn(part.batch)
+                batch = keep_weights(part.batch, self._fn(part.batch))
             yield replace(part, batch=batch)
 
     def describe(self) -> dict[str, Any]:

@@ -51,13 +51,37 @@ def uncollate(batch: Tree, num_samples: int) -> list[Any]:
     """The samples of a batch whose tensors all have `num_samples` rows; rows are views."""
     if isinstance(batch, torch.Tensor):
         return list(batch.unbind(0))
+    if isinstance(batch, np.ndarray):
+        return batch.tolist() if batch.dtype.kind in "USO" and batch.ndim == 1 else list(batch)
+    if _is_column(batch, num_samples):
+        return list(batch)
     if isinstance(batch, dict):
         columns = {key: uncollate(value, num_samples) for key, value in batch.items()}
         return [{key: column[row] for key, column in columns.items()} for row in range(num_samples)]
     if isinstance(batch, (tuple, list)):
         parts = [uncollate(value, num_samples) for value in batch]
+        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+            return [type(batch)(*(part[row] for part in parts)) for row in range(num_samples)]
         return [tuple(part[row] for part in parts) for row in range(num_samples)]
     return [batch] * num_samples
+
+
+def with_string_arrays(batch: Tree, num_samples: int) -> Tree:
+    """The same batch with columns of strings as arrays, as tables have them: one leaf per column."""
+    if _is_column(batch, num_samples):
+        return np.array(batch)
+    if isinstance(batch, dict):
+        return {key: with_string_arrays(value, num_samples) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [with_string_arrays(value, num_samples) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _is_column(batch: Tree, num_samples: int) -> bool:
+    """Whether this is a column of strings, which `default_collate` leaves a list of them."""
+    is_list = isinstance(batch, (tuple, list)) and len(batch) == num_samples
+    return is_list and all(isinstance(value, (str, bytes)) for value in batch)
 
 
 def to_tensor(leaf: Any) -> torch.Tensor | None:

@@ -1,8 +1,8 @@
 """`shoal.Dataset`: a pipeline of index functions, put together lazily.
 
-Holds a source (index to sample) and an order (position to index); every method
-returns a new dataset and reads nothing. Cutting into batches and over workers
-is `Batches`.
+Holds a source (index to sample) and an order (position to index); its stages
+are in stages.py. Here is what comes of them: samples, batches, iterators.
+Cutting into batches and over workers is `Batches`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from shoal.core.errors import ConfigError
 from shoal.data.batches import Batches, whole_number
 from shoal.data.collate import Collate
-from shoal.data.constructors import Constructors
 from shoal.data.feed import IndexedFeed, even_cut
-from shoal.data.order import InOrder, Order, Part, Shuffled
-from shoal.data.reader import Reader
-from shoal.data.sources.source import Mapped, Source
-from shoal.data.split import part_sizes
-from shoal.data.stream import Stream, StreamFeed
+from shoal.data.iterator import DataIterator
+from shoal.data.order import InOrder, Order
+from shoal.data.pooled_feed import PooledFeed
+from shoal.data.process_pool import PoolConfig
+from shoal.data.reader import Reader, samples_from
+from shoal.data.skipping import SkipSamples
+from shoal.data.sources.source import Source
+from shoal.data.stages import Stages
+from shoal.data.stream import Stream, StreamFeed, stream_from
 
 if TYPE_CHECKING:
     from shoal.data.map_reduce.aggregate import Aggregate
 
 
-class Dataset(Constructors):
+class Dataset(Stages):
     """Samples by index, lazily shuffled, split, mapped and batched.
 
     What an epoch holds is a function of (seed, epoch, index): it can be read
@@ -45,52 +47,6 @@ class Dataset(Constructors):
             order = order or InOrder(source.num_samples)
             self._access = Reader(source, seed=order.seed), order
 
-    def map(self, fn: Callable[[Any], Any]) -> Dataset:
-        """Apply `fn` to every sample, when it is read; after `batch`, `map` is applied to batches, which is faster.
-
-        Random numbers that `fn` draws from the generators of torch, numpy or
-        Python are a function of (seed, epoch, position).
-
-            data.map(lambda sample: (sample[0] / 255, sample[1]))
-        """
-        if isinstance(self._source, Stream):
-            return Dataset(self._source.map(fn))
-        _, order = self._random_access("map")
-        return Dataset(Mapped(self._source, fn), order)
-
-    def shuffle(self, seed: int = 0) -> Dataset:
-        """Another order each epoch, a function of (seed, epoch).
-
-        Nothing is stored, whatever the size: the order is computed.
-
-            data.shuffle(seed=0)
-        """
-        _, order = self._random_access("shuffle")
-        return Dataset(self._source, Shuffled(order, whole_number("shuffle(seed=)", seed)))
-
-    def split(self, *parts: float, seed: int | None = 0) -> tuple[Dataset, ...]:
-        """Disjoint parts, drawn at random: by fractions of at most 1 in all, or by numbers of samples.
-
-        The sizes of fractions are rounded so that nothing is lost. With
-        `seed=None` the parts are ranges in the order of the data.
-
-            train, validation, test = data.split(0.8, 0.1, 0.1, seed=0)
-        """
-        _, order = self._random_access("split")
-        if isinstance(order, Shuffled):
-            raise ConfigError(
-                "split after shuffle would move samples between the parts from epoch to epoch, test data into training. "
-                "Split first, then shuffle the parts: data.split(0.9, 0.1, seed=0)[0].shuffle(seed=0)."
-            )
-        if seed is not None:
-            seed = whole_number("split(seed=)", seed)
-        sizes = part_sizes(order.num_samples, parts)
-        begins = [sum(sizes[:number]) for number in range(len(sizes))]
-        return tuple(
-            Dataset(self._source, Part(order, begin=begin, num_samples=size, split_seed=seed))
-            for begin, size in zip(begins, sizes, strict=True)
-        )
-
     def batch(self, size: int, *, per_worker: bool = False, drop_last: bool = False) -> Batches:
         """Batches of `size`: of one update, over all workers, or with `per_worker=True` of each worker.
 
@@ -103,10 +59,45 @@ class Dataset(Constructors):
         if isinstance(self._source, Stream):
             description = self._source.describe()
             return Batches(
-                StreamFeed(self._source, cut=cut, collate=Collate(), seed=0, description=description)
+                StreamFeed(
+                    self._source,
+                    cut=cut,
+                    collate=Collate(),
+                    seed=self._source.seed,
+                    description=description,
+                )
             )
-        reader, order = self._random_access("batch")
+        source, order = self._indexed("batch")
+        reader = Reader(source, seed=order.seed)
+        if source.num_processes:
+            return Batches(PooledFeed(reader, order, cut, PoolConfig(num_processes=source.num_processes)))
         return Batches(IndexedFeed(reader, order, cut))
+
+    def iterator(self, position: Any = None) -> DataIterator[Any]:
+        """Samples one by one, with a position that can be saved as JSON and gone on from, in the middle of an epoch.
+
+        Needs no Trainer and no launcher; `batch(n).iterator()` gives batches.
+        A position of another dataset is refused.
+
+            it = data.shuffle(seed=0).iterator()
+            sample, saved = it.next(), it.position
+            it = data.shuffle(seed=0).iterator(saved)
+        """
+        if isinstance(self._source, Stream):
+            stream, description = self._source, self._source.describe()
+            return DataIterator(
+                lambda epoch, start: stream_from(stream, epoch=epoch, start=start),
+                description=description,
+                seed=stream.seed,
+                position=position,
+            )
+        reader, order = self._random_access("iterator")
+        return DataIterator(
+            lambda epoch, start: samples_from(reader, order, epoch=epoch, start=start),
+            description=self._described(),
+            seed=order.seed,
+            position=position,
+        )
 
     def map_reduce(
         self,
@@ -164,6 +155,8 @@ class Dataset(Constructors):
     def __len__(self) -> int:
         if self._access is None:
             raise TypeError("a stream has no length before it has been read")
+        if self._access[1].is_endless:
+            raise TypeError("a dataset that is repeated without end has no length")
         return self._access[1].num_samples
 
     def __getitem__(self, position: int) -> Any:
@@ -171,27 +164,39 @@ class Dataset(Constructors):
         reader, order = self._random_access("indexing")
         at = operator.index(position)
         at = at + len(self) if at < 0 else at
-        if not 0 <= at < len(self):
-            raise IndexError(f"position {position} of a dataset of {len(self)} samples")
+        if not 0 <= at < order.num_samples:
+            raise IndexError(f"position {position} of a dataset of {order.num_samples} samples")
         [index] = order.indices(range(at, at + 1), 0)
-        return reader.sample(int(index), epoch=0, position=at)
+        try:
+            return reader.sample(int(index), epoch=0, position=at)
+        except SkipSamples as found:
+            raise next(iter(found.bad.values())) from None
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._source, Stream):
             return iter(self._source)
-        return (self[position] for position in range(len(self)))
+        reader, order = self._random_access("iterating")
+        return (sample for sample, _ in samples_from(reader, order, epoch=0, start=0))
 
     def __repr__(self) -> str:
-        what = "a stream" if self._access is None else f"{len(self)} samples"
-        stages = [*self._source.describe(), *(self._access[1].describe() if self._access else ())]
-        names = [stage.get("source") or stage.get("stage") for stage in stages]
-        return f"Dataset({what}: {' > '.join(str(name) for name in names)})"
+        if isinstance(self._source, Stream):
+            named = [stage.get("source") or stage.get("stage") for stage in self._source.describe()]
+            names = [str(name) for name in named]
+            what = "a stream, read from its beginning"
+        else:
+            source, order = self._indexed("repr")
+            names = [*source.names(), *order.names()]
+            what = f"{order.num_samples} samples" if order.is_counted else "not counted yet"
+            what = "without end" if order.is_endless else what
+        return f"Dataset({what}: {' > '.join(names)})"
+
+    def _described(self) -> dict[str, Any]:
+        source, order = self._indexed("describing")
+        num_samples = None if order.is_endless else order.num_samples
+        return {"num_samples": num_samples, "stages": [*source.describe(), *order.describe()]}
 
     def _random_access(self, what: str) -> tuple[Reader, Order]:
         """Reader and order, or a refusal for a stream."""
-        if self._access is None:
-            raise ConfigError(
-                f"{what} needs random access, and an IterableDataset is a stream: it can only be read from its beginning. "
-                "Nothing was read; shuffle inside the dataset, or give a map-style dataset with __getitem__ and __len__."
-            )
+        self._indexed(what)
+        assert self._access is not None
         return self._access

@@ -39,8 +39,12 @@ class Feed(Protocol):
     """How each batch is cut over the workers."""
 
     @property
+    def is_endless(self) -> bool:
+        """Whether an epoch has no end."""
+
+    @property
     def num_samples(self) -> int | None:
-        """Of one epoch; None where only reading can tell."""
+        """Of one epoch; None where only reading can tell, or where there is no end."""
 
     def batch_size(self, num_workers: int) -> int:
         """Samples of one global batch; 0 where only reading can tell."""
@@ -164,17 +168,23 @@ class IndexedFeed:
         self.seed, self.skips = reader.seed, SkipLog()
 
     @property
-    def num_samples(self) -> int:
-        """Of one epoch."""
-        return self._order.num_samples
+    def is_endless(self) -> bool:
+        """Whether an epoch has no end."""
+        return self._order.is_endless
+
+    @property
+    def num_samples(self) -> int | None:
+        """Of one epoch; None where there is no end."""
+        return None if self.is_endless else self._order.num_samples
 
     def batch_size(self, num_workers: int) -> int:
         """Samples of one global batch."""
         return self._cut.batch_size(num_workers)
 
-    def num_steps(self, num_workers: int, start: int) -> int:
-        """Global batches of an epoch from position `start` on."""
-        return self._cut.num_steps(self.num_samples, num_workers, start)
+    def num_steps(self, num_workers: int, start: int) -> int | None:
+        """Global batches of an epoch from position `start` on; None where there is no end."""
+        num_samples = self.num_samples
+        return None if num_samples is None else self._cut.num_steps(num_samples, num_workers, start)
 
     def slices(self, *, epoch: int, start: int, rank: int, num_workers: int) -> Iterator[Slice]:
         """This rank's part of each of them."""

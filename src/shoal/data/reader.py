@@ -8,19 +8,23 @@ of workers, sees the same samples to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.core.errors import DataError
 from shoal.core.seeds import mix
 from shoal.data.collate import Collate
-from shoal.data.order import Indices
+from shoal.data.order import Indices, Order
 from shoal.data.randomness import PrivateGenerators
-from shoal.data.skipping import Skipped, SkipSamples
+from shoal.data.skipping import SkipLog, Skipped, SkipSamples
 from shoal.data.sources.source import Source
 from shoal.data.tree import Tree
+
+_BLOCK = 1024  # positions whose indices are computed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +154,30 @@ class Reader:
         # What a collate function draws is for the whole share; its seed must not be that of a sample.
         self._generators.reseed(mix(self.seed, request.epoch, request.position, len(samples)))
         return self.collate(samples)
+
+
+def samples_from(reader: Reader, order: Order, *, epoch: int, start: int) -> Iterator[tuple[Any, int]]:
+    """The samples of an epoch one by one from position `start` on, each with the position behind it; bad ones are skipped."""
+    skips = SkipLog()
+    num_samples = order.length(epoch)
+    if start > num_samples:
+        raise DataError(
+            f"the epoch has {num_samples} samples and cannot go on from sample {start}: this is not the dataset the "
+            "position was saved for. Nothing was read; give the same data, or begin anew."
+        )
+    for begin in range(start, num_samples, _BLOCK):
+        positions = range(begin, min(begin + _BLOCK, num_samples))
+        for position, index in zip(positions, order.indices(positions, epoch), strict=True):
+            try:
+                sample = reader.sample(
+                    index if isinstance(index, int) else int(index), epoch=epoch, position=position
+                )
+            except SkipSamples as found:
+                skips.record(
+                    [
+                        Skipped(epoch, bad, error, found.stage, found.max_skips)
+                        for bad, error in found.bad.items()
+                    ]
+                )
+                continue
+            yield sample, position + 1

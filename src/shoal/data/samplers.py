@@ -75,7 +75,7 @@ class Drawn(Order):
         self._epochs: dict[int, _Epoch] = {}
 
     @property
-    def num_samples(self) -> int:  # type: ignore[override]  # a property may stand for a plain attribute
+    def num_samples(self) -> int:
         """What the sampler says, or what it gives in the first epoch."""
         if not self._in_batches and hasattr(self.sampler, "__len__"):
             return len(self.sampler)

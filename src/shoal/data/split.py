@@ -1,12 +1,17 @@
-"""How many samples each part of a split gets. Pure."""
+"""How many samples each part of a split gets, and which: by strata, by groups. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shoal.core.errors import ConfigError
+from shoal.data.permutation import Permutation
 
 _ROUNDING = 1e-9  # how far fractions may miss 1: 0.7 + 0.2 + 0.1 is 0.9999999999999999
 
@@ -45,6 +50,52 @@ def part_sizes(num_samples: int, parts: Sequence[float]) -> list[int]:
     for number in by_remainder[: min(num_wanted, num_samples) - sum(sizes)]:
         sizes[number] += 1
     return sizes
+
+
+def fold_sizes(num_samples: int, num_folds: int) -> list[int]:
+    """Sizes of the folds, which differ by at most one."""
+    return [num_samples * (k + 1) // num_folds - num_samples * k // num_folds for k in range(num_folds)]
+
+
+def stratified(labels: NDArray[Any], sizes: Sequence[int], seed: int) -> NDArray[np.int64]:
+    """The part of each sample, so that every label has its share of every part; -1 where the sizes leave some over.
+
+    The parts are exactly as large as asked for, and of each label a part has
+    its share to within two samples.
+    """
+    num_samples = len(labels)
+    part_of = np.full(num_samples, -1, dtype=np.int64)
+    if num_samples == 0:
+        return part_of
+    _, stratum = np.unique(labels, return_inverse=True)
+    # At random within a label, and the labels in random order: who sorts first has no better chance of any part.
+    label_order = Permutation(int(stratum.max()) + 1, seed=seed, epoch=1)
+    keys = Permutation(num_samples, seed=seed)(np.arange(num_samples))
+    left = np.lexsort((keys, label_order(stratum.astype(np.int64))))
+    for number, size in enumerate(sizes):
+        # Evenly spread over what is left, which is sorted by label: every stretch of it gives its share.
+        before = np.arange(len(left), dtype=np.int64) * size // max(len(left), 1)
+        after = np.arange(1, len(left) + 1, dtype=np.int64) * size // max(len(left), 1)
+        is_taken = after > before
+        part_of[left[is_taken]] = number
+        left = left[~is_taken]
+    return part_of
+
+
+def grouped(groups: NDArray[Any], sizes: Sequence[int], seed: int) -> NDArray[np.int64]:
+    """The part of each sample, so that a group is never divided; sizes are met as nearly as the groups allow.
+
+    Groups come in random order, each to the part that lacks most.
+    """
+    names, group_of, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    part_of_group = np.full(len(names), -1, dtype=np.int64)
+    lacking = np.append(np.array(sizes, dtype=np.int64), len(groups) - sum(sizes))  # the last is nobody's
+    if len(names):
+        for group in Permutation(len(names), seed=seed)(np.arange(len(names))).tolist():
+            part = int(np.argmax(lacking))
+            lacking[part] -= counts[group]
+            part_of_group[group] = part if part < len(sizes) else -1
+    return part_of_group[group_of]
 
 
 def _list(parts: Sequence[object]) -> str:

@@ -1,16 +1,17 @@
 """Batches of what can only be read from its beginning.
 
 Every rank reads the whole stream and keeps its part of each global batch, so
-there is no random access, no shuffle and no split here, and a run that resumes
-in mid-epoch reads up to its position again. Also the way of loaders whose
-items are batches already: how long one is shows when it has been read.
+there is no random access and no split here, a shuffle knows only what is in
+its buffer, and a run that resumes in mid-epoch reads up to its position again.
+Also the way of loaders whose items are batches already: how long one is shows
+when it has been read.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,35 +27,93 @@ from shoal.data.randomness import PrivateGenerators
 from shoal.data.sharding import UNSAID, Sharding, ShardPlan
 from shoal.data.skipping import SkipLog
 from shoal.data.slice import Slice
-from shoal.data.sources.source import name_of
+from shoal.data.stream_stages import RepeatStream, StreamStage, TakeStream
 from shoal.data.tree import Tree, map_tensors, tensors
 
 
+class OwnStream(IterableDataset[Any]):
+    """A stream that shoal itself reads."""
+
+    seed = 0
+    """What random draws while it is read are mixed from."""
+
+    def describe(self) -> dict[str, Any]:
+        """What it is, fit for JSON."""
+        raise NotImplementedError
+
+
 class Stream(IterableDataset[Any]):
-    """An IterableDataset, and functions applied to each of its samples."""
+    """An IterableDataset, and what is done to its samples one after the other."""
 
-    def __init__(self, dataset: IterableDataset[Any], fns: tuple[Callable[[Any], Any], ...] = ()) -> None:
-        self._dataset, self._fns = dataset, fns
+    def __init__(self, dataset: IterableDataset[Any], stages: tuple[StreamStage, ...] = ()) -> None:
+        self._dataset, self._stages = dataset, stages
+        self._epoch = 0
+        self.skips = SkipLog()
+        """Bad samples that were left out."""
 
-    def map(self, fn: Callable[[Any], Any]) -> Stream:
-        """One function more."""
-        return Stream(self._dataset, (*self._fns, fn))
+    @property
+    def seed(self) -> int:
+        """What random draws while it is read are mixed from."""
+        return self._dataset.seed if isinstance(self._dataset, OwnStream) else 0
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it is repeated without end, and nothing after that takes only some."""
+        endless = False
+        for stage in self._stages:
+            if isinstance(stage, RepeatStream):
+                endless = endless or stage.times is None
+            elif isinstance(stage, TakeStream):
+                endless = False
+        return endless
+
+    def then(self, stage: StreamStage) -> Stream:
+        """One stage more."""
+        return Stream(self._dataset, (*self._stages, stage))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset, where it wants to know."""
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
+        """Which epoch the next pass reads."""
+        self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        for sample in self._dataset:
-            for fn in self._fns:
-                sample = fn(sample)
-            yield sample
+        return self._open(len(self._stages), self._epoch)
 
     def describe(self) -> list[dict[str, Any]]:
-        """The dataset's class and the functions' names."""
+        """The dataset's class, and the stages."""
         source = {"source": "stream", "dataset": type(self._dataset).__qualname__}
-        return [source, *({"stage": "map", "fn": name_of(fn)} for fn in self._fns)]
+        if isinstance(self._dataset, OwnStream):
+            source = self._dataset.describe()
+        return [source, *(stage.describe() for stage in self._stages)]
+
+    def _open(self, num_stages: int, epoch: int) -> Iterator[Any]:
+        """The samples of an epoch after the first so many stages."""
+        if num_stages:
+            last = self._stages[num_stages - 1]
+            return last.run(lambda inner: self._open(num_stages - 1, inner), epoch, self.skips)
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        return iter(self._dataset)
+
+
+def stream_from(stream: Stream, *, epoch: int, start: int) -> Iterator[tuple[Any, int]]:
+    """The samples of an epoch from position `start` on, each with the position behind it.
+
+    Read one by one under private generators, as in batches: what the stream
+    draws at random it draws again.
+    """
+    stream.set_epoch(epoch)
+    generators = PrivateGenerators(mix(stream.seed, epoch))
+    with generators:
+        samples = itertools.islice(iter(stream), start, None)
+    for position in itertools.count(start + 1):
+        with generators:
+            sample = next(samples, _END)
+        if sample is _END:
+            return
+        yield sample, position
+
+
+_END = object()
 
 
 class StreamFeed:
@@ -82,8 +141,13 @@ class StreamFeed:
         self._dataset, self._cut, self._collate, self.seed = dataset, cut, collate, seed
         self._order, self._options = order, options or LoaderOptions()
         self._description = description
-        self.skips = SkipLog()
+        self.skips: SkipLog = getattr(dataset, "skips", None) or SkipLog()
         self.sharding: Sharding = UNSAID
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether an epoch has no end, as far as is known."""
+        return isinstance(self._dataset, Stream) and self._dataset.is_endless
 
     def batch_size(self, num_workers: int) -> int:
         """Samples of one global batch; 0 where the items are batches already."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 from shoal.data.collate import collate
@@ -19,6 +18,15 @@ class Source(ABC):
     runs_user_code: bool
     """False where reading is ours alone: nothing can draw random numbers, and nothing has to be watched."""
 
+    uses_epoch: bool = False
+    """True where an index gives something else in another epoch: an augmentation."""
+
+    reorders: bool = False
+    """True where an index stands for another sample in another epoch: a shuffled dataset inside a zip."""
+
+    num_processes: int = 0
+    """How many processes shall read it (`map(fn, workers=4)`); 0: the one that asks."""
+
     @abstractmethod
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
         """The samples at these indices, in their order. At least one index."""
@@ -31,30 +39,32 @@ class Source(ABC):
     def describe(self) -> list[dict[str, Any]]:
         """The source and what is done to its samples, fit for JSON."""
 
+    def names(self) -> list[str]:
+        """What source and stages are called. Reads nothing."""
+        return [str(stage.get("source") or stage.get("stage")) for stage in self.describe()]
 
-class Mapped(Source):
-    """Another source with a function applied to each sample."""
 
-    runs_user_code = True
+class Derived(Source):
+    """Other sources with something done to their samples. How many there are is asked when somebody wants to know."""
 
-    def __init__(self, source: Source, fn: Callable[[Any], Any]) -> None:
-        self._source, self._fn = source, fn
-        self.num_samples = source.num_samples
+    name = ""
+    """Of the stage, as in the method that makes it."""
 
-    def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
-        """`fn` of each of the source's samples."""
-        mapped = []
-        for index, sample in zip(indices, self._source.samples(indices, epoch), strict=True):
-            try:
-                mapped.append(self._fn(sample))
-            except Exception as error:
-                error.add_note(f"raised by map({name_of(self._fn)}) for the sample with index {index}")
-                raise
-        return mapped
+    def __init__(self, *inputs: Source) -> None:
+        self._source = inputs[0]
+        self.runs_user_code = any(source.runs_user_code for source in inputs)
+        self.uses_epoch = any(source.uses_epoch for source in inputs)
+        self.reorders = any(source.reorders for source in inputs)
+        self.num_processes = max(source.num_processes for source in inputs)
 
-    def describe(self) -> list[dict[str, Any]]:
-        """The source's own, and the function's name."""
-        return [*self._source.describe(), {"stage": "map", "fn": name_of(self._fn)}]
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]  # a property may stand for a plain attribute
+        """As many as the source has."""
+        return self._source.num_samples
+
+    def names(self) -> list[str]:
+        """The source's, and this stage's."""
+        return [*self._source.names(), *([self.name] if self.name else [])]
 
 
 def name_of(fn: Any) -> str:
