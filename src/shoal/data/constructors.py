@@ -88,6 +88,61 @@ class Constructors:
         return cls(torch_source(dataset))
 
     @classmethod
+    def from_csv(
+        cls,
+        path: Where | CopiedFiles,
+        *,
+        label: str | Sequence[str] | None = None,
+        columns: Sequence[str] | None = None,
+        schema: Mapping[str, Any] | None = None,
+        fill: Mapping[str, Any] | None = None,
+        delimiter: str | None = None,
+        quote: str | None = '"',
+        header: bool | None = None,
+        names: Sequence[str] | None = None,
+        cache: Any = "auto",
+        location: str = "shared",
+        spread: str = "on-demand",
+        on_error: Literal["raise", "skip"] = "raise",
+        max_skips: int | None = None,
+    ) -> Self:
+        """Rows of CSV files: a file, a list, a directory, a pattern, or any URL that fsspec opens.
+
+        A sample is a dict of columns, or (dict, label). Types are those of the
+        first rows (floats are float32, whole numbers int64, times int64
+        nanoseconds) or what `schema` says, for some columns or all. Names come
+        from the header, or from `names` where there is none. The delimiter is
+        a tab for .tsv and else a comma. Empty fields, NA and null are missing
+        values in columns of numbers: an error that names row, line and column,
+        or what `fill` says. All files are read through once to find where
+        rows end; compressed ones (.gz) cannot be read from the middle and
+        become a stream, without shuffle, split or length.
+
+            Dataset.from_csv("clicks-*.csv", label="clicked")
+            Dataset.from_csv("clicks.tsv", names=["y", "price", "user"], schema={"user": "str"}, fill={"price": 0})
+        """
+        from shoal.data.locations.located_files import files_at
+        from shoal.data.tables.csv import open_csv
+
+        files, there = files_at(path, location, spread)
+        source = open_csv(
+            there,
+            label=label,
+            columns=columns,
+            schema=schema,
+            fill=fill,
+            delimiter=delimiter,
+            quote=quote,
+            header=header,
+            names=names,
+            cache=cache,
+            on_error=on_error,
+            max_skips=max_skips,
+            files=files,
+        )
+        return cls(source)
+
+    @classmethod
     def from_parquet(
         cls,
         path: Where | CopiedFiles,

@@ -11,9 +11,10 @@ from __future__ import annotations
 import glob
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 from shoal.core.data_errors import FileLost, NoFiles
 from shoal.core.errors import ConfigError
@@ -22,6 +23,10 @@ Where = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A path, a directory, a pattern with * or ?, a URL that fsspec knows, or several of them."""
 
 _BUFFER_BYTES = 1 << 20
+_NUM_THREADS = 4
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class FileInfo(NamedTuple):
@@ -147,6 +152,14 @@ class SharedFiles:
         else:
             reason = "it was written again since it was found (its time of change is another)"
         raise FileLost(url=now.url, reason=reason)
+
+
+def in_threads(fn: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """`fn` of each; several at a time, for reading waits for disks and networks."""
+    if len(items) < 2:
+        return [fn(item) for item in items]
+    with ThreadPoolExecutor(min(_NUM_THREADS, len(items)), thread_name_prefix="shoal-files") as pool:
+        return list(pool.map(fn, items))
 
 
 def ending_of(url: str) -> str:

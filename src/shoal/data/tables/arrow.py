@@ -85,10 +85,13 @@ class Fill:
 
 
 def decoded(
-    table: pa.Table | pa.RecordBatch, columns: Sequence[Column], fill: Fill, address: Address
+    table: pa.Table | pa.RecordBatch, columns: Sequence[Column], fill: Fill, address: Address | BadRows
 ) -> Rows:
-    """The rows of an Arrow table that has these columns, of whatever types they were made from."""
-    bad = BadRows(address)
+    """The rows of an Arrow table that has these columns, of whatever types they were made from.
+
+    Given rows that are known to be bad, instead of an address, it adds to them.
+    """
+    bad = address if isinstance(address, BadRows) else BadRows(address)
     arrays = {
         column.name: decode_column(_in_one_piece(table.column(column.name)), column, fill, bad)
         for column in columns
@@ -130,7 +133,7 @@ def _in_one_piece(array: ArrowArray) -> ArrowArray:
 
 
 def _null_rows(array: ArrowArray) -> list[int]:
-    rows: list[int] = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist()
+    rows: list[int] = np.flatnonzero(as_numpy(array.is_null(), np.bool_)).tolist()
     return rows
 
 
@@ -167,8 +170,7 @@ def _cast(array: ArrowArray, column: Column, bad: BadRows, of_row: NDArray[np.in
         good[at] = False
         reason = f"{array[at].as_py()!r} does not fit into {_target(column, array.type)}"
         bad.add(int(of_row[at]) if of_row is not None else at, column.name, reason)
-    kept: ArrowArray = pa.array(np.where(good, np.arange(len(array)), -1), mask=~good)
-    array = array.take(kept)
+    array = array.take(as_indices(np.arange(len(array)), good))
     return array.cast(through).cast(wanted) if through else array.cast(wanted)
 
 
@@ -203,9 +205,39 @@ def _failing(array: ArrowArray, kind: pa.DataType, begin: int, end: int) -> Iter
 
 
 def _numbers(array: ArrowArray, column: Column) -> NDArray[Any]:
-    is_bits = column.dtype == np.bool_
-    values: NDArray[Any] = array.to_numpy(zero_copy_only=not is_bits)
+    return as_numpy(array, column.dtype)
+
+
+def as_numpy(array: ArrowArray, dtype: Any) -> NDArray[Any]:
+    """The values of an array of numbers that misses none, without a copy but for bits.
+
+    Arrow's own way loads pandas where it is installed, which takes a second.
+    """
+    begin, end, data = array.offset, array.offset + len(array), array.buffers()[1]
+    if data is None:
+        return np.zeros(0, dtype)
+    if np.dtype(dtype) == np.bool_:
+        first = begin // 8
+        bits = np.frombuffer(data, dtype=np.uint8)[first : -(-end // 8)]
+        return np.unpackbits(bits, bitorder="little")[begin - first * 8 : end - first * 8].view(np.bool_)
+    values: NDArray[Any] = np.frombuffer(data, dtype=dtype)[begin:end]
     return values
+
+
+def as_indices(rows: NDArray[np.int64], is_there: NDArray[np.bool_] | None = None) -> ArrowArray:
+    """Rows to take, null where nothing `is_there`; without loading pandas, as above."""
+    import pyarrow as pa
+
+    bits: Any = None if is_there is None else np.packbits(is_there, bitorder="little")
+    values: Any = np.ascontiguousarray(rows, dtype=np.int64)
+    buffers = [None if bits is None else pa.py_buffer(bits), pa.py_buffer(values)]
+    return pa.Array.from_buffers(pa.int64(), len(rows), buffers)
+
+
+def _offsets(array: ArrowArray) -> NDArray[np.int64]:
+    import pyarrow as pa
+
+    return as_numpy(array, np.int64 if pa.types.is_int64(array.type) else np.int32).astype(np.int64)
 
 
 def _bytes(array: ArrowArray) -> Ragged:
@@ -227,7 +259,7 @@ def _fixed_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> NDArra
     import pyarrow as pa
 
     num_rows, scalar = len(array), fill.get(column.name)
-    missing = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else np.zeros(num_rows, bool)
+    missing = as_numpy(array.is_null(), np.bool_) if array.null_count else np.zeros(num_rows, bool)
     values = array
     while pa.types.is_fixed_size_list(values.type):
         size, begin = values.type.list_size, values.offset
@@ -247,10 +279,10 @@ def _fixed_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> NDArra
 
 def _lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> Ragged:
     num_rows, scalar = len(array), fill.get(column.name)
-    offsets = array.offsets.to_numpy().astype(np.int64)
+    offsets = _offsets(array.offsets)
     values = array.values.slice(offsets[0], offsets[-1] - offsets[0])
     offsets = offsets - offsets[0]
-    missing = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else np.zeros(num_rows, bool)
+    missing = as_numpy(array.is_null(), np.bool_) if array.null_count else np.zeros(num_rows, bool)
     if scalar is None:
         for row in np.flatnonzero(missing).tolist():
             bad.add(row, column.name, MISSING % column.name)

@@ -71,23 +71,26 @@ class Scanner:
     def feed(self, chunk: bytes) -> list[Stretch]:
         """The stretches that end in the next chunk."""
         cuts = None if not chunk else self._feed_plain(chunk)
-        if cuts is None:
-            found = np.empty((len(chunk) // max(self._block_bytes, 1) + 1, 4), dtype=np.int64)
-            data, rules = np.frombuffer(chunk, dtype=np.uint8), self._rules
-            num_found = _scan(
-                data,
-                self._state,
-                self._at,
-                rules.delimiter,
-                rules.quote,
-                int(rules.cr_ends),
-                int(rules.blanks_are_empty),
-                self._block_bytes,
-                found,
-            )
-            cuts = found[:num_found].tolist()
+        cuts = self._feed_any(chunk).tolist() if cuts is None else cuts
         self._at += len(chunk)
         return [Stretch(*cut) for cut in cuts]
+
+    def _feed_any(self, chunk: bytes) -> NDArray[np.int64]:
+        """A line of (begin, end, rows, first line) for each stretch that ends here."""
+        found = np.empty((len(chunk) // max(self._block_bytes, 1) + 1, 4), dtype=np.int64)
+        data, rules = np.frombuffer(chunk, dtype=np.uint8), self._rules
+        num_found = _scan(
+            data,
+            self._state,
+            self._at,
+            rules.delimiter,
+            rules.quote,
+            int(rules.cr_ends),
+            int(rules.blanks_are_empty),
+            self._block_bytes,
+            found,
+        )
+        return found[:num_found]
 
     def finish(self) -> list[Stretch]:
         """The last stretch, whose last line may lack its end; raises where a quote is still open."""
@@ -102,23 +105,14 @@ class Scanner:
     def _feed_plain(self, chunk: bytes) -> list[list[int]] | None:
         """A chunk without quotes, empty lines or lone carriage returns: counting line ends is enough. None for others."""
         state, rules = self._state, self._rules
+        if state[_MODE] > _IN_FIELD or state[_AFTER_CR] or self._block_bytes < 1024:
+            return None
+        data = np.frombuffer(chunk, dtype=np.uint8)
         if (
-            state[_MODE] > _IN_FIELD
-            or state[_AFTER_CR]
-            or self._block_bytes < 1024
-            or (rules.quote >= 0 and rules.quote in chunk)
-            or b"\n\n" in chunk
-            or (chunk[0] == _LF and not state[_CONTENT])
+            chunk[0] in b"\n\r \t"
+            or chunk[-1] == _CR
+            or _is_odd(data, rules.quote, int(rules.blanks_are_empty))
         ):
-            return None
-        if _CR in chunk and (
-            chunk[-1] == _CR
-            or chunk[0] == _CR
-            or b"\n\r\n" in chunk
-            or chunk.count(b"\r") != chunk.count(b"\r\n")
-        ):
-            return None
-        if rules.blanks_are_empty and (b"\n " in chunk or b"\n\t" in chunk or chunk[:1] in b" \t"):
             return None
         cuts, at = [], 0
         while True:
@@ -127,14 +121,14 @@ class Scanner:
             end = chunk.find(b"\n", max(wanted - 1, at)) + 1
             if not end:
                 break
-            rows = chunk.count(b"\n", at, end)
+            rows = _num_line_ends(data[at:end])
             state[_ROWS] += rows
             state[_LINES] += rows
             cuts.append([int(state[_BEGIN]), self._at + end, int(state[_ROWS]), int(state[_FIRST_LINE])])
             state[[_BEGIN, _ROWS, _FIRST_LINE]] = self._at + end, 0, state[_LINES] + 1
             state[_CONTENT] = 0
             at = end
-        rows = chunk.count(b"\n", at)
+        rows = _num_line_ends(data[at:])
         state[_ROWS] += rows
         state[_LINES] += rows
         last = chunk.rfind(b"\n") + 1
@@ -161,7 +155,36 @@ def rows_of(text: bytes, rules: Rules) -> list[Stretch]:
     return [*scanner.feed(text), *scanner.finish()]
 
 
+def lines_of_rows(text: bytes, rules: Rules) -> NDArray[np.int64]:
+    """The line, from 1, in which each row of a text begins."""
+    scanner = Scanner(rules, block_bytes=1)
+    found = scanner._feed_any(text)[:, 3]
+    return np.append(found, [part.first_line for part in scanner.finish()])
+
+
 _Array = NDArray[Any]
+
+
+@kernel((vector(types.uint8),))
+def _num_line_ends(data: _Array) -> Any:
+    found: Any = 0
+    for i in range(len(data)):
+        found += np.int64(data[i] == 10)
+    return found
+
+
+@kernel((vector(types.uint8), INT, INT))
+def _is_odd(data: _Array, quote: int, blanks_are_empty: int) -> bool:
+    """Whether there is a quote, an empty line, or a carriage return without a line feed. Without branches: it is fast."""
+    found: Any = 0
+    for i in range(len(data) - 1):
+        byte, after = np.int64(data[i]), np.int64(data[i + 1])
+        is_end = byte == 10
+        found |= np.int64(is_end & ((after == 10) | (after == 13)))
+        found |= np.int64((byte == 13) & (after != 10))
+        found |= np.int64(byte == quote)
+        found |= np.int64(is_end & ((after == 32) | (after == 9))) & blanks_are_empty
+    return found > 0 or (len(data) > 0 and np.int64(data[-1]) == quote)
 
 
 @kernel(

@@ -7,8 +7,7 @@ row groups that `where=` rules out by their statistics, are never read.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.data_errors import FileDamaged, SchemasDiffer
-from shoal.data.files import FileInfo, Files, SharedFiles, Where
-from shoal.data.tables.arrow import BadRows, Fill, decoded
+from shoal.data.files import FileInfo, Files, SharedFiles, Where, in_threads
+from shoal.data.tables.arrow import BadRows, Fill, as_indices, decoded
 from shoal.data.tables.predicate import Predicate, Statistics
 from shoal.data.tables.remembering import identity_of, remembered
 from shoal.data.tables.schema import check_names, chosen, columns_of, label_names
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 ENDINGS = (".parquet", ".pq", ".parq")
 
 _BLOCK_BYTES = 8 << 20  # small row groups are read several at a time, up to this
-_NUM_THREADS = 4
 
 
 def open_parquet(
@@ -76,7 +74,7 @@ class ParquetTable:
     ) -> None:
         self._files = files or SharedFiles()
         self._infos = self._files.expand(path, ENDINGS)
-        self._footers: list[pq.FileMetaData] = _in_threads(self._footer, self._infos)
+        self._footers: list[pq.FileMetaData] = in_threads(self._footer, self._infos)
         schema, first = self._footers[0].schema.to_arrow_schema(), self._infos[0].url
         self._names = chosen(schema.names, columns, first, needed=needed)
         check_names("fill=", fill, self._names, first)
@@ -106,13 +104,11 @@ class ParquetTable:
             return joined_rows([self._read_or_bad(part.file, group) for group in part.groups])
 
     def _read(self, file: int, groups: Sequence[int]) -> Rows:
-        import pyarrow as pa
-
         table = self._open(file).read_row_groups(list(groups), columns=self._read_names, use_threads=True)
         kept: NDArray[np.int64] | None = None
         if self._predicate:
-            mask = self._predicate.mask(table)
-            table, kept = table.filter(pa.array(mask)), np.flatnonzero(mask)
+            kept = np.flatnonzero(self._predicate.mask(table))
+            table = table.take(as_indices(kept))
         url, first = self._infos[file].url, int(self._first_rows[file][groups[0]]) + 1
 
         def address(row: int) -> dict[str, Any]:
@@ -221,7 +217,7 @@ class ParquetTable:
                         undecided.append((file, group))
                     elif not decision:
                         counts[file][group] = 0
-            for (file, group), kept in zip(undecided, _in_threads(self._count, undecided), strict=True):
+            for (file, group), kept in zip(undecided, in_threads(self._count, undecided), strict=True):
                 counts[file][group] = kept
             return counts
 
@@ -290,14 +286,6 @@ def _statistics(group: Any, names: Sequence[str]) -> dict[str, Statistics]:
             has_nulls = not found.has_null_count or found.null_count > 0
             known[chunk.path_in_schema] = Statistics(found.min, found.max, has_nulls)
     return known
-
-
-def _in_threads(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """`fn` of each; several at a time, for reading waits for disks and networks."""
-    if len(items) < 2:
-        return [fn(item) for item in items]
-    with ThreadPoolExecutor(min(_NUM_THREADS, len(items)), thread_name_prefix="shoal-parquet") as pool:
-        return list(pool.map(fn, items))
 
 
 def _short(error: Exception) -> str:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from shoal.core.data_errors import NoSuchColumn
 from shoal.core.errors import ConfigError
+from shoal.data.tables.arrow import as_numpy
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -96,8 +97,7 @@ class Condition(NamedTuple):
                 found = pc.and_(pc.invert(found), pc.is_valid(array))
         else:
             found = pc.call_function(_FUNCTIONS[self.operation], [array, pa.scalar(self.value)])
-        mask: NDArray[np.bool_] = pc.fill_null(found, False).to_numpy()
-        return mask
+        return as_numpy(pc.fill_null(found, False).combine_chunks(), np.bool_)
 
 
 class Predicate:
