@@ -9,7 +9,7 @@ can be run again from them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,38 @@ from torch import Tensor, nn
 from shoal.collectives.layout import Bucket, Item, lay_out
 from shoal.collectives.reducer import Reducer
 from shoal.core.errors import PeerLost, TrainingError
+
+
+class Sums(Protocol):
+    """How the gradients of a step become their sums over the ranks."""
+
+    def arm(self, native: Reducer) -> None:
+        """From now on gradients are final: they leave as the next backward makes them."""
+
+    def send_rest(self) -> None:
+        """Start everything that has not left yet."""
+
+    def finish(self) -> None:
+        """Wait for all, and put the sums in place of the gradients."""
+
+    def abandon(self) -> None:
+        """Forget what is under way."""
+
+
+class NothingToSend:
+    """Where backward itself leaves sums behind."""
+
+    def arm(self, native: Reducer) -> None:
+        """They travel by themselves."""
+
+    def send_rest(self) -> None:
+        """They have left."""
+
+    def finish(self) -> None:
+        """They are there."""
+
+    def abandon(self) -> None:
+        """Nothing is under way."""
 
 
 class GradientExchange:

@@ -10,11 +10,15 @@ import re
 from difflib import get_close_matches
 from typing import NamedTuple
 
+from shoal.core import mesh_names
 from shoal.core.errors import ConfigError, UnknownStrategy
+from shoal.core.mesh_names import Axes
 
 STRATEGIES = {
     "single": "one process",
     "ddp": "data parallel: every worker holds the model, gradients are summed by all-reduce",
+    "fsdp": "data parallel, parameters sharded over the workers",
+    "dp=A,fsdp=B": "replicas and shards together; any product of dp, fsdp, tp and pp that gives the workers",
     "ps": "parameter server: servers hold the weights, every step is exact",
     "ps:ssp=K": "parameter server, bounded staleness: nobody is more than K steps ahead of the slowest",
     "ps:async": "parameter server, asynchronous: nobody waits for anybody",
@@ -33,13 +37,16 @@ class StrategyName(NamedTuple):
     """A strategy's name, taken apart."""
 
     base: str
-    """"single", "ddp" or "ps"."""
+    """"single", "ddp", "mesh" or "ps"."""
 
     mode: str = ""
     """Of ps: "exact", "ssp", "async", "hybrid", "drop" or "stale"; else empty."""
 
     bound: int | None = None
     """K of ssp, drop and hybrid; None where there is none."""
+
+    axes: Axes | None = None
+    """Of a mesh; a degree of 0 stands for all workers."""
 
     @property
     def has_servers(self) -> bool:
@@ -66,6 +73,9 @@ def parse(strategy: str) -> StrategyName:
     """What a name means; UnknownStrategy, with a guess, where it means nothing."""
     if strategy in _PLAIN:
         return _PLAIN[strategy]
+    axes = mesh_names.parse(strategy)
+    if axes is not None:
+        return StrategyName("mesh", axes=axes)
     base, _, rest = strategy.partition(":")
     if base == "ps" and (said := _BOUNDED.fullmatch(rest)):
         mode = said["mode"] or "hybrid"
@@ -107,4 +117,6 @@ def choose(strategy: str | None, num_workers: int) -> str:
             f"'{strategy}' leaves out the {name.bound} slowest of {num_workers} workers, and nobody would be left. Nothing "
             f"was started; use more workers, or a smaller K."
         )
+    if name.axes is not None:
+        mesh_names.fill(name.axes, num_workers, strategy)
     return strategy

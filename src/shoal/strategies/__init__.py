@@ -43,7 +43,13 @@ def _ps(job: Job) -> Strategy:
     return PsHybrid(job)
 
 
-REGISTRY: dict[str, Callable[[Job], Strategy]] = {"single": _single, "ddp": _ddp, "ps": _ps}
+def _mesh(job: Job) -> Strategy:
+    from shoal.strategies.model_parallel import ModelParallel
+
+    return ModelParallel(job)
+
+
+REGISTRY: dict[str, Callable[[Job], Strategy]] = {"single": _single, "ddp": _ddp, "mesh": _mesh, "ps": _ps}
 """Name to builder. A strategy is imported when it is chosen: nobody pays for the others."""
 
 

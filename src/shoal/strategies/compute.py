@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.core.seeds import mix
-from shoal.data.slice import Slice, split_target
+from shoal.data.slice import Slice, split_target, weight_of
 from shoal.data.tree import Tree, concatenate, map_tensors
 from shoal.strategies.calling import ModelCall
 from shoal.strategies.protocol import LossSum, TrainJob
@@ -28,8 +28,10 @@ _EVALUATION = 1 << 40  # keeps the seeds of evaluate and predict apart from thos
 class Compute:
     """Runs slices of a job's model, with randomness that is a function of (seed, rank, step)."""
 
-    def __init__(self, job: TrainJob, *, check_loss: bool) -> None:
+    def __init__(self, job: TrainJob, *, check_loss: bool, borrowed_run_back: bool = False) -> None:
+        """`borrowed_run_back` where backward is collective: then a borrowed sample runs it too, for nothing."""
         self._job = job
+        self._borrowed_run_back = borrowed_run_back
         self._call = ModelCall(job.model)
         self._must_check_loss = check_loss
         self._batchnorms = [module for module in job.model.modules() if isinstance(module, _BatchNorm)]
@@ -58,12 +60,14 @@ class Compute:
         count = 0.0
         for number, piece in enumerate(pieces):
             seed_all(mix(job.seed, rank, step, number), job.device)
-            inputs, target = split_target(self._placed(piece.batch))
+            placed = self._placed(piece.batch)
+            (inputs, target), weight = split_target(placed), weight_of(placed)
             with autocast(self._job):
                 output = self._output(inputs, piece)
-                total, piece_count = job.loss(output, target, max(piece.num_local, 1), piece.num_global)
+                num_samples = max(piece.num_local, 1)
+                total, piece_count = job.loss(output, target, num_samples, piece.num_global, weight)
             if self._must_check_loss and piece.num_local > 1:  # one sample has no halves
-                job.loss.check(output, target, piece.num_local)
+                job.loss.check(output, target, piece.num_local, weight)
                 self._must_check_loss = False
             if not piece.borrowed:
                 totals.append(total.detach())
@@ -77,6 +81,8 @@ class Compute:
                     before_backward(contributed)
             if not piece.borrowed:  # a borrowed sample ran to keep in step; its gradient is nobody's
                 (total / batch.num_global).backward()  # type: ignore[no-untyped-call]
+            elif self._borrowed_run_back:
+                (total * 0.0).backward()  # type: ignore[no-untyped-call]
         return contributed
 
     def forward(self, batch: Slice, *, rank: int) -> Tree:

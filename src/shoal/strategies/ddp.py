@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shoal.collectives.gather import gather_any, sum_in_rank_order
-from shoal.collectives.gradients import GradientExchange
+from shoal.collectives.gradients import GradientExchange, Sums
 from shoal.collectives.reducer import Reducer
 from shoal.core.errors import ConfigError, PeerLost
 from shoal.core.job import Job
@@ -43,7 +43,8 @@ class Ddp:
         self.step = 0
         self.timeline: Timeline | None = together()
         self._together = together()
-        self._exchange: GradientExchange | None = None
+        self._exchange: Sums | None = None
+        self._data_rank = job.rank
         self._prepared_at: int | None = None
         self._buffers_before: dict[str, torch.Tensor] = {}
 
@@ -59,17 +60,21 @@ class Ddp:
         is_past = done is not None and done <= self._together.anchored_at
         if not is_past:
             refuse_different_models(job.model, self.gather)
-        self._compute = Compute(job, check_loss=True)
+        self._build(job)
+        self._together.hold(job.number, self)
+        if not is_past:
+            self._together.exchange(self._broadcast)
+            self._prepared_at = self._together.num_finished
+
+    def _build(self, job: TrainJob, *, borrowed_run_back: bool = False) -> None:
+        """What runs the model, as it now is."""
+        self._compute = Compute(job, check_loss=True, borrowed_run_back=borrowed_run_back)
         self._statistics = RunningStatistics(job.model)
         self._changing = ChangingBuffers(job.model)
         self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
             self._exchange = self._make_exchange(job.model)
-        self._together.hold(job.number, self)
-        if not is_past:
-            self._together.exchange(self._broadcast)
-            self._prepared_at = self._together.num_finished
 
     def _refuse_rows(self, model: nn.Module) -> None:
         """Rows that are no parameters are in no bucket: every worker would train its own."""
@@ -80,7 +85,7 @@ class Ddp:
                 "trained; run the script with --strategy ps, which keeps the rows on servers, or in one process."
             )
 
-    def _make_exchange(self, model: nn.Module) -> GradientExchange | None:
+    def _make_exchange(self, model: nn.Module) -> Sums | None:
         """Of all that is trained; None where that is not known yet."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         return GradientExchange(trainable, sparse=sparse_parameters(model))
@@ -93,7 +98,10 @@ class Ddp:
         self._num_global = batch.num_global
         share = batch.share
         return self._compute.forward_backward(
-            batch, rank=self._rank, step=self.step, before_backward=lambda loss: self._contribute(loss, share)
+            batch,
+            rank=self._data_rank,
+            step=self.step,
+            before_backward=lambda loss: self._contribute(loss, share),
         )
 
     def about_to_run(self) -> None:
@@ -132,7 +140,7 @@ class Ddp:
 
     def forward(self, batch: Slice) -> Tree:
         """This rank's outputs, without gradients."""
-        return self._compute.forward(batch, rank=self._rank)
+        return self._compute.forward(batch, rank=self._data_rank)
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in rank order."""

@@ -9,6 +9,7 @@ other callable is taken as a mean over samples and checked once.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
@@ -19,6 +20,14 @@ from torch.nn import functional as F
 
 from shoal.core.errors import ConfigError, LossDoesNotRecombine, TrainingError
 from shoal.data.tree import Tree, map_tensors, tensors
+from shoal.strategies.weighted_loss import (
+    EachAlone,
+    elements_of_row,
+    elementwise,
+    labels_of_row,
+    samples_of_row,
+    without_reduction,
+)
 
 OutputKind = Literal["logits", "probabilities", "log_probabilities"]
 
@@ -29,10 +38,15 @@ class LossRule(Protocol):
     name: str
     outputs_are: OutputKind
 
-    def __call__(self, output: Tree, target: Tree, num_local: int, num_global: int) -> tuple[Tensor, float]:
-        """The sum over this slice, with its graph, and what it is to be divided by once all slices are added."""
+    def __call__(
+        self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
+    ) -> tuple[Tensor, float]:
+        """The sum over this slice, with its graph, and what it is to be divided by once all slices are added.
 
-    def check(self, output: Tree, target: Tree, num_local: int) -> None:
+        With a `weight` for each sample, both count each sample by its weight.
+        """
+
+    def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
         """Refuse a loss that would mean something else when its batch is cut."""
 
 
@@ -68,13 +82,22 @@ class SumAndCount:
         self._mean = module
         self._sum: Any = copy.copy(module)  # shares weights, so that a later .to() reaches both
         self._sum.reduction = "sum"
+        self._each = without_reduction(module)
+        per_sample = denominator is _samples or module.reduction == "batchmean"
+        self._counts = (
+            labels_of_row if denominator is _labels else samples_of_row if per_sample else elements_of_row
+        )
 
-    def __call__(self, output: Tree, target: Tree, num_local: int, num_global: int) -> tuple[Tensor, float]:
+    def __call__(
+        self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
+    ) -> tuple[Tensor, float]:
         """See LossRule."""
         self._follow(output)
+        if weight is not None:
+            return elementwise(self._each, self._counts, output, target, weight)
         return self._sum(output, target), self._denominator(self._mean, output, target)
 
-    def check(self, output: Tree, target: Tree, num_local: int) -> None:
+    def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
         """torch's own losses recombine by construction."""
 
     def _follow(self, output: Tensor) -> None:
@@ -85,6 +108,7 @@ class SumAndCount:
                 moved = weight.to(device=output.device, dtype=output.dtype)
                 setattr(self._mean, name, moved)
                 setattr(self._sum, name, moved)
+                setattr(self._each, name, moved)
 
 
 class SumOverBatch:
@@ -93,13 +117,18 @@ class SumOverBatch:
     def __init__(self, module: nn.Module) -> None:
         self.name = type(module).__name__
         self.outputs_are: OutputKind = _OUTPUTS_ARE.get(type(module), "logits")
-        self._module = module
+        self._module, self._each = module, without_reduction(module)
 
-    def __call__(self, output: Tree, target: Tree, num_local: int, num_global: int) -> tuple[Tensor, float]:
+    def __call__(
+        self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
+    ) -> tuple[Tensor, float]:
         """See LossRule. The shares of all slices add up to a count of one."""
+        if weight is not None:
+            total, _ = elementwise(self._each, elements_of_row, output, target, weight)
+            return total, num_local / num_global
         return self._module(output, target), num_local / num_global
 
-    def check(self, output: Tree, target: Tree, num_local: int) -> None:
+    def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
         """A sum always recombines."""
 
 
@@ -110,18 +139,27 @@ class MeanOverSamples:
         self.name = getattr(loss, "__name__", type(loss).__name__)
         self.outputs_are: OutputKind = "logits"
         self._loss = loss
+        self._takes_weights = _takes_weights(loss)
+        self._each_alone = EachAlone(self._value, self.name)
 
-    def __call__(self, output: Tree, target: Tree, num_local: int, num_global: int) -> tuple[Tensor, float]:
-        """See LossRule."""
-        value = self._value(output, target)
+    def __call__(
+        self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
+    ) -> tuple[Tensor, float]:
+        """See LossRule. A loss that takes `sample_weight` is given it; of any other each sample's own is weighted."""
+        if weight is not None and not self._takes_weights:
+            return self._each_alone(output, target, weight)
+        value = self._value(output, target, weight)
         if isinstance(value, tuple):
             total, count = value
             return total, float(count)
-        return value * num_local, float(num_local)
+        counted = float(num_local) if weight is None else float(weight.sum())
+        return value * counted, counted
 
-    def check(self, output: Tree, target: Tree, num_local: int) -> None:
+    def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
         """The loss of two halves must recombine to the loss of the whole."""
-        if num_local < 2:
+        if (
+            num_local < 2 or weight is not None
+        ):  # then each sample's loss is taken alone, or the loss knows of them
             return
         with torch.no_grad():
             output = map_tensors(lambda tensor: tensor.detach(), output)
@@ -147,8 +185,9 @@ class MeanOverSamples:
         ):
             raise LossDoesNotRecombine(whole=whole, recombined=recombined, name=self.name)
 
-    def _value(self, output: Tree, target: Tree) -> Any:
-        value = self._loss(output) if target is None else self._loss(output, target)
+    def _value(self, output: Tree, target: Tree, weight: Tensor | None = None) -> Any:
+        weights = {} if weight is None else {"sample_weight": weight}
+        value = self._loss(output, **weights) if target is None else self._loss(output, target, **weights)
         if isinstance(value, tuple) and len(value) == 2:
             return value
         if not isinstance(value, Tensor) or value.dim() != 0:
@@ -162,6 +201,14 @@ class MeanOverSamples:
                 "samples), or a pair (sum, count)."
             )
         return value
+
+
+def _takes_weights(loss: Callable[..., Any]) -> bool:
+    """Whether a loss has a parameter for the weights of samples."""
+    try:
+        return "sample_weight" in inspect.signature(getattr(loss, "forward", loss)).parameters
+    except (TypeError, ValueError):  # written in C
+        return False
 
 
 def _part(output: Tree, target: Tree, begin: int, end: int, num_samples: int) -> tuple[Tree, Tree]:

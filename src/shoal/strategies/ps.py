@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -40,6 +40,7 @@ from shoal.strategies.state import load_state, state_pieces
 from shoal.strategies.tensor_bytes import from_bytes, raw_bytes, to_bytes
 from shoal.strategies.timeline import Timeline
 from shoal.strategies.travelling import Travelling
+from shoal.strategies.update import clip_factor, gradient_norm
 from shoal.strategies.verdict import contribution, decide
 from shoal.wire.ps_messages import StepEnd
 
@@ -260,17 +261,21 @@ class Ps:
         if not verdict.applied or not self._wants_norm:
             return Decision(factor, verdict.applied)
         norm = factor * norm
-        if self._job.clip_norm is not None:
-            factor *= min(1.0, self._job.clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
+        factor *= clip_factor(self._job, norm)
         return Decision(factor, math.isfinite(norm), norm)
 
     def _decision_of(self, vector: NDArray[np.float64]) -> Decision:
         """What a step was committed with, from what is told of it afterwards."""
         factor = self._num_global / vector[0] if vector[0] else 0.0
         apply, norm = bool(vector[-2]), float(vector[-1])
-        if apply and self._job.clip_norm is not None:
-            factor *= min(1.0, self._job.clip_norm / (norm + 1e-6))
+        if apply:
+            factor *= clip_factor(self._job, norm)
         return Decision(float(factor), apply, norm)
+
+    def _own_norm(self, rows: Iterable[tuple[NDArray[np.int64], NDArray[Any]] | None]) -> float:
+        """Of the gradient that backward left here, and of what it left for the rows."""
+        squares = sum(float(np.vdot(held[1], held[1])) for held in rows if held is not None)
+        return gradient_norm((p.grad for p in self._parameters if isinstance(p.grad, Tensor)), squares)
 
     def _has_seen_more_than(self, updates: int) -> bool:
         """Whether this step ran on weights of a later one: another worker was lost, and a server with it."""

@@ -4,22 +4,31 @@ The batch is cut over the workers as in `ps`, and a step is summed as soon as
 all but K contributions are there. What comes late is left out, or stands in
 for its worker's next one, and is counted. A worker that was passed by runs
 through the steps it missed without computing them.
+
+Nobody ever has the whole gradient, so every worker clips the mean gradient
+of its own part. The step's is a mean of those: it is no longer than
+`clip_norm` either, whoever is left out of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from shoal.cluster import session
-from shoal.core.errors import ConfigError
+from shoal.core.errors import TrainingError
 from shoal.core.job import Job
 from shoal.data.slice import Slice
-from shoal.strategies.protocol import LossSum, TrainJob, Verdict
+from shoal.ps.step import Step
+from shoal.ps.summing import LOSSES
+from shoal.strategies.protocol import LossSum, Verdict
 from shoal.strategies.ps import Ps
+from shoal.strategies.served_model import ServedModel
+from shoal.strategies.update import clip_factor
 
 
 class PsDrop(Ps):
@@ -30,20 +39,13 @@ class PsDrop(Ps):
         self._passed = 0  # the servers' newest step, as far as this worker has heard
         self._is_passing = False
         self._last: NDArray[np.float64] | None = None
+        self._count = 0.0  # what this worker's loss is a mean over
+        self._norm: float | None = None
         self.num_late = 0
         """Contributions of this worker that came too late to count."""
 
         self.num_missed = 0
         """Steps that were over before this worker had begun them."""
-
-    def prepare(self, job: TrainJob) -> None:
-        """Refuse what needs every worker's gradient before it can be decided."""
-        if job.clip_norm is not None or job.on_nonfinite == "skip":
-            raise ConfigError(
-                f"'{self._launched.strategy}' updates before it has every gradient, so there is no norm to clip by or to look "
-                "at. Nothing was trained; leave clip_norm and on_nonfinite='skip' out, or use --strategy ps."
-            )
-        super().prepare(job)
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients, unless the others are through with the step."""
@@ -70,6 +72,59 @@ class PsDrop(Ps):
                 if self._served.updates < self._passed:
                     vector = _neutral(vector, self._num_workers)
         return self._conclude(vector)
+
+    @property
+    def _wants_norm(self) -> bool:
+        return False  # of the sum: servers do not wait for all of it, and each for others
+
+    @property
+    def _looks_at_its_own(self) -> bool:
+        return self._job.clip_norm is not None or self._job.on_nonfinite == "skip"
+
+    def _contribute(self, loss: LossSum) -> None:
+        super()._contribute(loss)
+        self._count, self._norm = loss.count, None
+        if self._looks_at_its_own:
+            assert self._model is not None
+            self._model.dense.disarm()  # nothing leaves before the whole gradient is known
+
+    def _end_step(self) -> Step:
+        if self._looks_at_its_own:
+            assert self._model is not None
+            assert self._current is not None
+            self._look_at_own(self._model)
+            self._model.dense.arm(self._current)
+        return super()._end_step()
+
+    def _look_at_own(self, model: ServedModel) -> None:
+        """Clip this worker's gradient. One that is not finite spoils the loss, and with it every step that it gets into."""
+        if not math.isfinite(self._vector[LOSSES + self._rank]):
+            return
+        for module in model.rows:
+            module.merge_gradients()
+        # Backward divided by the samples of all workers: this is the mean over what is this one's.
+        scale = self._num_global / self._count if self._count else 0.0
+        norm = self._norm = scale * self._own_norm(module.gradients for module in model.rows)
+        if not math.isfinite(norm):
+            if self._job.on_nonfinite != "skip":
+                raise TrainingError(
+                    f"the norm of rank {self._rank}'s gradient became {norm} at step {self.step + 1} though its loss was "
+                    "finite. Its part was not applied. Lower the learning rate, or leave such steps out with "
+                    "on_nonfinite='skip'."
+                )
+            self._vector[LOSSES + self._rank] = math.nan
+            return
+        factor = clip_factor(self._job, norm)
+        if factor < 1.0:
+            for module in model.rows:
+                module.scale(factor)
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def _conclude(self, vector: NDArray[np.float64]) -> Verdict:
+        norm, self._norm = self._norm, None
+        return dataclasses.replace(super()._conclude(vector), grad_norm=norm)
 
     def bring_home(self) -> None:
         """Have what was trained, and tell what was left out of it."""

@@ -14,9 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from shoal.cluster import session
 from shoal.core.errors import ConfigError
@@ -29,6 +27,7 @@ from shoal.ps.transfer import read_marks, write_marks
 from shoal.strategies.heritage import Part
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, Verdict
 from shoal.strategies.ps import Ps
+from shoal.strategies.update import clip_factor
 from shoal.strategies.verdict import contribution, decide
 from shoal.wire.ps_messages import Hold, Rest, StepEnd
 
@@ -184,12 +183,9 @@ class PsRelaxed(Ps):
         factor = self._num_global / verdict.count if verdict.count else 0.0
         rows = [(module, module.take_gradients()) for module in self._model.rows]
         if verdict.applied and self._wants_norm:
-            norm = factor * self._norm(
-                [values for _, held in rows if held is not None for values in held[1:]]
-            )
+            norm = factor * self._own_norm([held for _, held in rows])
             verdict = dataclasses.replace(verdict, grad_norm=norm, applied=math.isfinite(norm))
-            if self._job.clip_norm is not None:
-                factor *= min(1.0, self._job.clip_norm / (norm + 1e-6))
+            factor *= clip_factor(self._job, norm)
             if verdict.applied:
                 self._model.dense.arm(step)
         if verdict.applied:
@@ -290,9 +286,3 @@ class PsRelaxed(Ps):
         assert self._model is not None
         self._model.bring_home(0)
         self._weights_at = NEWEST
-
-    def _norm(self, rows: list[np.ndarray]) -> float:
-        dense = [p.grad for p in self._parameters if isinstance(p.grad, Tensor)]
-        squares = [torch.linalg.vector_norm(each.float()) ** 2 for each in dense]
-        squares += [torch.linalg.vector_norm(torch.from_numpy(each)) ** 2 for each in rows]
-        return math.sqrt(float(sum(squares))) if squares else 0.0

@@ -152,6 +152,16 @@ class RowModule:
             return None
         return int(keys[0] if keys[0] < 0 else keys[-1])
 
+    def merge_gradients(self) -> None:
+        """Have what backward left in one piece, each key once."""
+        held = self.take_gradients()
+        self._gradients = [held] if held is not None else []
+
+    @property
+    def gradients(self) -> tuple[NDArray[np.int64], NDArray[Any]] | None:
+        """What `merge_gradients` has made; None where the module was not used."""
+        return self._gradients[0] if self._gradients else None
+
     def take_gradients(self) -> tuple[NDArray[np.int64], NDArray[Any]] | None:
         """What backward left, merged; None where the module was not used."""
         weight = getattr(self.module, "weight", None)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shoal.strategies.hashed_rows import HashedRows
 from shoal.strategies.protocol import TrainJob, Verdict
+from shoal.strategies.sharded_tensors import whole
 
 
 def update(
@@ -32,10 +33,9 @@ def update(
         # Backward divided by samples. What the loss really counted travelled with it; mostly it is the same.
         factor = num_global / verdict.count if verdict.count else 0.0
         if job.clip_norm is not None or job.on_nonfinite == "skip":
-            norm = factor * _norm(gradients, rows)
+            norm = factor * gradient_norm(gradients, rows.sum_of_squares() if rows is not None else 0.0)
             verdict = dataclasses.replace(verdict, grad_norm=norm, applied=math.isfinite(norm))
-            if job.clip_norm is not None:
-                factor *= min(1.0, job.clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
+            factor *= clip_factor(job, norm)
     if verdict.applied:
         if factor != 1.0:
             for gradient in gradients:
@@ -50,11 +50,16 @@ def update(
     return verdict
 
 
-def _norm(gradients: list[Tensor], rows: HashedRows | None) -> float:
+def gradient_norm(gradients: Iterable[Tensor], squares_of_rows: float = 0.0) -> float:
+    """The norm of all of it: of tensors, and of rows whose sum of squares is known."""
     dense = [
         gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
         for gradient in gradients
     ]
-    norm = float(nn.utils.get_total_norm(dense)) if dense else 0.0
-    squares = rows.sum_of_squares() if rows is not None else 0.0
-    return math.sqrt(norm**2 + squares) if squares else norm
+    norm = float(whole(nn.utils.get_total_norm(dense))) if dense else 0.0
+    return math.sqrt(norm**2 + squares_of_rows) if squares_of_rows else norm
+
+
+def clip_factor(job: TrainJob, norm: float) -> float:
+    """What to multiply a gradient of this norm with, as torch.nn.utils.clip_grad_norm_ does."""
+    return min(1.0, job.clip_norm / (norm + 1e-6)) if job.clip_norm is not None else 1.0

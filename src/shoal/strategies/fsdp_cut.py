@@ -1,0 +1,86 @@
+"""Parameters sharded over ranks by FSDP2: which modules are a unit, and what each rank then holds.
+
+A unit's parameters are gathered before its forward and let go of after it, so
+units should be the model's repeated blocks: small enough to save memory,
+large enough to be worth a collective.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.core.errors import ConfigError
+
+UNIT_BYTES = 1 << 20
+"""A module with fewer bytes of parameters travels with the one around it."""
+
+
+def units(model: nn.Module, *, unit_bytes: int = UNIT_BYTES) -> list[tuple[str, nn.Module]]:
+    """Modules that are sharded on their own, inner ones first: members of lists and sequences, and large layers."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            visit(path, child)
+            is_block = isinstance(module, (nn.ModuleList, nn.Sequential)) or not list(child.children())
+            own = sum(parameter.numel() * parameter.element_size() for parameter in child.parameters())
+            if is_block and own >= unit_bytes and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                found.append((path, child))
+
+    visit("", model)
+    return found
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, *, offload: bool = False, unit_bytes: int = UNIT_BYTES
+) -> list[str]:
+    """Shard `model` in place over `mesh` (one axis, or replicas and shards); returns the names of the units.
+
+    Gradients are summed and not averaged: they were divided by the global batch before.
+    """
+    refuse(model)
+    policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    shared = _shared(model)
+    names = []
+    for name, module in units(model, unit_bytes=unit_bytes):
+        # A weight that two units share belongs to the one around both.
+        if not any(id(parameter) in shared for parameter in module.parameters()):
+            fully_shard(module, mesh=mesh, offload_policy=policy)
+            names.append(name)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    return names
+
+
+def refuse(model: nn.Module) -> None:
+    """What cannot be sharded, by layer."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ConfigError(
+                f"the layer '{name}' has sparse=True, and fsdp shards dense gradients only. Nothing was trained; build it "
+                "with sparse=False, or use --strategy ps, which keeps its rows on servers."
+            )
+        if isinstance(module, _BatchNorm):
+            continue
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 0:
+                raise ConfigError(
+                    f"the parameter '{name}.{parameter_name}' is a single number, which fsdp cannot shard. Nothing was "
+                    "trained; give it the shape (1,)."
+                )
+
+
+def _shared(model: nn.Module) -> set[int]:
+    """Parameters that more than one module holds."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            (shared if id(parameter) in seen else seen).add(id(parameter))
+    return shared

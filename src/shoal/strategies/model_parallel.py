@@ -1,0 +1,108 @@
+"""A model cut over a mesh of ranks: `fsdp`, and products with `dp`.
+
+What travels beside gradients (losses, counts, wishes, BatchNorm's statistics)
+goes the way of `ddp`, which this is built on; gradients are summed by the cut
+itself while backward runs. Ranks hold parts that nobody else has, so a killed
+one takes everybody back to the newest snapshot (docs/adr/0011).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shoal.collectives.gradients import NothingToSend, Sums
+from shoal.core import mesh_names, strategy_names
+from shoal.core.errors import ConfigError
+from shoal.core.job import Job
+from shoal.data.slice import Slice
+from shoal.strategies import fsdp_cut
+from shoal.strategies.agreement import refuse_different_models
+from shoal.strategies.ddp import Ddp
+from shoal.strategies.hashed_rows import MODEL, plain_tensors
+from shoal.strategies.protocol import Piece, PieceReader, TrainJob
+from shoal.strategies.sharded_tensors import CutReader, whole_pieces
+from shoal.strategies.state import load_state, state_pieces
+
+
+class ModelParallel(Ddp):
+    """Every rank holds its part of the model and computes its part of the batch."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        axes = strategy_names.parse(job.strategy).axes
+        assert axes is not None
+        self._axes = mesh_names.fill(axes, job.num_workers, job.strategy)
+        self._speakers = self._axes.speakers()
+        self._data_rank = self._axes.data_rank(job.rank)
+        self._is_cut = False
+
+    def prepare(self, job: TrainJob) -> None:
+        """Check that all ranks built the same model, give everybody rank 0's weights, then cut it."""
+        self._job = job
+        if job.build_optimizer is not None:
+            self._refuse_rows(job.model)
+        if not self._is_cut:
+            job.model.to(job.device)
+            refuse_different_models(job.model, super().gather)
+            self._together.exchange(self._broadcast)
+            self._cut(job.model)
+            self._is_cut = True
+        self._build(job, borrowed_run_back=True)
+        self._together.hold(job.number, self)
+
+    def adopt(self, batch: Slice) -> None:
+        """A loop of the user's own has run backward, and with it the exchange, before anybody knew its weight."""
+        raise ConfigError(
+            f"'{self._axes}' sums gradients while backward runs, and shoal.setup learns of a loop's own backward only after "
+            "it. Nothing was trained; use shoal.Trainer, or --strategy ddp."
+        )
+
+    def _make_exchange(self, model: nn.Module) -> Sums:
+        return NothingToSend()
+
+    def _cut(self, model: nn.Module) -> None:
+        """Cut the model, which is whole and the same on every rank."""
+        mesh = self._mesh(self._job.device)
+        self.units = fsdp_cut.shard(model, mesh["dp", "fsdp"] if self._axes.dp > 1 else mesh["fsdp"])
+
+    def _mesh(self, device: torch.device) -> DeviceMesh:
+        _ = self._together.native  # the group is there
+        axes = self._axes
+        return init_device_mesh(
+            device.type,
+            (axes.pp, axes.dp, axes.fsdp, axes.tp),
+            mesh_dim_names=("pp", "dp", "fsdp", "tp"),
+        )
+
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the parts of the batch: of ranks that compute the same part, one speaks."""
+        return super().reduce(values if self._speaks else torch.zeros_like(values))
+
+    def gather(self, value: torch.Tensor | None) -> list[torch.Tensor]:
+        """The tensor of every part of the batch, in their order."""
+        everybody = super().gather(value)
+        return [everybody[rank] for rank in self._speakers]
+
+    @property
+    def _speaks(self) -> bool:
+        return self._rank in self._speakers
+
+    def state(self) -> Iterator[Piece]:
+        """Model and optimizer, tensor by tensor, whole on rank 0. Collective."""
+        return whole_pieces(state_pieces(self._job.model, self.optimizer), keep=self._rank == 0)
+
+    def load(self, pieces: PieceReader) -> None:
+        """Every rank reads the whole tensors and keeps its parts."""
+        named = dict(self._job.model.named_parameters())
+        like = {MODEL + name: tensor for name, tensor in plain_tensors(self._job.model).items()}
+        for name in pieces.tensors:
+            if name.startswith("optimizer/"):
+                owner = named.get(name.removeprefix("optimizer/").rpartition("/")[0])
+                if owner is not None:
+                    like[name] = owner
+        cut = PieceReader(CutReader(pieces.tensors, like), pieces.optimizer_settings, pieces.path)
+        load_state(self._job.model, self.optimizer, cut)

@@ -1,0 +1,73 @@
+"""Tensors of which each rank holds a part (DTensors), as whole ones and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shoal.strategies.protocol import Piece
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of it, on every rank. Collective where it is in parts."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_pieces(pieces: Iterable[Piece], *, keep: bool) -> Iterator[Piece]:
+    """The pieces with whole tensors, gathered one at a time; without `keep` they are let go of at once.
+
+    Collective: every rank goes through all of them, and only who writes needs them.
+    """
+    for piece in pieces:
+        tensor = whole(piece.tensor)
+        shape = tuple(tensor.shape)
+        if not keep:
+            tensor = torch.empty(0, dtype=tensor.dtype)
+        yield Piece(piece.name, tensor, shape, (0,) * len(shape))
+
+
+def local_part(value: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank holds of one cut like `like`; whole where that is not cut."""
+    if not isinstance(like, DTensor):
+        return value
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    part = value
+    for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
+        part = part.narrow(dim, begin if length else 0, length)
+    return part
+
+
+def cut_like(value: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor cut as `like` is, without a word to the other ranks: they have it too."""
+    if not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    part = local_part(value, like).to(like.device).contiguous()
+    return DTensor.from_local(
+        part,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=torch.empty(like.shape, device="meta").stride(),
+    )
+
+
+class CutReader(Mapping[str, Tensor]):
+    """Whole tensors by name, each read as this rank's part of the tensor it is for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+        self._tensors, self._like = tensors, like
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._tensors[name]
+        return cut_like(value, self._like[name]) if name in self._like else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
