@@ -473,3 +473,32 @@ def test_a_job_that_has_ended_has_no_deadline() -> None:
     for event, at in zip(story, (0.0, 0.0, 1.0, 1.0, 12.0), strict=True):
         job.handle(event, at)
     assert (job.phase, job.deadline) == (Phase.ENDED, None)
+
+
+PARTS = Patience(max_restarts=1, all_hold_parts=True)
+
+
+def test_where_all_hold_parts_a_death_takes_everybody_back() -> None:
+    job = running(3, PARTS)
+    lost = StateLost((), 1, 1, holds_parts=True)
+    assert job.handle(Exited(1, -9), 1.0) == [GoBack(lost), Kill((0, 2)), KillServers(())]
+    assert job.handle(Exited(0, -9), 1.0) == []
+    assert job.handle(Exited(2, -9), 1.0) == [StartAnew({0: 1, 1: 1, 2: 1}, {})]
+    assert (job.phase, job.num_restarts) == (Phase.RUNNING, 1)
+    for rank in range(3):
+        job.handle(Started(rank, 1), 2.0)
+    job.handle(Exited(1, -9), 2.0)  # again, and nothing was done in between
+    assert (job.phase, job.cause) == (Phase.ENDING, Died(1, -9, False, "", 2))
+
+
+def test_alone_it_begins_anew_at_once() -> None:
+    job = running(1, PARTS)
+    actions = job.handle(Exited(0, -9), 1.0)
+    assert actions[-1] == StartAnew({0: 1}, {})
+
+
+def test_while_leaving_nobody_begins_anew() -> None:
+    job = running(2, PARTS)
+    job.handle(Asked(signal.SIGINT), 1.0)
+    job.handle(Exited(1, -9), 1.0)
+    assert job.phase is Phase.ENDING

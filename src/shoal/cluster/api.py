@@ -184,7 +184,11 @@ def _run_job(
         args=described.args,
         num_threads=described.threads,
     )
-    patience = Patience(grace_s=config.grace_s, max_restarts=config.max_restarts)
+    patience = Patience(
+        grace_s=config.grace_s,
+        max_restarts=config.max_restarts,
+        all_hold_parts=strategy_names.parse(described.strategy).base == "mesh",
+    )
     outcome = Outcome(Fate(num_workers=described.workers, patience=patience))
     error: ShoalError | None = None
     exit_code = ShoalError.exit_code

@@ -87,6 +87,9 @@ class Patience:
     max_restarts: int = 0
     """How often a rank is replaced without the job getting ahead; the next death ends it. 0: never."""
 
+    all_hold_parts: bool = False
+    """Each worker holds state that no other has: where one dies, all begin anew from the newest snapshot."""
+
     max_coordinator_restarts: int = 3
     """How often in a row a coordinator may die before it was at work for `steady_s`."""
 
@@ -244,7 +247,7 @@ class Fate:
         actions: list[Action] = []
         if self.phase is not Phase.ENDING and not self._explains(rank, code):
             actions = self._died(rank, incarnation, code, now)
-            if any(isinstance(action, Replace) for action in actions):
+            if any(isinstance(action, (Replace, GoBack)) for action in actions):
                 return actions
         if not self._alive:
             if self._suspicion and self.cause is None:
@@ -261,9 +264,11 @@ class Fate:
         have_others_left = bool(self.finished or self.failures)
         if num_times > self._patience.max_restarts or have_others_left:
             return self._end(died, now)
-        if self.phase is Phase.LEAVING and not self._alive:
+        if self.phase is Phase.LEAVING and (not self._alive or self._patience.all_hold_parts):
             return self._end(died, now)
         self._unrecovered = died
+        if self._patience.all_hold_parts:
+            return self._begin_anew(StateLost((), num_times, rank, holds_parts=True), {rank: incarnation})
         self.num_restarts += 1
         return [Replace(died, incarnation + 1)]
 
@@ -299,16 +304,19 @@ class Fate:
         lost = StateLost(lost.servers, self._num_losses, lost.rank)
         if self.phase is Phase.LEAVING or self._num_losses > 1 or not self._patience.max_restarts:
             return self._end(lost, now)
+        return self._begin_anew(lost, {})
+
+    def _begin_anew(self, lost: StateLost, dead: dict[int, int]) -> list[Action]:
         # Those that live hold what is later than any checkpoint. They all go before any of them comes back: else one
         # that goes late would be lost anew, from the new group.
         self._starting_anew = StartAnew(
-            {rank: incarnation + 1 for rank, incarnation in self._alive.items()},
+            {rank: incarnation + 1 for rank, incarnation in (self._alive | dead).items()},
             {number: incarnation + 1 for number, incarnation in self._servers.items()},
         )
         self._suspicion = None
         self.failures.clear()
         kill: list[Action] = [Kill(tuple(sorted(self._alive))), KillServers(tuple(sorted(self._servers)))]
-        return [GoBack(lost), *kill]
+        return [GoBack(lost), *kill, *self._start_anew()]
 
     def _start_anew(self) -> list[Action]:
         if self._alive or self._servers:

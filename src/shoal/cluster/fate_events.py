@@ -95,6 +95,7 @@ class StateLost:
     rank: int | None = (
         None  # instead of servers: it died in a step together with a server that had its part in it
     )
+    holds_parts: bool = False  # or it alone held parts of the weights, as every worker does
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,8 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
 
 def lost_state(lost: StateLost) -> str:
     """What is gone, and with whom."""
+    if lost.holds_parts:
+        return f"worker {lost.rank} died, and nobody else held its part of the model"
     if lost.rank is not None:
         return f"worker {lost.rank} and a server died in the same step, and what it had pushed to that server is lost"
     who = ("server " if len(lost.servers) == 1 else "servers ") + ", ".join(map(str, lost.servers))

@@ -18,7 +18,7 @@ STRATEGIES = {
     "single": "one process",
     "ddp": "data parallel: every worker holds the model, gradients are summed by all-reduce",
     "fsdp": "data parallel, parameters sharded over the workers",
-    "dp=A,fsdp=B": "replicas and shards together; any product of dp, fsdp, tp and pp that gives the workers",
+    "dp=K,fsdp=K": "replicas and shards together; any product of dp, fsdp, tp and pp that gives the workers",
     "ps": "parameter server: servers hold the weights, every step is exact",
     "ps:ssp=K": "parameter server, bounded staleness: nobody is more than K steps ahead of the slowest",
     "ps:async": "parameter server, asynchronous: nobody waits for anybody",

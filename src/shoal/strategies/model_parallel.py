@@ -8,22 +8,25 @@ one takes everybody back to the newest snapshot (docs/adr/0011).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shoal.cluster.rendezvous import is_broken
 from shoal.collectives.gradients import NothingToSend, Sums
 from shoal.core import mesh_names, strategy_names
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, PeerLost
 from shoal.core.job import Job
 from shoal.data.slice import Slice
+from shoal.data.tree import Tree
 from shoal.strategies import fsdp_cut
 from shoal.strategies.agreement import refuse_different_models
 from shoal.strategies.ddp import Ddp
 from shoal.strategies.hashed_rows import MODEL, plain_tensors
-from shoal.strategies.protocol import Piece, PieceReader, TrainJob
+from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.strategies.sharded_tensors import CutReader, whole_pieces
 from shoal.strategies.state import load_state, state_pieces
 
@@ -53,6 +56,34 @@ class ModelParallel(Ddp):
             self._is_cut = True
         self._build(job, borrowed_run_back=True)
         self._together.hold(job.number, self)
+
+    def forward_backward(self, batch: Slice) -> LossSum:
+        """Compute this rank's part; gradients are summed and sharded while backward runs."""
+        with self._unless_broken("forward and backward"):
+            return super().forward_backward(batch)
+
+    def commit(self) -> Verdict:
+        """Agree, clip, decide and update, each rank its part."""
+        with self._unless_broken("commit"):
+            return super().commit()
+
+    def forward(self, batch: Slice) -> Tree:
+        """This rank's outputs, without gradients."""
+        with self._unless_broken("forward"):
+            return super().forward(batch)
+
+    @contextlib.contextmanager
+    def _unless_broken(self, operation: str) -> Iterator[None]:
+        """A collective inside the model that breaks because a rank died is no error of the user's."""
+        try:
+            yield
+            return
+        except RuntimeError:
+            if not is_broken():
+                raise
+        # Whoever holds parts goes with the one that died; the supervisor ends us while we wait.
+        self._together.regroup()
+        raise PeerLost(rank=self._rank, operation=operation, reason="a connection of the group was closed")
 
     def adopt(self, batch: Slice) -> None:
         """A loop of the user's own has run backward, and with it the exchange, before anybody knew its weight."""
@@ -93,7 +124,8 @@ class ModelParallel(Ddp):
 
     def state(self) -> Iterator[Piece]:
         """Model and optimizer, tensor by tensor, whole on rank 0. Collective."""
-        return whole_pieces(state_pieces(self._job.model, self.optimizer), keep=self._rank == 0)
+        with self._unless_broken("gathering the state"):
+            yield from whole_pieces(state_pieces(self._job.model, self.optimizer), keep=self._rank == 0)
 
     def load(self, pieces: PieceReader) -> None:
         """Every rank reads the whole tensors and keeps its parts."""
