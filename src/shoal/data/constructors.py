@@ -143,6 +143,52 @@ class Constructors:
         return cls(source)
 
     @classmethod
+    def from_jsonl(
+        cls,
+        path: Where | CopiedFiles,
+        *,
+        label: str | Sequence[str] | None = None,
+        columns: Sequence[str] | None = None,
+        schema: Mapping[str, Any] | None = None,
+        fill: Mapping[str, Any] | None = None,
+        cache: Any = "auto",
+        location: str = "shared",
+        spread: str = "on-demand",
+        on_error: Literal["raise", "skip"] = "raise",
+        max_skips: int | None = None,
+    ) -> Self:
+        """Lines of JSON files, each an object: a file, a list, a directory, a pattern, or any URL that fsspec opens.
+
+        A sample is a dict of the object's keys, or (dict, label). Types are
+        those of the first rows (floats are float32, whole numbers int64, times
+        int64 nanoseconds) or what `schema` says, for some keys or all; lists
+        may be `"list[int64]"`, padded to the longest of a batch, or
+        `"float32[8]"`. A key that is missing or null is an error that names
+        row, line and key, or what `fill` says; keys that the first rows do not
+        have are left out. All files are read through once to find where lines
+        end; compressed ones (.gz) become a stream, without shuffle or length.
+
+            Dataset.from_jsonl("reviews-*.jsonl", columns=["text", "stars"], label="stars")
+            Dataset.from_jsonl("users.jsonl", schema={"ids": "list[int64]"}, fill={"ids": []})
+        """
+        from shoal.data.locations.located_files import files_at
+        from shoal.data.tables.jsonl import open_jsonl
+
+        files, there = files_at(path, location, spread)
+        source = open_jsonl(
+            there,
+            label=label,
+            columns=columns,
+            schema=schema,
+            fill=fill,
+            cache=cache,
+            on_error=on_error,
+            max_skips=max_skips,
+            files=files,
+        )
+        return cls(source)
+
+    @classmethod
     def from_parquet(
         cls,
         path: Where | CopiedFiles,

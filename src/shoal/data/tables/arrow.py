@@ -110,7 +110,8 @@ def decode_column(array: ArrowArray, column: Column, fill: Fill, bad: BadRows) -
     if pa.types.is_fixed_size_list(array.type):
         return _fixed_lists(array, column, fill, bad)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        return _lists(array, column, fill, bad)
+        ragged = _lists(array, column, fill, bad)
+        return _of_one_size(ragged, column, bad) if column.shape else ragged
     if array.null_count and fill.get(column.name) is None:
         for row in _null_rows(array):
             bad.add(row, column.name, MISSING % column.name)
@@ -297,6 +298,20 @@ def _lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> Ragged:
         ]
         return Ragged.of(rows, column.dtype)
     return ragged
+
+
+def _of_one_size(lists: Ragged, column: Column, bad: BadRows) -> NDArray[Any]:
+    """Lists that should all have the size that the column says."""
+    [size] = column.shape
+    lengths = np.diff(lists.offsets)
+    if (lengths == size).all():
+        return lists.values.reshape(-1, size)
+    numbers = np.zeros((lists.num_rows, size), column.dtype)
+    fits = lengths == size
+    numbers[fits] = lists.take(np.flatnonzero(fits)).values.reshape(-1, size)
+    for row in np.flatnonzero(~fits).tolist():
+        bad.add(row, column.name, f"its list has {lengths[row]} values, and the column holds lists of {size}")
+    return numbers
 
 
 def _elements(

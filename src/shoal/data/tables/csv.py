@@ -11,20 +11,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shoal.core.data_errors import FileDamaged, SchemasDiffer
 from shoal.core.errors import ConfigError
 from shoal.data.files import Files, SharedFiles, Where, in_threads
 from shoal.data.tables.arrow import BadRows, Fill, decoded
 from shoal.data.tables.csv_text import as_file, careful_columns
-from shoal.data.tables.lines import Rules, lines_of_rows, rows_of
+from shoal.data.tables.lines import Rules, rows_of
 from shoal.data.tables.remembering import identity_of
-from shoal.data.tables.schema import arrow_type, check_names, chosen, columns_of, label_names
+from shoal.data.tables.schema import (
+    arrow_type,
+    as_torch_means,
+    check_names,
+    chosen,
+    columns_of,
+    label_names,
+    wrong_value,
+)
 from shoal.data.tables.source import OnError, TableSource
 from shoal.data.tables.table import Rows
-from shoal.data.tables.text_table import COMPRESSED, Head, Place, TextTable, first_texts, read_head
+from shoal.data.tables.text_table import (
+    COMPRESSED,
+    Head,
+    LineAddress,
+    Place,
+    TextTable,
+    first_texts,
+    read_head,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -237,7 +250,7 @@ class CsvDecoder:
         import pyarrow as pa
 
         names = self._named[place.file]
-        bad = BadRows(_Address(text, place, self._parser.config.rules))
+        bad = BadRows(LineAddress(text, place, self._parser.config.rules))
         try:
             table = self._parser.parse(text, names, self._types, self._wanted)
         except pa.ArrowInvalid:
@@ -284,7 +297,7 @@ class CsvDecoder:
                 found = careful_columns(self._parser, text, names, {}, unknown, BadRows(lambda _: {}), None)
             self._num_looked_at += found.num_rows
             types |= {
-                field.name: _as_torch_means(field.type, given.get(field.name))
+                field.name: as_torch_means(field.type, given.get(field.name))
                 for field in found.schema
                 if not pa.types.is_null(field.type)
             }
@@ -293,46 +306,5 @@ class CsvDecoder:
         return types | {name: given.get(name, empty) for name in unknown}
 
     def _explain(self, name: str, value: str) -> str:
-        kind = self._types[name]
-        reason = f"{value!r} is no {_said(kind)}"
-        if name not in self._inferred:
-            return f"{reason}, which schema= says it is"
-        return (
-            f"{reason}, which the first {self._num_looked_at:,} rows have there; if such values are meant, say so with "
-            f"schema={{'{name}': 'str'}} or another type"
-        )
-
-
-class _Address:
-    """Where the rows of a text are; their lines are looked for when the first is asked for."""
-
-    def __init__(self, text: bytes, place: Place, rules: Rules) -> None:
-        self._text, self._place, self._rules = text, place, rules
-        self._lines: NDArray[np.int64] | None = None
-
-    def __call__(self, row: int) -> dict[str, Any]:
-        if self._lines is None:
-            self._lines = lines_of_rows(self._text, self._rules) - 1
-        place = self._place
-        line = place.first_line + int(self._lines[row]) if row < len(self._lines) else None
-        return {"where": place.url, "row": place.first_row + row + 1, "line": line}
-
-
-def _as_torch_means(found: pa.DataType, given: pa.DataType | None) -> pa.DataType:
-    import pyarrow as pa
-
-    if given is not None:  # a timestamp, with a zone where the text has one
-        return pa.timestamp("ns", tz=found.tz) if pa.types.is_timestamp(found) else given
-    return pa.float32() if pa.types.is_float64(found) else found
-
-
-def _said(kind: pa.DataType) -> str:
-    import pyarrow as pa
-
-    names = {
-        pa.float32(): "float32",
-        pa.float64(): "float64",
-        pa.float16(): "float16",
-        pa.string(): "text in UTF-8",
-    }
-    return names.get(kind, str(kind))
+        looked_at = self._num_looked_at if name in self._inferred else None
+        return wrong_value(name, value, self._types[name], looked_at)

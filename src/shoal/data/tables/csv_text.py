@@ -40,7 +40,7 @@ def careful_columns(
         bad.add(
             row.number - 1,
             None,
-            f"the row has {row.actual_columns} fields, {more} than the {row.expected_columns} columns: {_shown(row.text)}",
+            f"the row has {row.actual_columns} fields, {more} than the {row.expected_columns} columns: {shown(row.text)}",
         )
         return "skip"
 
@@ -68,7 +68,7 @@ def careful_columns(
             failing |= set(_failing(parser, column, kind, 0, len(column)))
         for at in sorted(failing):
             value = table.column(name)[at].as_py().decode(errors="backslashreplace")
-            bad.add(int(row_of[at]), name, explain(name, _cut(value)) if explain else "")
+            bad.add(int(row_of[at]), name, explain(name, shown(value)) if explain else "")
         if failing:
             keep = np.ones(len(column), dtype=bool)
             keep[sorted(failing)] = False
@@ -139,9 +139,7 @@ def as_file(text: Any) -> Any:
     return pa.BufferReader(text)
 
 
-def _shown(text: str) -> str:
-    return repr(_cut(text))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+def shown(value: Any) -> str:
+    """A value as it is told, cut short where it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...{text[-1]}"

@@ -107,13 +107,50 @@ def column_of(name: str, kind: pa.DataType, where: str) -> Column:
     if number is None:
         cure = (
             f"it is empty in all rows that were looked at; say what it holds: schema={{'{name}': 'float32'}}"
-            if pa.types.is_null(kind)
+            if is_unknown(kind)
             else "numbers, strings and lists of numbers can; leave it out with columns=[...], or write it as those"
         )
         raise DataError(
             f"the column '{name}' of {where} is of type {kind}, which cannot be read into tensors: {cure}. Nothing was read."
         )
     return Column(name, number, shape)
+
+
+def as_torch_means(found: pa.DataType, given: pa.DataType | None = None) -> pa.DataType:
+    """A type that was found in text, where nobody says how precise it is meant."""
+    import pyarrow as pa
+
+    if given is not None:  # a timestamp, with a zone where the text has one
+        return pa.timestamp("ns", tz=found.tz) if pa.types.is_timestamp(found) else given
+    if pa.types.is_list(found):
+        return pa.list_(as_torch_means(found.value_type))
+    return pa.float32() if pa.types.is_float64(found) else found
+
+
+def wrong_value(name: str, value: str, kind: pa.DataType, num_looked_at: int | None) -> str:
+    """What to say of a value that is not of its column's type, found in so many rows or said by the user."""
+    import pyarrow as pa
+
+    names = {
+        pa.float32(): "float32",
+        pa.float64(): "float64",
+        pa.float16(): "float16",
+        pa.string(): "text in UTF-8",
+    }
+    reason = f"{value} is no {names.get(kind, str(kind))}"
+    if num_looked_at is None:
+        return f"{reason}, which schema= says it is"
+    return (
+        f"{reason}, which the first {num_looked_at:,} rows have there; if such values are meant, say so with "
+        f"schema={{'{name}': 'str'}} or another type"
+    )
+
+
+def is_unknown(kind: pa.DataType) -> bool:
+    """A type of which only missing values, or only empty lists, were seen."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_null(kind) or (pa.types.is_list(kind) and is_unknown(kind.value_type)))
 
 
 def columns_of(schema: pa.Schema, where: str) -> tuple[Column, ...]:

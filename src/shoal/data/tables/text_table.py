@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shoal.core.data_errors import FileDamaged
 from shoal.core.errors import DataError
 from shoal.data.files import FileInfo, Files, in_threads
-from shoal.data.tables.lines import Rules, Scanner, Stretch, stretches
+from shoal.data.tables.lines import Rules, Scanner, Stretch, lines_of_rows, stretches
 from shoal.data.tables.remembering import identity_of, remembered
 from shoal.data.tables.table import Block, Column, Rows
 
@@ -50,6 +53,22 @@ class Decoder(Protocol):
 
     def decode(self, text: bytes, num_rows: int, place: Place) -> Rows:
         """The rows of a text that holds so many."""
+
+
+class LineAddress:
+    """Where the rows of a text are; their lines are looked for when the first is asked for."""
+
+    def __init__(self, text: bytes, place: Place, rules: Rules) -> None:
+        self._text, self._place, self._rules = text, place, rules
+        self._lines: NDArray[np.int64] | None = None
+
+    def __call__(self, row: int) -> dict[str, Any]:
+        """The arguments of BadSample that say where a row is."""
+        if self._lines is None:
+            self._lines = lines_of_rows(self._text, self._rules) - 1
+        place = self._place
+        line = place.first_line + int(self._lines[row]) if row < len(self._lines) else None
+        return {"where": place.url, "row": place.first_row + row + 1, "line": line}
 
 
 class TextTable:

@@ -1,0 +1,164 @@
+"""Files of JSON lines as one table, parsed by Arrow: one object per line, its keys are columns.
+
+Types are found in the first rows, or said by `schema=`; numbers with a point
+are float32 and whole ones int64. A block that Arrow refuses is read again line
+by line, to name each bad one of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shoal.data.files import Files, SharedFiles, Where, in_threads
+from shoal.data.tables.arrow import BadRows, Fill, decoded
+from shoal.data.tables.csv_text import as_file
+from shoal.data.tables.json_text import careful_columns
+from shoal.data.tables.lines import Rules
+from shoal.data.tables.remembering import identity_of
+from shoal.data.tables.schema import (
+    arrow_type,
+    as_torch_means,
+    check_names,
+    chosen,
+    columns_of,
+    is_unknown,
+    label_names,
+    wrong_value,
+)
+from shoal.data.tables.source import OnError, TableSource
+from shoal.data.tables.table import Rows
+from shoal.data.tables.text_table import COMPRESSED, LineAddress, Place, TextTable, first_texts, read_head
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ENDINGS = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson", ".json") for packed in ("", *COMPRESSED))
+RULES = Rules(blanks_are_empty=True)
+
+_NUM_TEXTS = 4  # blocks looked at for the type of a column that is null in those before
+
+
+def open_jsonl(
+    path: Where,
+    *,
+    label: str | Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    schema: Mapping[str, Any] | None = None,
+    fill: Mapping[str, Any] | None = None,
+    cache: Any = "auto",
+    on_error: OnError = "raise",
+    max_skips: int | None = None,
+    files: Files | None = None,
+) -> TableSource:
+    """The source behind `Dataset.from_jsonl`."""
+    files = files or SharedFiles()
+    infos = files.expand(path, ENDINGS)
+    heads = in_threads(lambda info: read_head(files, info, RULES, has_header=False), infos)
+    decoder = JsonDecoder(
+        infos[0].url,
+        first_texts(files, infos, heads, RULES),
+        columns=columns,
+        needed=label_names(label),
+        schema=schema,
+        fill=fill,
+    )
+    description = {"format": "jsonl"}
+    identity = identity_of(infos, **description, types=decoder.describe(), fill=fill)
+    table = TextTable(files, infos, heads, RULES, decoder, identity=identity, description=description)
+    return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
+
+
+class JsonDecoder:
+    """Lines of JSON to columns of known types."""
+
+    def __init__(
+        self,
+        url: str,
+        texts: Iterable[tuple[int, bytes]],
+        *,
+        columns: Sequence[str] | None,
+        needed: Sequence[str],
+        schema: Mapping[str, Any] | None,
+        fill: Mapping[str, Any] | None,
+    ) -> None:
+        import pyarrow as pa
+
+        given = {name: arrow_type(name, said) for name, said in (schema or {}).items()}
+        self._num_looked_at = 0
+        found = self._find_types(given, None if columns is None else [*columns, *needed], texts)
+        wanted = chosen(list(found), columns, url, needed=needed)
+        check_names("fill=", fill, wanted, url)
+        self._inferred = found.keys() - given.keys()
+        self._types = {name: found[name] for name in wanted}
+        self.columns = columns_of(pa.schema(list(self._types.items())), url)
+        self._readable = pa.schema([(name, _readable(kind)) for name, kind in self._types.items()])
+        self._fill = Fill(fill, self.columns)
+
+    def decode(self, text: bytes, num_rows: int, place: Place) -> Rows:
+        """The rows of a text; bad ones are told by line and column."""
+        import pyarrow as pa
+
+        bad = BadRows(LineAddress(text, place, RULES))
+        try:
+            # Arrow takes strings as they are.
+            if not text.isascii():
+                text.decode()
+            table = _parsed(text, self._readable)
+            is_whole = table.num_rows == num_rows
+        except (pa.ArrowInvalid, UnicodeDecodeError):
+            is_whole = False
+        if not is_whole:
+            table = careful_columns(text, self._readable, bad, self._explain)
+        return decoded(table, self.columns, self._fill, bad)
+
+    def describe(self) -> dict[str, str]:
+        """The types."""
+        return {name: str(kind) for name, kind in self._types.items()}
+
+    def _find_types(
+        self,
+        given: Mapping[str, pa.DataType],
+        wanted: Sequence[str] | None,
+        texts: Iterable[tuple[int, bytes]],
+    ) -> dict[str, pa.DataType]:
+        """Of all columns, or at least of those wanted: given ones, and what Arrow finds in the first rows."""
+        import pyarrow as pa
+
+        found: dict[str, pa.DataType] = {}  # in the order of the file, types that nobody knows yet among them
+        for number, (_, text) in enumerate(texts):
+            asked = found.keys() | given.keys() if wanted is None else wanted
+            known = [name for name in asked if name in given or not is_unknown(found.get(name, pa.null()))]
+            if number == _NUM_TEXTS or (number and len(known) == len(asked)):
+                break
+            try:
+                schema = _parsed(text, None).schema
+            except pa.ArrowInvalid:
+                schema = careful_columns(text, None, BadRows(lambda _: {}), None).schema
+            self._num_looked_at += text.count(b"\n") + (not text.endswith(b"\n"))
+            for field in schema:
+                if is_unknown(found.get(field.name, pa.null())):
+                    found[field.name] = as_torch_means(field.type)
+        return {name: given.get(name, kind) for name, kind in found.items()} | dict(given)
+
+    def _explain(self, name: str, value: str) -> str:
+        looked_at = self._num_looked_at if name in self._inferred else None
+        return wrong_value(name, value, self._types[name], looked_at)
+
+
+def _parsed(text: bytes, schema: pa.Schema | None) -> pa.Table:
+    import pyarrow.json
+
+    options = pyarrow.json.ParseOptions(
+        explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
+    )
+    return pyarrow.json.read_json(as_file(text), parse_options=options)
+
+
+def _readable(kind: pa.DataType) -> pa.DataType:
+    """The nearest type that Arrow reads from JSON; the rest is done in decoding."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind):
+        return pa.list_(_readable(kind.value_type))
+    return pa.float32() if pa.types.is_float16(kind) else kind
