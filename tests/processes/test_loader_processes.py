@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
@@ -142,7 +143,16 @@ def test_a_started_interpreter_reads_the_same() -> None:
     try:
         assert values(batches_of(1, multiprocessing_context="spawn")) == values(batches_of(0))
     finally:
-        resource_tracker._resource_tracker._stop()  # else Python keeps this process of its own until it ends
+        _stop_tracker()
+
+
+def _stop_tracker() -> None:
+    """End a process that Python keeps for itself: after all semaphores are gone, or the next to go starts it again."""
+    wait_until(
+        lambda: all(thread.name != "QueueFeederThread" for thread in threading.enumerate()), timeout_s=10.0
+    )
+    gc.collect()
+    resource_tracker._resource_tracker._stop()
 
 
 def test_pinning_without_an_accelerator_warns_as_torch_does_and_reads_the_same() -> None:
