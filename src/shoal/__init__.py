@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal import callbacks as callbacks
+    from shoal import features as features
     from shoal import nn as nn
     from shoal import ps as ps
     from shoal.cluster.api import RunResult as RunResult
@@ -36,6 +37,7 @@ _HOMES = {
     "ShoalError": "shoal.core.errors",
     "Trainer": "shoal.train.trainer",
     "callbacks": "shoal.callbacks",
+    "features": "shoal.features",
     "mean": "shoal.train.custom",
     "nn": "shoal.nn",
     "num_workers": "shoal.core.job",
@@ -55,6 +57,7 @@ __all__ = [
     "ShoalError",
     "Trainer",
     "callbacks",
+    "features",
     "mean",
     "nn",
     "num_workers",
