@@ -163,14 +163,16 @@ class Batches:
             return 0
         return num_samples % size
 
-    def slices(self, *, epoch: int, start: int, rank: int, num_workers: int) -> Iterator[Slice]:
-        """This rank's part of each global batch of an epoch, from position `start` (in samples) on.
+    def slices(
+        self, *, epoch: int, start: int, rank: int, num_workers: int, stop: int | None = None
+    ) -> Iterator[Slice]:
+        """This rank's part of each global batch of an epoch, from position `start` (in samples) on and before `stop`.
 
         The positions do not depend on the number of workers, so an epoch goes
         on from any `Slice.start` at any other number. Raises at once where the
         dataset is empty or a batch cannot be cut over so many workers.
         """
-        slices = self._feed.slices(epoch=epoch, start=start, rank=rank, num_workers=num_workers)
+        slices = self._feed.slices(epoch=epoch, start=start, rank=rank, num_workers=num_workers, stop=stop)
         stages: list[Callable[[Iterator[Slice]], Iterator[Slice]]] = list(self._stages)
         if self._is_pinned:  # in the thread that reads ahead where there is one: it has the time
             reads_ahead = bool(stages) and isinstance(stages[-1], _Prefetch)

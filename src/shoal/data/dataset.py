@@ -70,7 +70,8 @@ class Dataset(Stages):
         source, order = self._indexed("batch")
         reader = Reader(source, seed=order.seed)
         if source.num_processes:
-            return Batches(PooledFeed(reader, order, cut, PoolConfig(num_processes=source.num_processes)))
+            config = PoolConfig(num_processes=source.num_processes, timeout_s=source.timeout_s)
+            return Batches(PooledFeed(reader, order, cut, config))
         return Batches(IndexedFeed(reader, order, cut))
 
     def iterator(self, position: Any = None) -> DataIterator[Any]:

@@ -8,6 +8,7 @@ from any position at any number of workers.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -52,8 +53,10 @@ class Feed(Protocol):
     def num_steps(self, num_workers: int, start: int) -> int | None:
         """Global batches of an epoch from position `start` on; None where only reading can tell."""
 
-    def slices(self, *, epoch: int, start: int, rank: int, num_workers: int) -> Iterator[Slice]:
-        """This rank's part of each of them. Refuses at once, not at the first slice."""
+    def slices(
+        self, *, epoch: int, start: int, rank: int, num_workers: int, stop: int | None = None
+    ) -> Iterator[Slice]:
+        """This rank's part of each of them that begins before `stop`. Refuses at once, not at the first slice."""
 
     def sharded(self, plan: ShardPlan) -> Feed:
         """The same, cut over the workers in another way."""
@@ -186,8 +189,10 @@ class IndexedFeed:
         num_samples = self.num_samples
         return None if num_samples is None else self._cut.num_steps(num_samples, num_workers, start)
 
-    def slices(self, *, epoch: int, start: int, rank: int, num_workers: int) -> Iterator[Slice]:
-        """This rank's part of each of them."""
+    def slices(
+        self, *, epoch: int, start: int, rank: int, num_workers: int, stop: int | None = None
+    ) -> Iterator[Slice]:
+        """This rank's part of each of them that begins before `stop`."""
         num_samples = self._order.length(epoch)
         check_call(start=start, rank=rank, num_workers=num_workers, batch_size=self.batch_size(num_workers))
         self.sharding.check(num_workers)
@@ -204,6 +209,8 @@ class IndexedFeed:
                 "rest out. Nothing was read; make the batch smaller, or keep the last one with drop_last=False."
             )
         batches = self._cut.batches(num_samples, epoch=epoch, start=start, num_workers=num_workers)
+        if stop is not None:  # what reads ahead must not read what somebody else trains
+            batches = itertools.takewhile(lambda batch: batch[0] < stop, batches)
         shares = (Share.of(begin, end, rank, num_workers, self.sharding, epoch) for begin, end in batches)
         return self._read(self._locate(shares, epoch))
 

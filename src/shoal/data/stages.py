@@ -63,6 +63,7 @@ class Stages(Constructors):
         *,
         batched: bool = False,
         workers: int = 0,
+        timeout_s: float = 600.0,
         on_error: str = "raise",
         max_skips: int | None = None,
     ) -> Self:
@@ -77,13 +78,21 @@ class Stages(Constructors):
         leaves such samples out, at most `max_skips` of them in each worker,
         and writes each down (`Batches.skipped`, and the job's events).
 
-        With `workers=4` the data is read in so many processes beside this
-        one, in the same order.
+        With `workers=4` so many processes beside this one run everything up
+        to the batch, ahead of the training step: the same batches in the same
+        order. One that dies is replaced and its batches are read again; one
+        that takes longer than `timeout_s` over a batch is an error that says
+        where it stands. They are forks, made when a pass (or `fit`) begins,
+        with one thread each and without connections or a GPU: let `fn` leave
+        samples on the CPU, and a dataset open its connections when it is read.
 
             data.map(lambda sample: (sample[0] / 255, sample[1]))
             data.map(lambda batch: (batch[0].float() / 255, batch[1]), batched=True)
+            data.map(decode, workers=4)
         """
         workers = whole_number("map(workers=)", workers, at_least=0)
+        if not timeout_s > 0:
+            raise ConfigError(f"map(timeout_s=) takes a number of seconds above 0, got {timeout_s!r}")
         if max_skips is not None:
             max_skips = whole_number("map(max_skips=)", max_skips, at_least=0)
         if isinstance(self._source, Stream):
@@ -95,7 +104,9 @@ class Stages(Constructors):
             return self._streamed(MapStream(fn, on_error=on_error, max_skips=max_skips))
         source, order = self._indexed("map")
         made = mapped(source, fn, batched=batched, on_error=on_error, max_skips=max_skips)
-        made.num_processes = max(made.num_processes, workers)
+        if workers:
+            made.num_processes = max(made.num_processes, workers)
+            made.timeout_s = max(made.timeout_s, timeout_s)
         return type(self)(made, order)
 
     def augment(self, fn: Callable[[Any, torch.Generator], Any], seed: int = 0) -> Self:

@@ -168,7 +168,9 @@ class StreamFeed:
         sizes = {"batch_size": None} if self._cut is None else self._cut.describe()
         return {"stages": stages, **sizes, "seed": self.seed}
 
-    def slices(self, *, epoch: int, start: int, rank: int, num_workers: int) -> Iterator[Slice]:
+    def slices(
+        self, *, epoch: int, start: int, rank: int, num_workers: int, stop: int | None = None
+    ) -> Iterator[Slice]:
         """This rank's part of each global batch, from position `start` on, which is reached by reading."""
         size = self.batch_size(num_workers)
         check_call(start=start, rank=rank, num_workers=num_workers, batch_size=size)
@@ -199,7 +201,7 @@ class StreamFeed:
                 drop_last=self._cut is not None and self._cut.drop_last,
             )
             items = start_pass(loader)
-        return self._slices(items, generators, epoch=epoch, start=start, position=position)
+        return self._slices(items, generators, epoch=epoch, start=start, stop=stop, position=position)
 
     def _slices(
         self,
@@ -208,9 +210,12 @@ class StreamFeed:
         *,
         epoch: int,
         start: int,
+        stop: int | None,
         position: int,
     ) -> Iterator[Slice]:
         while True:
+            if stop is not None and position >= stop:
+                return
             with generators:
                 item = next(items, None)
             if item is None:

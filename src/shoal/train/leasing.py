@@ -139,7 +139,7 @@ class Leasing:
     def _lay_out(self, epoch: int) -> None:
         """All workers put the model on the servers together, those too for whom there will be no lease."""
         if not self._strategy.is_laid_out:
-            whole = self._batches.slices(epoch=epoch, start=0, rank=0, num_workers=1)
+            whole = self._batches.slices(epoch=epoch, start=0, stop=1, rank=0, num_workers=1)
             self._strategy.lay_out(next(whole))
             getattr(whole, "close", lambda: None)()
 
@@ -166,8 +166,10 @@ class Leasing:
             lease = self._held.popleft()
             self._taken.add(lease.number)
             self._working_on = lease.number
-            for part in self._batches.slices(epoch=epoch, start=lease.start, rank=0, num_workers=1):
-                if part.start >= lease.stop or lease.number in self._given_up:
+            for part in self._batches.slices(
+                epoch=epoch, start=lease.start, stop=lease.stop, rank=0, num_workers=1
+            ):
+                if lease.number in self._given_up:
                     break
                 yield part
 

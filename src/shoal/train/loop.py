@@ -278,7 +278,11 @@ class FitLoop:
         if rank == self._rank:
             return list(part.indices)
         theirs = self._batches.slices(
-            epoch=part.epoch, start=part.start, rank=rank, num_workers=self._num_workers
+            epoch=part.epoch,
+            start=part.start,
+            stop=part.start + 1,
+            rank=rank,
+            num_workers=self._num_workers,
         )
         found = next(iter(theirs), None)
         return list(found.indices) if found is not None else []

@@ -27,6 +27,9 @@ class Source(ABC):
     num_processes: int = 0
     """How many processes shall read it (`map(fn, workers=4)`); 0: the one that asks."""
 
+    timeout_s: float = 0.0
+    """How long one of them may take over a batch."""
+
     @abstractmethod
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
         """The samples at these indices, in their order. At least one index."""
@@ -56,6 +59,7 @@ class Derived(Source):
         self.uses_epoch = any(source.uses_epoch for source in inputs)
         self.reorders = any(source.reorders for source in inputs)
         self.num_processes = max(source.num_processes for source in inputs)
+        self.timeout_s = max(source.timeout_s for source in inputs)
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # a property may stand for a plain attribute
