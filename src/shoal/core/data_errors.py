@@ -216,7 +216,7 @@ class TableChanged(DataError):
     def __init__(self, *, table: str, place: str, rows: str, then: int, now: int) -> None:
         self.table, self.place, self.rows, self.then, self.now = table, place, rows, then, now
         super().__init__(
-            f"{table} at {place} changed while it was read: it had {then:,} rows with {rows} when it was opened, and has "
+            f"{table} at {place} changed while it was read: it had {then:,} rows ({rows}) when it was opened, and has "
             f"{now:,} now. Nothing of them was used, and checkpoints written so far are whole. Read from a copy, or from a "
             "query whose rows stay as they are, for instance up to a date; then start anew."
         )

@@ -14,8 +14,52 @@ from shoal.data.tree import Tree, map_leaves
 
 
 def collate(samples: list[Any]) -> Tree:
-    """One batch of the samples: torch's own rule, with tuples where it makes lists."""
-    return lists_to_tuples(default_collate(samples))
+    """One batch of the samples: torch's own rule, with tuples where it makes lists, and lists of several lengths padded."""
+    return lists_to_tuples(_default_collate(samples))
+
+
+def _default_collate(samples: list[Any]) -> Tree:
+    try:
+        return default_collate(samples)
+    except RuntimeError:
+        padded = _padded(samples)
+        if padded is None:
+            raise
+        return default_collate(padded)
+
+
+def _padded(samples: list[Any]) -> list[Any] | None:
+    """The samples with lists that differ in length padded behind, as tables have them; None where none does."""
+    first = samples[0]
+    if isinstance(first, torch.Tensor) and all(
+        isinstance(sample, torch.Tensor) and sample.dim() == 1 and sample.dtype == first.dtype
+        for sample in samples
+    ):
+        if len({len(sample) for sample in samples}) == 1:
+            return None
+        is_signed = not first.is_floating_point() and first.dtype not in (torch.uint8, torch.bool)
+        filled = torch.nn.utils.rnn.pad_sequence(
+            samples, batch_first=True, padding_value=-1 if is_signed else 0
+        )
+        return list(filled.unbind(0))
+    if isinstance(first, dict):
+        keys = list(first)
+        if not all(isinstance(sample, dict) and sample.keys() == first.keys() for sample in samples):
+            return None
+        columns = [[sample[key] for key in keys] for sample in samples]
+        padded = _padded([tuple(column) for column in columns])
+        return None if padded is None else [dict(zip(keys, row, strict=True)) for row in padded]
+    if isinstance(first, tuple):
+        if not all(isinstance(sample, tuple) and len(sample) == len(first) for sample in samples):
+            return None
+        parts = [list(part) for part in zip(*samples, strict=True)]
+        found = [_padded(part) for part in parts]
+        if all(part is None for part in found):
+            return None
+        kept = [part if new is None else new for part, new in zip(parts, found, strict=True)]
+        rows = list(zip(*kept, strict=True))
+        return [type(first)(*row) for row in rows] if hasattr(first, "_fields") else rows
+    return None
 
 
 class Collate:
@@ -27,7 +71,7 @@ class Collate:
 
     def __call__(self, samples: Any) -> Tree:
         """One batch of the samples."""
-        return self.tidy(self._fn(samples))
+        return collate(samples) if self.is_default else self.tidy(self._fn(samples))
 
     def tidy(self, batch: Tree) -> Tree:
         """The batch with tuples for the lists that torch makes of them; lists inside a user's own batch are meant."""

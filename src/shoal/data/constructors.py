@@ -6,7 +6,8 @@ which knows none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import numpy as np
@@ -233,3 +234,115 @@ class Constructors:
             files=files,
         )
         return cls(source)
+
+    @classmethod
+    def from_tfrecord(
+        cls,
+        path: Where | CopiedFiles,
+        schema: Mapping[str, Any],
+        *,
+        label: str | Sequence[str] | None = None,
+        cache: Any = "auto",
+        location: str = "shared",
+        spread: str = "on-demand",
+        on_error: Literal["raise", "skip"] = "raise",
+        max_skips: int | None = None,
+    ) -> Self:
+        """Rows of TFRecord files that hold `tf.train.Example`s: a file, a list, a directory, a pattern or a URL.
+
+        `schema` says which features to read, as a `shoal.data.Feature` or as
+        a type alone, which is one value. Files are scanned once when they are
+        opened; every checksum is looked at. A record that lacks a feature, or
+        holds another type or number of values, is an error that names it, or
+        with `on_error="skip"` left out. Compressed files (GZIP) can only be
+        read from their beginning: they are a stream, which every worker reads
+        whole and a resumed epoch reads again up to its position.
+
+            schema = {"dense": Feature("float32", (13,)), "ids": Feature("int64", None), "clicked": "int64"}
+            Dataset.from_tfrecord("clicks/*.tfrecord", schema, label="clicked")
+        """
+        from shoal.data.locations.located_files import files_at
+        from shoal.data.tables.tfrecord import open_tfrecord
+
+        files, there = files_at(path, location, spread)
+        source = open_tfrecord(
+            there, schema, label=label, cache=cache, on_error=on_error, max_skips=max_skips, files=files
+        )
+        return cls(source)
+
+    @classmethod
+    def from_sql(
+        cls,
+        query: str,
+        connection: str | os.PathLike[str],
+        *,
+        key: str | None = None,
+        partitions: int | None = None,
+        label: str | Sequence[str] | None = None,
+        columns: Sequence[str] | None = None,
+        schema: Mapping[str, Any] | None = None,
+        fill: Mapping[str, Any] | None = None,
+        cache: Any = "auto",
+        on_error: Literal["raise", "skip"] = "raise",
+        max_skips: int | None = None,
+        timeout_s: float = 30.0,
+    ) -> Self:
+        """Rows of a table, or of a query, in PostgreSQL ("postgresql://user:password@host/name") or SQLite (a path).
+
+        Rows are read in ranges of `key`, a column with an order (the primary
+        key, if nothing is said), about as many rows in each; `partitions` says
+        how many ranges. So each worker asks for the ranges its samples lie in.
+        Without a key the whole is one range. `schema` gives columns other
+        types ({"price": "float32"}), `fill` says what stands for NULL.
+
+        Everything is read in read-only transactions, each range in its own. A
+        range that has another number of rows than when the table was opened
+        is refused; values that change while their number stays are not
+        noticed, so let nobody write while you train, or read from a copy. A
+        database that closes the connection is asked again for `timeout_s`.
+
+            Dataset.from_sql("clicks", "postgresql://me@db.example/ads", label="clicked")
+            Dataset.from_sql("SELECT * FROM visits WHERE day < '2024-05-01'", "visits.db", key="id", partitions=64)
+        """
+        from shoal.data.tables.sql import open_sql
+
+        source = open_sql(
+            query,
+            connection,
+            key=key,
+            partitions=partitions,
+            label=label,
+            columns=columns,
+            schema=schema,
+            fill=fill,
+            cache=cache,
+            on_error=on_error,
+            max_skips=max_skips,
+            timeout_s=timeout_s,
+        )
+        return cls(source)
+
+    @classmethod
+    def from_generator(
+        cls, fn: Callable[..., Iterable[Any]], *, num_samples: int | None = None, seed: int = 0
+    ) -> Self:
+        """Samples of a generator function, called anew for each epoch: fn(), or fn(epoch) if it takes an argument.
+
+        A stream: every worker reads all of it and keeps its part, there is no
+        split and no length, and a resumed epoch is read again up to its
+        position. `num_samples` ends an epoch after that many, and fewer are
+        an error. What it draws from the generators of torch, numpy or Python
+        is a function of (seed, epoch), the same on every worker.
+
+            def lines(epoch):
+                for line in open("log.txt"):
+                    yield parse(line)
+
+            Dataset.from_generator(lines).batch(32)
+        """
+        from shoal.data.sources.generator import GeneratorStream
+
+        if num_samples is not None:
+            num_samples = whole_number("from_generator(num_samples=)", num_samples, at_least=1)
+        seed = whole_number("from_generator(seed=)", seed)
+        return cls(Stream(GeneratorStream(fn, num_samples=num_samples, seed=seed)))

@@ -1,0 +1,101 @@
+"""Rows that can only be read from their beginning, as a stream of samples like those of a table.
+
+For files that are compressed as a whole: nobody can find a row in them
+without unpacking all before it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.core import happenings
+from shoal.core.data_errors import NoSuchColumn
+from shoal.data.skipping import SkipLog, Skipped
+from shoal.data.stream import OwnStream, Stream
+from shoal.data.stream_stages import Open
+from shoal.data.tables.schema import label_names
+from shoal.data.tables.source import column_samples
+from shoal.data.tables.table import Column, Rows
+
+
+class RowStream(OwnStream):
+    """Stretches of decoded rows, one after the other."""
+
+    columns: tuple[Column, ...]
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Rows]:
+        """From the beginning."""
+
+
+def open_row_stream(
+    rows: RowStream,
+    *,
+    format: str,
+    compressed: Sequence[str],
+    num_files: int,
+    label: str | Sequence[str] | None,
+    on_error: str,
+    max_skips: int | None,
+) -> Stream:
+    """The stream of these rows, and a word about it: there is less that it can do than files that are not compressed."""
+    names = [column.name for column in rows.columns]
+    missing = [name for name in label_names(label) if name not in names]
+    if missing:
+        raise NoSuchColumn(asked=missing, there=names, where=compressed[0], asked_by="label=")
+    happenings.tell(
+        "read as a stream",
+        format=format,
+        files=list(compressed[:10]),
+        reason=f"{len(compressed)} of {num_files} files are compressed",
+        consequence="every worker reads all of it, and a resumed epoch is read again up to its position",
+    )
+    return Stream(rows, (_Samples(rows.columns, label, on_error, max_skips),))
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """From stretches to samples; a bad one is refused, or left out, when it is its turn."""
+
+    columns: tuple[Column, ...]
+    label: str | Sequence[str] | None
+    on_error: str
+    max_skips: int | None
+
+    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        """The samples of an epoch."""
+        number = 0
+        for rows in before(epoch):
+            columns = {column.name: self._values(column, rows) for column in self.columns}
+            for row in range(rows.num_rows):
+                if row in rows.bad:
+                    bad = rows.bad[row].at_index(number + row)
+                    if self.on_error == "raise":
+                        raise bad
+                    skips.record([Skipped(epoch, number + row, bad, "source", self.max_skips)])
+                    continue
+                yield self._arranged({name: values[row] for name, values in columns.items()})
+            number += rows.num_rows
+
+    def describe(self) -> dict[str, Any]:
+        """The label."""
+        return {"stage": "samples", "label": label_names(self.label)}
+
+    def _values(self, column: Column, rows: Rows) -> Sequence[Any]:
+        values = rows.columns[column.name]
+        if isinstance(values, np.ndarray):
+            # A copy: a sample may be written, and what was read may not.
+            return column_samples(column, torch.from_numpy(values.copy()))
+        return column_samples(column, values)
+
+    def _arranged(self, sample: dict[str, Any]) -> Any:
+        labels = {name: sample.pop(name) for name in label_names(self.label)}
+        if self.label is None:
+            return sample
+        return sample, labels[self.label] if isinstance(self.label, str) else labels
