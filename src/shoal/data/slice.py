@@ -10,6 +10,7 @@ import torch
 
 from shoal.core.errors import TrainingError
 from shoal.data.tree import Tree, leaves, map_tensors
+from shoal.data.weights import Weighted
 
 
 def bounds(num_samples: int, part: int, num_parts: int) -> tuple[int, int]:
@@ -73,6 +74,11 @@ class Slice:
         """What the loss compares with; None in a batch without target."""
         return split_target(self.batch)[1]
 
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """How much each sample counts in the loss; None where all count alike."""
+        return weight_of(self.batch)
+
     def by_worker(self, num_workers: int) -> list[Slice]:
         """A whole batch as the slices of so many workers, cut where they would cut it."""
         if len(self.cuts) != num_workers + 1 or self.num_local != self.num_global:
@@ -111,7 +117,10 @@ def split_target(batch: Tree) -> tuple[Tree, Any]:
 
     A pair is (inputs, target); a longer tuple gives all but its last as
     positional inputs; a tensor, a dict or a tuple of one has no target.
+    Weights (see `Dataset.with_weights`) are neither.
     """
+    if isinstance(batch, Weighted):
+        return batch.inputs, batch.target
     if isinstance(batch, (tuple, list)):
         if len(batch) == 1:
             return batch[0], None
@@ -119,6 +128,11 @@ def split_target(batch: Tree) -> tuple[Tree, Any]:
             return batch[0], batch[1]
         return tuple(batch[:-1]), batch[-1]
     return batch, None
+
+
+def weight_of(batch: Tree) -> torch.Tensor | None:
+    """How much each sample of a batch counts; None where all count alike."""
+    return batch.weight if isinstance(batch, Weighted) else None
 
 
 def _narrow(batch: Tree, begin: int, length: int, expected: int) -> Tree:

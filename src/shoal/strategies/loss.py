@@ -153,6 +153,8 @@ class MeanOverSamples:
             total, count = value
             return total, float(count)
         counted = float(num_local) if weight is None else float(weight.sum())
+        if not counted:  # a mean over nothing is no number, and must not become one of the batch's
+            return sum((tensor.sum() for tensor in tensors(output)), start=value.new_zeros(())) * 0.0, 0.0
         return value * counted, counted
 
     def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:

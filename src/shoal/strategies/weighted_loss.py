@@ -49,12 +49,11 @@ def labels_of_row(module: Any, losses: Tensor, target: Tensor) -> Tensor:
     """Labels that are not ignored, each by the weight of its class."""
     if target.is_floating_point():  # class probabilities
         return elements_of_row(module, losses, target)
-    counted = target != module.ignore_index
-    if module.weight is None:
-        return counted.reshape(len(losses), -1).sum(1).to(losses.dtype)
-    # An ignored label is no class: any that is there stands in for it, and counts nothing.
-    classes = module.weight[torch.where(counted, target, torch.zeros_like(target))]
-    return (classes * counted).reshape(len(losses), -1).sum(1)
+    counted: Tensor = target != module.ignore_index
+    if module.weight is not None:
+        # An ignored label is no class: any that is there stands in for it, and counts nothing.
+        counted = module.weight[torch.where(counted, target, torch.zeros_like(target))] * counted
+    return counted.reshape(len(losses), -1).sum(1)
 
 
 def spread(weight: Tensor, num_rows: int, name: str) -> Tensor:

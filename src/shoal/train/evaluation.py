@@ -37,12 +37,12 @@ def evaluate(
     for part in _slices(batches, rank, num_workers, what="evaluate"):
         output = strategy.forward(part)
         if not part.borrowed:
-            target = place(part.target, job.device, job.cast_inputs)
+            target, weight = place((part.target, part.weight), job.device, job.cast_inputs)
             with (
                 torch.no_grad(),
                 autocast(job),
             ):  # as in training: a loss rounds less than the layers before it
-                total, count = job.loss(output, target, part.num_local, part.num_global)
+                total, count = job.loss(output, target, part.num_local, part.num_global, weight)
             sums += torch.tensor([float(total), count], dtype=torch.float64)
             metrics.update(output, target, part.num_local)
         tick(part)
