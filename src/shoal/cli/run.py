@@ -77,6 +77,14 @@ def run(
             "tree, halving, broadcast, allgather, chain, mapreduce.",
         ),
     ] = "auto",
+    compress: Annotated[
+        str,
+        typer.Option(
+            "--compress",
+            metavar="COMPRESS",
+            help="Make gradients smaller before they are summed: none, bf16, fp16, int8, topk:ratio=0.01, powersgd:rank=4.",
+        ),
+    ] = "none",
     pretend_hosts: Annotated[
         int,
         typer.Option(
@@ -109,6 +117,7 @@ def run(
         max_restarts=max_restarts,
         pretend_hosts=pretend_hosts,
         exchange=exchange,
+        compress=compress,
         faults=Faults.parse(faults) if faults else None,
     )
     misplaced = [option for option in BEFORE_SCRIPT if option in config.args]

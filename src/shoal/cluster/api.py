@@ -38,7 +38,7 @@ from shoal.cluster.supervisor import Supervisor
 from shoal.cluster.threads import available_cores, threads_per_worker
 from shoal.cluster.warm_client import WarmParent
 from shoal.cluster.worker import WorkerSpec
-from shoal.core import scratch, strategy_names
+from shoal.core import compress_names, scratch, strategy_names
 from shoal.core.errors import ClusterError, ConfigError, ScriptNotFound, ShoalError
 from shoal.core.job import Job
 
@@ -148,6 +148,7 @@ def resume_config(run: str | os.PathLike[str], *, workers: int | None = None) ->
         grace_s=before.grace_s,
         max_restarts=before.max_restarts,
         exchange=before.exchange,
+        compress=before.compress,
         pretend_hosts=min(before.pretend_hosts, before.workers if workers is None else workers),
         resume=True,
         cwd=before.cwd,
@@ -174,6 +175,7 @@ def _run_job(
             can_recover=described.max_restarts > 0,
             num_hosts=described.pretend_hosts,
             exchange=described.exchange,
+            compress=described.compress,
             verify=config.verify,
             faults=config.faults.planned if config.faults else (),
             fingerprints=config.fingerprints,
@@ -187,7 +189,8 @@ def _run_job(
     patience = Patience(
         grace_s=config.grace_s,
         max_restarts=config.max_restarts,
-        all_hold_parts=strategy_names.parse(described.strategy).base == "mesh",
+        all_hold_parts=strategy_names.parse(described.strategy).base == "mesh"
+        or compress_names.remembers(described.compress),
     )
     outcome = Outcome(Fate(num_workers=described.workers, patience=patience))
     error: ShoalError | None = None
@@ -253,6 +256,7 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         max_restarts=config.max_restarts,
         pretend_hosts=config.pretend_hosts,
         exchange=config.exchange,
+        compress=config.compress,
         versions=Versions(
             python=platform.python_version(), torch=metadata.version("torch"), shoal=shoal.__version__
         ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.cluster.faults import Faults
-from shoal.core import exchange_names, strategy_names
+from shoal.core import compress_names, exchange_names, strategy_names
 from shoal.core.errors import ConfigError
 from shoal.core.job import VerifyPlan
 
@@ -38,6 +38,9 @@ class LaunchConfig:
 
     strategy: str | None = None
     """How the model is spread. None: "single" for one worker, "ddp" for more."""
+
+    compress: str = "none"
+    """How gradients are made smaller before they are summed."""
 
     exchange: str = "auto"
     """How gradients are summed where no servers do it."""
@@ -122,6 +125,13 @@ class LaunchConfig:
             ) from None
         strategy_names.choose(self.strategy, self.workers)
         exchange_names.check(self.exchange, self.pretend_hosts)
+        if compress_names.parse(self.compress)[0] != "none" and strategy_names.choose(
+            self.strategy, self.workers
+        ) not in ("ddp", "single"):
+            raise ConfigError(
+                f"--compress {self.compress} makes the gradients of ddp smaller, and this is --strategy {self.strategy}, which "
+                "sums them another way. Nothing was started; leave one of the two out."
+            )
         self._check_servers()
         if self.faults is not None:
             if not isinstance(self.faults, Faults):

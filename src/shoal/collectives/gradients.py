@@ -9,11 +9,12 @@ can be run again from them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from shoal.collectives.compression.compressor import Compressor, Gradient
 from shoal.collectives.layout import Bucket, Item, lay_out
 from shoal.collectives.reducer import Reducer
 from shoal.core.errors import PeerLost, TrainingError
@@ -51,6 +52,12 @@ class NothingToSend:
         """Nothing is under way."""
 
 
+class _Compressed(NamedTuple):
+    """A work of the compressor's."""
+
+    work: Any
+
+
 class GradientExchange:
     """The buckets of one model, and the step they are in.
 
@@ -58,7 +65,14 @@ class GradientExchange:
     its gradients come in: the collectives of a group are matched by order.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], *, sparse: frozenset[str]) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        *,
+        sparse: frozenset[str],
+        compressor: Compressor | None = None,
+    ) -> None:
+        self.compressor = compressor
         self._native: Reducer | None = None
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
@@ -111,7 +125,13 @@ class GradientExchange:
         native = self._native
         assert native is not None
         for work in self._works:
-            native.finish(work, "the exchange of gradients")
+            if isinstance(work, _Compressed):
+                assert self.compressor is not None
+                self.compressor.finish(work.work, native, "the exchange of compressed gradients")
+            else:
+                native.finish(work, "the exchange of gradients")
+        if self.compressor is not None:
+            self.compressor.commit()
         for number, bucket in enumerate(self.layout):
             used = self._memory[number][bucket.numel :].tolist()
             for position, index in enumerate(bucket.indices):
@@ -124,6 +144,8 @@ class GradientExchange:
         """Forget what is under way, and the group with it. The gradients stay: they can be sent again."""
         self._native = None
         self._is_broken = False
+        if self.compressor is not None:
+            self.compressor.abandon()
         self._filled: set[int] = set()
         self._missing = [len(bucket.indices) for bucket in self.layout]
         self._next = 0
@@ -180,7 +202,7 @@ class GradientExchange:
     def _send_full(self, native: Reducer) -> None:
         """Start what is due: buckets in their order, then tables in theirs."""
         while self._next < len(self.layout) and self._missing[self._next] == 0:
-            self._works.append(native.start_all_reduce(self._memory[self._next]))
+            self._works += self._start(self._next, native)
             self._next += 1
         while self._next == len(self.layout) and len(self._tables) < len(self._sparse):
             index = self._sparse[len(self._tables)]
@@ -188,6 +210,18 @@ class GradientExchange:
                 return
             self._tables.append(self._rows(index))
             self._works.append(native.start_all_reduce(self._tables[-1]))
+
+    def _start(self, number: int, native: Reducer) -> list[Any]:
+        bucket, memory = self.layout[number], self._memory[number]
+        if self.compressor is None or not memory.is_floating_point():
+            return [native.start_all_reduce(memory)]
+        layout = [
+            Gradient(offset, tuple(self._parameters[index].shape))
+            for index, offset in zip(bucket.indices, bucket.offsets, strict=True)
+        ]
+        started = self.compressor.start(number, memory[: bucket.numel], layout, native)
+        # Whether a gradient was used must not be a matter of digits.
+        return [_Compressed(started), native.start_all_reduce(memory[bucket.numel :])]
 
     def _rows(self, index: int) -> Tensor:
         """This rank's rows of a table, its own duplicates merged before they travel; none where it was not used."""

@@ -58,6 +58,9 @@ class Job:
     strategy: str = "single"
     """As given to --strategy."""
 
+    compress: str = "none"
+    """As given to --compress."""
+
     exchange: str = "auto"
     """As given to --exchange."""
 
@@ -99,7 +102,6 @@ class Job:
 
     fingerprints: str | None = None
     """Directory where every rank writes the hashes of its final weights, for `shoal chaos`."""
-
 
     @property
     def host(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from shoal.collectives.compression.registry import compressor
 from shoal.collectives.gather import gather_any, sum_in_rank_order
 from shoal.collectives.gradients import GradientExchange, Sums
 from shoal.collectives.reducer import Reducer
@@ -19,6 +20,7 @@ from shoal.core.errors import ConfigError, PeerLost
 from shoal.core.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
+from shoal.strategies import residuals
 from shoal.strategies.agreement import refuse_different_models
 from shoal.strategies.buffers import ChangingBuffers
 from shoal.strategies.compute import Compute
@@ -45,6 +47,7 @@ class Ddp:
         self._together = together()
         self._exchange: Sums | None = None
         self._data_rank = job.rank
+        self._compress = job.compress
         self._prepared_at: int | None = None
         self._buffers_before: dict[str, torch.Tensor] = {}
 
@@ -88,7 +91,9 @@ class Ddp:
     def _make_exchange(self, model: nn.Module) -> Sums | None:
         """Of all that is trained; None where that is not known yet."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        return GradientExchange(trainable, sparse=sparse_parameters(model))
+        return GradientExchange(
+            trainable, sparse=sparse_parameters(model), compressor=compressor(self._compress)
+        )
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; they leave bucket by bucket while backward runs."""
@@ -154,11 +159,15 @@ class Ddp:
 
     def state(self) -> Iterator[Piece]:
         """Model and optimizer, whole: every rank holds all of it."""
-        return state_pieces(self._job.model, self.optimizer)
+        yield from state_pieces(self._job.model, self.optimizer)
+        if isinstance(self._exchange, GradientExchange) and self._exchange.compressor is not None:
+            yield from residuals.pieces(self._exchange.compressor, self.gather)
 
     def load(self, pieces: PieceReader) -> None:
         """Take over weights and optimizer state; every rank reads the same pieces."""
         load_state(self._job.model, self.optimizer, pieces)
+        if isinstance(self._exchange, GradientExchange) and self._exchange.compressor is not None:
+            residuals.load(self._exchange.compressor, pieces, self._rank, self._num_workers)
 
     def bring_home(self) -> None:
         """Every rank holds all of the model anyway."""

@@ -1,0 +1,64 @@
+"""`topk`: only the largest elements travel; what stays behind is added to the next step's gradient (error feedback)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.collectives.compression.compressor import Gradient, Traffic
+from shoal.collectives.reducer import Reducer
+
+
+class TopK:
+    """The `ratio` largest elements of each bucket, as (place, value)."""
+
+    def __init__(self, ratio: float = 0.01) -> None:
+        self._ratio = ratio
+        self.traffic = Traffic()
+        self._residuals: dict[int, Tensor] = {}
+        self._pending: dict[int, Tensor] = {}
+
+    def start(self, number: int, flat: Tensor, layout: Sequence[Gradient], reducer: Reducer) -> Any:
+        """Choose what travels; it does when it is waited for."""
+        if number in self._residuals:
+            flat.add_(self._residuals[number])
+        count = max(1, round(self._ratio * len(flat)))
+        places = flat.abs().topk(count, sorted=False).indices
+        values = flat[places]
+        left = flat.clone()
+        left[places] = 0.0
+        self._pending[number] = left
+        narrow = torch.int32 if len(flat) < 1 << 31 else torch.int64
+        packed = torch.cat([places.to(narrow).view(torch.uint8), values.view(torch.uint8)])
+        self.traffic.count(flat, packed)
+        return flat, count, narrow, packed
+
+    def finish(self, work: Any, reducer: Reducer, operation: str) -> None:
+        """Gather every rank's choice and add them up in rank order."""
+        flat, count, narrow, packed = work
+        flat.zero_()
+        cut = count * narrow.itemsize
+        for part in reducer.all_gather(packed):
+            # A copy: the values begin where a number of their size need not.
+            places, values = part[:cut].clone().view(narrow), part[cut:].clone().view(flat.dtype)
+            flat.index_add_(0, places.long(), values)
+
+    def commit(self) -> None:
+        """What stayed behind is added the next time."""
+        self._residuals |= self._pending
+        self._pending = {}
+
+    def abandon(self) -> None:
+        """As if the step had not been."""
+        self._pending = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """What stayed behind, by bucket."""
+        return {str(number): residual for number, residual in sorted(self._residuals.items())}
+
+    def load(self, state: Mapping[str, Tensor], num_ranks_before: int) -> None:
+        """Take it over."""
+        self._residuals = {int(number): residual.clone() for number, residual in state.items()}
