@@ -26,6 +26,7 @@ X, WIDE = seeded(N, 6, seed=1), seeded(N, 3, seed=2)
 LABEL = torch.arange(N) * 5 % 4
 MASKED = LABEL.clone()
 MASKED[: N // 3] = -100
+WEIGHTS = torch.arange(N) % 4 * 0.5  # some of them 0
 IDS = torch.arange(N * 3).reshape(N, 3) * 7 % 20
 
 
@@ -87,6 +88,14 @@ def first_of(output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) ->
     return F.cross_entropy(output[0], target) + output[1].pow(2).mean()
 
 
+def spoilt(sample: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Raises for some samples, and for a stretch that is the whole share of a worker, or all of a batch of 6."""
+    number = int((sample[0] == X).all(1).nonzero())
+    if number % 7 == 3 or 17 <= number < 24:
+        raise ValueError(f"sample {number} is spoilt")
+    return sample
+
+
 ADAM = dict(optimizer=lambda params: torch.optim.Adam(params, lr=0.01))
 SGD = dict(optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -128,15 +137,41 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         (IDS, LABEL),
         dict(loss=nn.CrossEntropyLoss(), clip_norm=1.0, optimizer=lambda p: torch.optim.Adagrad(p, lr=0.1)),
     ),
+    "weights of samples": (
+        mlp,
+        (X, MASKED),
+        dict(loss=nn.CrossEntropyLoss(), metrics=["accuracy"], stages=lambda d: d.with_weights(WEIGHTS), **SGD),
+    ),
+    "weights of samples, a callable": (
+        mlp,
+        (X, seeded(N, 4, seed=9)),
+        dict(
+            loss=lambda output, target: (output - target).abs().mean(),
+            stages=lambda d: d.with_weights(lambda sample: sample[0][0].abs()),
+            accumulate=2,
+            **SGD,
+        ),
+    ),
+    "skipped samples": (
+        mlp,
+        (X, LABEL),
+        dict(
+            loss=nn.CrossEntropyLoss(),
+            metrics=["accuracy"],
+            stages=lambda d: d.map(spoilt, on_error="skip", max_skips=12),
+            **ADAM,
+        ),
+    ),
     "no target": (mlp, X, dict(loss=lambda output: output.pow(2).mean(), **SGD)),
 }
 
 
 def run(name: str, results: dict[str, torch.Tensor], report: dict[str, Any]) -> None:
     factory, arrays, settings = CASES[name]
+    stages = (settings := dict(settings)).pop("stages", lambda data: data)
     torch.manual_seed(3)
     model = factory().double()
-    data = shoal.Dataset.from_arrays(arrays)
+    data = stages(shoal.Dataset.from_arrays(arrays))
     trainer = shoal.Trainer(model, seed=5, **settings)
     history = trainer.fit(data.shuffle(seed=4).batch(10), epochs=2, validation_data=data.batch(8))
     report[name] = {"history": dict(history), "evaluated": trainer.evaluate(data.batch(6))}
