@@ -236,6 +236,44 @@ class Constructors:
         return cls(source)
 
     @classmethod
+    def from_huggingface(
+        cls,
+        dataset: Any,
+        *,
+        split: str | None = None,
+        label: str | Sequence[str] | None = None,
+        columns: Sequence[str] | None = None,
+        fill: Mapping[str, Any] | None = None,
+        cache: Any = "auto",
+        on_error: Literal["raise", "skip"] = "raise",
+        max_skips: int | None = None,
+    ) -> Self:
+        """A Dataset of Hugging Face's `datasets`, or one split of a DatasetDict.
+
+        Its Arrow columns are read as those of a Parquet file: a sample is a
+        dict, or (dict, label). Images and nested columns, and data sets with a
+        transform, are asked row by row, which is slower. An IterableDataset is
+        read as a stream: every worker reads all of it and keeps its part,
+        there is no split or length, and a resumed epoch is read again up to
+        its position. Shuffle here, not there: then nothing is stored.
+
+            Dataset.from_huggingface(datasets.load_dataset("imdb"), split="train", label="label").shuffle(seed=0)
+        """
+        from shoal.data.tables.huggingface import open_huggingface
+
+        source = open_huggingface(
+            dataset,
+            split=split,
+            label=label,
+            columns=columns,
+            fill=fill,
+            cache=cache,
+            on_error=on_error,
+            max_skips=max_skips,
+        )
+        return cls(source)
+
+    @classmethod
     def from_tfrecord(
         cls,
         path: Where | CopiedFiles,

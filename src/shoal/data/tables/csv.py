@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.data_errors import FileDamaged, SchemasDiffer
 from shoal.core.errors import ConfigError
 from shoal.data.files import Files, SharedFiles, Where, in_threads
+from shoal.data.stream import Stream
 from shoal.data.tables.arrow import BadRows, Fill, decoded
 from shoal.data.tables.csv_text import as_file, careful_columns
 from shoal.data.tables.lines import Rules, rows_of
@@ -27,8 +28,9 @@ from shoal.data.tables.schema import (
     label_names,
     wrong_value,
 )
-from shoal.data.tables.source import OnError, TableSource
+from shoal.data.tables.source import OnError, TableSource, check_on_error
 from shoal.data.tables.table import Rows
+from shoal.data.tables.text_stream import UnpackedFiles, is_compressed, open_text_stream
 from shoal.data.tables.text_table import (
     COMPRESSED,
     Head,
@@ -93,8 +95,8 @@ def open_csv(
     on_error: OnError = "raise",
     max_skips: int | None = None,
     files: Files | None = None,
-) -> TableSource:
-    """The source behind `Dataset.from_csv`."""
+) -> TableSource | Stream:
+    """The source behind `Dataset.from_csv`; a stream where files are compressed."""
     files = files or SharedFiles()
     infos = files.expand(path, ENDINGS)
     if delimiter is None:
@@ -105,22 +107,25 @@ def open_csv(
         has_header=names is None if header is None else header,
         names=None if names is None else tuple(names),
     )
-    rules = config.rules
-    heads = in_threads(lambda info: read_head(files, info, rules, has_header=config.has_header), infos)
-    urls = [info.url for info in infos]
-    parser = CsvParser(config)
-    named = parser.names_of_files(urls, heads, first_texts(files, infos[:1], heads[:1], rules))
-    decoder = CsvDecoder(
-        parser,
-        named,
-        urls,
-        first_texts(files, infos, heads, rules),
-        columns=columns,
-        needed=label_names(label),
-        schema=schema,
-        fill=fill,
-    )
+    parser, rules, urls = CsvParser(config), config.rules, [info.url for info in infos]
     description = {"format": "csv", "delimiter": delimiter}
+    asked: dict[str, Any] = {"columns": columns, "needed": label_names(label), "schema": schema, "fill": fill}
+    if any(is_compressed(url) for url in urls):
+        unpacked = UnpackedFiles(files, infos, rules, has_header=config.has_header)
+        heads = in_threads(unpacked.head, range(len(infos)))
+        named = parser.names_of_files(urls, heads, unpacked.first_texts())
+        decoder = CsvDecoder(parser, named, urls, unpacked.first_texts(), **asked)
+        return open_text_stream(
+            unpacked,
+            decoder,
+            description,
+            label=label,
+            on_error=check_on_error(on_error),
+            max_skips=max_skips,
+        )
+    heads = in_threads(lambda info: read_head(files, info, rules, has_header=config.has_header), infos)
+    named = parser.names_of_files(urls, heads, first_texts(files, infos, heads, rules))
+    decoder = CsvDecoder(parser, named, urls, first_texts(files, infos, heads, rules), **asked)
     identity = identity_of(infos, **description, types=decoder.describe(), fill=fill, names=named)
     table = TextTable(files, infos, heads, rules, decoder, identity=identity, description=description)
     return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)

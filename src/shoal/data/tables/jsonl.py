@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.data.files import Files, SharedFiles, Where, in_threads
+from shoal.data.stream import Stream
 from shoal.data.tables.arrow import BadRows, Fill, decoded
 from shoal.data.tables.csv_text import as_file
 from shoal.data.tables.json_text import careful_columns
@@ -26,8 +27,9 @@ from shoal.data.tables.schema import (
     label_names,
     wrong_value,
 )
-from shoal.data.tables.source import OnError, TableSource
+from shoal.data.tables.source import OnError, TableSource, check_on_error
 from shoal.data.tables.table import Rows
+from shoal.data.tables.text_stream import UnpackedFiles, is_compressed, open_text_stream
 from shoal.data.tables.text_table import COMPRESSED, LineAddress, Place, TextTable, first_texts, read_head
 
 if TYPE_CHECKING:
@@ -50,20 +52,25 @@ def open_jsonl(
     on_error: OnError = "raise",
     max_skips: int | None = None,
     files: Files | None = None,
-) -> TableSource:
-    """The source behind `Dataset.from_jsonl`."""
+) -> TableSource | Stream:
+    """The source behind `Dataset.from_jsonl`; a stream where files are compressed."""
     files = files or SharedFiles()
     infos = files.expand(path, ENDINGS)
-    heads = in_threads(lambda info: read_head(files, info, RULES, has_header=False), infos)
-    decoder = JsonDecoder(
-        infos[0].url,
-        first_texts(files, infos, heads, RULES),
-        columns=columns,
-        needed=label_names(label),
-        schema=schema,
-        fill=fill,
-    )
     description = {"format": "jsonl"}
+    asked: dict[str, Any] = {"columns": columns, "needed": label_names(label), "schema": schema, "fill": fill}
+    if any(is_compressed(info.url) for info in infos):
+        unpacked = UnpackedFiles(files, infos, RULES, has_header=False)
+        decoder = JsonDecoder(infos[0].url, unpacked.first_texts(), **asked)
+        return open_text_stream(
+            unpacked,
+            decoder,
+            description,
+            label=label,
+            on_error=check_on_error(on_error),
+            max_skips=max_skips,
+        )
+    heads = in_threads(lambda info: read_head(files, info, RULES, has_header=False), infos)
+    decoder = JsonDecoder(infos[0].url, first_texts(files, infos, heads, RULES), **asked)
     identity = identity_of(infos, **description, types=decoder.describe(), fill=fill)
     table = TextTable(files, infos, heads, RULES, decoder, identity=identity, description=description)
     return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)

@@ -125,7 +125,7 @@ def scan_files(
         try:
             return [list(part) for part in stretches(_chunks(files, info, head.begin), scanner)]
         except DataError as error:
-            raise _about(info.url, error) from error
+            raise about(info.url, error) from error
 
     identity = identity_of(infos, scan="rows", begins=[head.begin for head in heads], rules=list(rules))
     found = remembered(identity, lambda: in_threads(scan, range(len(infos))))
@@ -156,7 +156,7 @@ def head_of(text: bytes, url: str, rules: Rules, *, has_header: bool, is_whole: 
         if not rows and is_whole:
             rows = scanner.finish()
     except DataError as error:
-        raise _about(url, error) from error
+        raise about(url, error) from error
     if rows:
         first, lines = rows[0], text[: rows[0].end].count(b"\n")
         return Head(first.end, lines + 1, text[first.begin : first.end])
@@ -179,7 +179,7 @@ def first_texts(
             for part in stretches(_chunks(files, info, head.begin), scanner):
                 yield file, files.read(info.url, part.begin, part.end)
         except DataError as error:
-            raise _about(info.url, error) from error
+            raise about(info.url, error) from error
 
 
 def _chunks(files: Files, info: FileInfo, begin: int) -> Iterator[bytes]:
@@ -187,6 +187,6 @@ def _chunks(files: Files, info: FileInfo, begin: int) -> Iterator[bytes]:
         yield files.read(info.url, at, min(at + _CHUNK_BYTES, info.num_bytes))
 
 
-def _about(url: str, error: DataError) -> DataError:
+def about(url: str, error: DataError) -> DataError:
     """An error of a scan, which knows no names, as one of this file; others as they are."""
     return FileDamaged(url=url, problem=str(error)) if type(error) is DataError else error
