@@ -298,8 +298,8 @@ def _take(
         vector(types.uint8), vector(types.int64), vector(types.int64),
         vector(types.uint8), vector(types.int64), vector(types.int32),
         vector(types.int64), vector(types.int64), vector(types.int64),
-        matrix(types.uint8, written=True), matrix(types.uint32, written=True), matrix(types.uint64, written=True),
-        matrix(types.int64, written=True), matrix(types.int64, written=True), matrix(types.int64, written=True),
+        matrix(types.uint8, written=True), vector(types.uint32, written=True), vector(types.uint64, written=True),
+        vector(types.int64, written=True), vector(types.int64, written=True), vector(types.int64, written=True),
         vector(types.uint8, written=True),
     )
 )  # fmt: skip
@@ -310,11 +310,13 @@ def locate(
 ) -> None:  # fmt: skip
     """Look for each name in each record that is not `wrong`, and set `wrong` where a record is no Example.
 
-    Name n should have widths[n] values of kinds[n]. They go to row and
-    column places[n] of `floats` or `ints`; of a byte string its begin and end
-    do, of a list of any length also its number of values, to `begins`, `ends`,
-    `counts`. A name that comes twice in a record counts as its last.
+    Name n should have widths[n] values of kinds[n]. They go to place places[n]
+    of the record's row of `floats` or `ints`; of a byte string its begin and
+    end do, of a list of any length also its number of values, to `begins`,
+    `ends`, `counts`. A name that comes twice in a record counts as its last.
     """
+    num_rows = max(len(record_begins), 1)
+    num_floats, num_ints, num_spans = len(floats) // num_rows, len(ints) // num_rows, len(begins) // num_rows
     for row in range(len(record_begins)):
         if wrong[row]:
             continue
@@ -345,9 +347,14 @@ def locate(
                 at = entry_end
                 name = _find(data, key_begin, key_end, names, name_ends, name_places)
                 if name >= 0:
+                    # Where the row begins in what its kind is written to; a view of the row would cost more than the value.
+                    kind, width = kinds[name], widths[name]
+                    per_row = num_floats if kind == FLOATS else num_ints
+                    if kind == BYTES or width == ANY:
+                        per_row = num_spans
                     states[row, name] = _take(
-                        data, value, value_end, kinds[name], widths[name], places[name],
-                        floats[row], ints[row], begins[row], ends[row], counts[row],
+                        data, value, value_end, kind, width, row * per_row + places[name],
+                        floats, ints, begins, ends, counts,
                     )  # fmt: skip
 
 

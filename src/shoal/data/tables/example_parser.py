@@ -93,7 +93,8 @@ class ExampleParser:
         broken = wrong.copy()
         kernels.locate(
             data, begins, ends, self._names, self._name_ends, self._name_places,
-            self._kinds, self._widths, self._places, states, floats, ints, firsts, lasts, counts, broken,
+            self._kinds, self._widths, self._places, states,
+            floats.ravel(), ints.ravel(), firsts.ravel(), lasts.ravel(), counts.ravel(), broken,
         )  # fmt: skip
         states[broken != 0] = kernels.BROKEN
         for row in np.flatnonzero(broken > wrong).tolist():
