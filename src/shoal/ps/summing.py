@@ -91,7 +91,8 @@ class Steps:
         if self.mode.kind == "stale":
             reused = {rank: kept for rank, kept in self._kept.items() if rank not in parts}
             self.num_reused += len(reused)
-            self._kept |= {rank: part.copy() for rank, part in parts.items()}
+            finite = {rank: part for rank, part in parts.items() if np.isfinite(part.vector).all()}
+            self._kept |= {rank: part.copy() for rank, part in finite.items()}
             parts |= reused
         ranks = self.order(parts)
         first = parts[ranks[0]]
