@@ -24,6 +24,7 @@ EXAMPLES = (
     "\b\n"
     "Examples:\n"
     "  shoal bench                what can be measured\n"
+    "  shoal bench exchange       all-reduce by every exchange, under a minute\n"
     "  shoal bench ps             the parameter server, about a minute\n"
     "  shoal bench ps --json      a JSON line per figure"
 )
@@ -43,8 +44,17 @@ def _ps(seconds: float, tell: Callable[[Figure], None]) -> None:
     bench_ps.measure(seconds, tell)
 
 
+def _exchange(seconds: float, tell: Callable[[Figure], None]) -> None:
+    from shoal.cli import bench_exchange
+
+    bench_exchange.measure(seconds, tell)
+
+
 BENCHES = {
-    "ps": Bench("push and pull at a server; a click model in one process, data parallel and on servers", _ps)
+    "exchange": Bench(
+        "every way of summing gradients, from 4 KiB to 64 MiB, by 2 workers and by 4", _exchange
+    ),
+    "ps": Bench("push and pull at a server; a click model in one process, data parallel and on servers", _ps),
 }
 
 FROM_SOURCE = {

@@ -36,6 +36,7 @@ class Figure:
     value: float
     unit: str
     configuration: dict[str, Any] = field(default_factory=dict)
+    benchmark: str = "ps"
 
     @property
     def how(self) -> str:
@@ -45,7 +46,7 @@ class Figure:
     def line(self) -> dict[str, Any]:
         """The same for programs."""
         return {
-            "benchmark": "ps",
+            "benchmark": self.benchmark,
             "figure": self.what,
             "value": self.value,
             "unit": self.unit,
@@ -61,10 +62,10 @@ def measure(seconds: float, tell: Callable[[Figure], None]) -> None:
     ):
         warm.wait_ready()
         num_pairs = NUM_PAIRS if seconds >= 1 else NUM_PAIRS // 20
-        for told in _run(KV_JOB, (str(num_pairs),), "ps:async", 1, 1, folder=Path(folder), warm=warm)[0]:
+        for told in run_job(KV_JOB, (str(num_pairs),), "ps:async", 1, 1, folder=Path(folder), warm=warm)[0]:
             tell(Figure(told["what"], told["value"], told["unit"], {"workers": 1, "servers": 1}))
         for strategy, workers, servers in CLICKS:
-            ranks = _run(
+            ranks = run_job(
                 CLICK_JOB, (str(seconds),), strategy, workers, servers, folder=Path(folder), warm=warm
             )
             rate = sum(rank["samples_per_s"] for rank in ranks)
@@ -77,7 +78,7 @@ def measure(seconds: float, tell: Callable[[Figure], None]) -> None:
             tell(Figure(f"click model, 1 M rows x 16, {strategy}", round(rate, 1), "samples/s", about))
 
 
-def _run(
+def run_job(
     script: Path,
     args: tuple[str, ...],
     strategy: str,
@@ -86,8 +87,9 @@ def _run(
     *,
     folder: Path,
     warm: WarmParent,
+    num_told: int | None = None,
 ) -> list[Any]:
-    """What every rank of a job told."""
+    """What every rank of a job told, or the first `num_told` of them."""
     out = Path(tempfile.mkdtemp(dir=folder))
     config = LaunchConfig(
         script=str(script),
@@ -102,4 +104,7 @@ def _run(
     result = launch(config, warm=warm, stdout=io.BytesIO(), stderr=io.BytesIO())
     if result.error is not None:
         raise result.error
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(workers)]
+    return [
+        json.loads((out / f"{rank}.json").read_text())
+        for rank in range(workers if num_told is None else num_told)
+    ]

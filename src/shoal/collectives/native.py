@@ -27,7 +27,7 @@ class Native:
 
     def __init__(self, *, rank: int, num_workers: int, is_broken: Callable[[], bool] = lambda: False) -> None:
         """`is_broken` tells, from the connections themselves, whether somebody has left the group."""
-        self.rank, self.num_workers, self._is_broken = rank, num_workers, is_broken
+        self.rank, self.num_workers, self.is_broken = rank, num_workers, is_broken
 
     def start_all_reduce(self, tensor: Tensor) -> Any:
         """Begin to sum `tensor` over the ranks, in place; `finish` waits for it."""
@@ -46,7 +46,7 @@ class Native:
                     # in a hundred on a loaded machine, from 3 workers on).
                     if work.is_completed():
                         raise
-                    if self._is_broken():
+                    if self.is_broken():
                         raise RuntimeError("a connection of the group was closed") from None
 
     def broadcast(self, tensor: Tensor) -> None:

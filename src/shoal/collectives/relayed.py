@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shoal.collectives.native import Native
+from shoal.collectives.native import LOOK_AROUND_EVERY, Native
 from shoal.core.errors import PeerLost
 
 Scheme: TypeAlias = Callable[[Tensor], None]
@@ -57,7 +57,11 @@ class Relayed:
         if not isinstance(work, _Work):
             self._native.finish(work, operation)
             return
-        work.done.wait()
+        while not work.done.wait(LOOK_AROUND_EVERY.total_seconds()):
+            if self._native.is_broken():
+                raise PeerLost(
+                    rank=self.rank, operation=operation, reason="a connection of the group was closed"
+                )
         if work.lost is not None:
             raise PeerLost(rank=self.rank, operation=operation, reason=work.lost)
         if work.flat.data_ptr() != work.target.data_ptr():

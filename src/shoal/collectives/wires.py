@@ -62,7 +62,10 @@ class TorchWires:
         """Until all of these are done."""
         for work in works:
             if work is not None:
-                self._native.finish(work[1], work[0])
+                # Without a time-out of its own: gloo gives up a send or a receive whose wait was too short. Whoever
+                # waits for the sum looks at the connections meanwhile.
+                with self._native.during(work[0]):
+                    work[1].wait()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

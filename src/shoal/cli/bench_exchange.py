@@ -1,0 +1,36 @@
+"""What `shoal bench exchange` measures: every exchange in one job, alternated, at every size."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.cli.bench_ps import Figure, run_job
+from shoal.cluster.roles import preload_for
+from shoal.cluster.warm_client import WarmParent
+
+JOB = Path(__file__).parent / "bench_exchange_job.py"
+WORKERS = (2, 4)
+
+
+def measure(seconds: float, tell: Callable[[Figure], None]) -> None:
+    """Medians by size, the fastest first."""
+    with (
+        tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder,
+        WarmParent("bench", preload=preload_for(str(JOB), with_servers=False)) as warm,
+    ):
+        warm.wait_ready()
+        for workers in WORKERS:
+            [told] = run_job(
+                JOB, (str(3 * seconds),), "ddp", workers, 0, folder=Path(folder), warm=warm, num_told=1
+            )
+            for size, medians in told.items():
+                for name, median_s in sorted(medians.items(), key=lambda each: each[1]):
+                    about = {"workers": workers, "x native": round(medians["native"] / median_s, 2)}
+                    what = f"{_shown(int(size))} by {name}"
+                    tell(Figure(what, round(median_s * 1e6, 1), "us", about, benchmark="exchange"))
+
+
+def _shown(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"
