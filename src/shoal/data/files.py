@@ -225,6 +225,8 @@ def _expand_url(url: str, endings: Sequence[str]) -> list[FileInfo]:
             infos = {name: inside[name] for name in _with_ending(url, sorted(inside), endings)}
         else:
             return [_remote_info(url, system.info(path))]
+    except FileNotFoundError:
+        raise NoFiles(where=url, problem="there is no such file") from None
     except OSError as error:
         raise NoFiles(where=url, problem=_reason(error)) from error
     found = [_remote_info(full(name), infos[name]) for name in sorted(infos)]
