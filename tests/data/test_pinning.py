@@ -80,3 +80,16 @@ def test_what_cannot_be_pinned_stays_as_it_is() -> None:
     assert kept["names"] == ["a"]
     assert kept["sparse"] is batch["sparse"]
     assert kept["meta"] is batch["meta"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_on_a_gpu_batches_are_pinned_and_arrive_whole(workers: int) -> None:
+    torch.zeros(1, device=GPU)  # processes are forked from one that uses the GPU already
+    data = shoal.Dataset.from_arrays(torch.arange(4000.0).reshape(40, 100))
+    batches = data.map(lambda row: row + 1, workers=workers).batch(8).prefetch(2).for_device(GPU)
+    found = []
+    for part in batches.slices(epoch=0, start=0, rank=0, num_workers=1):
+        assert part.batch.is_pinned()
+        found.append(part.batch.to(GPU, non_blocking=True))
+    assert torch.equal(torch.cat(found).cpu(), torch.arange(4000.0).reshape(40, 100) + 1)
