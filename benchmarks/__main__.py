@@ -17,6 +17,7 @@ BENCHMARKS = (
     "ps_recovery",
     "ps_memory",
     "ps_quality",
+    "data_workers",
 )
 
 
