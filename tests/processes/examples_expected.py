@@ -86,6 +86,13 @@ def check_matrix_factorisation(output: str) -> None:
     assert errors[-1] > numbers(r"noise ([\d.]+)", output)[0]
 
 
+def check_table_features(output: str) -> None:
+    auc, best = numbers(r"AUC ([\d.]+) of ([\d.]+) possible", output)
+    assert best - 0.08 < auc < best
+    likely, unlikely = numbers(r"two visitors: ([\d.]+), ([\d.]+)", output)
+    assert likely > unlikely
+
+
 EXAMPLES = [
     Example(
         "clicks",
@@ -107,6 +114,7 @@ EXAMPLES = [
     ),
     Example("vae", ["--samples", "2000", "--size", "8"], check_vae, exact=False),
     Example("custom_loop", ["--samples", "1000"], check_custom_loop, exact=True),
+    Example("table_features", ["--rows", "8000", "--out", "out/table"], check_table_features, exact=True),
 ]
 
 WITH_SERVERS = [
@@ -120,5 +128,5 @@ WITH_SERVERS = [
 ]
 """Those that speak to the servers themselves: they are launched with some."""
 
-WITHOUT_TRAINING = {"map_reduce"}
-"""Those that train nothing, with tests of their own: test_<name>_example.py."""
+WITH_OWN_TESTS = {"map_reduce", "from_anywhere"}
+"""Those that show something else than one training, in tests of their own: test_<name>_example.py."""
