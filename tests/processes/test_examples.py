@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from examples_expected import EXAMPLES, FOLDER, WITH_SERVERS, WITH_OWN_TESTS, Example
+from examples_expected import EXAMPLES, FOLDER, WITH_OWN_TESTS, WITH_SERVERS, Example
 from launched import Launched
 from typer.testing import CliRunner
 
