@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal import callbacks as callbacks
     from shoal import features as features
+    from shoal import memory as memory
     from shoal import nn as nn
     from shoal import ps as ps
     from shoal.cluster.api import RunResult as RunResult
@@ -39,6 +40,7 @@ _HOMES = {
     "callbacks": "shoal.callbacks",
     "features": "shoal.features",
     "mean": "shoal.train.custom",
+    "memory": "shoal.memory",
     "nn": "shoal.nn",
     "num_workers": "shoal.core.job",
     "ps": "shoal.ps",
@@ -59,6 +61,7 @@ __all__ = [
     "callbacks",
     "features",
     "mean",
+    "memory",
     "nn",
     "num_workers",
     "ps",

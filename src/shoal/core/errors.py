@@ -19,7 +19,10 @@
     │   ├── SchemasDiffer
     │   ├── MapReduceFailed        (these in core/map_reduce_errors.py) in a process of workers=
     │   ├── TaskKeepsDying
-    │   └── MapReduceStalled
+    │   ├── MapReduceStalled
+    │   ├── StoreFull              (these in core/memory_errors.py) no tier has room for a block
+    │   ├── BlockDamaged
+    │   └── CacheFull
     ├── TrainingError              what the model, the loss or a step refuses        exit 3
     │   ├── NonFiniteLoss
     │   ├── LossDoesNotRecombine
