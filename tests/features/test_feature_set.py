@@ -284,6 +284,34 @@ def test_features_are_a_stage_of_a_pipeline() -> None:
     assert features.input_layer()(inputs).shape[0] == len(label) == 32
 
 
+def test_features_may_come_before_the_batch() -> None:
+    features = FeatureSet([numeric("age"), categorical("city"), hashed("hour", 9)]).fit(DATA)
+    before = next(iter(DATA.map(features, batched=True).batch(32)))
+    after = next(iter(DATA.batch(32).map(features)))
+    assert set(before[0]) == set(after[0])
+    for name, tensor in after[0].items():
+        assert torch.equal(before[0][name], tensor)
+
+
+def test_a_table_in_a_file_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text(
+        "age,city,bought\n" + "".join(f"{row % 90},city {row % 7},{row % 2}\n" for row in range(300))
+    )
+    declared = [numeric("age"), categorical("city")]
+    first = FeatureSet(declared).fit(shoal.Dataset.from_csv(table, label="bought"))
+    assert first.statistics is not None
+    assert len(first.statistics.vocabularies["city"]) == 7
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.features.statistics.moments.summary", None)
+        again = FeatureSet(declared).fit(shoal.Dataset.from_csv(table, label="bought"))
+    assert again.statistics == first.statistics
+    table.write_text(table.read_text() + "17,elsewhere,0\n")
+    changed = FeatureSet(declared).fit(shoal.Dataset.from_csv(table, label="bought"))
+    assert changed.statistics is not None
+    assert len(changed.statistics.vocabularies["city"]) == 8
+
+
 # ---- the layer and its state ------------------------------------------------------------------------
 
 

@@ -157,6 +157,28 @@ def test_random_draws_of_a_stage_are_those_of_the_first_epoch() -> None:
     assert {key: value for key, [value] in found.items()} == dict(data)
 
 
+def test_samples_that_may_be_skipped_are_left_out_and_written_down() -> None:
+    def strict(number: int) -> int:
+        if number % 100 == 7:
+            raise ValueError("seven")
+        return number
+
+    happenings.told.clear()
+    data = shoal.Dataset.from_torch(list(range(1000))).map(strict, on_error="skip")
+    for batched in (False, 64):
+        found = data.map_reduce(
+            lambda some: [("sum", int(np.sum(np.asarray(some))))], add, batched=batched, key=f"{batched}"
+        )
+        assert dict(found) == {"sum": sum(range(1000)) - sum(range(7, 1000, 100))}
+    assert sum(kind == "sample skipped" for kind, _ in happenings.told) == 20
+
+
+def test_a_filtered_and_repeated_dataset_is_mapped_as_it_is() -> None:
+    data = shoal.Dataset.from_torch(list(range(100))).filter(lambda number: number % 3 == 0).repeat(2)
+    found = data.map_reduce(lambda number: [(number, 1)], add)
+    assert dict(found) == dict.fromkeys(range(0, 100, 3), 2)
+
+
 # ---- several processes ------------------------------------------------------------------------------
 
 

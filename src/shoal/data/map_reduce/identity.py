@@ -31,6 +31,8 @@ _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("std
 _OURS = os.path.realpath(Path(__file__).parents[2])
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, type(Ellipsis)})
 
+_MEMORIES = {"_chosen"}  # what a filter has found out, of what it is made of anyway
+
 
 class _Unknown(Exception):
     """Not an error: something that cannot be compared. Never leaves this file."""
@@ -194,7 +196,7 @@ def _attributes(thing: Any) -> dict[str, Any]:
     if isinstance(getattr(table, "identity", None), str):
         keep = ("table", "_label", "_labels", "on_error", "max_skips")
         return {name: found[name] for name in keep if name in found}
-    return dict(sorted(found.items()))
+    return {name: found[name] for name in sorted(found.keys() - _MEMORIES)}
 
 
 def _is_made(name: str, member: Any) -> bool:

@@ -41,7 +41,7 @@ class Indexed:
             reader = Reader(reader.source, seed=reader.seed, collate=Collate(_as_they_are))
         self._reader = reader
         self._skips = SkipLog()
-        self.num_samples = order.num_samples
+        self.num_samples = order.length(0)
         self.at_once = batch_size or _AT_ONCE
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:

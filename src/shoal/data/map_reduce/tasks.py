@@ -107,7 +107,9 @@ class Tasks:
         """Run tasks until there are none left, and wait for those of others. Raises what a user's function raises."""
         self._run_all(self.map_names, self._map)
         self._run_all(self.part_names, self._reduce)
-        for path in self.directory.iterdir():  # what was sorted, and what the killed have left; nobody writes any more
+        for path in (
+            self.directory.iterdir()
+        ):  # what was sorted, and what the killed have left; nobody writes any more
             if path.name.startswith(("map-", ".")):
                 path.unlink(missing_ok=True)
 
