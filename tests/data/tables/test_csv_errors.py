@@ -17,6 +17,7 @@ from shoal.core.data_errors import (
     SchemasDiffer,
     TooManySkipped,
 )
+from shoal.core.errors import ConfigError
 from shoal.data.dataset import Dataset
 from shoal.data.skipping import SkipSamples
 from shoal.data.tables.csv import open_csv
@@ -134,6 +135,18 @@ def test_a_missing_column_lists_those_there_are(tmp_path: Path) -> None:
         assert str(raised.value).startswith(
             f"{path} has no column 'c', which {asked_by} asks for. It has a, b."
         )
+
+
+def test_a_header_that_fits_no_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "a,b,c\n1,2\n3,4\n")
+    with pytest.raises(
+        BadSample, match=r"a.csv, row 1: the row has 2 fields, fewer than the 3 columns: '1,2'"
+    ):
+        Dataset.from_csv(path)
+    with pytest.raises(
+        ConfigError, match=r"names= gives 1 names, and the first row of .* has 3 fields: 'a', 'b', 'c'"
+    ):
+        Dataset.from_csv(path, names=["x"])
 
 
 def test_headers_that_differ_are_told_apart(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ refuses is read again as text, to name each bad row of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.data_errors import FileDamaged, SchemasDiffer
@@ -16,8 +15,8 @@ from shoal.core.errors import ConfigError
 from shoal.data.files import Files, SharedFiles, Where, in_threads
 from shoal.data.stream import Stream
 from shoal.data.tables.arrow import BadRows, Fill, decoded
-from shoal.data.tables.csv_text import as_file, careful_columns
-from shoal.data.tables.lines import Rules, rows_of
+from shoal.data.tables.csv_format import CsvConfig, CsvParser
+from shoal.data.tables.csv_text import careful_columns
 from shoal.data.tables.remembering import identity_of
 from shoal.data.tables.schema import (
     arrow_type,
@@ -33,7 +32,6 @@ from shoal.data.tables.table import Rows
 from shoal.data.tables.text_stream import UnpackedFiles, is_compressed, open_text_stream
 from shoal.data.tables.text_table import (
     COMPRESSED,
-    Head,
     LineAddress,
     Place,
     TextTable,
@@ -46,38 +44,7 @@ if TYPE_CHECKING:
 
 ENDINGS = tuple(f"{kind}{packed}" for kind in (".csv", ".tsv") for packed in ("", *COMPRESSED))
 
-MISSING_VALUES = ("", "NA", "N/A", "#N/A", "null", "NULL", "None")
-"""What stands for no value in a column that is not text; "nan" is a float."""
-
 _NUM_TEXTS = 4  # blocks looked at for the type of a column that is empty in those before
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CsvConfig:
-    """How the text is written."""
-
-    delimiter: str = ","
-    """Between fields."""
-
-    quote: str | None = '"'
-    """Around fields that hold delimiters or line ends; twice within them for itself. None: there are none."""
-
-    has_header: bool = True
-    """The first row names the columns."""
-
-    names: tuple[str, ...] | None = None
-    """Of the columns, where the header does not say them or says them wrong."""
-
-    def __post_init__(self) -> None:
-        for name, value in (("delimiter", self.delimiter), ("quote", self.quote)):
-            if value is not None and (len(value) != 1 or ord(value) > 127 or value in "\r\n"):
-                raise ConfigError(f"{name}= takes one character, not a line end, got {value!r}")
-
-    @property
-    def rules(self) -> Rules:
-        """What ends a row."""
-        quote = -1 if self.quote is None else ord(self.quote)
-        return Rules(delimiter=ord(self.delimiter), quote=quote, cr_ends=True)
 
 
 def open_csv(
@@ -131,85 +98,6 @@ def open_csv(
     return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
 
 
-class CsvParser:
-    """Arrow's parser with our settings."""
-
-    def __init__(self, config: CsvConfig) -> None:
-        self.config = config
-
-    def names_of_files(
-        self, urls: Sequence[str], heads: Sequence[Head], texts: Iterable[tuple[int, bytes]]
-    ) -> list[list[str]]:
-        """The columns of each file, in the order in which it has them."""
-        given = self.config.names
-        if not self.config.has_header:
-            if given is None:
-                first = next((self._row(text, self.config.rules) for _, text in texts), [])
-                given = tuple(f"f{number}" for number in range(len(first)))
-            return [list(given)] * len(urls)
-        named = [[name.strip() for name in self._row(head.text, self.config.rules)] for head in heads]
-        if given is not None:
-            for url, names in zip(urls, named, strict=True):
-                if len(names) != len(given):
-                    raise ConfigError(
-                        f"names= gives {len(given)} names, and the header of {url} has {len(names)}: {', '.join(names)}"
-                    )
-            return [list(given)] * len(urls)
-        for url, names in zip(urls, named, strict=True):
-            doubled = sorted({name for name in names if names.count(name) > 1})
-            if doubled:
-                raise ConfigError(
-                    f"the header of {url} names {', '.join(repr(name) for name in doubled)} more than once, and a sample is "
-                    "a dict. Nothing was read; give all columns names of their own with names=[...]."
-                )
-        return named
-
-    def parse(
-        self, text: bytes, names: Sequence[str], types: Mapping[str, pa.DataType], wanted: Sequence[str]
-    ) -> pa.Table:
-        """The columns of a text without a header; those without a type as Arrow infers them."""
-        import pyarrow.csv
-
-        return pyarrow.csv.read_csv(
-            as_file(text),
-            read_options=pyarrow.csv.ReadOptions(column_names=list(names)),
-            parse_options=self.parse_options(text),
-            convert_options=self.convert_options(types, wanted),
-        )
-
-    def parse_options(self, text: bytes, invalid_row_handler: Any = None) -> Any:
-        """How fields are found."""
-        import pyarrow.csv
-
-        quote = self.config.quote
-        return pyarrow.csv.ParseOptions(
-            delimiter=self.config.delimiter,
-            quote_char=quote or False,
-            newlines_in_values=quote is not None and quote.encode() in text,
-            invalid_row_handler=invalid_row_handler,
-        )
-
-    def convert_options(self, types: Mapping[str, pa.DataType], wanted: Sequence[str]) -> Any:
-        """What fields are taken for."""
-        import pyarrow.csv
-
-        return pyarrow.csv.ConvertOptions(
-            include_columns=list(wanted),
-            column_types=dict(types),
-            null_values=list(MISSING_VALUES),
-            strings_can_be_null=False,
-        )
-
-    def _row(self, text: bytes, rules: Rules) -> list[str]:
-        """The fields of the first row."""
-        import pyarrow.csv
-
-        first = rows_of(text, rules)[0]
-        text = text[first.begin : first.end]
-        table = pyarrow.csv.read_csv(as_file(text), parse_options=self.parse_options(text))
-        return list(table.column_names)
-
-
 class CsvDecoder:
     """Text of CSV to columns of known types."""
 
@@ -234,7 +122,7 @@ class CsvDecoder:
             name: arrow_type(name, said) for name, said in (schema or {}).items() if name in self._wanted
         }
         self._num_looked_at, self._inferred = 0, set(self._wanted) - given.keys()
-        self._types = self._find_types(given, texts)
+        self._types = self._find_types(given, urls, texts)
         import pyarrow as pa
 
         fields = pa.schema([(name, self._types[name]) for name in self._wanted])
@@ -284,7 +172,7 @@ class CsvDecoder:
                 raise SchemasDiffer(first=urls[0], other=url, differences=differences)
 
     def _find_types(
-        self, given: Mapping[str, pa.DataType], texts: Iterable[tuple[int, bytes]]
+        self, given: Mapping[str, pa.DataType], urls: Sequence[str], texts: Iterable[tuple[int, bytes]]
     ) -> dict[str, pa.DataType]:
         """Given ones, and what Arrow finds in the first rows where something stands."""
         import pyarrow as pa
@@ -297,9 +185,11 @@ class CsvDecoder:
             try:
                 found = self._parser.parse(text, self._named[file], {}, unknown)
             except pa.ArrowInvalid:
-                # A row of another number of fields, which is told when it is asked for.
-                names = self._named[file]
-                found = careful_columns(self._parser, text, names, {}, unknown, BadRows(lambda _: {}), None)
+                # A row of another number of fields, which is told when it is asked for; unless all are such.
+                names, bad = self._named[file], BadRows(lambda row: {"where": urls[0], "row": row + 1})
+                found = careful_columns(self._parser, text, names, {}, unknown, bad, None)
+                if number == 0 and len(bad) == found.num_rows:
+                    raise bad[0] from None
             self._num_looked_at += found.num_rows
             types |= {
                 field.name: as_torch_means(field.type, given.get(field.name))
