@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -324,3 +326,28 @@ def test_a_socket_in_a_directory_is_an_address_too() -> None:
     database = PostgresDatabase("postgresql:///ads?host=/run/postgresql&user=me&password=secret")
     assert database.place == "postgresql:///ads?host=/run/postgresql&user=me"
     assert database.scrubbed("it says secret") == "it says ***"
+
+
+def test_a_host_that_never_answers_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql://me:secret@127.0.0.1:{silent.getsockname()[1]}/db?connect_timeout=2"
+        with pytest.raises(DatabaseRefused, match="timeout expired"):
+            Dataset.from_sql("people", url)
+
+
+def test_without_the_driver_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "adbc_driver_postgresql", None)
+    with pytest.raises(
+        ConfigError, match=r"ADBC, which is not installed here.*pip install 'shoal\[postgres\]'"
+    ):
+        Dataset.from_sql("people", "postgresql://me@127.0.0.1/db")
+
+
+def test_rows_that_share_a_key_come_in_one_order(postgres: PostgresServer) -> None:
+    postgres.ingest("ties", pa.table({"k": [1] * 300 + [2] * 300, "id": list(range(599, -1, -1))}))
+    first = ids(Dataset.from_sql("ties", postgres.url, key="k", partitions=6))
+    # Written again, rows lie elsewhere in the table.
+    postgres.run("UPDATE ties SET k = k WHERE id % 3 = 0")
+    assert ids(Dataset.from_sql("ties", postgres.url, key="k", partitions=6)) == first
+    assert first == [*range(300, 600), *range(300)]
+    postgres.run("DROP TABLE ties")

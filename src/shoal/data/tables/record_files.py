@@ -76,6 +76,12 @@ class Records(NamedTuple):
     """1 where the data does not match its checksum."""
 
 
+def prepare() -> None:
+    """Load what is compiled: processes that are forked from this one need not."""
+    kernels.scan.prepare()
+    kernels.frames.prepare()
+
+
 def is_gzip(files: Files, info: FileInfo) -> bool:
     """Whether the file is compressed: by its first bytes, whatever it is called."""
     head = files.read(info.url, 0, min(kernels.HEAD, info.num_bytes))

@@ -25,6 +25,7 @@ from shoal.data.tables.record_files import (
     Stretch,
     checksum_reason,
     is_gzip,
+    prepare,
     read_stretch,
     scan_file,
 )
@@ -75,6 +76,7 @@ class TFRecordTable:
     ) -> None:
         self._files, self._features = files, features
         self._parser = ExampleParser(features)
+        prepare()
         self.columns: tuple[Column, ...] = tuple(feature.column for feature in features)
         scans = remembered(
             identity_of(found, format="tfrecord scan"), lambda: [scan_file(files, info) for info in found]
@@ -107,6 +109,10 @@ class TFRecordTable:
         for row in np.flatnonzero(records.wrong).tolist():
             bad.add(row, None, checksum_reason(records, row))
         return Rows(stretch.num_records, self._parser.parse(*records, bad), bad)
+
+    def stage(self) -> None:
+        """Have all files at this host."""
+        self._files.stage()
 
     def describe(self) -> dict[str, Any]:
         """Format and number of files, and what is looked for in their records."""
