@@ -88,3 +88,13 @@ def test_neighbours_end_up_unrelated() -> None:
 def test_impossible_sizes_are_refused(num_samples: int) -> None:
     with pytest.raises(ValueError, match="1 to 2\\^62"):
         Permutation(num_samples, seed=0)
+
+
+@given(num=st.integers(1, 1500), seed=st.integers(-3, 1 << 70), first=st.integers(0, 1 << 70))
+def test_many_epochs_at_once_are_those_of_each_alone(num: int, seed: int, first: int) -> None:
+    places = np.arange(40) % num
+    epochs = [first + number // 3 for number in range(40)]
+    masked = np.array([epoch & ((1 << 64) - 1) for epoch in epochs], dtype=np.uint64)
+    found = Permutation.of_epochs(num, seed=seed, epochs=masked)(places)
+    for at, epoch in enumerate(epochs):
+        assert found[at] == Permutation(num, seed=seed, epoch=epoch)(places[at : at + 1])[0]

@@ -164,6 +164,11 @@ class Shuffled(Stage):
         permutation = Permutation(self.parent.length(epoch), seed=self.seed, epoch=epoch)
         return self.parent.indices(permutation(as_array(positions)), epoch)
 
+    def indices_of(self, positions: NDArray[np.int64], epochs: NDArray[np.uint64]) -> Indices:
+        """The same, each position in an epoch of its own; for a parent that does not vary."""
+        several = Permutation.of_epochs(self.parent.length(0), seed=self.seed, epochs=epochs)
+        return self.parent.indices(several(positions), 0)
+
     def settings(self) -> dict[str, Any]:
         """The seed."""
         return {"seed": self.seed}

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.order import ENDLESS, Indices, Order, Positions, Stage, as_array, shifted
+from shoal.data.order import ENDLESS, Indices, Order, Positions, Shuffled, Stage, as_array, shifted
 
 if TYPE_CHECKING:
     from shoal.data.sources.source import Source
+
+_MASK = (1 << 64) - 1
 
 
 class Repeated(Stage):
@@ -48,6 +50,10 @@ class Repeated(Stage):
         repetitions, places = np.divmod(as_array(positions), each)
         if not self.parent.varies:
             return _moved(self.parent.indices(places, epoch), repetitions * self._source.num_samples)
+        if isinstance(self.parent, Shuffled) and not self.parent.parent.varies:
+            base = np.uint64(self._epoch(epoch, 0) & _MASK)
+            inside = self.parent.indices_of(places, repetitions.astype(np.uint64) + base)
+            return _moved(inside, repetitions * self._source.num_samples)
         found = np.empty(len(places), dtype=np.int64)
         for repetition in np.unique(repetitions).tolist():
             of = repetitions == repetition

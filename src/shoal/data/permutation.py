@@ -8,6 +8,7 @@ why a shuffled epoch resumes anywhere at no cost.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ _HALF = np.uint64(32)
 _NUM_ROUNDS = 6
 _NUM_ROUNDS_SMALL = 12
 _SMALL = 1024
+_MASK = (1 << 64) - 1
 
 
 class Permutation:
@@ -41,24 +43,35 @@ class Permutation:
         a = math.isqrt(num_samples - 1) + 1
         self._sizes = np.uint64(a), np.uint64(-(-num_samples // a))
         num_rounds = _NUM_ROUNDS_SMALL if num_samples < _SMALL else _NUM_ROUNDS
-        self._round_keys = [np.uint64(mix(seed, epoch, number)) for number in range(num_rounds)]
+        self._round_keys: list[Any] = [np.uint64(mix(seed, epoch, number)) for number in range(num_rounds)]
+
+    @classmethod
+    def of_epochs(cls, num_samples: int, *, seed: int, epochs: NDArray[np.uint64]) -> Permutation:
+        """One for each position that it is asked for, of the epoch that stands at its place: many small ones at once."""
+        several = cls(num_samples, seed=seed)
+        several._round_keys = [
+            mix_arrays(np.uint64(seed & _MASK), epochs, np.uint64(number))
+            for number in range(len(several._round_keys))
+        ]
+        return several
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The index at each position; positions must lie in [0, n)."""
         end = np.uint64(self.num_samples)
-        images = self._permute(positions.astype(np.uint64))
+        images = self._permute(positions.astype(np.uint64), self._round_keys)
         outside = np.flatnonzero(images >= end)
         while outside.size:
-            images[outside] = again = self._permute(images[outside])
+            keys = [key[outside] if key.ndim else key for key in self._round_keys]
+            images[outside] = again = self._permute(images[outside], keys)
             outside = outside[again >= end]
         return images.view(np.int64)
 
-    def _permute(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _permute(self, values: NDArray[np.uint64], round_keys: list[Any]) -> NDArray[np.uint64]:
         """One pass of the network over [0, a·b)."""
         a, b = self._sizes
         left, right = np.divmod(values, b)
         mixed, shifted = np.empty_like(left), np.empty_like(left)
-        for key in self._round_keys:
+        for key in round_keys:
             # A keyed hash of `right`, 32 bits of it scaled to [0, a): no division, and no overflow as a <= 2^31.
             np.bitwise_xor(right, key, out=mixed)
             np.multiply(mixed, _MULTIPLIERS[0], out=mixed)
@@ -75,3 +88,16 @@ class Permutation:
             left, right, a, b = right, left, b, a
         np.multiply(left, b, out=left)
         return np.add(left, right, out=left)
+
+
+def mix_arrays(*parts: Any) -> NDArray[np.uint64]:
+    """`shoal.core.seeds.mix`, of arrays or single numbers of 64 bits."""
+    with np.errstate(over="ignore"):
+        state = np.uint64(0x9E3779B97F4A7C15)
+        for part in parts:
+            state = state + part + np.uint64(0x9E3779B97F4A7C15)
+            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            state = state ^ (state >> np.uint64(31))
+        mixed: NDArray[np.uint64] = np.asarray(state >> np.uint64(1))
+    return mixed

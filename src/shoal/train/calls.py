@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from shoal.core import job as jobs
-from shoal.core.errors import BatchTooSmall, EmptyDataset
+from shoal.core.errors import BatchTooSmall, ConfigError, EmptyDataset
 from shoal.data.batches import Batches, as_batches
 from shoal.strategies.timeline import Timeline
 
@@ -60,6 +60,11 @@ def next_number() -> int:
 def batches_of(data: Any, *, what: str, seed: int) -> Batches:
     """What was handed to `what` as batches. Validation data is looked at here too, not after an epoch of training."""
     batches = as_batches(data, default_seed=seed)
+    if batches.is_endless and what not in ("fit", "setup"):
+        raise ConfigError(
+            f"{what} goes over all of the data once, and repeat() gives it no end. Nothing was started; leave repeat out, or "
+            "take(n) of it."
+        )
     if batches.num_samples == 0:
         raise EmptyDataset(what=what)
     size = batches.batch_size(jobs.num_workers())
