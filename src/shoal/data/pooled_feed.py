@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,6 +21,7 @@ from shoal.data.process_pool import PoolConfig, ProcessPool
 from shoal.data.reader import Reader, Reading, Request
 from shoal.data.sharding import ShardPlan
 from shoal.data.slice import Slice
+from shoal.data.tree import Tree
 
 
 @runtime_checkable
@@ -71,7 +73,7 @@ class PooledFeed(IndexedFeed):
         return _Pass(self, pool or self._open(), requests)
 
     def _open(self) -> ProcessPool:
-        return ProcessPool(self._reader.read, self._config, describe=self._describe_request)
+        return ProcessPool(partial(_read, self._reader), self._config, describe=self._describe_request)
 
     def _describe_request(self, request: Request) -> tuple[str, list[Any]]:
         indices = (
@@ -93,9 +95,9 @@ class _Pass:
     ) -> None:
         self._feed = feed
         self._pool: ProcessPool | None = pool
-        self._shares: deque[Share] = deque()
+        self._asked: deque[tuple[Share, Request]] = deque()
         try:
-            self._readings: Iterator[Reading] = pool.run(_tasks(requests, self._shares))
+            self._read: Iterator[Reading | Tree] = pool.run(_tasks(requests, self._asked))
         except BaseException:
             self._end()
             raise
@@ -107,8 +109,9 @@ class _Pass:
         if self._pool is None:
             raise StopIteration
         try:
-            reading = next(self._readings)
-            return self._feed._slice(self._shares.popleft(), reading)
+            read = next(self._read)
+            share, request = self._asked.popleft()
+            return self._feed._slice(share, read if isinstance(read, Reading) else Reading(read, request))
         except StopIteration:
             self.close()
             raise
@@ -132,8 +135,16 @@ class _Pass:
         self.close()
 
 
-def _tasks(requests: Iterable[tuple[Share, Request]], shares: deque[Share]) -> Iterator[Request]:
+def _tasks(
+    requests: Iterable[tuple[Share, Request]], asked: deque[tuple[Share, Request]]
+) -> Iterator[Request]:
     """The requests alone; what they are for waits. Not a method: the pool must not keep the pass alive."""
     for share, request in requests:
-        shares.append(share)
+        asked.append((share, request))
         yield request
+
+
+def _read(reader: Reader, request: Request) -> Reading | Tree:
+    """In a process: what was read; the batch alone where that is all there is to say."""
+    reading = reader.read(request)
+    return reading if reading.skipped else reading.batch

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from shoal.core import happenings
@@ -206,7 +205,7 @@ class ProcessPool:
                 data, fds = receive(line, max_fds=1, flags=socket.MSG_DONTWAIT)
             except (EOFError, OSError):
                 return
-            delivery: Delivery = ForkingPickler.loads(data)
+            delivery = Delivery.unpacked(data)
             try:
                 outcome = receiver.receive(delivery.parcel, fds[0] if fds else None)
             finally:

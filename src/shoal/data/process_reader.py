@@ -11,8 +11,10 @@ import faulthandler
 import os
 import select
 import socket
+import struct
 import sys
 import traceback
+from array import array
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
@@ -27,6 +29,7 @@ from shoal.data.process_parent import ASKS_FOR_STACK, AT, receive, send
 INLINE_BYTES = 16 << 10
 """A task that is longer goes in a file of its own: what is sent must never wait for a process that is busy."""
 
+_DELIVERY = struct.Struct("=5q")
 _PACKET_BYTES = INLINE_BYTES + 4096
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -50,6 +53,18 @@ class Delivery(NamedTuple):
 
     number: int
     parcel: Parcel
+
+    def packed(self) -> bytes:
+        """As a packet."""
+        segment, num_bytes, begin, end, dropped = self.parcel
+        return _DELIVERY.pack(self.number, segment, num_bytes, begin, end) + array("q", dropped).tobytes()
+
+    @classmethod
+    def unpacked(cls, packet: bytes) -> Delivery:
+        """Out of a packet."""
+        number, segment, num_bytes, begin, end = _DELIVERY.unpack_from(packet)
+        dropped = array("q", packet[_DELIVERY.size :])
+        return cls(number, Parcel(segment, num_bytes, begin, end, tuple(dropped)))
 
 
 class Outcome(NamedTuple):
@@ -163,7 +178,7 @@ def _deliver(line: socket.socket, sender: Sender, number: int, outcome: Outcome)
         )
         failed = _failed(error if isinstance(error, DataError) else cause)
         parcel, fd = sender.send(failed._replace(told=outcome.told))
-    send(line, bytes(ForkingPickler.dumps(Delivery(number, parcel))), [] if fd is None else [fd])
+    send(line, Delivery(number, parcel).packed(), [] if fd is None else [fd])
     if fd is not None:
         os.close(fd)
 
