@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shoal.ps.board import Board, Result
 from shoal.ps.clocks import Clocks
 from shoal.ps.marks import Marks, some_slots
+from shoal.strategies.ps_relaxed import Naming
 from shoal.ps.records import decode, encode, from_bits, to_bits
 
 slots = st.lists(st.integers(0, 255), min_size=1, max_size=5, unique=True)
@@ -108,3 +109,17 @@ def test_records_are_what_they_were() -> None:
 
     record = PostRecord(3, [(0, 1)])
     assert decode(encode(record)) == record
+
+
+def test_a_checkpoints_marks_tell_below_which_streams_all_are_over() -> None:
+    marks = Marks()
+    marks.count(7 << 32 | 1, 2, some_slots([3]))
+    marks.count(7 << 32 | 5, 1, some_slots([3]))
+    assert marks.triples(some_slots([3])).tolist() == [[3, 7 << 32 | 1, 2], [3, 7 << 32 | 5, 1]]
+    marks.forget_below(7 << 32 | 4)  # leases are numbered from 0, streams from 1: leases 0 to 2 are done
+    triples = marks.triples(some_slots([3, 9]))
+    assert triples.tolist() == [[3, 7 << 32 | 4, 0], [3, 7 << 32 | 5, 1]]
+    naming = Naming(call=7, num_leases=9, samples_per_lease=8, first_epoch=0)
+    naming.heard(triples)
+    assert naming.done_below == 3
+    Naming(call=8, num_leases=9, samples_per_lease=8, first_epoch=0).heard(triples)

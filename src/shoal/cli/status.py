@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli import runs
+from shoal.cli import ledger_view, runs
 from shoal.cli.options import AsJson, RunDir, complete_run
 from shoal.cli.verb import console
 
@@ -23,6 +23,7 @@ EXAMPLES = (
     "Examples:\n"
     "  shoal status            every run in runs/\n"
     "  shoal status click      one run: progress, workers, checkpoint, what happened last\n"
+    "  shoal status click --ledger   which worker trained which samples\n"
     "  shoal status --json     for a script"
 )
 
@@ -40,6 +41,9 @@ def status(
         ),
     ] = None,
     run_dir: RunDir = Path("runs"),
+    ledger: Annotated[
+        bool, typer.Option("--ledger", help="Of one run: every range of samples and who trained it.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the runs and how they stand, or show one of them closely."""
@@ -57,7 +61,12 @@ def status(
         return
     path = runs.find(run, run_dir)
     details = _details(path)
-    if as_json:
+    if ledger and as_json:
+        _print_json(details["ledger"])
+    elif ledger:
+        lines = list(ledger_view.every_range(details["ledger"]))
+        typer.echo("\n".join(lines) if lines else f"nothing of {details['name']} is in its ledger yet")
+    elif as_json:
         _print_json(details)
     else:
         _show(details)
@@ -75,6 +84,7 @@ def _details(path: Path) -> dict[str, Any]:
         "processes": runs.processes(events, run.state, num_workers=run.workers),
         "servers": runs.servers(events, run.state),
         "leases": runs.leases(events),
+        "ledger": ledger_view.read(path, is_alive=run.state is runs.State.ALIVE),
         "logs": str(path / "logs"),
         "checkpoint": runs.newest_checkpoint(path),
         "events": events[-NUM_EVENTS:],
@@ -130,9 +140,11 @@ def _show(details: dict[str, Any]) -> None:
     everybody = [*details["processes"], *details["servers"]]
     table.add_row("restarts", str(sum(process["restarts"] for process in everybody)))
     for index, process in enumerate(details["processes"]):
-        table.add_row("workers" if index == 0 else "", _process(process) + _leases(details, process["rank"]))
+        table.add_row("workers" if index == 0 else "", _process(process) + _had(details, process["rank"]))
     for index, server in enumerate(details["servers"]):
         table.add_row("servers" if index == 0 else "", _server(server))
+    for index, line in enumerate(ledger_view.lines(details["ledger"])):
+        table.add_row("ledger" if index == 0 else "", line)
     table.add_row("logs", details["logs"])
     for index, event in enumerate(details["events"]):
         table.add_row("events" if index == 0 else "", _event(event))
@@ -166,7 +178,10 @@ def _process(process: dict[str, Any]) -> str:
     return f"rank {process['rank']}, process {process['pid']}: {how}"
 
 
-def _leases(details: dict[str, Any], rank: int) -> str:
+def _had(details: dict[str, Any], rank: int) -> str:
+    """What a worker has trained: by the ledger or, without one, by what the coordinator last told."""
+    if said := ledger_view.worker(details["ledger"], rank):
+        return said
     done = details["leases"].get(str(rank))
     return f"; {done[0]:,} leases, {done[1]:,} samples" if isinstance(done, list) and len(done) == 2 else ""
 

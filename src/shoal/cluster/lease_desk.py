@@ -290,5 +290,7 @@ def _began(ask: AskLease, table: Table) -> TrainingBegan:
         num_samples=config.num_samples,
         num_workers=ask.num_workers,
         sharding="fixed shares" if config.shares else "dynamic",
+        batch_size=ask.batch_size,
+        num_left_out=ask.num_left_out,
         is_leased=True,
     )

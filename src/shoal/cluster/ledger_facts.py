@@ -35,13 +35,14 @@ class TrainingBegan(_Fact, frozen=True, tag="training-began"):
     data: str  # the same where the data are the same
     epoch: Count
     start: Count
-    num_samples: Count | None  # of an epoch; None for a stream
+    num_samples: Count | None  # of an epoch, that are to be trained; None for a stream
     num_workers: Count
     sharding: str
+    batch_size: Count = 0  # 0 where batches are of any size
+    num_left_out: Count = 0  # of an epoch: of a last batch that is not full
     is_leased: bool = False
-    before: Stretch | None = (
-        None  # the last stretch of this epoch before `start`, where a checkpoint knows it
-    )
+    again: list[tuple[Count, Count, Count]] = []  # (epoch, start, stop) that had been trained, and is lost
+    before: Stretch | None = None  # the last of this epoch before `start`, where a checkpoint knows it
 
 
 class TrainingReached(_Fact, frozen=True, tag="training-reached"):

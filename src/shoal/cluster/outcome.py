@@ -47,6 +47,9 @@ class Outcome:
     leases: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By rank: leases and samples it has finished. Empty where the strategy hands out none."""
 
+    sharding: dict[str, Any] = field(default_factory=dict)
+    """How even the batches of the newest fit are cut, where it goes by what samples cost."""
+
     coordinator_last_lines: list[str] = field(default_factory=list)
     """Of its log, once it is gone."""
 
@@ -166,6 +169,7 @@ def summary_of(outcome: Outcome, *, started: float, ended: float, **facts: Any) 
             if outcome.leases
             else {}
         ),
+        **({"sharding": outcome.sharding} if outcome.sharding else {}),
         "checkpoint": outcome.checkpoint.path if outcome.checkpoint else None,
         "started": started,
         "ended": ended,

@@ -237,6 +237,8 @@ class Supervisor:
             case Happened(rank, kind, facts):
                 told = msgspec.json.decode(facts)
                 self._run.event(kind, **{**told, "rank": rank})
+                if kind == "sharding":
+                    self.outcome.sharding = told
                 if (fact := ledger_facts.of_event(kind, rank, told)) is not None:
                     self._coordinator.note(Noted(rank, ledger_facts.encode(fact)))
             case Noted():

@@ -229,6 +229,8 @@ class ShardPlan:
     """What a user said to `Batches.shard`; a feed makes a Sharding of it."""
 
     how: str
+    """One of HOWS."""
+
     cost: Any = None
     """Of `balanced`."""
 

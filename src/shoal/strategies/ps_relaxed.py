@@ -14,7 +14,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shoal.cluster import session
 from shoal.core.errors import ConfigError
@@ -67,6 +69,12 @@ class Naming:
     def stream(self, lease: int) -> int:
         """A lease's stream: leases of one fit are not those of another."""
         return (self.call << 32) | (lease + 1)
+
+    def heard(self, marks: NDArray[np.int64]) -> None:
+        """Servers have forgotten the marks of leases that all are done; a worker may not have heard that they are."""
+        for stream in marks[marks[:, 2] == 0, 1].tolist():
+            if stream >> 32 == self.call:
+                self.done_below = max(self.done_below, (stream & 0xFFFF_FFFF) - 1)
 
 
 class PsRelaxed(Ps):
@@ -253,6 +261,8 @@ class PsRelaxed(Ps):
             marks = torch.from_numpy(read_marks(group))
         finally:
             group.tell(lambda view: Hold(view, False))
+        if self._naming is not None:
+            self._naming.heard(marks.numpy())
         yield from pieces
         yield Piece(MARKS, marks, tuple(marks.shape), (0, 0))
 

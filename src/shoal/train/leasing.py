@@ -74,6 +74,8 @@ class Leasing:
                 "a relaxed strategy hands out ranges of samples, so it needs data of known length and batch size. Nothing "
                 "was trained; use shoal.Dataset, or an exact strategy (ps, ddp)."
             )
+        num_left_out = batches.num_left_out(1)
+        num_samples -= num_left_out
         first_epoch, self._first_step = first
         num_batches = self._num_batches = -(-num_samples // size)
         self._began_whole = kept is not None or position.step > self._first_step or not position.next_index
@@ -100,6 +102,8 @@ class Leasing:
             "num_workers": num_workers,
             "from_epoch": first_epoch,
             "trainer": trainer,
+            "batch_size": size,
+            "num_left_out": num_left_out,
             "data": data_identity(batches.describe()),
             **_handing_out(batches.sharding, num_leases, num_workers),
         }

@@ -41,12 +41,14 @@ class LedgerNotes:
         self._tells = self._is_on and trainer.rank == 0
         self._told_at = 0.0
 
-    def begin(self, *, is_inherited: bool) -> None:
-        """The fit trains from the position on; a replacement's is under way."""
+    def begin(self, *, is_inherited: bool, again: dict[int, int]) -> None:
+        """The fit trains from the position on; a replacement's is under way. `again`: samples by epoch that had been trained."""
         position, trainer = self._trainer.position, self._trainer
         if not self._is_on or is_inherited:
             return
         before, position.stretch = position.stretch, None
+        num_samples = self._batches.num_samples
+        num_left_out = self._batches.num_left_out(trainer.num_workers)
         if self._tells:
             session.note(
                 TrainingBegan(
@@ -55,9 +57,16 @@ class LedgerNotes:
                     data=data_identity(trainer.data_description),
                     epoch=position.epoch,
                     start=position.next_index,
-                    num_samples=self._batches.num_samples,
+                    num_samples=None if num_samples is None else num_samples - num_left_out,
+                    num_left_out=num_left_out,
                     num_workers=trainer.num_workers,
                     sharding=self._batches.sharding.describe(),
+                    batch_size=self._batches.batch_size(trainer.num_workers),
+                    again=[
+                        (epoch, start, start + num_again)
+                        for epoch, num_again in sorted(again.items())
+                        for start in [position.next_index if epoch == position.epoch else 0]
+                    ],
                     before=_stretch(before, position.next_index) if before is not None else None,
                 )
             )

@@ -69,7 +69,7 @@ class FitLoop:
         self._log: MetricsLog | None = None
         self._leasing = self._lease()
         self._sharing = Sharing(trainer, batches) if self._leasing is None else None
-        self._ledger = LedgerNotes(trainer, batches) if self._leasing is None else None
+        self._ledger = trainer.ledger = LedgerNotes(trainer, batches) if self._leasing is None else None
         self._is_inherited = is_inherited
         # Leases look ahead themselves: the next one may not be at hand before this worker has done its part.
         strategy = trainer.strategy
@@ -92,7 +92,8 @@ class FitLoop:
                 if batches is not None:
                     held.enter_context(batches.held())
             if self._ledger is not None:
-                self._ledger.begin(is_inherited=self._is_inherited)
+                again = self._log.dropped if self._log is not None else {}
+                self._ledger.begin(is_inherited=self._is_inherited, again=again)
             if self._sharing is not None and not self._is_inherited:
                 self._sharing.begin()
             self._each(lambda callback: callback.on_fit_begin(trainer))
@@ -109,7 +110,7 @@ class FitLoop:
                 self._log.close()
             if self._leasing is not None:
                 self._leasing.close()
-                self._trainer.leasing = None
+            self._trainer.leasing = self._trainer.ledger = None
         return self._history
 
     def _lease(self) -> Leasing | None:
@@ -223,8 +224,6 @@ class FitLoop:
             trainer.verification.count(trainer.strategy, verdict.loss)
         if verdict.checkpoint:
             path = trainer.save_checkpoint()
-            if self._ledger is not None:
-                self._ledger.reached()
             self._each(lambda callback: callback.on_checkpoint(trainer, path))
         self._over = verdict.stop or self._reached_the_end()
         if self._leasing is not None and (self._over or verdict.leave):
@@ -401,8 +400,6 @@ class FitLoop:
 
     def _leave(self) -> None:
         path = self._trainer.save_checkpoint()
-        if self._ledger is not None:
-            self._ledger.reached()
         raise Interrupted(signal_name=asked_to_leave() or "SIGINT", step=self._position.step, checkpoint=path)
 
     def _each(self, call: Callable[..., None]) -> None:

@@ -16,9 +16,12 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, from_step: int) -> None:
         self._path = path
+        self.dropped: dict[int, int] = {}
+        """By epoch: samples of steps that an earlier run had trained, and that are trained again."""
+
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path not in _written_here:
-            _drop_after(path, from_step)
+            self.dropped = _drop_after(path, from_step)
         _written_here.add(path)
         # By lines: what a killed worker wrote is written.
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
@@ -42,14 +45,19 @@ class MetricsLog:
         self._file.close()
 
 
-def _drop_after(path: Path, step: int) -> None:
-    kept = []
+def _drop_after(path: Path, step: int) -> dict[int, int]:
+    kept: list[str] = []
+    dropped: dict[int, int] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            told = json.loads(line)
+            if told["step"] <= step:
                 kept.append(line + "\n")
+            else:
+                dropped[told["epoch"]] = dropped.get(told["epoch"], 0) + told["samples"]
         except (ValueError, KeyError, TypeError):
             continue  # a line torn by a kill
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)
+    return dropped

@@ -40,6 +40,7 @@ from shoal.train.calls import Call, batches_of, described, next_number
 from shoal.train.evaluation import evaluate, predict
 from shoal.train.history import History
 from shoal.train.interrupts import asked_to_leave, signals_finish_the_step
+from shoal.train.ledger_notes import LedgerNotes
 from shoal.train.loop import FitLoop
 from shoal.train.measuring import metric_set
 from shoal.train.position import Position
@@ -119,6 +120,7 @@ class Trainer:
         self.fit_began_s, self.fit_began_samples = 0.0, 0
         self.data_description: dict[str, Any] = {}
         self.leasing: Leasing | None = None
+        self.ledger: LedgerNotes | None = None
         self.kept_leases: dict[str, int] | None = None
         self._model_or_factory = model
         self._optimizer_or_factory = optimizer
@@ -179,7 +181,8 @@ class Trainer:
             )
         if epochs is None and max_steps is None:
             epochs = 1
-        batches = batches_of(data, what="fit", seed=self.seed).for_device(self._device)
+        batches = batches_of(data, what="fit", seed=self.seed, may_be_endless=max_steps is not None)
+        batches = batches.for_device(self._device)
         validation = None
         if validation_data is not None:
             validation = batches_of(validation_data, what="validation_data", seed=self.seed)
@@ -321,7 +324,10 @@ class Trainer:
 
     def save_checkpoint(self, directory: str | None = None) -> str:
         """Write everything needed to go on from here; every rank must call it at the same point."""
-        return saving.save_checkpoint(self, directory)
+        path = saving.save_checkpoint(self, directory)
+        if self.ledger is not None:
+            self.ledger.reached()
+        return path
 
     def log(self, name: str, value: float) -> None:
         """Put a value of your own into this step's line of metrics.jsonl."""

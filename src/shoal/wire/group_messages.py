@@ -174,6 +174,8 @@ class AskLease(Message, frozen=True, tag="ask-lease"):
     from_epoch: Count = 0  # the Trainer's number of the call's first epoch
     trainer: Count = 0
     data: str = ""  # which data it is, for the ledger
+    batch_size: Count = 0
+    num_left_out: Count = 0  # of an epoch: of a last batch that is not full; not among num_samples
 
 
 class Leases(Message, frozen=True, tag="leases"):

@@ -1,0 +1,184 @@
+"""What `shoal status` says of a run's ledger: samples by worker, who holds the rest, and whether epochs came out whole.
+
+Text and plain values only; the ledger itself is `shoal.cluster.ledger`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.cluster.lease_desk import LeaseDesk
+    from shoal.cluster.ledger import Epoch, Span
+
+MAX_RANGES = 4
+"""Named in a sentence; more are counted."""
+
+
+def read(path: Path, *, is_alive: bool) -> dict[str, Any]:
+    """A run's ledger in plain values; empty where nothing is in it."""
+    from shoal.cluster.journal_reading import desk_of, ledger_of, read_launches
+
+    launches = read_launches(path)
+    ledger = ledger_of(launches)
+    current = ledger.current
+    if current is None:
+        return {}
+    return {
+        "workers": {
+            str(rank): {"batches": had.batches, "samples": had.samples}
+            for rank, had in ledger.by_rank.items()
+        },
+        "epochs": [_epoch(epoch) for epoch in ledger.epochs.values() if epoch.spans or epoch.again],
+        "remainder": _remainder(current, desk_of(launches[-1])) if is_alive else None,
+        "replaced": [
+            {"launch": launch, "rank": rank, "incarnation": incarnation}
+            for launch, rank, incarnation in ledger.replaced
+        ],
+    }
+
+
+def _epoch(epoch: Epoch) -> dict[str, Any]:
+    return {
+        "trainer": epoch.trainer,
+        "data": epoch.data,
+        "epoch": epoch.number,
+        "samples": epoch.total,
+        "trained": epoch.reached,
+        "is_over": epoch.end is not None,
+        "is_exact": epoch.is_exact,
+        "left_out": epoch.num_left_out,
+        "skipped": sorted(epoch.skipped),
+        "handed_out_twice": epoch.num_samples_twice,
+        "missing": epoch.missing if epoch.end is not None else [],
+        "doubled": epoch.doubled,
+        "workers": {
+            str(rank): {"batches": had.batches, "samples": had.samples} for rank, had in epoch.by_rank.items()
+        },
+        "ranges": [_span(span) for span in sorted(epoch.spans, key=lambda span: span.start)],
+        "again": [_span(span) for span in epoch.again],
+    }
+
+
+def _span(span: Span) -> dict[str, Any]:
+    return {
+        "start": span.start,
+        "stop": span.stop,
+        "launch": span.launch,
+        "workers": span.num_workers,
+        "sharding": span.sharding,
+        "by_rank": {str(rank): had.samples for rank, had in span.by_rank.items()},
+    }
+
+
+def _remainder(epoch: Epoch, desk: LeaseDesk) -> dict[str, Any] | None:
+    """Who has what is left of the running epoch."""
+    if epoch.end is not None:
+        return None
+    held = desk.holdings
+    if held is None:
+        left = None if epoch.total is None else epoch.total - epoch.reached
+        return {"together": left}
+    config, by_rank, num_todo = held
+    return {
+        "by_rank": {
+            str(rank): [[lease.start, lease.stop] for lease in map(config.lease, numbers)]
+            for rank, numbers in sorted(by_rank.items())
+        },
+        "to_hand_out": num_todo * config.samples_per_lease,
+    }
+
+
+def worker(ledger: dict[str, Any], rank: int) -> str:
+    """What one worker has done, for its line."""
+    had = ledger.get("workers", {}).get(str(rank))
+    said = f"; {_count(had['batches'], 'batch', 'batches')}, {had['samples']:,} samples" if had else ""
+    holds = ((ledger.get("remainder") or {}).get("by_rank") or {}).get(str(rank))
+    return f"{said}; holds {ranges(holds)}" if holds else said
+
+
+def lines(ledger: dict[str, Any]) -> Iterator[str]:
+    """What there is to say of the epochs, a sentence each: the whole ones together, where there are many."""
+    whole = [epoch for epoch in ledger.get("epochs", []) if epoch["is_exact"]]
+    if len(whole) > MAX_RANGES:
+        yield f"{len(whole)} epochs, each: every sample trained exactly once"
+        whole = []
+    for epoch in ledger.get("epochs", []):
+        if not epoch["is_exact"] or epoch in whole:
+            yield sentence(epoch)
+    left = ledger.get("remainder")
+    if left and left.get("together"):
+        yield f"left of the epoch: {left['together']:,} samples, cut over all workers batch by batch"
+    elif left and left.get("to_hand_out"):
+        yield f"left of the epoch: {left['to_hand_out']:,} samples to hand out, beside what workers hold"
+
+
+def sentence(epoch: dict[str, Any]) -> str:
+    """One epoch."""
+    name, total = f"epoch {epoch['epoch'] + 1}", epoch["samples"]
+    if epoch["trainer"]:
+        name += f" of trainer {epoch['trainer'] + 1}"
+    of_all = f"{epoch['trained']:,}" + (f" of {total:,}" if total is not None else "") + " samples"
+    if epoch["is_exact"]:
+        said = f"{name}: all {epoch['trained']:,} samples trained exactly once"
+    elif epoch["doubled"] or (epoch["is_over"] and epoch["missing"]):
+        said = f"{name}: {of_all} trained"
+        said += f"; TWICE: {ranges(epoch['doubled'])}" if epoch["doubled"] else ""
+        said += f"; NOT trained: {ranges(epoch['missing'])}" if epoch["missing"] else ""
+    elif epoch["is_over"]:
+        said = f"{name}: {of_all} trained; who had how much of them is not known for all"
+    else:
+        said = f"{name}: {of_all} trained so far"
+    again = sum(span["stop"] - span["start"] for span in epoch["again"])
+    notes = {
+        "left out with a last batch that is not full": epoch["left_out"],
+        "bad and skipped": len(epoch["skipped"]),
+        "handed to two workers, of whom the first counted": epoch["handed_out_twice"],
+        "trained again after a job had died": again,
+    }
+    return "; ".join([said, *(f"{number:,} {what}" for what, number in notes.items() if number)])
+
+
+def every_range(ledger: dict[str, Any]) -> Iterator[str]:
+    """All of it, a line for each range."""
+    for epoch in ledger.get("epochs", []):
+        yield sentence(epoch)
+        for span in epoch["ranges"]:
+            yield f"  {_range([span['start'], span['stop']])}  launch {span['launch']}, {_who(span)}"
+        for span in epoch["again"]:
+            at = _range([span["start"], span["stop"]])
+            yield f"  {at}  launch {span['launch']}, {span['workers']} workers: lost with it, and trained again"
+        for index in epoch["skipped"]:
+            yield f"  sample {index:,} skipped"
+    for each in ledger.get("replaced", []):
+        yield f"launch {each['launch']}: rank {each['rank']} was replaced, incarnation {each['incarnation']}"
+
+
+def ranges(found: list[list[int]]) -> str:
+    """Ranges of samples in words."""
+    from shoal.cluster.ledger import merged
+
+    joined = [list(each) for each in merged((start, stop) for start, stop in found)]
+    said = ", ".join(_range(each) for each in joined[:MAX_RANGES])
+    return said + (f" and {len(joined) - MAX_RANGES} more" if len(joined) > MAX_RANGES else "")
+
+
+def _range(found: list[int]) -> str:
+    start, stop = found
+    return f"{start:,}..{stop - 1:,}"
+
+
+def _who(span: dict[str, Any]) -> str:
+    by_rank = span["by_rank"]
+    if len(by_rank) == 1 and span["workers"] != 1:
+        return f"rank {next(iter(by_rank))}"
+    parts = ", ".join(f"rank {rank} {samples:,}" for rank, samples in by_rank.items())
+    return f"{span['sharding']} over {_count(span['workers'], 'worker', 'workers')}" + (
+        f": {parts}" if parts else ""
+    )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"

@@ -1,0 +1,123 @@
+"""A run's journal for whoever only looks: every launch's entries, also while a coordinator writes it.
+
+The coordinator holds its database exclusively, so nobody else can open it.
+What is read here is a copy. The file itself changes only when SQLite moves
+entries into it from the log beside it: a copy of both, before and after which
+nothing was moved, is whole. Never writes into the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sqlite3
+import tempfile
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from shoal.cluster import ledger_facts
+from shoal.cluster.journal import APPLICATION_ID, FILE_NAME, VERSION
+from shoal.cluster.lease_desk import LeaseDesk
+from shoal.cluster.ledger import Ledger
+from shoal.cluster.ledger_facts import LedgerFact
+from shoal.cluster.memory import Fact, Memory
+from shoal.cluster.serving import Serving, ServingConfig
+from shoal.wire.ledger_messages import Noted
+from shoal.wire.messages import Join
+
+NUM_TRIES = 20
+_SALT = slice(16, 24)  # of the header of a write-ahead log: another after it was begun anew
+
+_facts: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(Fact)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of a run, and what was written down in it."""
+
+    number: int
+    num_workers: int
+    started: float
+    facts: list[tuple[float, Fact]] = field(default_factory=list)
+    """With the time of each, in seconds since 1970."""
+
+
+def read_launches(run: Path) -> list[Launch]:
+    """Everything in the journal of a run directory; empty where there is none that can be read."""
+    path = run / FILE_NAME
+    with tempfile.TemporaryDirectory(prefix="shoal-journal-") as folder:
+        copy = Path(folder) / FILE_NAME
+        for _ in range(NUM_TRIES):
+            if not _copied(path, copy):
+                continue
+            with contextlib.suppress(sqlite3.Error):
+                return _read(copy)
+    return []
+
+
+def ledger_of(launches: list[Launch]) -> Ledger:
+    """Who trained what, over all launches."""
+    ledger = Ledger()
+    for launch in launches:
+        for _, fact in launch.facts:
+            match fact:
+                case Noted(fact=text):
+                    noted = ledger_facts.decode(text)
+                    if noted is not None:
+                        ledger.take(launch.number, noted)
+                case Join(rank, incarnation) if incarnation:
+                    ledger.replaced.append((launch.number, rank, incarnation))
+                case _ if isinstance(fact, LedgerFact):
+                    ledger.take(launch.number, fact)
+    return ledger
+
+
+def desk_of(launch: Launch) -> LeaseDesk:
+    """Leases as they stand in a launch: who holds what is left."""
+    memory = Memory()
+    for _, fact in launch.facts:
+        memory.take(fact)
+    serving = Serving(ServingConfig(), patience_s=1.0, join_patience_s=1.0, now=0.0, grace_s=0.0)
+    serving.recall(memory.serving)
+    return serving.desk
+
+
+def _copied(path: Path, copy: Path) -> bool:
+    """Copy the database and the log beside it; whether nothing was moved between them meanwhile."""
+    log, log_copy = path.with_name(path.name + "-wal"), copy.with_name(copy.name + "-wal")
+    try:
+        before = _version(path, log)
+        shutil.copyfile(path, copy)
+        log_copy.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(log, log_copy)
+        return before == _version(path, log)
+    except OSError:
+        return False
+
+
+def _version(path: Path, log: Path) -> tuple[int, int, bytes]:
+    stat = path.stat()
+    try:
+        with open(log, "rb") as file:
+            salt = file.read(32)[_SALT]
+    except FileNotFoundError:
+        salt = b""
+    return stat.st_mtime_ns, stat.st_size, salt
+
+
+def _read(path: Path) -> list[Launch]:
+    with closing(sqlite3.connect(path)) as db:
+        if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+            return []
+        if db.execute("PRAGMA user_version").fetchone()[0] > VERSION:
+            return []
+        rows = db.execute("SELECT launch, num_workers, started FROM launches ORDER BY launch")
+        launches = {number: Launch(number, num_workers, started) for number, num_workers, started in rows}
+        for number, at, text in db.execute("SELECT launch, time, fact FROM facts ORDER BY number"):
+            with contextlib.suppress(msgspec.MsgspecError):  # of another version: it says nothing to us
+                launches[number].facts.append((at, _facts.decode(text)))
+    return list(launches.values())

@@ -1,0 +1,157 @@
+"""Who trained what is in the journal: of runs that are killed, resumed with other workers, and lose single processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import Launched
+from ps_warm import warm_parent  # noqa: F401
+from typer.testing import CliRunner
+
+from shoal import Faults
+from shoal.cli import app, ledger_view
+from shoal.cluster.api import launch, resume_config
+from shoal.cluster.warm_client import WarmParent
+from waiting import wait_until
+
+SCRIPT = Path(__file__).parent / "scripts" / "counted_epochs.py"
+SAMPLES = 8 * 45
+Launch = Callable[..., Launched]
+
+
+def ledger(run: Path) -> dict[str, Any]:
+    return ledger_view.read(run, is_alive=False)
+
+
+def times(out: Path) -> Counter[float]:
+    return Counter(json.loads(out.read_text())["times"])
+
+
+def covered(epoch: dict[str, Any]) -> list[int]:
+    return [sample for span in epoch["ranges"] for sample in range(span["start"], span["stop"])]
+
+
+@pytest.mark.parametrize(("strategy", "before", "after"), [("ddp", 3, 2), ("ps:async", 2, 3)])
+def test_a_run_that_is_killed_and_resumed_at_another_number_of_workers_has_an_exact_ledger(
+    supervisor_process: Callable[..., Any],
+    warm_parent: WarmParent,  # noqa: F811
+    tmp_path: Path,
+    strategy: str,
+    before: int,
+    after: int,
+) -> None:
+    out = tmp_path / "out.json"
+    supervisor = supervisor_process(
+        SCRIPT,
+        workers=before,
+        strategy=strategy,
+        seed=0,
+        args=(str(out), "--pause-at", "17", "--step-s", "0.005"),
+        name="killed",
+        quiet=True,
+    )
+    assert wait_until((tmp_path / "paused").exists, timeout_s=60.0)
+    alive = ledger_view.read(tmp_path / "runs" / "killed", is_alive=True)  # the coordinator has it open
+    os.kill(supervisor.pid, signal.SIGKILL)
+    supervisor.wait()
+    run = tmp_path / "runs" / "killed"
+    (cut,) = ledger(run)["epochs"]
+    assert not cut["is_exact"]
+    assert 0 < cut["trained"] < SAMPLES
+    assert alive["epochs"][0]["ranges"][0]["start"] == 0
+    result = launch(resume_config(str(run), workers=after), warm=warm_parent)
+    assert result.exit_code == 0, result.error
+    assert times(out) == {2.0: SAMPLES}  # what the weights say
+    found = ledger(run)
+    assert [epoch["is_exact"] for epoch in found["epochs"]] == [True, True]
+    for epoch in found["epochs"]:
+        assert covered(epoch) == list(range(SAMPLES))
+        assert sum(had["samples"] for had in epoch["workers"].values()) == SAMPLES
+    first, second = found["epochs"]
+    assert {span["launch"] for span in first["ranges"]} == {1, 2}
+    assert {span["launch"] for span in second["ranges"]} == {2}
+    assert first["again"]
+    assert len(second["workers"]) == after
+    said = CliRunner().invoke(app, ["status", "killed", "--run-dir", str(tmp_path / "runs")]).output
+    assert f"epoch 1: all {SAMPLES} samples trained exactly once; " in said.replace("\n", " ")
+    assert "trained again after a job had died" in " ".join(said.split())
+    listed = (
+        CliRunner().invoke(app, ["status", "killed", "--ledger", "--run-dir", str(tmp_path / "runs")]).output
+    )
+    assert listed.count("trained exactly once") == 2
+    assert "lost with it, and trained again" in listed
+
+
+@pytest.mark.parametrize(
+    ("strategy", "faults"),
+    [
+        ("ddp", Faults().kill("worker-0", at_step=20).kill("coordinator", at_step=50)),
+        ("ps", Faults().kill("worker-1", at_step=20)),
+        ("ps:async", Faults().kill("worker-0", at_step=20).kill("coordinator", at_step=50)),
+    ],
+)
+def test_workers_that_are_replaced_and_a_coordinator_that_is_killed_leave_it_exact(
+    launch_script: Launch, tmp_path: Path, strategy: str, faults: Faults
+) -> None:
+    out = tmp_path / "out.json"
+    done = launch_script(
+        SCRIPT,
+        workers=3,
+        strategy=strategy,
+        args=(str(out), "--step-s", "0.002"),
+        faults=faults,
+        quiet=True,
+        step_timeout_s=20.0,
+    )
+    assert done.exit_code == 0, done.error
+    assert times(out) == {2.0: SAMPLES}
+    found = ledger(done.run_dir)
+    assert [epoch["is_exact"] for epoch in found["epochs"]] == [True, True]
+    assert found["replaced"]
+    assert found["epochs"][0]["again"] == []
+
+
+@pytest.mark.parametrize("how", ["balanced", "weighted", "measured"])
+def test_what_each_worker_had_follows_how_batches_are_cut(
+    launch_script: Launch, tmp_path: Path, how: str
+) -> None:
+    out = tmp_path / "out.json"
+    faults = Faults().slow("worker-0", by_s=0.02) if how == "measured" else None
+    done = launch_script(
+        SCRIPT, workers=3, args=(str(out), "--how", how, "--epochs", "3"), faults=faults, quiet=True
+    )
+    assert done.exit_code == 0, done.error
+    assert times(out) == {3.0: SAMPLES}
+    last = ledger(done.run_dir)["epochs"][-1]
+    assert last["is_exact"]
+    had = [last["workers"][str(rank)]["samples"] for rank in range(3)]
+    if how == "weighted":
+        assert had == [SAMPLES // 2, SAMPLES // 4, SAMPLES // 4]
+    if how == "measured":
+        assert had[0] < had[1] / 2
+        assert "so may the last bits" in done.stderr
+        assert any(event["event"] == "shares-agreed" for event in done.events)
+    if how == "balanced":
+        assert "times the mean load" in done.stderr
+        assert done.summary["sharding"]["max_over_mean"] < done.summary["sharding"]["equal_max_over_mean"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ps:async"])
+def test_a_last_batch_that_is_left_out_is_said_to_be(
+    launch_script: Launch, tmp_path: Path, strategy: str
+) -> None:
+    out = tmp_path / "out.json"
+    args = (str(out), "--samples", "83", "--epochs", "1", "--drop-last")
+    done = launch_script(SCRIPT, workers=2, strategy=strategy, args=args, quiet=True)
+    assert done.exit_code == 0, done.error
+    assert times(out) == {1.0: 80, 0.0: 3}
+    (epoch,) = ledger(done.run_dir)["epochs"]
+    assert epoch["is_exact"]
+    assert "3 left out with a last batch that is not full" in ledger_view.sentence(epoch)
