@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cluster import failure
+from shoal.core.data_errors import BadSample
 from shoal.core.errors import (
     CallsDiffer,
     CheckpointDamaged,
@@ -105,6 +106,9 @@ def test_the_users_error_comes_back_as_its_traceback() -> None:
         NonFiniteLoss(rank=1, step=3, value=1e30, samples=[1, 2], checkpoint="x"),
         CheckpointDamaged(path="x", problem="its manifest ends in the middle"),
         Interrupted(signal_name="SIGTERM", step=7, checkpoint="x"),
+        BadSample(
+            where="a.csv", row=3, column="x", reason="'b' is no float32", index=2
+        ),  # of another file of the tree
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -8,13 +8,15 @@ text and plain facts travel.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import signal
 import traceback
 
 import shoal
-from shoal.core import errors
+from shoal import core
 from shoal.core.errors import CoordinatorLost, Interrupted, PeerLost, ScriptExited, ScriptFailed, ShoalError
 from shoal.wire.messages import Failed
 
@@ -58,8 +60,8 @@ def to_error(failed: Failed, *, num_workers: int) -> ShoalError:
     """The error a failure stands for, with its facts as attributes."""
     if failed.error == "SystemExit":
         return ScriptExited(rank=failed.rank, code=failed.exit_code)
-    kind = getattr(errors, failed.error, None)
-    if failed.kind == "script" or not (isinstance(kind, type) and issubclass(kind, ShoalError)):
+    kind = _error_named(failed.error)
+    if failed.kind == "script" or kind is None:
         return ScriptFailed(rank=failed.rank, traceback=failed.traceback, num_workers=num_workers)
     # Not through __init__: the paragraph is written already, and its parameters differ from class to class.
     error = kind.__new__(kind)
@@ -68,6 +70,16 @@ def to_error(failed: Failed, *, num_workers: int) -> ShoalError:
         setattr(error, name, value)
     error.exit_code = failed.exit_code
     return error
+
+
+def _error_named(name: str) -> type[ShoalError] | None:
+    """A class of the tree, in whichever file of it."""
+    for home in pkgutil.iter_modules(core.__path__):
+        if home.name.endswith("errors"):
+            kind = getattr(importlib.import_module(f"{core.__name__}.{home.name}"), name, None)
+            if isinstance(kind, type) and issubclass(kind, ShoalError):
+                return kind
+    return None
 
 
 def user_traceback(error: BaseException) -> str:
