@@ -57,13 +57,14 @@ def next_number() -> int:
     return next(_numbers)
 
 
-def batches_of(data: Any, *, what: str, seed: int) -> Batches:
+def batches_of(data: Any, *, what: str, seed: int, may_be_endless: bool = False) -> Batches:
     """What was handed to `what` as batches. Validation data is looked at here too, not after an epoch of training."""
     batches = as_batches(data, default_seed=seed)
-    if batches.is_endless and what not in ("fit", "setup"):
+    if batches.is_endless and not may_be_endless:
+        cure = "say when to stop, fit(..., max_steps=10_000), or " if what == "fit" else ""
         raise ConfigError(
-            f"{what} goes over all of the data once, and repeat() gives it no end. Nothing was started; leave repeat out, or "
-            "take(n) of it."
+            f"{what} goes over all of the data, and repeat() gives it no end. Nothing was started; {cure}leave repeat() out, "
+            "or give it a number."
         )
     if batches.num_samples == 0:
         raise EmptyDataset(what=what)

@@ -183,7 +183,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
 
     May be called again: for another model, or with the same two for other data.
     """
-    batches = batches_of(data, what="setup", seed=jobs.current().seed)
+    batches = batches_of(data, what="setup", seed=jobs.current().seed, may_be_endless=True)
     job = jobs.current()
     refuse(batches, num_workers=job.num_workers, strategy=job.strategy, what="shoal.setup")
     number = session.begin_call("setup", described(batches))
