@@ -153,6 +153,15 @@ class Dataset(Stages):
             directory=directory,
         )
 
+    def stage(self) -> Dataset:
+        """Copy all files to this host before the first step, where they lie elsewhere; returns the dataset.
+
+        data = Dataset.from_parquet("clicks/*.parquet", location="central", spread="chain").stage()
+        """
+        if isinstance(self._source, Source):
+            self._source.stage()
+        return self
+
     def __len__(self) -> int:
         if self._access is None:
             raise TypeError("a stream has no length before it has been read")

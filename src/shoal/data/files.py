@@ -11,7 +11,7 @@ from __future__ import annotations
 import glob
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
@@ -53,6 +53,12 @@ class Files(Protocol):
 
     def open(self, url: str) -> BinaryIO:
         """A file to read and seek in, buffered."""
+
+    def narrow(self, url: str, ranges: Iterable[tuple[int, int]]) -> None:
+        """Only these ranges of a file's bytes will be read from now on."""
+
+    def stage(self) -> None:
+        """Have at this host what will be read, before anything is."""
 
 
 class SharedFiles:
@@ -112,6 +118,12 @@ class SharedFiles:
             raw.close()
             raise
         return io.BufferedReader(raw, _BUFFER_BYTES)
+
+    def narrow(self, url: str, ranges: Iterable[tuple[int, int]]) -> None:
+        """It makes no difference where all is at hand."""
+
+    def stage(self) -> None:
+        """Every host sees them as they are."""
 
     def _read_local(self, url: str, begin: int, end: int) -> bytes:
         try:

@@ -14,7 +14,7 @@ import hashlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -133,6 +133,12 @@ class CopiedFiles:
         """A file to read and seek in."""
         num_bytes = self._hashes[url].num_bytes if url in self._hashes else os.stat(url).st_size
         return io.BufferedReader(BlockFile(self.read, url, num_bytes), blocks.BLOCK_BYTES)
+
+    def narrow(self, url: str, ranges: Iterable[tuple[int, int]]) -> None:
+        """A copy is whole, whatever is read of it."""
+
+    def stage(self) -> None:
+        """The copies are made when the files are found."""
 
     def _paths(self, url: str) -> list[str]:
         return [url, *(str(_copy_of(url, place)) for place in self._places)]

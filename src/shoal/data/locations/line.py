@@ -23,7 +23,11 @@ class Line:
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._socket = tcp.connect(*address, timeout_s=5.0)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            self._socket.close()
+            raise
 
     def ask(
         self, message: Message, frame: Bytes | None = None, *, timeout_s: float = ANSWER_TIMEOUT_S
@@ -55,6 +59,7 @@ class Lines:
 
     def __init__(self) -> None:
         self._idle: dict[tuple[str, int], list[Line]] = {}
+        self._is_closed = False
 
     def ask(
         self, address: tuple[str, int], message: Message, frame: Bytes | None = None
@@ -65,7 +70,7 @@ class Lines:
         if line is not None:
             try:
                 answer = line.ask(message, frame)
-                idle.append(line)
+                self._keep(line, idle)
                 return answer
             except OSError:
                 line.close()  # it may only have been idle for too long; a fresh one tells
@@ -75,11 +80,18 @@ class Lines:
         except BaseException:
             line.close()
             raise
-        idle.append(line)
+        self._keep(line, idle)
         return answer
+
+    def _keep(self, line: Line, idle: list[Line]) -> None:
+        if self._is_closed:
+            line.close()  # whoever asked outlived us
+        else:
+            idle.append(line)
 
     def close(self) -> None:
         """Hang up everywhere."""
+        self._is_closed = True
         for lines in self._idle.values():
             while lines:
                 lines.pop().close()

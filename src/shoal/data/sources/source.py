@@ -42,6 +42,10 @@ class Source(ABC):
     def describe(self) -> list[dict[str, Any]]:
         """The source and what is done to its samples, fit for JSON."""
 
+    def stage(self) -> None:
+        """Have at this host what will be read, before anything is."""
+        return  # nothing to do where it is at hand
+
     def names(self) -> list[str]:
         """What source and stages are called. Reads nothing."""
         return [str(stage.get("source") or stage.get("stage")) for stage in self.describe()]
@@ -54,7 +58,7 @@ class Derived(Source):
     """Of the stage, as in the method that makes it."""
 
     def __init__(self, *inputs: Source) -> None:
-        self._source = inputs[0]
+        self._source, self._inputs = inputs[0], inputs
         self.runs_user_code = any(source.runs_user_code for source in inputs)
         self.uses_epoch = any(source.uses_epoch for source in inputs)
         self.reorders = any(source.reorders for source in inputs)
@@ -65,6 +69,11 @@ class Derived(Source):
     def num_samples(self) -> int:  # type: ignore[override]  # a property may stand for a plain attribute
         """As many as the source has."""
         return self._source.num_samples
+
+    def stage(self) -> None:
+        """All that it is derived from."""
+        for source in self._inputs:
+            source.stage()
 
     def names(self) -> list[str]:
         """The source's, and this stage's."""

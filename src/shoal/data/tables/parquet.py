@@ -91,6 +91,8 @@ class ParquetTable:
         self._first_rows: list[list[int]] = []
         self._counts = self._kept_rows()
         self.blocks = self._plan()
+        for file, info in enumerate(self._infos):
+            self._files.narrow(info.url, self._wanted_ranges(file))
 
     def read(self, block: int) -> Rows:
         """Decode the row groups of one block."""
@@ -102,6 +104,24 @@ class ParquetTable:
         except (pa.ArrowException, OSError):
             # One of them is damaged; the others need not be.
             return joined_rows([self._read_or_bad(part.file, group) for group in part.groups])
+
+    def _wanted_ranges(self, file: int) -> list[tuple[int, int]]:
+        """The bytes of the chosen columns, and the footer: where files come from elsewhere, no others do."""
+        footer = self._footers[file]
+        tail = (
+            footer.serialized_size + 64 * 1024
+        )  # it is read from the end, some of what stands before it too
+        ranges = [(max(self._infos[file].num_bytes - tail, 0), self._infos[file].num_bytes)]
+        wanted = set(self._read_names)
+        for group in range(footer.num_row_groups):
+            for number in range(footer.row_group(group).num_columns):
+                column = footer.row_group(group).column(number)
+                if column.path_in_schema.split(".")[0] in wanted:
+                    begin = min(
+                        column.dictionary_page_offset or column.data_page_offset, column.data_page_offset
+                    )
+                    ranges.append((begin, begin + column.total_compressed_size))
+        return ranges
 
     def _read(self, file: int, groups: Sequence[int]) -> Rows:
         table = self._open(file).read_row_groups(list(groups), columns=self._read_names, use_threads=True)
@@ -129,6 +149,10 @@ class ParquetTable:
             for row in range(num_rows):
                 bad.add(row, None, f"its row group cannot be decoded ({_short(error)})")
             return empty_rows(self.columns, num_rows, bad)
+
+    def stage(self) -> None:
+        """Have all files at this host."""
+        self._files.stage()
 
     def describe(self) -> dict[str, Any]:
         """Format, files, columns and conditions."""

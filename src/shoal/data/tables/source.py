@@ -20,7 +20,7 @@ from shoal.data.order import Indices
 from shoal.data.skipping import SkipSamples
 from shoal.data.sources.source import Source
 from shoal.data.tables.storage import open_storage
-from shoal.data.tables.table import Column, Ragged, Table
+from shoal.data.tables.table import Column, Ragged, StagedTable, Table
 from shoal.data.tree import Tree
 
 OnError = Literal["raise", "skip"]
@@ -75,6 +75,11 @@ class TableSource(Source):
         """The rows as columns."""
         columns = self._gather(indices)
         return self._arranged({name: _batch(self._columns[name], column) for name, column in columns.items()})
+
+    def stage(self) -> None:
+        """Have the files at this host."""
+        if isinstance(self.table, StagedTable):
+            self.table.stage()
 
     def describe(self) -> list[dict[str, Any]]:
         """The table's own, with the label and how many rows there are."""

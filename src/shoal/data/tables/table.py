@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,6 +146,14 @@ class Table(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Format, files, sizes and columns, fit for JSON."""
+
+
+@runtime_checkable
+class StagedTable(Protocol):
+    """A table of files, which may have to come from elsewhere."""
+
+    def stage(self) -> None:
+        """Have all of them at this host."""
 
 
 def empty_rows(columns: Sequence[Column], num_rows: int, bad: Mapping[int, BadSample]) -> Rows:

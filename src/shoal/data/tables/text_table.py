@@ -109,6 +109,10 @@ class TextTable:
         text = self._files.read(url, part.begin, part.end)
         return self._decoder.decode(text, part.num_rows, Place(file, url, first_row, part.first_line))
 
+    def stage(self) -> None:
+        """Have all files at this host."""
+        self._files.stage()
+
     def describe(self) -> dict[str, Any]:
         """Format and number of files."""
         return {**self._description, "num_files": len(self._infos)}
