@@ -233,6 +233,15 @@ def test_an_exception_that_cannot_travel_is_told_in_words(start: Start) -> None:
     assert "raise Uncooperative(code=number)" in str(caught.value.__cause__)
 
 
+def test_an_error_of_the_gpu_says_what_to_do(start: Start) -> None:
+    def use_the_gpu(number: int) -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA ...")
+
+    with pytest.raises(RuntimeError, match="re-initialize") as caught:
+        list(start(use_the_gpu, 1).run(iter([3])))
+    assert "keep samples on the CPU there" in caught.value.__notes__[0]
+
+
 def test_stop_iteration_does_not_pass_for_the_end_and_leaving_is_leaving(start: Start) -> None:
     def stop(number: int) -> None:
         raise StopIteration

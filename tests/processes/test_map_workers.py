@@ -302,6 +302,8 @@ class Look(shoal.callbacks.Callback):
 
     def on_step_end(self, trainer, logs):
         self.seen.update((c.pid, title(c)) for c in readers())
+        if WHAT == "leave" and logs.step == 3 and shoal.rank() == 0:
+            os.killpg(0, signal.SIGUSR1)  # how Ctrl-C reaches a worker; here, its readers too
         if WHAT == "kill" and logs.step % 3 == 0:
             for reader in readers()[:1 + logs.step % 2]:
                 reader.kill()
@@ -346,6 +348,12 @@ def test_a_killed_worker_takes_its_readers_along_and_its_replacement_has_its_own
         SCRIPT, workers=2, strategy="ddp", args=("2", "-"), name="killed", quiet=True, faults=faults
     )
     assert weights_of(killed) == weights_of(plain)
+
+
+def test_a_job_that_is_asked_to_leave_takes_its_readers_along(launch_script: Launch) -> None:
+    launched = launch_script(SCRIPT, workers=2, strategy="ddp", args=("2", "leave"), name="left", quiet=True)
+    assert launched.exit_code == 130, f"{launched.error}\\n{launched.stderr}"
+    assert "reader restarted" not in [event["event"] for event in launched.events]
 
 
 def test_relaxed_leases_are_read_by_the_same_processes(launch_script: Launch) -> None:

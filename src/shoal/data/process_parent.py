@@ -21,6 +21,7 @@ import struct
 import sys
 import time
 import traceback
+import warnings
 from array import array
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -82,10 +83,13 @@ class ReaderParent:
     def __init__(self, run: Run) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         owner_pid = os.getpid()
-        _flush()
+        flush()
         with _signals_blocked():  # none may reach the child before it has handlers of its own
             try:
-                self.pid = os.fork()
+                with warnings.catch_warnings():
+                    # Python 3.12 warns of threads whose locks a fork copies; this file's beginning says what is done about it.
+                    warnings.filterwarnings("ignore", "(?s).*fork", DeprecationWarning)
+                    self.pid = os.fork()
             except OSError as error:
                 ours.close()
                 theirs.close()
@@ -279,7 +283,7 @@ def _stay_until(run: Callable[[], None], *, parent_pid: int, keep: socket.socket
     except BaseException:
         traceback.print_exc()
     finally:
-        _flush()
+        flush()
         os._exit(code)
 
 
@@ -333,8 +337,8 @@ def _ended(pidfd: int, within_s: float) -> bool:
     return bool(_poll(pidfd).poll(within_s * 1000))
 
 
-def _flush() -> None:
-    """What is in the buffers would be written by parent and child."""
+def flush() -> None:
+    """Write out what was printed: what is in the buffers at a fork would be written twice, at a kill never."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -12,7 +12,6 @@ import os
 import select
 import socket
 import struct
-import sys
 import traceback
 from array import array
 from collections import deque
@@ -24,7 +23,7 @@ from shoal.core import happenings
 from shoal.core.errors import DataError
 from shoal.data import randomness
 from shoal.data.process_memory import Parcel, Sender
-from shoal.data.process_parent import ASKS_FOR_STACK, AT, receive, send
+from shoal.data.process_parent import ASKS_FOR_STACK, AT, flush, receive, send
 
 INLINE_BYTES = 16 << 10
 """A task that is longer goes in a file of its own: what is sent must never wait for a process that is busy."""
@@ -127,7 +126,7 @@ def serve(work: Callable[[Any], Any], line: socket.socket, notes: int) -> None:
             _deliver(line, inbox.sender, order.number, outcome._replace(told=tuple(told)))
             os.pwrite(notes, AT.pack(-1), 0)
             del order, outcome
-            sys.stdout.flush()
+            flush()
 
 
 class _Inbox:
@@ -184,6 +183,13 @@ def _deliver(line: socket.socket, sender: Sender, number: int, outcome: Outcome)
 
 
 def _failed(error: BaseException) -> Outcome:
+    if "CUDA in forked subprocess" in str(
+        error
+    ):  # what torch says then does not fit: nobody asked for a fork
+        error.add_note(
+            "raised in a process of map(fn, workers=...), which has no GPU: keep samples on the CPU there. fit, evaluate and "
+            "predict put batches on the GPU; functions that need it belong behind batch: data.batch(n).map(fn)."
+        )
     text = _users_traceback(error)
     try:
         ForkingPickler.loads(ForkingPickler.dumps(error))
