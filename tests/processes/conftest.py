@@ -22,6 +22,7 @@ is `tmp_path / "x"` in the test.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import os
@@ -67,7 +68,7 @@ def _leaves_nothing_behind(warm_parent: WarmParent) -> Iterator[None]:
 
     def world() -> dict[str, set[str]]:
         return {
-            "processes": {f"{child.pid} {child.name()}" for child in _children(psutil.Process(), parent)},
+            "processes": _children(psutil.Process(), parent),
             "descriptors": _descriptors(),
             "shared memory": {name for name in os.listdir("/dev/shm") if not _is_anothers(name)},
             "socket directories": set(os.listdir(os.environ["XDG_RUNTIME_DIR"])),
@@ -93,8 +94,13 @@ def _is_anothers(segment: str) -> bool:
     return os.getpid() not in (parent.pid for parent in psutil.Process(int(owner[1])).parents())
 
 
-def _children(*processes: psutil.Process) -> set[psutil.Process]:
-    return {child for process in processes for child in process.children(recursive=True)}
+def _children(*processes: psutil.Process) -> set[str]:
+    found = set()
+    for child in (child for process in processes for child in process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.name() != "postgres":  # a server that tests share has processes that come and go as it likes
+                found.add(f"{child.pid} {child.name()}")
+    return found
 
 
 def _descriptors() -> set[str]:

@@ -47,6 +47,11 @@ def people(postgres: PostgresServer) -> Iterator[PostgresServer]:
     postgres.run("DROP TABLE people")
 
 
+def table_of(server: PostgresServer, **options: Any) -> Any:
+    """What is behind the dataset: here a test says when which range is read."""
+    return Dataset.from_sql("people", server.url, **options)._source.table  # type: ignore[union-attr]
+
+
 def ids(data: Dataset) -> list[int]:
     return [number for batch in data.batch(300) for number in batch["id"].tolist()]
 
@@ -116,18 +121,18 @@ def test_null_is_a_bad_sample_or_what_fill_says(people: PostgresServer) -> None:
 
 
 def test_a_table_that_changes_is_noticed(people: PostgresServer) -> None:
-    data = Dataset.from_sql("people", people.url, partitions=4)
+    table = table_of(people, partitions=4)
     people.run("DELETE FROM people WHERE id = 7")
     people.run("INSERT INTO people VALUES (100000, 0, 'new', '2020-01-01', 0)")
-    assert int(data[300]["id"]) == 2100
+    assert table.read(1).columns["id"][50] == 2100
     with pytest.raises(TableChanged) as found:
-        data[0]
+        table.read(0)
     assert str(found.value).startswith(
         f"the table 'people' at {people.place} changed while it was read: it had 250 rows (id < '1750') when it was opened, "
         "and has 249 now."
     )
     with pytest.raises(TableChanged, match=r"250 rows \(id >= '5250'\) when it was opened, and has 251 now"):
-        data[999]
+        table.read(3)
 
 
 def backends(server: PostgresServer) -> list[int]:
@@ -143,12 +148,12 @@ def backends(server: PostgresServer) -> list[int]:
 
 
 def test_a_connection_that_the_server_ends_is_replaced_in_mid_epoch(people: PostgresServer) -> None:
-    data = Dataset.from_sql("people", people.url, partitions=10)
+    table = table_of(people, partitions=10)
     happenings.told.clear()
-    seen = []
-    for number, batch in enumerate(data.batch(50)):
-        seen += batch["id"].tolist()
-        if number in (3, 9):
+    seen: list[int] = []
+    for block in range(10):
+        seen += table.read(block).columns["id"].tolist()
+        if block in (3, 8):
             pids = backends(people)
             assert pids, "a connection is kept between reads"
             people.run(*(f"SELECT pg_terminate_backend({pid})" for pid in pids))
@@ -189,18 +194,17 @@ def test_a_connection_that_ends_in_the_middle_of_an_answer_is_replaced(people: P
 
 
 def test_a_server_that_is_shut_down_is_waited_for_and_then_given_up(people: PostgresServer) -> None:
-    patient = Dataset.from_sql("people", people.url, partitions=4, timeout_s=60.0)
-    hasty = Dataset.from_sql("people", people.url, partitions=4, timeout_s=0.3)
-    assert (int(patient[0]["id"]), int(hasty[0]["id"])) == (0, 0)
+    patient = table_of(people, partitions=4, timeout_s=60.0)
+    hasty = table_of(people, partitions=4, timeout_s=0.3)
+    assert patient.read(0).columns["id"][0] == hasty.read(0).columns["id"][0] == 0
     people.stop()
     try:
         with pytest.raises(DatabaseLost) as found:
-            hasty[500]
-        assert int(hasty[100]["id"]) == 700, "what was read before is there"
+            hasty.read(2)
         with pytest.raises(DatabaseRefused, match="Connection refused"):
             Dataset.from_sql("people", people.url)
         found_again: list[int] = []
-        reader = threading.Thread(target=lambda: found_again.append(int(patient[999]["id"])))
+        reader = threading.Thread(target=lambda: found_again.append(patient.read(3).columns["id"][-1]))
         happenings.told.clear()
         reader.start()
         assert wait_until(lambda: len(happenings.told) > 1, timeout_s=20.0), "it tries again"
@@ -220,19 +224,19 @@ def test_a_server_that_is_shut_down_is_waited_for_and_then_given_up(people: Post
 
 
 def test_a_forked_child_reads_by_a_connection_of_its_own(people: PostgresServer) -> None:
-    data = Dataset.from_sql("people", people.url, partitions=4)
-    assert int(data[0]["id"]) == 0
+    table = table_of(people, partitions=4)
+    assert table.read(0).columns["id"][0] == 0
     before = backends(people)
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            code = 0 if int(data[999]["id"]) == 6993 else 2
+            code = 0 if table.read(3).columns["id"][-1] == 6993 else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     happenings.told.clear()
-    assert int(data[500]["id"]) == 3500
+    assert table.read(2).columns["id"][0] == 3500
     assert not happenings.told, "the parent's connection was not hurt"
     assert set(before) <= set(backends(people))
 
