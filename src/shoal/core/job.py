@@ -10,7 +10,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.core import mesh_names
 from shoal.core.failpoints import Fault
+from shoal.core.mesh_names import Axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,9 @@ class Job:
     exchange: str = "auto"
     """As given to --exchange."""
 
+    shard: str | None = None
+    """As given to --shard: how batches are cut over the workers where the script does not say."""
+
     launched: bool = False
     """True under `shoal run`: there is a supervisor, a coordinator and a run directory."""
 
@@ -102,6 +107,21 @@ class Job:
 
     fingerprints: str | None = None
     """Directory where every rank writes the hashes of its final weights, for `shoal chaos`."""
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Parts into which a batch is cut: as many as workers, unless some of them compute the same part."""
+        return self._axes.num_data_ranks if self._axes else self.num_workers
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them is this worker's."""
+        return self._axes.data_rank(self.rank) if self._axes else self.rank
+
+    @property
+    def _axes(self) -> Axes | None:
+        axes = mesh_names.parse(self.strategy)
+        return axes and mesh_names.fill(axes, self.num_workers, self.strategy)
 
     @property
     def host(self) -> int:

@@ -16,6 +16,7 @@ from shoal.collectives.compression.registry import compressor
 from shoal.collectives.gather import gather_any, sum_in_rank_order
 from shoal.collectives.gradients import GradientExchange, Sums
 from shoal.collectives.reducer import Reducer
+from shoal.core import compress_names
 from shoal.core.errors import ConfigError, PeerLost
 from shoal.core.job import Job
 from shoal.data.slice import Slice
@@ -48,6 +49,8 @@ class Ddp:
         self._exchange: Sums | None = None
         self._data_rank = job.rank
         self._compress = job.compress
+        self.holds_parts = compress_names.remembers(job.compress)
+        """Whether this rank has something that no other has."""
         self._prepared_at: int | None = None
         self._buffers_before: dict[str, torch.Tensor] = {}
 

@@ -36,6 +36,7 @@ class ModelParallel(Ddp):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
+        self.holds_parts = True
         axes = strategy_names.parse(job.strategy).axes
         assert axes is not None
         self._axes = mesh_names.fill(axes, job.num_workers, job.strategy)

@@ -31,6 +31,7 @@ from shoal.train.interrupts import asked_to_leave
 from shoal.train.ledger_notes import LedgerNotes
 from shoal.train.metrics_log import MetricsLog
 from shoal.train.sharing import Sharing
+from shoal.train.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from shoal.train.leasing import Leasing
@@ -63,7 +64,8 @@ class FitLoop:
         self._validation = validation
         self._history = history
         self._position = trainer.position
-        self._rank, self._num_workers = trainer.rank, trainer.num_workers
+        self._rank, self._num_workers = trainer.data_rank, trainer.num_workers
+        self._snapshots = Snapshots(trainer)
         self._place = place
         self._over = place.over
         self._log: MetricsLog | None = None
@@ -80,7 +82,7 @@ class FitLoop:
     def run(self) -> History:
         """Train until the epochs, the steps, a callback or a signal end it."""
         trainer, position = self._trainer, self._position
-        if trainer.job.launched and self._rank == 0:
+        if trainer.job.launched and trainer.rank == 0:
             self._log = MetricsLog(trainer.run_dir / "metrics.jsonl", from_step=position.step)
             if (
                 trainer.last_line is not None
@@ -225,6 +227,8 @@ class FitLoop:
         if verdict.checkpoint:
             path = trainer.save_checkpoint()
             self._each(lambda callback: callback.on_checkpoint(trainer, path))
+        else:
+            self._snapshots.after_step()
         self._over = verdict.stop or self._reached_the_end()
         if self._leasing is not None and (self._over or verdict.leave):
             self._leasing.end()

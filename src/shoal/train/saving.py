@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.cluster import session
+from shoal.core import scratch
 from shoal.core.errors import CheckpointDamaged, CheckpointError, NoCheckpoint, OptimizerMismatch
 from shoal.core.failpoints import failpoint
 from shoal.data.batches import Batches
@@ -147,7 +148,10 @@ def _take_leases(trainer: Trainer, progress: dict[str, Any]) -> None:
 def _homes(trainer: Trainer) -> list[str]:
     """Where this script's checkpoints go; those that nobody gave a place to, the first."""
     given = [c.directory for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.directory]
-    return list(dict.fromkeys([*given, str(trainer.run_dir / "checkpoints")]))
+    homes = [*given, str(trainer.run_dir / "checkpoints")]
+    if trainer.job.launched and getattr(trainer.strategy, "holds_parts", False):
+        homes.append(str(scratch.directory("snapshots")))
+    return list(dict.fromkeys(homes))
 
 
 def _newest(trainer: Trainer) -> Checkpoint | None:

@@ -109,7 +109,9 @@ class Trainer:
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(f"clip_norm must be positive, got {clip_norm!r}; leave it out for no clipping.")
         self.job = jobs.current()
-        self.rank, self.num_workers = self.job.rank, self.job.num_workers
+        self.rank = self.job.rank
+        # A batch is cut over those that compute different parts of it.
+        self.data_rank, self.num_workers = self.job.data_rank, self.job.num_data_ranks
         self.position = Position()
         self.wishes = Wishes()
         self.num_skipped_steps = 0
@@ -136,7 +138,7 @@ class Trainer:
             "on_nonfinite": on_nonfinite,
         }
         self._device = (
-            torch.device(device) if device is not None else default_device(self.num_workers, self.rank)
+            torch.device(device) if device is not None else default_device(self.job.num_workers, self.rank)
         )
         kind, ignored = self._loss.outputs_are, getattr(loss, "ignore_index", None)
         self.train_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
@@ -255,7 +257,7 @@ class Trainer:
                 self.train_job,
                 batches,
                 self.evaluation_metrics,
-                rank=self.rank,
+                rank=self.data_rank,
                 num_workers=self.num_workers,
                 tick=passing(self, "evaluate", batches),
             )
@@ -271,7 +273,7 @@ class Trainer:
             predicted = predict(
                 self.strategy,
                 batches,
-                rank=self.rank,
+                rank=self.data_rank,
                 num_workers=self.num_workers,
                 tick=passing(self, "predict", batches),
             )
@@ -389,7 +391,7 @@ class Trainer:
         )
         strategy.prepare(self.train_job)
         fingerprint.watch(model)
-        if self.num_workers > 1 and self.rank == 0:
+        if self.job.num_workers > 1 and self.rank == 0:
             for note in describe_mixing(mixing_layers(model)):
                 print(f"note: {note}", file=sys.stderr, flush=True)
         if self._scheduler_factory is not None and strategy.optimizer is not None:

@@ -1,0 +1,47 @@
+"""Snapshots of models of which every worker holds a part: where all go back to when one of them dies.
+
+Checkpoints in the job's scratch directory, gone with the job; the two newest
+are kept, so that one is whole while the other is written.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.core import scratch
+from shoal.train import saving
+
+if TYPE_CHECKING:
+    from shoal.train.trainer import Trainer
+
+EVERY_STEPS = 50
+"""Steps between two: at most so many are repeated after a death."""
+
+
+class Snapshots:
+    """Taken after steps that all ranks count alike."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        job = trainer.job
+        holds_parts = getattr(trainer.strategy, "holds_parts", False)
+        self._trainer = trainer
+        self._is_on = job.launched and job.can_recover and job.verify is None and holds_parts
+        self._taken: list[str] = []
+
+    def after_step(self) -> None:
+        """Take one if it is time. Collective."""
+        trainer = self._trainer
+        if not self._is_on or trainer.step % EVERY_STEPS:
+            return
+        self._taken.append(saving.save_checkpoint(trainer, str(directory())))
+        while len(self._taken) > 2:
+            oldest = self._taken.pop(0)
+            if trainer.rank == 0:
+                shutil.rmtree(oldest, ignore_errors=True)
+
+
+def directory() -> Path:
+    """Where they are."""
+    return scratch.directory("snapshots")

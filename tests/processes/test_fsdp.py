@@ -1,0 +1,86 @@
+"""Sharded parameters: the result of one process, checkpoints for every other strategy, and deaths without a trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cluster.faults import Faults
+
+SCRIPT = """
+import sys, torch, shoal
+from torch import nn
+from shoal.strategies import fsdp_cut
+from shoal.train import snapshots
+
+fsdp_cut.UNIT_BYTES = 100
+snapshots.EVERY_STEPS = 4
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(98, 6, generator=generator, dtype=torch.float64)
+y = (x[:, 0] > x[:, 1] * x[:, 2]).long()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 33), nn.Dropout(0.0), nn.Tanh(), nn.Linear(33, 7), nn.Tanh(), nn.Linear(7, 2)).double()
+trainer = shoal.Trainer(
+    model, loss=nn.CrossEntropyLoss(), optimizer=lambda params: torch.optim.Adam(params, lr=0.02), seed=0,
+    clip_norm=0.5, metrics=["accuracy"],
+)
+data = shoal.Dataset.from_arrays((x, y))
+trainer.fit(data.shuffle(seed=0).batch(16), epochs=EPOCHS, resume=RESUME)
+result = trainer.evaluate(data.batch(40))
+predicted = trainer.predict(data.batch(40))
+path = trainer.save_checkpoint("DIRECTORY") if "DIRECTORY" else ""
+if shoal.rank() == 0:
+    print("result", json.dumps([result["loss"].hex(), result["accuracy"], float(predicted.sum()).hex(), path]))
+"""
+
+
+def script(epochs: int = 2, resume: str | None = None, directory: str = "") -> str:
+    text = "import json\n" + SCRIPT
+    return text.replace("EPOCHS", str(epochs)).replace("RESUME", repr(resume)).replace("DIRECTORY", directory)
+
+
+def result(done: Any) -> list[Any]:
+    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("result")]
+    loss, accuracy, predicted, path = json.loads(line.removeprefix("result "))
+    return [float.fromhex(loss), accuracy, float.fromhex(predicted), path]
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("fsdp", 2), ("fsdp", 3), ("dp=2,fsdp=2", 4)])
+def test_sharded_training_is_that_of_one_process_and_a_kill_takes_all_back(
+    launch_script: Callable[..., Any], strategy: str, workers: int
+) -> None:
+    alone = result(launch_script(script()))
+    undisturbed = result(launch_script(script(), workers=workers, strategy=strategy))
+    assert undisturbed[:3] == pytest.approx(alone[:3], rel=1e-9)
+    killed = launch_script(
+        script(),
+        workers=workers,
+        strategy=strategy,
+        faults=Faults().kill("worker-1", at_step=7, at="worker: before commit"),
+    )
+    assert result(killed) == undisturbed
+    events = [json.loads(line) for line in (killed.run_dir / "events.jsonl").read_text().splitlines()]
+    [went_back] = [event for event in events if event["event"] == "went-back"]
+    assert went_back["to_step"] == 4
+    assert "nobody else held its part of the model" in killed.stderr
+
+
+@pytest.mark.parametrize(("first", "second"), [(("fsdp", 3), ("ddp", 2)), (("single", 1), ("fsdp", 2))])
+def test_a_checkpoint_of_one_strategy_goes_on_under_another(
+    launch_script: Callable[..., Any], tmp_path: Path, first: tuple[str, int], second: tuple[str, int]
+) -> None:
+    whole = result(launch_script(script(epochs=2)))
+    strategy, workers = first
+    saved = result(
+        launch_script(script(epochs=1, directory=f"{tmp_path}/there"), strategy=strategy, workers=workers)
+    )
+    strategy, workers = second
+    resumed = result(
+        launch_script(script(epochs=2, resume=saved[3]), strategy=strategy, workers=workers, name="second")
+    )
+    assert resumed[:3] == pytest.approx(whole[:3], rel=1e-9)
