@@ -15,8 +15,15 @@
     │   ├── NoFiles
     │   ├── FileLost               it is gone, changed or cannot be read
     │   ├── FileDamaged            its bytes are not what its format says
+    │   ├── SampleEndsReader       every process that reads it dies
+    │   ├── ReaderStuck            one that takes too long over a batch
+    │   ├── ReadersLost            they are lost again and again, whatever they read
     │   ├── NoSuchColumn
     │   ├── SchemasDiffer
+    │   ├── DatabaseRefused        it cannot be reached, or does not let us in
+    │   ├── DatabaseLost           it closed the connection, and did not come back
+    │   ├── QueryRefused
+    │   ├── TableChanged
     │   ├── MapReduceFailed        (these in core/map_reduce_errors.py) in a process of workers=
     │   ├── TaskKeepsDying
     │   ├── MapReduceStalled
