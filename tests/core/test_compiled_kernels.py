@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -101,3 +102,18 @@ def test_a_kernel_refuses_types_that_were_not_declared() -> None:
     with pytest.raises(TypeError, match="No matching definition"):
         expand(rows, inverse, np.frombuffer(bytes(24), np.float32).reshape(2, 3))  # cannot be written
     assert matrix(types.float32).mutable is False
+
+
+def test_a_kernel_may_be_called_first_by_several_threads_at_once() -> None:
+    def doubled(values):  # type: ignore[no-untyped-def]  # numba's
+        for i in range(len(values)):
+            values[i] *= 2
+
+    for _ in range(3):
+        kernel = Kernel(
+            doubled, [(vector(types.int64, written=True),), (vector(types.float64, written=True),)]
+        )
+        arrays = [np.ones(4) for _ in range(4)]
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(kernel, arrays))
+        assert [array.tolist() for array in arrays] == [[2.0] * 4] * 4

@@ -18,6 +18,7 @@ import hashlib
 import os
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar, cast
@@ -86,6 +87,7 @@ def _kept_in(directory: Path | None) -> Iterator[None]:
 
 
 _DIRECTORY = cache_directory()
+_preparing = threading.Lock()
 
 
 class Kernel(Generic[Parameters, Result]):
@@ -98,13 +100,14 @@ class Kernel(Generic[Parameters, Result]):
         self.__doc__ = function.__doc__
 
     def prepare(self) -> None:
-        """Compile or load; after that no call ever compiles."""
-        if not self._is_ready:
-            for signature in self._signatures:
-                self.dispatcher.compile(signature)
-            # Closed, it converts what may be written to what is only read instead of compiling another version.
-            self.dispatcher.disable_compile()
-            self._is_ready = True
+        """Compile or load; after that no call ever compiles. Several threads may ask at once."""
+        with _preparing:
+            if not self._is_ready:
+                for signature in self._signatures:
+                    self.dispatcher.compile(signature)
+                # Closed, it converts what may be written to what is only read instead of compiling another version.
+                self.dispatcher.disable_compile()
+                self._is_ready = True
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """Run it."""
