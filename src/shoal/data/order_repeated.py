@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shoal.data.sources.source import Source
 
 _MASK = (1 << 64) - 1
+_MANY = 8  # repetitions whose shuffles are better computed together than one by one
 
 
 class Repeated(Stage):
@@ -50,7 +51,8 @@ class Repeated(Stage):
         repetitions, places = np.divmod(as_array(positions), each)
         if not self.parent.varies:
             return _moved(self.parent.indices(places, epoch), repetitions * self._source.num_samples)
-        if isinstance(self.parent, Shuffled) and not self.parent.parent.varies:
+        many = int(repetitions.max() - repetitions.min()) >= _MANY
+        if many and isinstance(self.parent, Shuffled) and not self.parent.parent.varies:
             base = np.uint64(self._epoch(epoch, 0) & _MASK)
             inside = self.parent.indices_of(places, repetitions.astype(np.uint64) + base)
             return _moved(inside, repetitions * self._source.num_samples)
