@@ -1,11 +1,32 @@
 """`shoal.memory`: data over device memory, RAM and disk, within limits in bytes.
 
-block_store.py     blocks by key, promoted and demoted between the tiers; what decides is `tiering.py`, and is pure
-stats.py           hit rates and bytes moved
+block_store.py   blocks by key, promoted and demoted between the tiers; what decides is `tiering.py`, and is pure
+row_store.py     rows by number, the first part of them in RAM and the rest on disk, shared by the processes of a host
+placing.py       how much of a cache lies where, and why
+figures.py       hit rates and bytes moved
 """
 
 from shoal.memory.block_store import BlockStore
-from shoal.memory.stats import stats
+from shoal.memory.figures import stats
+from shoal.memory.placing import CacheConfig, Placement, place, say_where
+from shoal.memory.row_layout import Field, RowLayout
+from shoal.memory.row_store import Lists, RowSpec, RowStore
+from shoal.memory.rows_ahead import RowsAhead
 from shoal.memory.tier import Limits, Tier
 
-__all__ = ["BlockStore", "Limits", "Tier", "stats"]
+__all__ = [
+    "BlockStore",
+    "CacheConfig",
+    "Field",
+    "Limits",
+    "Lists",
+    "Placement",
+    "RowLayout",
+    "RowSpec",
+    "RowStore",
+    "RowsAhead",
+    "Tier",
+    "place",
+    "say_where",
+    "stats",
+]

@@ -18,11 +18,11 @@ import torch
 
 from shoal.core.errors import ConfigError
 from shoal.core.memory_errors import BlockDamaged, StoreFull
-from shoal.memory import block_format, stats
+from shoal.memory import block_format, figures
 from shoal.memory.block_format import Tree
 from shoal.memory.errands import Errands
+from shoal.memory.figures import Stats, TierStats
 from shoal.memory.policies import Key
-from shoal.memory.stats import Stats, TierStats
 from shoal.memory.tier import Limits, Tier
 from shoal.memory.tier_contents import TierContents
 from shoal.memory.tier_events import (
@@ -88,7 +88,7 @@ class BlockStore:
         self._ahead: list[tuple[Key, Loader | None, Tier]] = []
         self._errands = Errands("shoal-read-ahead")
         self._pid = os.getpid()
-        stats.watch(self)
+        figures.watch(self)
 
     # ---- reading -----------------------------------------------------------------------------------
 
@@ -219,8 +219,8 @@ class BlockStore:
             now = self._stats
             now.num_blocks = sum(1 for block in self._tiering.blocks.values() if block.copies)
             now.num_dirty = sum(1 for key in self._tiering.blocks if self._tiering.is_dirty(key))
-            for tier, figures in now.tiers.items():
-                figures.num_bytes = self._tiering.used[tier]
+            for tier, tier_figures in now.tiers.items():
+                tier_figures.num_bytes = self._tiering.used[tier]
             return now
 
     def figures(self) -> dict[str, Any]:
@@ -382,13 +382,13 @@ class BlockStore:
         block = self._tiering.blocks.get(key)
         if block is not None and block.is_ahead and tier in block.copies:
             self._stats.num_ahead += 1
-        for each, figures in self._stats.tiers.items():
+        for each, counted in self._stats.tiers.items():
             if each < tier or self._limits.of(each) == 0:
                 continue
             if block is not None and each in block.copies:
-                figures.num_hits += 1
+                counted.num_hits += 1
                 return
-            figures.num_misses += 1
+            counted.num_misses += 1
 
     # ---- the rest ----------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ does not know whether they lie in RAM, on disk, or are decoded just now.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +15,9 @@ from numpy.typing import NDArray
 
 from shoal.core.data_errors import BadSample
 from shoal.data.tables.table import Ragged, Rows, Table
+from shoal.memory import BlockStore, CacheConfig, Limits, available
+
+_PASSING_BYTES = 256 << 20
 
 
 class Gathered(NamedTuple):
@@ -34,23 +36,36 @@ class Storage(Protocol):
     def gather(self, rows: range | NDArray[np.int64]) -> Gathered:
         """Copies of these rows."""
 
+    def will_need(self, rows: NDArray[np.int64]) -> None:
+        """These rows will be asked for next, in this order."""
+
     def describe(self) -> dict[str, Any]:
         """What is kept where, for people."""
 
 
 def open_storage(table: Table, *, cache: Any = "auto") -> Storage:
-    """The storage of a table: `cache` is "auto", or what `shoal.memory` takes."""
-    return DecodedBlocks(table)
+    """The storage of a table.
+
+    `cache` is "auto", "ram", "disk", a `shoal.memory.CacheConfig`, or None:
+    then blocks are decoded again and again, for what is read once and in
+    order.
+    """
+    from shoal.data.tables.stored_rows import StoredRows
+
+    if cache is None:
+        return PassingBlocks(table)
+    return StoredRows(table, CacheConfig.of(cache))
 
 
-class DecodedBlocks:
-    """Every block that was touched, as it was decoded."""
+class PassingBlocks:
+    """The blocks that were touched last, as they were decoded."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
         self._bounds = np.cumsum([0, *(block.num_rows for block in table.blocks)])
-        self._blocks: dict[int, Rows] = {}
-        self._lock = threading.Lock()
+        limit = min(_PASSING_BYTES, available.for_caches())
+        self._blocks = BlockStore(Limits(ram_bytes=limit, disk_bytes=0), name="decoded blocks")
+        self._bad: dict[int, Mapping[int, BadSample]] = {}
 
     def gather(self, rows: range | NDArray[np.int64]) -> Gathered:
         """Block by block, then put into the order asked for."""
@@ -60,28 +75,32 @@ class DecodedBlocks:
         parts: dict[str, list[Any]] = {column.name: [] for column in self._table.columns}
         bad: dict[int, BadSample] = {}
         for block in np.unique(of_block).tolist():
-            decoded, first = self._decoded(block), int(self._bounds[block])
+            columns, first = self._blocks.get(block, self._decode), int(self._bounds[block])
             local = wanted[order][of_block[order] == block] - first
-            for name, column in decoded.columns.items():
-                parts[name].append(column.take(local) if isinstance(column, Ragged) else column[local])
-            bad |= {
-                first + row: decoded.bad[row]
-                for row in (local.tolist() if decoded.bad else ())
-                if row in decoded.bad
-            }
+            for name, column in columns.items():
+                parts[name].append(
+                    Ragged(*column).take(local) if isinstance(column, tuple) else column[local]
+                )
+            wrong = self._bad[block]
+            bad |= {first + row: wrong[row] for row in (local.tolist() if wrong else ()) if row in wrong}
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
         return Gathered({name: _joined(pieces, back) for name, pieces in parts.items()}, bad)
 
-    def describe(self) -> dict[str, Any]:
-        """Blocks in RAM, of how many."""
-        return {"blocks_in_ram": len(self._blocks), "num_blocks": len(self._table.blocks)}
+    def will_need(self, rows: NDArray[np.int64]) -> None:
+        """Nothing is read ahead: a shuffled table would be decoded as a whole for one batch."""
 
-    def _decoded(self, block: int) -> Rows:
-        with self._lock:
-            if block not in self._blocks:
-                self._blocks[block] = self._table.read(block)
-            return self._blocks[block]
+    def describe(self) -> dict[str, Any]:
+        """Nothing is kept."""
+        return {"cache": None, **self._blocks.figures()}
+
+    def _decode(self, block: int) -> dict[str, Any]:
+        decoded: Rows = self._table.read(block)
+        self._bad[block] = decoded.bad
+        return {
+            name: tuple(column) if isinstance(column, Ragged) else column
+            for name, column in decoded.columns.items()
+        }
 
 
 def _joined(pieces: list[Any], back: NDArray[np.int64]) -> torch.Tensor | Ragged:
