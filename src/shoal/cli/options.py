@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.core.shard_names import FORMS
 from shoal.core.strategy_names import STRATEGIES
 
 
@@ -41,6 +42,16 @@ Strategy = Annotated[
         help=f"How the model is spread: {', '.join(STRATEGIES)}.",
         show_default="single for one worker, ddp for more",
         autocompletion=complete_strategy,
+    ),
+]
+
+Shard = Annotated[
+    str | None,
+    typer.Option(
+        "--shard",
+        metavar="HOW",
+        help=f"How batches are cut over the workers, where the script does not say: {', '.join(FORMS)}.",
+        show_default="equal; dynamic with relaxed strategies",
     ),
 ]
 

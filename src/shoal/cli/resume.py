@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.options import RunDir, complete_run
+from shoal.cli.options import RunDir, Shard, complete_run
 from shoal.cli.verb import leave
 
 EXAMPLES = (
@@ -29,6 +29,7 @@ def resume(
             "-n", "--workers", metavar="WORKERS", min=1, help="Worker processes.", show_default="as before"
         ),
     ] = None,
+    shard: Shard = None,
     run_dir: RunDir = Path("runs"),
 ) -> None:
     """Go on with a run from its newest checkpoint. Script, arguments and strategy are its own."""
@@ -36,7 +37,7 @@ def resume(
     from shoal.cluster.api import launch, resume_config
 
     path = find(run, run_dir)
-    config = resume_config(path, workers=workers)
+    config = resume_config(path, workers=workers, shard=shard)
     if newest_checkpoint(path) is None:
         # A script may give its checkpoints another place; only the script knows.
         typer.echo(

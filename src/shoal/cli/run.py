@@ -14,6 +14,7 @@ from shoal.cli.options import (
     RunDir,
     Script,
     Servers,
+    Shard,
     StepTimeout,
     Strategy,
     Workers,
@@ -29,7 +30,7 @@ EXAMPLES = (
     "  shoal run -n 2 --servers 2 --strategy ps train.py   two servers hold the weights"
 )
 
-BEFORE_SCRIPT = ("-n", "--workers", "--strategy", "--servers", "--replicas")
+BEFORE_SCRIPT = ("-n", "--workers", "--strategy", "--shard", "--servers", "--replicas")
 """Options that change what runs. Meant for shoal, and written behind the script, they would silently do nothing."""
 
 
@@ -41,6 +42,7 @@ def run(
     ] = None,
     workers: Workers = 1,
     strategy: Strategy = None,
+    shard: Shard = None,
     servers: Servers = None,
     replicas: Replicas = None,
     name: Annotated[
@@ -107,6 +109,7 @@ def run(
         args=tuple(args or ()),
         workers=workers,
         strategy=strategy,
+        shard=shard,
         servers=servers,
         replicas=replicas,
         name=name,

@@ -127,8 +127,10 @@ def run(
     return result
 
 
-def resume_config(run: str | os.PathLike[str], *, workers: int | None = None) -> LaunchConfig:
-    """How to go on with the job of a run directory, with other workers where a number is given."""
+def resume_config(
+    run: str | os.PathLike[str], *, workers: int | None = None, shard: str | None = None
+) -> LaunchConfig:
+    """How to go on with the job of a run directory, with other workers where a number is given, or other shares."""
     path = Path(run).absolute()
     before = read_config(path)
     num_workers = before.workers if workers is None else workers
@@ -138,6 +140,7 @@ def resume_config(run: str | os.PathLike[str], *, workers: int | None = None) ->
         workers=num_workers,
         # What was chosen by the number of workers is chosen again.
         strategy=None if before.strategy == "single" else before.strategy,
+        shard=before.shard if shard is None else shard,
         servers=before.servers or None,
         replicas=before.replicas if before.servers else None,
         name=path.name,
@@ -167,6 +170,7 @@ def _run_job(
             num_servers=described.servers,
             num_replicas=described.replicas,
             strategy=described.strategy,
+            shard=described.shard,
             launched=True,
             resume=config.resume,
             seed=described.seed,
@@ -245,6 +249,7 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         args=list(config.args),
         cwd=cwd,
         strategy=strategy_names.choose(config.strategy, config.workers),
+        shard=config.shard,
         workers=config.workers,
         servers=config.num_servers,
         replicas=config.num_replicas,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.cluster.faults import Faults
-from shoal.core import compress_names, exchange_names, strategy_names
+from shoal.core import compress_names, exchange_names, shard_names, strategy_names
 from shoal.core.errors import ConfigError
 from shoal.core.job import VerifyPlan
 
@@ -44,6 +44,9 @@ class LaunchConfig:
 
     exchange: str = "auto"
     """How gradients are summed where no servers do it."""
+
+    shard: str | None = None
+    """How batches are cut over the workers, where the script does not say: see `shoal.core.shard_names`."""
 
     servers: int | None = None
     """How many servers hold the weights. None: one for the strategies of the parameter server, none for others."""
@@ -133,6 +136,10 @@ class LaunchConfig:
                 "sums them another way. Nothing was started; leave one of the two out."
             )
         self._check_servers()
+        if self.shard is not None:
+            chosen = strategy_names.choose(self.strategy, self.workers)
+            is_relaxed = strategy_names.parse(chosen).mode in ("ssp", "async")
+            shard_names.check(self.shard, num_workers=self.workers, strategy=chosen, is_relaxed=is_relaxed)
         if self.faults is not None:
             if not isinstance(self.faults, Faults):
                 raise ConfigError(

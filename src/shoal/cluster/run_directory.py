@@ -47,6 +47,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     args: list[str]
     cwd: str
     strategy: str
+    shard: str | None = None
     workers: int
     servers: int = 0
     replicas: int = 1

@@ -123,6 +123,12 @@ class Batches:
         )
         return Batches(self._feed.sharded(plan), self._stages)
 
+    def shard_unless_said(self, text: str) -> Batches:
+        """Cut over the workers as `--shard` says, where the script says nothing."""
+        if self.sharding.name:
+            return self
+        return Batches(self._feed.sharded(ShardPlan.parse(text)), self._stages)
+
     def loads(self, *, epoch: int, start: int, num_workers: int) -> Loads:
         """Of shard("balanced"): how even it cuts the first batches from `start` on."""
         assert isinstance(self._feed, IndexedFeed)  # others have no costs

@@ -14,16 +14,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from shoal.core import shard_names
 from shoal.core.errors import ConfigError
+from shoal.core.shard_names import MEASURED
 from shoal.data.balancing import Load, balanced_cuts
 from shoal.data.costs import SampleCosts
 from shoal.data.order import Order
 from shoal.data.sources.source import Source
 
 HOWS = ("equal", "balanced", "weighted", "dynamic")
-
-MEASURED = "measured"
-"""Instead of weights: let the Trainer measure them."""
 
 DRAIN_SLOWER_THAN = 8.0
 """A worker that is four times slower still does a quarter of a worker's work; one eight times slower hardly helps, and its
@@ -264,6 +263,12 @@ class ShardPlan:
                 if self.weights is None
                 else f"weights= is for shard('weighted'), got it with {self.how!r}."
             )
+
+    @classmethod
+    def parse(cls, text: str) -> ShardPlan:
+        """What `--shard` says."""
+        words = shard_names.parse(text)
+        return cls(how=words.how, cost=words.cost, weights=words.weights)
 
     def of_stream(self) -> Sharding:
         """For what is read from its beginning: by arithmetic alone."""

@@ -68,6 +68,10 @@ def batches_of(data: Any, *, what: str, seed: int, may_be_endless: bool = False)
         )
     if batches.num_samples == 0:
         raise EmptyDataset(what=what)
+    shard = jobs.current().shard
+    # By costs only what is trained: other data may lack the column.
+    if shard is not None and (what in ("fit", "setup") or not shard.startswith("balanced")):
+        batches = batches.shard_unless_said(shard)
     size = batches.batch_size(jobs.num_workers())
     if 0 < size < jobs.num_workers():
         raise BatchTooSmall(batch_size=size, num_workers=jobs.num_workers())

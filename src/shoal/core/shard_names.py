@@ -1,0 +1,66 @@
+"""How batches are cut over the workers, in words: what `--shard` takes.
+
+Names only, so that the command line can refuse a misspelt one without
+importing torch; `shoal.data.sharding` holds what they stand for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.core.errors import ConfigError
+
+FORMS = {
+    "equal": "parts that differ by at most one sample",
+    "balanced=COST": "the heaviest part as light as can be, by length, bytes or a column",
+    "weighted=W,W,...": "by weights, a number for each worker",
+    "weighted=measured": "by how fast the workers turn out to be",
+    "dynamic": "relaxed strategies: handed out while the epoch runs",
+}
+
+MEASURED = "measured"
+
+
+class Words(NamedTuple):
+    """What was said."""
+
+    how: str
+    cost: str | None = None
+    weights: tuple[float, ...] | str | None = None
+
+
+def parse(text: str) -> Words:
+    """What the words mean; ConfigError where they mean nothing."""
+    how, _, option = text.partition("=")
+    match how:
+        case "equal" | "dynamic" if not option:
+            return Words(how)
+        case "balanced" if option:
+            return Words(how, cost=option)
+        case "weighted" if option == MEASURED:
+            return Words(how, weights=MEASURED)
+        case "weighted" if option:
+            try:
+                return Words(how, weights=tuple(float(weight) for weight in option.split(",")))
+            except ValueError:
+                pass
+    forms = ", ".join(FORMS)
+    raise ConfigError(
+        f"'{text}' is no way to cut batches over workers. Nothing was started; there are: {forms}."
+    )
+
+
+def check(text: str, *, num_workers: int, strategy: str, is_relaxed: bool) -> None:
+    """Refuse before anything starts what a job cannot do."""
+    words = parse(text)
+    if words.how == "dynamic" and not is_relaxed and num_workers > 1:
+        raise ConfigError(
+            f"--shard dynamic hands whole batches to whichever worker is free, and '{strategy}' computes every batch on all "
+            f"{num_workers} workers together. Nothing was started; use a relaxed strategy (ps:async, ps:ssp=K), or --shard "
+            "weighted=measured."
+        )
+    if isinstance(words.weights, tuple) and num_workers not in (1, len(words.weights)):
+        raise ConfigError(
+            f"--shard {text} has {len(words.weights)} weights, and there are {num_workers} workers. Nothing was started; give one "
+            "for each, or --shard weighted=measured."
+        )
