@@ -182,12 +182,25 @@ def test_a_task_that_ends_its_process_three_times_is_an_error_that_names_it(star
         return number
 
     results = start(crash_at_five, 2).run(iter(range(10)))
+    assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(SampleEndsReader) as caught:
-        list(results)
+        next(results)
     assert caught.value.indices == [5]
     assert caught.value.num_deaths == 3
     assert "map(work), the samples with indices 5" in str(caught.value)
     assert "was killed by SIGKILL" in str(caught.value)
+
+
+def test_a_process_that_closes_its_own_line_is_no_use_and_is_replaced(start: Start) -> None:
+    def close_everything(number: int) -> int:
+        if number == 3:
+            os.closerange(3, 64)
+            time.sleep(60)
+        return number
+
+    results = start(close_everything, 1).run(iter(range(6)))
+    with pytest.raises(SampleEndsReader, match="the samples with indices 3"):
+        list(results)
 
 
 def test_what_comes_before_an_error_is_delivered_first(start: Start) -> None:

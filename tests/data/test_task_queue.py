@@ -72,6 +72,17 @@ def test_nobody_is_blamed_for_the_death_of_a_process_that_was_at_nothing() -> No
     assert queue.take() == "A"
 
 
+def test_a_task_that_is_given_up_is_not_handed_out_again_and_its_place_is_taken() -> None:
+    queue = queue_of(*"abc", processes=1)
+    queue.hand_out()
+    queue.lose(0, at=0)
+    queue.settle(0, "no A")
+    queue.join(0)
+    assert sent(queue) == [(0, "b")]
+    assert queue.take() == "no A"
+    assert sent(queue) == [(0, "c")]
+
+
 def test_a_result_of_a_task_that_somebody_else_was_given_meanwhile_is_not_taken() -> None:
     queue = queue_of("a", processes=1)
     queue.hand_out()

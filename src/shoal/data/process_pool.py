@@ -8,6 +8,7 @@ see afterwards that a process was lost.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import select
@@ -27,7 +28,7 @@ from shoal.core.errors import ConfigError
 from shoal.data.process_memory import Receiver
 from shoal.data.process_parent import ASKS_FOR_STACK, AT, Child, ReaderParent, receive, send
 from shoal.data.process_reader import Delivery, Order, Outcome, order_packet, serve
-from shoal.data.task_queue import Suspect, TaskQueue
+from shoal.data.task_queue import TaskQueue
 
 _MAX_LOST_PER_PROCESS = 10  # in a row, without a result between them
 _STACK_WITHIN_S = 0.5
@@ -68,7 +69,6 @@ class _Held:
     parent: ReaderParent | None
     children: dict[int, Child]
     grace_s: float
-
     owner_pid: int
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class ProcessPool:
                 send(child.line, data, [] if fd is None else [fd], flags=socket.MSG_DONTWAIT)
             except BlockingIOError:
                 # Many passes were begun and called off while it was at one task: it is of no use any more.
-                signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+                _send_signal(child, signal.SIGKILL)
             except OSError:
                 pass  # it has died; that is noticed by its descriptor, and the task is sent again
             finally:
@@ -203,7 +203,10 @@ class ProcessPool:
         while True:
             try:
                 data, fds = receive(line, max_fds=1, flags=socket.MSG_DONTWAIT)
-            except (EOFError, OSError):
+            except BlockingIOError:
+                return
+            except (EOFError, OSError):  # it is dead, or the user's code closed what was not its own
+                _send_signal(self._held.children[process], signal.SIGKILL)
                 return
             delivery = Delivery.unpacked(data)
             try:
@@ -223,18 +226,18 @@ class ProcessPool:
             return
         how = _how(parent.exit_code(child.pid))
         suspect = self._queue.lose(child.number, at=at) if self._queue is not None else None
-        self._tell_of(child.number, how, suspect)
+        what, indices = ("", []) if suspect is None else self._describe(suspect.task)
+        happenings.tell("reader restarted", reader=child.number, how=how, indices=indices[:8])
+        if suspect is not None and suspect.num_deaths >= self._config.max_deaths:
+            error = SampleEndsReader(what=what, indices=indices, how=how, num_deaths=suspect.num_deaths)
+            assert self._queue is not None
+            assert at is not None
+            self._queue.settle(at, Outcome(None, error))  # what comes before it is delivered first
         self._count_loss(how)
         try:
             self._join(parent.fork(child.number))
         except EOFError:
             self._start_anew()
-
-    def _tell_of(self, process: int, how: str, suspect: Suspect[Any] | None) -> None:
-        what, indices = ("", []) if suspect is None else self._describe(suspect.task)
-        happenings.tell("reader restarted", reader=process, how=how, indices=indices[:8])
-        if suspect is not None and suspect.num_deaths >= self._config.max_deaths:
-            raise SampleEndsReader(what=what, indices=indices, how=how, num_deaths=suspect.num_deaths)
 
     def _count_loss(self, how: str) -> None:
         """Processes that die before they do anything would be started for ever."""
@@ -298,9 +301,14 @@ def _read(work: Callable[[Any], Any], number: int, line: socket.socket, notes: i
     serve(work, line, notes)
 
 
+def _send_signal(child: Child, signum: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it is dead
+        signal.pidfd_send_signal(child.pidfd, signum)
+
+
 def _stack_of(child: Child) -> list[str]:
     """Where a process stands in the user's code, innermost first; empty where it does not say."""
-    signal.pidfd_send_signal(child.pidfd, ASKS_FOR_STACK)
+    _send_signal(child, ASKS_FOR_STACK)
     deadline = time.monotonic() + _STACK_WITHIN_S
     while time.monotonic() < deadline:
         text = os.pread(child.notes, 1 << 16, AT.size).decode(errors="replace")

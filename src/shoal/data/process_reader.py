@@ -83,7 +83,7 @@ class Outcome(NamedTuple):
             happenings.tell(kind, **facts)
         if self.error is None:
             return self.value
-        cause = _InReader(self.traceback)
+        cause = _InReader(self.traceback) if self.traceback else None
         try:
             if isinstance(self.error, StopIteration):  # would pass for the end of the data
                 raise RuntimeError("reading raised StopIteration") from cause

@@ -89,6 +89,13 @@ class TaskQueue(Generic[Task, Result]):
         self._deaths[at] = self._deaths.get(at, 0) + 1
         return Suspect(self._open[at], self._deaths[at])
 
+    def settle(self, number: int, result: Result) -> None:
+        """A task that nobody holds is not handed out again; this stands in the place of its result."""
+        self._returned.remove(number)
+        heapq.heapify(self._returned)
+        del self._open[number]
+        self._results[number] = result
+
     @property
     def has_result(self) -> bool:
         """Whether the next result in order is there."""
