@@ -54,6 +54,24 @@ def test_schema_says_types_of_some_columns_or_all(tmp_path: Path) -> None:
     assert (sample["a"].dtype, sample["b"], sample["c"].dtype) == (torch.float64, "2", torch.int64)
 
 
+@pytest.mark.parametrize(
+    ("said", "text", "value"),
+    [
+        ("float16", "0.5", 0.5),
+        ("int8", "-3", -3),
+        ("uint8", "200", 200),
+        ("uint64", "77", 77),
+        ("bool", "true", True),
+        ("date", "1970-01-02", 86_400 * 10**9),
+        (np.int16, "5", 5),
+        (torch.float64, "0.1", 0.1),
+    ],
+)
+def test_every_type_that_can_be_said(tmp_path: Path, said: Any, text: str, value: Any) -> None:
+    path = write(tmp_path / "a.csv", f"x\n{text}\n")
+    assert Dataset.from_csv(path, schema={"x": said})[0]["x"].item() == value
+
+
 def test_timestamps_with_and_without_a_zone(tmp_path: Path) -> None:
     second = int(datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC).timestamp()) * 10**9
     for text in ("2024-01-01T00:00:00Z", "2024-01-01 00:00:00", "2024-01-01"):

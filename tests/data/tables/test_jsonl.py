@@ -163,6 +163,16 @@ def test_columns_that_cannot_be_read(tmp_path: Path) -> None:
         Dataset.from_jsonl(path, columns=["z"])
 
 
+def test_json_that_is_not_in_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"a": 1}, {"a": 2}]))
+    with pytest.raises(BadSample, match="row 1: the line is a list and should be an object"):
+        Dataset.from_jsonl(path)
+    path.write_text(json.dumps([{"a": 1}, {"a": 2}], indent=1))
+    with pytest.raises(BadSample, match=r"row 1: the line is no JSON \(Expecting value at character 2\)"):
+        Dataset.from_jsonl(path)
+
+
 def test_skipping_bad_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"n": 1}, "?", {"n": 3})
     source = open_jsonl(path, on_error="skip", max_skips=1)

@@ -25,6 +25,7 @@ from shoal.data.tables.schema import (
     chosen,
     columns_of,
     label_names,
+    readable_type,
     wrong_value,
 )
 from shoal.data.tables.source import OnError, TableSource, check_on_error
@@ -122,11 +123,11 @@ class CsvDecoder:
             name: arrow_type(name, said) for name, said in (schema or {}).items() if name in self._wanted
         }
         self._num_looked_at, self._inferred = 0, set(self._wanted) - given.keys()
-        self._types = self._find_types(given, urls, texts)
+        found = self._find_types(given, urls, texts)
         import pyarrow as pa
 
-        fields = pa.schema([(name, self._types[name]) for name in self._wanted])
-        self.columns = columns_of(fields, urls[0])
+        self.columns = columns_of(pa.schema([(name, found[name]) for name in self._wanted]), urls[0])
+        self._types = {name: readable_type(kind) for name, kind in found.items()}
         lists = [
             column.name
             for column in self.columns

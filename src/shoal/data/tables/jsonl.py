@@ -25,6 +25,7 @@ from shoal.data.tables.schema import (
     columns_of,
     is_unknown,
     label_names,
+    readable_type,
     wrong_value,
 )
 from shoal.data.tables.source import OnError, TableSource, check_on_error
@@ -93,13 +94,13 @@ class JsonDecoder:
 
         given = {name: arrow_type(name, said) for name, said in (schema or {}).items()}
         self._num_looked_at = 0
-        found = self._find_types(given, None if columns is None else [*columns, *needed], texts)
+        found = self._find_types(url, given, None if columns is None else [*columns, *needed], texts)
         wanted = chosen(list(found), columns, url, needed=needed)
         check_names("fill=", fill, wanted, url)
         self._inferred = found.keys() - given.keys()
         self._types = {name: found[name] for name in wanted}
         self.columns = columns_of(pa.schema(list(self._types.items())), url)
-        self._readable = pa.schema([(name, _readable(kind)) for name, kind in self._types.items()])
+        self._readable = pa.schema([(name, readable_type(kind)) for name, kind in self._types.items()])
         self._fill = Fill(fill, self.columns)
 
     def decode(self, text: bytes, num_rows: int, place: Place) -> Rows:
@@ -125,6 +126,7 @@ class JsonDecoder:
 
     def _find_types(
         self,
+        url: str,
         given: Mapping[str, pa.DataType],
         wanted: Sequence[str] | None,
         texts: Iterable[tuple[int, bytes]],
@@ -141,7 +143,10 @@ class JsonDecoder:
             try:
                 schema = _parsed(text, None).schema
             except pa.ArrowInvalid:
-                schema = careful_columns(text, None, BadRows(lambda _: {}), None).schema
+                bad = BadRows(lambda row: {"where": url, "row": row + 1})
+                schema = careful_columns(text, None, bad, None).schema
+                if number == 0 and not schema.names and len(bad):
+                    raise bad[0] from None
             self._num_looked_at += text.count(b"\n") + (not text.endswith(b"\n"))
             for field in schema:
                 if is_unknown(found.get(field.name, pa.null())):
@@ -160,12 +165,3 @@ def _parsed(text: bytes, schema: pa.Schema | None) -> pa.Table:
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
     )
     return pyarrow.json.read_json(as_file(text), parse_options=options)
-
-
-def _readable(kind: pa.DataType) -> pa.DataType:
-    """The nearest type that Arrow reads from JSON; the rest is done in decoding."""
-    import pyarrow as pa
-
-    if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind):
-        return pa.list_(_readable(kind.value_type))
-    return pa.float32() if pa.types.is_float16(kind) else kind

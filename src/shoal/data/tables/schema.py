@@ -127,6 +127,15 @@ def as_torch_means(found: pa.DataType, given: pa.DataType | None = None) -> pa.D
     return pa.float32() if pa.types.is_float64(found) else found
 
 
+def readable_type(kind: pa.DataType) -> pa.DataType:
+    """The nearest type that Arrow reads from text; the rest is done in decoding."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind):
+        return pa.list_(readable_type(kind.value_type))
+    return pa.float32() if pa.types.is_float16(kind) else kind
+
+
 def wrong_value(name: str, value: str, kind: pa.DataType, num_looked_at: int | None) -> str:
     """What to say of a value that is not of its column's type, found in so many rows or said by the user."""
     import pyarrow as pa
