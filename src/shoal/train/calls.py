@@ -79,10 +79,12 @@ def batches_of(data: Any, *, what: str, seed: int, may_be_endless: bool = False)
 
 
 def described(batches: Batches) -> str:
-    """Sizes and seeds: ranks that shuffle by different seeds would train some samples twice and others never."""
+    """Sizes, seeds and what filters chose: ranks that differ in them would train some samples twice and others never."""
     stages = batches.describe().get("stages", [])
     seeds = [stage["seed"] for stage in stages if stage.get("seed") is not None]
     size = batches.batch_size(jobs.num_workers())
     said = f"samples={batches.num_samples}, batch={size or None}"
     said += f", seeds={seeds}" if seeds else ""
+    chosen = [stage["digest"] for stage in stages if stage.get("digest") is not None]
+    said += f", chosen={chosen}" if chosen else ""
     return f"{said}, shard={batches.sharding.describe()}" if batches.sharding.name else said
