@@ -60,7 +60,8 @@ def test_a_paused_worker_is_killed_and_replaced(
         quiet=True,
     )
     assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
-    assert suspects(done) == [(1, True)]
+    # On a busy machine its replacement, and whoever waits for it, are looked at too, and let be.
+    assert [rank for rank, killed in suspects(done) if killed] == [1]
     assert done.summary["restarts"] == 1
     for rank in range(workers):
         weight = torch.load(tmp_path / f"rank-{rank}.pt")["weight"]
@@ -95,10 +96,11 @@ def test_who_is_slow_is_let_be_and_named_in_the_end(launch_script: Launch) -> No
         workers=2,
         servers=1,
         strategy="ps",
-        step_timeout_s=0.7,
+        step_timeout_s=2.0,  # for whoever works, on a busy machine too
         grace_s=0.2,
         quiet=True,
     )
     assert isinstance(done.error, WaitTimedOut), done.error
-    assert "waited 1.4 s for worker-1" in str(done.error)
-    assert suspects(done) == [(1, False)]
+    assert "waited 4.0 s for worker-1" in str(done.error)
+    assert not any(killed for _, killed in suspects(done))
+    assert (1, False) in suspects(done)

@@ -85,6 +85,11 @@ def of_kind(done: Launched, kind: str) -> list[dict[str, Any]]:
     return [event for event in done.events if event["event"] == kind]
 
 
+def killed_for_it(done: Launched) -> list[dict[str, Any]]:
+    """Suspects that were stopped. On a busy machine others are suspected too, of being slow, and let be."""
+    return [event for event in of_kind(done, "suspect") if event["killed"]]
+
+
 def succeeded(done: Launched) -> bool:
     assert done.error is None, f"{done.error}\n{done.events}"
     return done.exit_code == 0
@@ -213,8 +218,8 @@ def test_a_stopped_worker_is_killed_when_its_time_at_a_call_is_over_and_replaced
         step_timeout_s=0.5,
     )
     assert succeeded(done)
-    suspect = of_kind(done, "suspect")[0]
-    assert (suspect["rank"], suspect["incarnation"], suspect["killed"]) == (1, 0, True)
+    [suspect] = killed_for_it(done)
+    assert (suspect["rank"], suspect["incarnation"]) == (1, 0)
     assert suspect["waited_s"] >= 1.0
     assert "at call 2 (save)" in suspect["why"]
 
@@ -234,8 +239,8 @@ def test_a_stopped_worker_is_killed_when_the_others_have_left_its_view(launch_sc
         step_timeout_s=1.0,
     )
     assert succeeded(done)
-    suspect = of_kind(done, "suspect")[0]
-    assert (suspect["rank"], suspect["killed"]) == (1, True)
+    [suspect] = killed_for_it(done)
+    assert suspect["rank"] == 1
     assert "to enter view 2" in suspect["why"]
 
 

@@ -75,6 +75,7 @@ class Supervisor:
         self.outcome = Outcome(self._fate)
         self._workers: dict[int, Worker] = {}  # by pid, while they live
         self._died_at: dict[int, float] = {}  # by rank, until its replacement has caught up
+        self._suspects: dict[int, tuple[Suspect, bool]] = {}  # by rank: what was written down last
         self._coordinator_died_at: float | None = None  # until the next one answers
         self._furthest = (0, 0, 0)  # call, epoch and step that any worker has reached
         self._most_finished = 0  # exchanges, as of the newest view
@@ -292,14 +293,16 @@ class Supervisor:
         if not of_that_name:
             return  # dead, or replaced already
         is_to_blame = not suspect.lenient or of_that_name[0].is_stopped()
-        self._run.event(
-            "suspect",
-            rank=rank,
-            incarnation=incarnation,
-            why=suspect.why,
-            waited_s=round(suspect.waited_s, 3),
-            killed=is_to_blame,
-        )
+        if self._suspects.get(rank) != (suspect, is_to_blame):  # the coordinator says it again and again
+            self._suspects[rank] = (suspect, is_to_blame)
+            self._run.event(
+                "suspect",
+                rank=rank,
+                incarnation=incarnation,
+                why=suspect.why,
+                waited_s=round(suspect.waited_s, 3),
+                killed=is_to_blame,
+            )
         if is_to_blame:
             self._feed(fate_events.Suspected(rank, incarnation, suspect.why))
 
