@@ -66,6 +66,14 @@ def test_only_the_columns_asked_for_are_read_in_their_order(tmp_path: Path) -> N
     )
 
 
+def test_names_may_have_points_and_columns_may_be_lists(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"a.b": ["x", "y"], "a": [1, 2], "l.m": [[1], [2, 3]], "z": [0, 0]})
+    table = ParquetTable(path, columns=["a.b", "l.m"])
+    assert [sample["a.b"] for sample in Dataset.from_parquet(path, columns=["a.b", "l.m"])] == ["x", "y"]
+    assert table.blocks[0].num_bytes > 50
+    assert len(table._wanted_ranges(0)) == 3  # two columns and the footer
+
+
 def test_urls_and_patterns(tmp_path: Path) -> None:
     system = fsspec.filesystem("memory")
     for name, first in (("x1", 0), ("x2", 5)):

@@ -7,7 +7,7 @@ row groups that `where=` rules out by their statistics, are never read.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,15 +108,15 @@ class ParquetTable:
     def _wanted_ranges(self, file: int) -> list[tuple[int, int]]:
         """The bytes of the chosen columns, and the footer: where files come from elsewhere, no others do."""
         footer = self._footers[file]
-        tail = (
-            footer.serialized_size + 64 * 1024
+        tail = footer.serialized_size + (
+            64 << 10
         )  # it is read from the end, some of what stands before it too
         ranges = [(max(self._infos[file].num_bytes - tail, 0), self._infos[file].num_bytes)]
         wanted = set(self._read_names)
         for group in range(footer.num_row_groups):
             for number in range(footer.row_group(group).num_columns):
                 column = footer.row_group(group).column(number)
-                if column.path_in_schema.split(".")[0] in wanted:
+                if _belongs(column.path_in_schema, wanted):
                     begin = min(
                         column.dictionary_page_offset or column.data_page_offset, column.data_page_offset
                     )
@@ -271,10 +271,13 @@ class ParquetTable:
         )
         ragged = {column.name for column in self.columns if column.is_ragged}
         chunks = (group.column(number) for number in range(group.num_columns)) if ragged else ()
-        sizes = [
-            chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in ragged
-        ]
+        sizes = [chunk.total_uncompressed_size for chunk in chunks if _belongs(chunk.path_in_schema, ragged)]
         return int(group.num_rows * fixed + sum(sizes))
+
+
+def _belongs(path: str, names: Collection[str]) -> bool:
+    """Whether a leaf of the file is of one of these columns: lists have theirs below them, and names may have points."""
+    return path in names or any(path.startswith(f"{name}.") for name in names)
 
 
 def runs(counts: Sequence[int], sizes: Sequence[int], most_bytes: int) -> list[tuple[int, ...]]:
