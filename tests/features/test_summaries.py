@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.features import moments, quantiles
+from shoal.features import moments, quantiles, token_counts
 from shoal.features.quantiles import Sketch
 
 NUMBERS = st.floats(-1e6, 1e6, allow_nan=False)
@@ -118,3 +119,19 @@ def test_the_same_values_give_the_same_sketch() -> None:
 
     one, other = made(), made()
     assert repr(one) == repr(other)
+
+
+TOKENS = st.lists(
+    st.text(st.characters(exclude_characters="\x00"), min_size=1, max_size=3), max_size=60
+) | st.lists(st.integers(-9, 9), max_size=60)
+
+
+@given(TOKENS, st.lists(st.integers(0, 60), max_size=4))
+def test_counts_of_pieces_are_those_of_the_whole(values: list[Any], at: list[int]) -> None:
+    by_part: dict[int, list[Any]] = {}
+    for piece in cut(np.array(values), at):
+        for part, counts in token_counts.counted(piece):
+            by_part.setdefault(part, []).append(counts)
+    found = [pair for pieces in by_part.values() for pair in token_counts.pairs(token_counts.merged(pieces))]
+    assert dict(found) == Counter(values)
+    assert len(found) == len(set(values)), "a value is in one part only"

@@ -6,6 +6,7 @@ columns.py       columns of a batch: numbers, tokens, what is missing
 statistics.py    what has to be known of the data, by map, combine and reduce
 moments.py       count, mean, spread: mergeable
 quantiles.py     a mergeable sketch with a proved bound
+token_counts.py  how often values occur: mergeable
 vocabulary.py    values by frequency, and the unknown
 hashing.py       hashes for ever
 transform.py     columns to tensors

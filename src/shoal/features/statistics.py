@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import DataError
-from shoal.features import moments, quantiles
+from shoal.features import moments, quantiles, token_counts
 from shoal.features.columns import Columns, columns_of
 from shoal.features.declared import Bag, Bucketized, Categorical, Crossed, Embedding, Feature, Numeric, Token
 from shoal.features.quantiles import Sketch
@@ -111,7 +111,7 @@ def merge(key: Key, values: Sequence[Any]) -> Any:
     """The combine and reduce function."""
     if key[0] == _MOMENTS:
         return moments.merged(values)
-    return quantiles.merged(values) if key[0] == _SKETCH else sum(values)
+    return quantiles.merged(values) if key[0] == _SKETCH else token_counts.merged(values)
 
 
 def conclude(features: Sequence[Feature], found: Iterable[tuple[Key, Any]], num_samples: int) -> Statistics:
@@ -134,7 +134,8 @@ def conclude(features: Sequence[Feature], found: Iterable[tuple[Key, Any]], num_
             for feature in fitted
             if isinstance(feature, Categorical) and vocabularies[feature.name] == head
         ]
-        streams = itertools.tee(((key[-1], count) for key, count in group), len(users))
+        counts_of = itertools.chain.from_iterable(token_counts.pairs(part) for _, part in group)
+        streams = itertools.tee(counts_of, len(users))
         for user, counts in zip(users, streams, strict=True):
             statistics.vocabularies[user.name] = most_frequent(counts, user)
     for feature in fitted:
@@ -181,8 +182,7 @@ def _counts(key: Key, feature: Categorical, columns: Columns) -> Iterator[tuple[
     known = ~found.missing
     if is_bag and not found.is_text:
         known &= found.values >= 0
-    values, counts = np.unique(found.values[known], return_counts=True)
-    return (((*key, value), count) for value, count in zip(values.tolist(), counts.tolist(), strict=True))
+    return ((((*key, part), counts)) for part, counts in token_counts.counted(found.values[known]))
 
 
 def _sketches(column: str, rows: Any) -> Iterator[tuple[Key, Any]]:

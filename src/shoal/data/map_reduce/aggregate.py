@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.data.map_reduce import keys, values
 from shoal.data.map_reduce.keys import Key
-from shoal.data.map_reduce.records import RunFile, merged
+from shoal.data.map_reduce.records import RunFile, merged, record_bytes
 
 _INDEX_EVERY = 64
 
@@ -85,10 +85,12 @@ class Aggregate(Mapping[Any, Any]):
         """An offset in the file at or before the key."""
         if number not in self._indices:
             sampled: tuple[list[bytes], list[int]] = ([], [])
-            for place, (offset, key) in enumerate(self._files[number].offsets()):
+            offset = 0
+            for place, (key, value) in enumerate(self._files[number].records(0)):
                 if place % _INDEX_EVERY == 0:
                     sampled[0].append(key)
                     sampled[1].append(offset)
+                offset += record_bytes(key, value)
             self._indices[number] = sampled
         found, offsets = self._indices[number]
         at = bisect.bisect_right(found, encoded) - 1

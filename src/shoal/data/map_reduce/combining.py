@@ -56,7 +56,7 @@ class Buffer:
                 found = self._encoded[encoded] = []
                 self._num_bytes += _KEY_BYTES + len(encoded)
         found.append(value)
-        self._num_bytes += 8 + values.num_bytes(value)
+        self._num_bytes += 40 if type(value) is int else 8 + values.num_bytes(value)
         if self._num_bytes > self._max_bytes:
             self._make_room()
 
@@ -158,7 +158,7 @@ class Buffer:
 
     def _records(self, entries: list[tuple[bytes, list[Any]]]) -> Iterator[Record]:
         for encoded, listed in entries:
-            if self._combine is not None:
+            if self._combine is not None and len(listed) > 1:
                 listed = [combined(self._combine, keys.decode(encoded), listed)]
             for value in listed:
                 yield encoded, values.encode(value)

@@ -30,14 +30,15 @@ from shoal.data.map_reduce import keys, values
 from shoal.data.map_reduce.claims import Claim, Claims
 from shoal.data.map_reduce.combining import Buffer, Combine, combined
 from shoal.data.map_reduce.reading import Piece
-from shoal.data.map_reduce.records import Record, RunFile, RunWriter, merged
+from shoal.data.map_reduce.records import Record, RunFile, RunWriter, merged, merged_in_memory
 from shoal.data.sources.source import name_of
 
-MAX_MAP_TASKS = 64
+MAX_MAP_TASKS = 32
 """A reduce task holds the output of each of them open."""
 
 _MAX_ATTEMPTS = 3
 _RETRY_AFTER_S = (0.1, 1.0)
+_BEAT_EVERY = 64  # pairs
 _POLL_S = (0.005, 0.1)
 
 
@@ -208,9 +209,12 @@ class Tasks:
                 claim.beat()
                 self._leave_if_orphaned()
                 try:
-                    for key, value in _pairs(plan.map(piece.value)):
-                        buffer.add(key, value)
-                        claim.beat()
+                    for number_of_pair, pair in enumerate(_pairs(plan.map(piece.value))):
+                        if type(pair) is not tuple or len(pair) != 2:
+                            raise _no_pair(pair)
+                        buffer.add(*pair)
+                        if number_of_pair % _BEAT_EVERY == 0:
+                            claim.beat()
                 except Exception as error:
                     error.add_note(f"raised by map_reduce's map({name_of(plan.map)}) for {piece.what}")
                     raise
@@ -225,7 +229,14 @@ class Tasks:
                 opened.callback(file.close)
             writer = RunWriter(self.directory / self.part_names[number], 1)
             try:
-                records = merged([file.records(number, check=True) for file in files])
+                records: Iterable[Record]
+                if (
+                    sum(file.stretches[number].num_bytes_in_memory for file in files)
+                    <= self.plan.buffer_bytes
+                ):
+                    records = merged_in_memory([file.load(number) for file in files])
+                else:
+                    records = merged([file.records(number, check=True) for file in files])
                 for encoded, result in self._results(records, claim):
                     writer.add(0, encoded, values.encode(result))
                 writer.commit()
@@ -233,7 +244,7 @@ class Tasks:
                 writer.abandon()
                 raise
 
-    def _results(self, records: Iterator[Record], claim: Claim) -> Iterator[tuple[bytes, Any]]:
+    def _results(self, records: Iterable[Record], claim: Claim) -> Iterator[tuple[bytes, Any]]:
         reduce = self.plan.reduce
         for encoded, group in itertools.groupby(records, key=operator.itemgetter(0)):
             claim.beat()
@@ -266,23 +277,21 @@ class Watch:
             raise MapReduceStalled(waited_s=now - self._since, holders=holders)
 
 
-def _pairs(given: Any) -> Iterator[tuple[Any, Any]]:
-    """What the map function gave, as pairs."""
-    if isinstance(given, Mapping):
-        given = given.items()
+def _pairs(given: Any) -> Iterator[Any]:
+    """What the map function gave, one by one."""
     try:
-        pairs = iter(given)
+        return iter(given.items() if isinstance(given, Mapping) else given)
     except TypeError:
         raise DataError(
             f"the map function gave a {type(given).__name__}: it must yield (key, value) pairs, or return a list or dict of "
             "them. Nothing was computed."
         ) from None
-    for pair in pairs:
-        if type(pair) is not tuple or len(pair) != 2:
-            raise DataError(
-                f"the map function yielded a {type(pair).__name__} where a pair (key, value) belongs. Nothing was computed."
-            )
-        yield pair
+
+
+def _no_pair(given: Any) -> DataError:
+    return DataError(
+        f"the map function yielded a {type(given).__name__} where a pair (key, value) belongs. Nothing was computed."
+    )
 
 
 def _growing() -> Iterator[float]:
