@@ -6,7 +6,6 @@ row groups that `where=` rules out by their statistics, are never read.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from shoal.core.data_errors import FileDamaged, SchemasDiffer
 from shoal.data.files import FileInfo, Files, SharedFiles, Where, in_threads
 from shoal.data.tables.arrow import BadRows, Fill, as_indices, decoded
+from shoal.data.tables.file_ranges import file_of
 from shoal.data.tables.predicate import Predicate, Statistics
 from shoal.data.tables.remembering import identity_of, remembered
 from shoal.data.tables.schema import check_names, chosen, columns_of, label_names
@@ -166,7 +166,7 @@ class ParquetTable:
         if info.num_bytes == 0:
             raise FileDamaged(url=info.url, problem="it is empty, and even a table without rows has a footer")
         try:
-            return pq.read_metadata(_file(self._files, info))
+            return pq.read_metadata(file_of(self._files, info))
         except (pa.ArrowException, OSError) as error:
             problem = f"its {info.num_bytes} bytes do not end in a Parquet footer ({_short(error)}), so it is no Parquet file or only the beginning of one"
             raise FileDamaged(url=info.url, problem=problem) from error
@@ -176,7 +176,7 @@ class ParquetTable:
         import pyarrow.parquet as pq
 
         return pq.ParquetFile(
-            _file(self._files, self._infos[file]),
+            file_of(self._files, self._infos[file]),
             metadata=self._footers[file],
             pre_buffer=True,
             page_checksum_verification=True,
@@ -318,40 +318,3 @@ def _statistics(group: Any, names: Sequence[str]) -> dict[str, Statistics]:
 def _short(error: Exception) -> str:
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return text if len(text) < 200 else f"{text[:200]}..."
-
-
-def _file(files: Files, info: FileInfo) -> Any:
-    return _Ranges(files, info)
-
-
-class _Ranges(io.RawIOBase):
-    """A file whose every read is one range of `Files`, which checks that it is still the same file."""
-
-    def __init__(self, files: Files, info: FileInfo) -> None:
-        self._files, self._info, self._at = files, info, 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Where the next read begins."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._info.num_bytes}[whence]
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        """Where the next read begins."""
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        """The next bytes, fewer at the end."""
-        left = max(self._info.num_bytes - self._at, 0)
-        length = left if size is None or size < 0 else min(size, left)
-        data = self._files.read(self._info.url, self._at, self._at + length) if length else b""
-        self._at += length
-        return data
