@@ -165,6 +165,9 @@ class IndexedFeed:
     `_read`; what is read stays the same.
     """
 
+    _announces = True
+    """Whether the source is told ahead what will be read: in vain where another process reads it."""
+
     def __init__(self, reader: Reader, order: Order, cut: Cut) -> None:
         self._reader, self._order, self._cut = reader, order, cut
         self.sharding: Sharding = UNSAID
@@ -273,25 +276,43 @@ class IndexedFeed:
                 indices = self._order.indices(range(share.begin, share.end), epoch)
                 yield share, Request(indices, epoch, share.begin)
             return
-        block: list[Share] = []
-        num_positions = 0
-        for share in shares:
-            block.append(share)
-            num_positions += share.end - share.begin
-            if num_positions >= _BLOCK:
-                yield from self._locate_block(block, epoch)
-                block, num_positions = [], 0
-        if block:
-            yield from self._locate_block(block, epoch)
+        waiting: tuple[list[Share], Indices] | None = None
+        for block in _blocks(shares):
+            positions = np.concatenate([np.arange(share.begin, share.end, dtype=np.int64) for share in block])
+            indices = self._order.indices(positions, epoch)
+            if not self._announces or not self._reader.source.looks_ahead:
+                yield from _requests(block, indices, epoch)
+                continue
+            # A block is read while the one before it is trained on.
+            self._reader.source.will_need(indices, epoch)
+            if waiting is not None:
+                yield from _requests(*waiting, epoch)
+            waiting = block, indices
+        if waiting is not None:
+            yield from _requests(*waiting, epoch)
 
-    def _locate_block(self, block: list[Share], epoch: int) -> Iterator[tuple[Share, Request]]:
-        positions = np.concatenate([np.arange(share.begin, share.end, dtype=np.int64) for share in block])
-        indices = self._order.indices(positions, epoch)
-        at = 0
-        for share in block:
-            length = share.end - share.begin
-            yield share, Request(indices[at : at + length], epoch, share.begin)
-            at += length
+
+def _blocks(shares: Iterable[Share]) -> Iterator[list[Share]]:
+    """The shares of about `_BLOCK` positions at a time."""
+    block: list[Share] = []
+    num_positions = 0
+    for share in shares:
+        block.append(share)
+        num_positions += share.end - share.begin
+        if num_positions >= _BLOCK:
+            yield block
+            block, num_positions = [], 0
+    if block:
+        yield block
+
+
+def _requests(block: list[Share], indices: Indices, epoch: int) -> Iterator[tuple[Share, Request]]:
+    """One request for each share of a block."""
+    at = 0
+    for share in block:
+        length = share.end - share.begin
+        yield share, Request(indices[at : at + length], epoch, share.begin)
+        at += length
 
 
 def make_slice(share: Share, request: Request, batch: Tree) -> Slice:

@@ -35,6 +35,8 @@ class HoldsProcesses(Protocol):
 class PooledFeed(IndexedFeed):
     """Reads in a pool of processes; what is read stays the same."""
 
+    _announces = False
+
     def __init__(self, reader: Reader, order: Order, cut: Cut, config: PoolConfig) -> None:
         super().__init__(reader, order, cut)
         self._config = config

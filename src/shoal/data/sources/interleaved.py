@@ -55,6 +55,12 @@ class Interleaved(Derived):
 
         return gather_batch(which, read)
 
+    def will_need(self, indices: Indices, epoch: int = 0) -> None:
+        """Each source's own."""
+        which, places = self._turns(integers(indices))
+        for number, source in enumerate(self._sources):
+            source.will_need(places[which == number], epoch)
+
     def names(self) -> list[str]:
         """One source, made of several."""
         return ["interleave"]

@@ -46,6 +46,10 @@ class Ordered(Derived):
         except SkipSamples as found:
             raise found.renamed(indices, inner) from None
 
+    def will_need(self, indices: Indices, epoch: int = 0) -> None:
+        """The source's, at these positions."""
+        self._source.will_need(self._inner(indices, epoch), epoch)
+
     def names(self) -> list[str]:
         """The source's, and the order's."""
         return [*self._source.names(), *self.order.names()]

@@ -47,6 +47,10 @@ class RepeatedSource(Derived):
             repetitions, lambda number, rows: self._batch(asked[rows], inner[rows], epoch, number)
         )
 
+    def will_need(self, indices: Indices, epoch: int = 0) -> None:
+        """The source's, whichever repetition they are of."""
+        self._source.will_need(self._located(indices)[1], epoch)
+
     def describe(self) -> list[dict[str, Any]]:
         """The source's own: the order says how often."""
         return self._source.describe()

@@ -30,6 +30,9 @@ class Source(ABC):
     timeout_s: float = 0.0
     """How long one of them may take over a batch."""
 
+    looks_ahead: bool = False
+    """True where reading is slow and `will_need` helps: what is on disk."""
+
     @abstractmethod
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
         """The samples at these indices, in their order. At least one index."""
@@ -41,6 +44,10 @@ class Source(ABC):
     @abstractmethod
     def describe(self) -> list[dict[str, Any]]:
         """The source and what is done to its samples, fit for JSON."""
+
+    def will_need(self, indices: Indices, epoch: int = 0) -> None:
+        """These will be asked for next, in this order, in batches: a source on disk begins to read them."""
+        return  # only a hint
 
     def stage(self) -> None:
         """Have at this host what will be read, before anything is."""
@@ -69,6 +76,16 @@ class Derived(Source):
     def num_samples(self) -> int:  # type: ignore[override]  # a property may stand for a plain attribute
         """As many as the source has."""
         return self._source.num_samples
+
+    @property
+    def looks_ahead(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
+        """Whether anything that it is derived from does."""
+        return any(source.looks_ahead for source in self._inputs)
+
+    def will_need(self, indices: Indices, epoch: int = 0) -> None:
+        """The same of all inputs: a stage that gives them other indices says which."""
+        for source in self._inputs:
+            source.will_need(indices, epoch)
 
     def stage(self) -> None:
         """All that it is derived from."""

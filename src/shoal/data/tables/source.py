@@ -76,6 +76,16 @@ class TableSource(Source):
         columns = self._gather(indices)
         return self._arranged({name: _batch(self._columns[name], column) for name, column in columns.items()})
 
+    @property
+    def looks_ahead(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
+        """Whether rows may be on disk."""
+        return self._storage.looks_ahead
+
+    def will_need(self, indices: Indices, epoch: int = 0) -> None:
+        """Read them ahead, where they are on disk."""
+        if self.looks_ahead:
+            self._storage.will_need(np.asarray(indices, dtype=np.int64))
+
     def stage(self) -> None:
         """Have the files at this host."""
         if isinstance(self.table, StagedTable):

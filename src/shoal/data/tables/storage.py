@@ -33,6 +33,10 @@ class Gathered(NamedTuple):
 class Storage(Protocol):
     """The rows of one table by their number, 0 to num_rows - 1."""
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `will_need` does anything."""
+
     def gather(self, rows: range | NDArray[np.int64]) -> Gathered:
         """Copies of these rows."""
 
@@ -59,6 +63,8 @@ def open_storage(table: Table, *, cache: Any = "auto") -> Storage:
 
 class PassingBlocks:
     """The blocks that were touched last, as they were decoded."""
+
+    looks_ahead = False
 
     def __init__(self, table: Table) -> None:
         self._table = table

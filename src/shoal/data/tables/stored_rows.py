@@ -84,10 +84,15 @@ class StoredRows:
         piece_bytes = _PIECE_BYTES if config.ram_bytes is None else max(config.ram_bytes // 8, 1 << 16)
         self._ahead = RowsAhead(self._take, row_bytes=row_bytes, piece_bytes=piece_bytes)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether some of the rows are on disk."""
+        return not self._store.is_all_in_ram
+
     def gather(self, rows: range | NDArray[np.int64]) -> Gathered:
         """Copies of these rows, of blocks that are decoded now if they were not before."""
         taken = None
-        if not self._store.is_all_in_ram and not isinstance(rows, range):
+        if self.looks_ahead and not isinstance(rows, range):
             taken = self._ahead.take(rows)
             if taken is not None:
                 self._store.count_ahead(len(rows))
@@ -97,7 +102,7 @@ class StoredRows:
 
     def will_need(self, rows: NDArray[np.int64]) -> None:
         """Read them ahead, where they are on disk."""
-        if not self._store.is_all_in_ram and len(rows):
+        if self.looks_ahead and len(rows):
             self._ahead.announce(rows)
 
     def describe(self) -> dict[str, Any]:
