@@ -54,7 +54,7 @@ class RowFile:
 
     def take(self, numbers: NDArray[np.int64]) -> torch.Tensor:
         """Copies of these rows, in this order: int64, [n, words]."""
-        if not self._is_on_disk:
+        if not self._is_on_disk or not len(numbers):
             return self._rows.index_select(0, torch.from_numpy(numbers))
         return self._take_from_disk(numbers)
 

@@ -152,8 +152,7 @@ class RowStore:
 
     def gather(self, rows: range | NDArray[np.int64]) -> dict[str, torch.Tensor | Lists]:
         """Copies of these rows as columns. They must be there."""
-        found = self._layout.unpack(self.take(rows))
-        return {**{name: found[name] for name in self.spec.fields}, **self._lists_of(found)}
+        return self.unpack(self.take(rows))
 
     def take(self, rows: range | NDArray[np.int64]) -> torch.Tensor:
         """Copies of these rows as they lie: int64, [n, words]."""
@@ -178,8 +177,8 @@ class RowStore:
         num_in_ram = int(np.count_nonzero(in_ram))
         self._counts["ram"] += num_in_ram
         self._counts["disk"] += len(rows) - num_in_ram
-        if not num_in_ram:
-            return self._disk.take(rows - num_ram)
+        if num_in_ram in (0, len(rows)):
+            return self._ram.take(rows) if num_in_ram else self._disk.take(rows - num_ram)
         found = torch.empty((len(rows), self._layout.num_words), dtype=torch.int64)
         for chosen, taken in (
             (in_ram, self._ram.take(rows[in_ram])),

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.core import happenings
+from shoal.core.errors import ConfigError
+from shoal.memory import CacheConfig, available, place, say_where
+from shoal.memory.placing import amount
+
+
+@given(sizes=st.lists(st.integers(0, 50), max_size=20), budget=st.integers(0, 400))
+def test_what_fits_is_in_ram_and_nothing_more(sizes: list[int], budget: int) -> None:
+    placed = place(sizes, CacheConfig(), budget_bytes=budget)
+    assert placed.ram_bytes == sum(sizes[: placed.num_in_ram]) <= budget
+    assert placed.ram_bytes + placed.disk_bytes == sum(sizes)
+    if placed.num_in_ram < len(sizes):
+        assert placed.ram_bytes + sizes[placed.num_in_ram] > budget
+
+
+def test_the_users_word_counts() -> None:
+    assert place([10, 10], CacheConfig(where="disk"), budget_bytes=100).ram_bytes == 0
+    assert place([10, 10], CacheConfig(where="ram"), budget_bytes=5).ram_bytes == 20
+    assert place([10, 10], CacheConfig(ram_bytes=10), budget_bytes=1000).num_in_ram == 1
+    with pytest.raises(ConfigError, match="would need 20 bytes, but ram_bytes is 10 bytes"):
+        place([10, 10], CacheConfig(where="ram", ram_bytes=10), budget_bytes=1000)
+    for bad in ({"where": "tape"}, {"ram_bytes": -1}):
+        with pytest.raises(ConfigError):
+            CacheConfig(**bad)  # type: ignore[arg-type]  # that is the point
+    assert CacheConfig.of("disk") == CacheConfig(where="disk")
+
+
+def test_it_says_which_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    happenings.told.clear()
+    placed = place([10**8] * 4, CacheConfig(), budget_bytes=250_000_000, num_sharers=2)
+    say_where("clicks.parquet", placed, Path("/tmp/x"))
+    said = capsys.readouterr().err
+    assert said == (
+        "shoal: the cache of clicks.parquet is 200 MB in RAM, 200 MB on disk (/tmp/x), because it is 400 MB and half of the "
+        "free memory is 250 MB for each of 2 workers\n"
+    )
+    [(kind, facts)] = happenings.told
+    assert kind == "cache placed"
+    assert facts["ram_bytes"] == facts["disk_bytes"] == 2 * 10**8
+    say_where("small.csv", place([10], CacheConfig(), budget_bytes=100), Path("/tmp/x"))
+    assert capsys.readouterr().err == "", "what is in RAM as everybody expects is only written down"
+    assert happenings.told[-1][1]["because"] == "it is 10 bytes and half of the free memory is 100 bytes"
+
+
+def test_amounts_are_readable() -> None:
+    assert [amount(n) for n in (0, 999, 1500, 2_000_000, 3.21e9, 5e12)] == [
+        "0 bytes",
+        "999 bytes",
+        "1.5 kB",
+        "2 MB",
+        "3.21 GB",
+        "5 TB",
+    ]
+
+
+def test_promises_that_are_not_kept_yet_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cache:
+        granted_bytes = 400
+
+        def filled_bytes(self) -> int:
+            return 100
+
+    monkeypatch.setattr(available, "available_bytes", lambda: 1_000_000)
+    before = available.for_caches()
+    cache = Cache()
+    available.grant(cache)
+    assert available.for_caches() == before - 150
+    assert available.for_caches(num_sharers=4) == (before - 150) // 4
+    del cache
+    assert available.for_caches() == before
+
+
+def test_the_limit_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = tmp_path / "job"
+    group.mkdir()
+    (group / "memory.max").write_text("1000000\n")
+    (group / "memory.current").write_text("400000\n")
+    (group / "memory.stat").write_text("anon 300000\ninactive_file 50000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    monkeypatch.setattr(available, "_CGROUPS", tmp_path)
+    read = Path.read_text
+
+    def read_text(path: Path, *args: object, **kwargs: object) -> str:
+        return "0::/job\n" if str(path) == "/proc/self/cgroup" else read(path)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert available._cgroup_rooms() == [650_000]
+    assert available.available_bytes() == 650_000
+
+
+def test_the_disk_of_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
+    there = os.statvfs(tmp_path)
+    free = available.free_disk_bytes(tmp_path / "a" / "b")
+    assert 0 < free <= there.f_blocks * there.f_frsize
