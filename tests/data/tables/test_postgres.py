@@ -226,7 +226,6 @@ def test_a_server_that_is_shut_down_is_waited_for_and_then_given_up(people: Post
 def test_a_forked_child_reads_by_a_connection_of_its_own(people: PostgresServer) -> None:
     table = table_of(people, partitions=4)
     assert table.read(0).columns["id"][0] == 0
-    before = backends(people)
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -238,7 +237,6 @@ def test_a_forked_child_reads_by_a_connection_of_its_own(people: PostgresServer)
     happenings.told.clear()
     assert table.read(2).columns["id"][0] == 3500
     assert not happenings.told, "the parent's connection was not hurt"
-    assert set(before) <= set(backends(people))
 
 
 @pytest.mark.parametrize(

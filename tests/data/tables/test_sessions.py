@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +132,24 @@ def test_whatever_else_is_raised_closes_the_connection() -> None:
     with pytest.raises(RuntimeError, match="mine"):
         sessions(database).again(fail, what="rows")
     assert database.log == ["close 1"]
+
+
+def test_two_threads_have_one_each_a_third_waits_and_one_is_kept() -> None:
+    database = FakeDatabase()
+    kept = sessions(database)
+    together = threading.Barrier(2)
+
+    def read(session: FakeSession) -> None:
+        together.wait(10.0)
+
+    threads = [threading.Thread(target=kept.again, args=(read,), kwargs={"what": "rows"}) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert database.num_connects in (2, 3), "never more than two at once, of which one is kept for the next"
+    closed = sum(line.startswith("close") for line in database.log)
+    assert database.num_connects - closed == 1
 
 
 def test_connections_go_with_whoever_held_them() -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_MOST_AT_ONCE, _MOST_IDLE = 2, 1  # of one process: a server lets a hundred in, and jobs have many workers
 
 
 class SqlColumn(NamedTuple):
@@ -109,7 +110,7 @@ class ReconnectConfig:
 
 
 class Sessions:
-    """The connections of one process to one database: one per thread that reads, kept between reads.
+    """The connections of one process to one database: two while two threads read, one kept between reads.
 
     A forked child leaves its parent's alone and opens its own.
     """
@@ -117,6 +118,7 @@ class Sessions:
     def __init__(self, database: Database, config: ReconnectConfig) -> None:
         self.database, self._config = database, config
         self._lock = threading.Lock()
+        self._free = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._idle: list[Session] = []
         self._owner = os.getpid()
         self._close = weakref.finalize(self, _close_all, self._idle, self._owner)
@@ -163,40 +165,51 @@ class Sessions:
 
     def close(self) -> None:
         """Let go of every connection that is not in use."""
+        self._own()
         with self._lock:
             _close_all(self._idle, self._owner)
 
     def _once(self, read: Callable[[Session], Result]) -> Result:
-        session = self._take()
-        is_whole = False
-        try:
-            result = read(session)
-            session.end()
-            is_whole = True
-            return result
-        except QueryRefused:
-            # The connection is as good as before, once the failed transaction is over.
+        self._own()
+        with self._free:
+            session = self._take()
+            is_whole = False
             try:
+                result = read(session)
                 session.end()
                 is_whole = True
-            except ConnectionGone:
-                pass
-            raise
-        finally:
-            if is_whole:
-                with self._lock:
-                    self._idle.append(session)
-            else:
-                session.close()
+                return result
+            except QueryRefused:
+                # The connection is as good as before, once the failed transaction is over.
+                try:
+                    session.end()
+                    is_whole = True
+                except ConnectionGone:
+                    pass
+                raise
+            finally:
+                if not (is_whole and self._keep(session)):
+                    session.close()
+
+    def _own(self) -> None:
+        """In a forked child: leave what is the parent's. To close a connection would say goodbye in the parent's name."""
+        if self._owner == os.getpid():
+            return
+        self._lock, self._free = threading.Lock(), threading.BoundedSemaphore(_MOST_AT_ONCE)
+        _LEFT_TO_THE_PARENT.extend(self._idle)
+        self._close.detach()
+        self._idle, self._owner = [], os.getpid()
+        self._close = weakref.finalize(self, _close_all, self._idle, self._owner)
+
+    def _keep(self, session: Session) -> bool:
+        with self._lock:
+            if len(self._idle) >= _MOST_IDLE:
+                return False
+            self._idle.append(session)
+            return True
 
     def _take(self) -> Session:
         with self._lock:
-            if self._owner != os.getpid():
-                # To close a connection here would say goodbye to the server in the parent's name.
-                _LEFT_TO_THE_PARENT.extend(self._idle)
-                self._close.detach()
-                self._idle, self._owner = [], os.getpid()
-                self._close = weakref.finalize(self, _close_all, self._idle, self._owner)
             if self._idle:
                 return self._idle.pop()
         return self.database.connect()

@@ -165,6 +165,7 @@ class SqlTable:
             blocks.append(Block(part.num_rows, part.num_rows * row_bytes, self._address(part), first_row))
             first_row += part.num_rows
         self.blocks: tuple[Block, ...] = tuple(blocks)
+        self._unread = set(range(len(blocks)))
         if not first_row:
             sessions.close()
             raise EmptyDataset(what=f"from_sql ({self._where})")
@@ -183,6 +184,7 @@ class SqlTable:
             return session.rows(sql, self._asked)
 
         table, bad_values = self._sessions.again(rows, what=self._address(part))
+        self._was_read(block)
         if table.num_rows != part.num_rows:
             raise TableChanged(
                 table=self._relation.shown,
@@ -222,6 +224,13 @@ class SqlTable:
             "num_ranges": len(self._ranges),
             "ranges": identity_of([], ranges=self._ranges),
         }
+
+    def _was_read(self, block: int) -> None:
+        """Once every range was read, its rows are in somebody's store: no connection is kept for nothing."""
+        self._unread.discard(block)
+        if not self._unread:
+            self._unread = set(range(len(self.blocks)))
+            self._sessions.close()
 
     def _open(self, session: Session) -> _Opened:
         there = session.columns(self._relation.sql)
