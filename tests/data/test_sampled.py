@@ -74,6 +74,15 @@ def test_weights_come_from_a_column_or_a_function() -> None:
         epoch_of(numbers(3).sample(weights="v"))
 
 
+def test_weights_are_not_read_before_somebody_draws() -> None:
+    asked: list[int] = []
+    data = numbers(5).sample(weights=lambda n: asked.append(int(n)) or 1.0, replacement=False)
+    assert "not counted yet" in repr(data)
+    assert not asked
+    assert len(data) == 5
+    assert asked == list(range(5))
+
+
 @pytest.mark.parametrize("weights", [[1.0, -1.0, 1.0], [1.0, float("nan"), 1.0], [0.0, 0.0, 0.0]])
 def test_weights_that_cannot_be_meant_are_refused(weights: list[float]) -> None:
     with pytest.raises(ConfigError, match="weights of sample"):

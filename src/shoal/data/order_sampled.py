@@ -78,6 +78,11 @@ class SampledOnce(Sampled):
         self._values = weights
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether it is known how many have a weight."""
+        return self.parent.is_counted and (self._num_samples is not None or self._values.is_read)
+
     def length(self, epoch: int) -> int:
         """As many as are to be drawn, or all that have a weight."""
         if self._num_samples is not None:

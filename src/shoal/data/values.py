@@ -51,6 +51,11 @@ class Values:
             if order.is_counted:
                 self._check_length()
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the values are at hand."""
+        return self._array is not None
+
     def array(self) -> NDArray[Any]:
         """One value per sample."""
         if self._array is None:

@@ -112,7 +112,10 @@ class SumAndCount:
 
 
 class SumOverBatch:
-    """A torch loss that the user asked to be a sum: the batch's loss is the sum, divided by nothing."""
+    """A torch loss that the user asked to be a sum: the batch's loss is the sum, divided by nothing.
+
+    Where bad samples were skipped it is that of the whole batch still: the sum over the others, in proportion.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.name = type(module).__name__
