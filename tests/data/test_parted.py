@@ -126,3 +126,19 @@ def test_two_ways_at_once_and_none_at_all_are_refused() -> None:
         numbers(4).split(0.5, 0.5, stratify=[0, 0, 1, 1], seed=None)
     with pytest.raises(ConfigError, match="given 3 values"):
         numbers(4).split(0.5, 0.5, stratify=[0, 0, 1])
+
+
+def test_samples_that_cannot_be_read_are_in_some_part_and_never_drawn() -> None:
+    def fragile(n: torch.Tensor) -> torch.Tensor:
+        if int(n) in (3, 4):
+            raise ValueError("bad")
+        return n
+
+    data = numbers(20).map(fragile, on_error="skip")
+    parts = data.split(0.5, 0.5, stratify=lambda n: int(n) % 2)
+    assert sum(len(part) for part in parts) == 20
+    assert sorted(n for part in parts for n in epoch_of(part)) == [n for n in range(20) if n not in (3, 4)]
+    drawn = data.sample(200, weights=lambda n: 1.0)
+    batches = drawn.batch(50)
+    assert sum(len(batch) for batch in batches) == 200
+    assert not batches.skipped

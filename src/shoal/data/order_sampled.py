@@ -79,7 +79,7 @@ class SampledOnce(Sampled):
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
 
     @property
-    def is_counted(self) -> bool:
+    def is_counted(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
         """Whether it is known how many have a weight."""
         return self.parent.is_counted and (self._num_samples is not None or self._values.is_read)
 
@@ -120,6 +120,8 @@ class SampledOnce(Sampled):
 def checked_weights(values: Values) -> NDArray[np.float64]:
     """Finite, none below 0, some above."""
     weights = values.array().astype(np.float64, copy=False)
+    if values.is_bad is not None and values.is_bad.any():
+        weights = np.where(values.is_bad, 0.0, weights)  # what cannot be read is not drawn
     if weights.ndim != 1 or not np.all(np.isfinite(weights)) or np.any(weights < 0):
         wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)).reshape(len(weights), -1).all(1))
         at = (

@@ -20,6 +20,7 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.data.order import Order
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.skipping import SkipSamples
+from shoal.data.sources.grouping import integers
 from shoal.data.sources.source import Source, name_of
 from shoal.data.sources.user_code import blame
 from shoal.data.tree import Tree
@@ -45,6 +46,9 @@ class Values:
                 f"{caller} needs a value for each sample, and repeat() has no end. Call it before repeat."
             )
         self._source, self._order, self._by, self.caller = source, order, by, caller
+        self.is_bad: NDArray[np.bool_] | None = None
+        """Samples that could not be read and may be skipped; None where none was read."""
+
         self._array: NDArray[Any] | None = None
         if not isinstance(by, str) and not callable(by):
             self._array = _as_array(by, caller)
@@ -81,33 +85,49 @@ class Values:
             )
 
     def _read(self) -> NDArray[Any]:
-        parts = []
         num_samples = self._order.num_samples
+        parts = [np.zeros(0)]
+        self.is_bad = np.zeros(num_samples, dtype=bool)
         with PrivateGenerators(0) as generators:
             for begin in range(0, num_samples, NUM_READ_AT_ONCE):
                 positions = range(begin, min(begin + NUM_READ_AT_ONCE, num_samples))
-                parts.append(self._read_part(self._order.indices(positions, 0)))
+                values, is_bad = self._read_part(integers(self._order.indices(positions, 0)))
+                parts += [values] if len(values) else []
+                self.is_bad[positions.start : positions.stop] = is_bad
             if generators.were_used():
                 raise ConfigError(
                     f"{self.caller} reads every sample once, and a stage before it draws random numbers: what was read is "
                     "not what will be trained. Call it before that stage, or give an array."
                 )
-        return np.concatenate(parts) if parts else np.zeros(0)
+        good = np.concatenate(parts[1:] or parts)
+        if not self.is_bad.any():
+            return good
+        # Bad samples will be skipped by whoever reads them; until then they go with the first good one.
+        array = np.full(num_samples, good[0] if len(good) else 0, dtype=good.dtype)
+        array[~self.is_bad] = good
+        return array
 
-    def _read_part(self, indices: Any) -> NDArray[Any]:
-        try:
-            if isinstance(self._by, str):
-                return _as_array(column_of(self._source, self._by, indices, self.caller), self.caller)
-            values = []
-            for index, sample in zip(indices, self._source.samples(indices), strict=True):
-                try:
-                    values.append(_plain(self._by(sample)))  # type: ignore[operator]  # an array is not read
-                except Exception as error:
-                    blame(self.caller, self._by, error, index, 0)
-                    raise
-            return _as_array(values, self.caller)
-        except SkipSamples as found:
-            raise next(iter(found.bad.values())) from None
+    def _read_part(self, indices: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """The values of the samples that can be read, and which of them cannot."""
+        is_bad = np.zeros(len(indices), dtype=bool)
+        while not is_bad.all():
+            try:
+                return self._of(indices[~is_bad]), is_bad
+            except SkipSamples as found:
+                is_bad |= np.isin(indices, list(found.bad))
+        return np.zeros(0), is_bad
+
+    def _of(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+        if isinstance(self._by, str):
+            return _as_array(column_of(self._source, self._by, indices, self.caller), self.caller)
+        values = []
+        for index, sample in zip(indices, self._source.samples(indices), strict=True):
+            try:
+                values.append(_plain(self._by(sample)))  # type: ignore[operator]  # an array is not read
+            except Exception as error:
+                blame(self.caller, self._by, error, index, 0)
+                raise
+        return _as_array(values, self.caller)
 
 
 def column_of(source: Source, name: str, indices: Any, caller: str) -> Any:
