@@ -489,6 +489,16 @@ def test_batches_are_no_dataset() -> None:
         FeatureSet([numeric("age")]).fit(DATA.batch(3))
 
 
+def test_a_lone_column_may_be_called_like_an_argument() -> None:
+    features = FeatureSet([hashed("input", 3)])
+    data = shoal.Dataset.from_arrays(({"input": torch.arange(20)}, torch.ones(20)))
+    model = nn.Sequential(features.input_layer(), nn.Linear(3, 1), nn.Flatten(0))
+    trainer = shoal.Trainer(
+        model, loss=nn.MSELoss(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
+    )
+    assert len(trainer.predict(data.batch(10).map(features))) == 20
+
+
 def test_the_layer_says_what_it_misses() -> None:
     layer = FeatureSet([hashed("a", 3)]).input_layer()
     with pytest.raises(DataError, match="misses 'a' for its feature 'a'; the batch has b"):

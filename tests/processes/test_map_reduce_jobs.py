@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from launched import Launched
 
 from shoal.core.errors import DataError, ScriptFailed
+from waiting import wait_until
 
 NUM_SAMPLES = 4000
 EXPECTED = {str(rest): sum(range(rest, NUM_SAMPLES, 7)) for rest in range(7)}
@@ -142,3 +146,67 @@ def test_a_worker_that_hangs_in_a_task_is_named_by_those_who_wait(
     assert launched.exit_code == 3
     assert "without a sign of life" in str(launched.error)
     assert "'map-00004' is held by rank" in str(launched.error)
+
+
+PLAIN = """
+import os, time
+from pathlib import Path
+import shoal
+
+def look(number):
+    with open("seen", "ab") as seen:
+        os.write(seen.fileno(), b"%d\\n" % number)
+    while number == 999 and Path("slow").exists():  # long enough that nobody is done before he is killed
+        time.sleep(0.01)
+    return [(number % 7, number)]
+
+if __name__ == "__main__":
+    data = shoal.Dataset.from_torch(list(range(4000)))
+    print(dict(data.map_reduce(look, lambda key, values: sum(values), key="plain", workers=2)))
+"""
+
+
+def test_a_killed_program_takes_its_processes_along_and_the_next_goes_on_where_it_was(tmp_path: Path) -> None:
+    (tmp_path / "slow").touch()
+    (tmp_path / "plain.py").write_text(PLAIN)
+    program = subprocess.Popen([sys.executable, "plain.py"], cwd=tmp_path, stdout=subprocess.PIPE)
+    done = tmp_path / "cache" / "shoal" / "map_reduce"
+    assert wait_until(lambda: len(list(done.glob("*/map-*"))) >= 1, timeout_s=60.0)
+    children = psutil.Process(program.pid).children()
+    assert len(children) == 2
+    program.kill()
+    program.communicate()
+    assert wait_until(lambda: not any(child.is_running() for child in children), timeout_s=20.0)
+    (tmp_path / "slow").unlink()
+    finished = {path.name for path in done.glob("*/map-*")}
+    (tmp_path / "seen").rename(tmp_path / "seen before")
+    again = subprocess.run(
+        [sys.executable, "plain.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert again.stdout == f"{ {int(rest): total for rest, total in EXPECTED.items()} }\n"
+    seen = Counter(int(line) for line in (tmp_path / "seen").read_text().split())
+    assert set(seen.values()) == {1}
+    assert len(finished) >= 1
+    assert len(seen) == NUM_SAMPLES - 250 * len(finished), "what was finished is not done again"
+
+
+def test_a_process_that_is_stopped_is_named_and_ended(tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(
+        """
+import os, signal, shoal
+
+def look(number):
+    if number == 700:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return [(0, number)]
+
+data = shoal.Dataset.from_torch(list(range(2000)))
+data.map_reduce(look, lambda key, values: sum(values), workers=2, timeout_s=1.0)
+"""
+    )
+    ran = subprocess.run(
+        [sys.executable, "stuck.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 1
+    assert "'map-00002' is held by process" in ran.stderr
+    assert "without a sign of life" in ran.stderr

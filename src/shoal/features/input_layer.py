@@ -52,8 +52,12 @@ class InputLayer(nn.Module):
         self._parts = dict(parts)
         self.out_features = sum(part.width for part in parts.values())
 
-    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, inputs: Any) -> Tensor:
         """The input of the next layer, the features' columns in the order of their declaration."""
+        if isinstance(inputs, Tensor) and list(self._parts) in (["input"], ["inputs"]):
+            inputs = {
+                next(iter(self._parts)): inputs
+            }  # a lone column of that name was taken for an argument's
         if not isinstance(inputs, Mapping):
             raise DataError(
                 f"the input layer takes what its features make of a batch, a dict of tensors, but got a "

@@ -8,6 +8,7 @@ dies is replaced. What a user's function raises comes back as text.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import selectors
@@ -27,6 +28,7 @@ from shoal.data.map_reduce.tasks import Tasks
 
 _MAX_REPORT = 32_000  # what a pipe holds before anybody reads
 _LOOK_EVERY_S = 1.0
+_PR_SET_PDEATHSIG = 1
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -129,8 +131,8 @@ def _live(make_tasks: Callable[[], Tasks], report_fd: int, parent: int) -> None:
     task = ""
     try:
         torch.set_num_threads(1)  # its threads did not come along, and the cores are taken by our siblings
+        _die_with(parent)
         tasks = make_tasks()
-        tasks.parent = parent
         try:
             tasks.finish()
         finally:
@@ -149,6 +151,13 @@ def _live(make_tasks: Callable[[], Tasks], report_fd: int, parent: int) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _die_with(parent: int) -> None:
+    """Nobody would wait for what a child of a dead process computes."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # too late for the signal
+        os._exit(1)
 
 
 def _shown(error: Exception) -> str:

@@ -96,8 +96,6 @@ class Tasks:
         self.part_names = [f"part-{number:05d}" for number in range(plan.num_partitions)]
         self.current = ""
         """The task that this process is at."""
-        self.parent: int | None = None
-        """Whose child this process is: without it, nobody waits for what it computes."""
 
     @property
     def is_complete(self) -> bool:
@@ -132,7 +130,6 @@ class Tasks:
         turned = names[at:] + names[:at]
         pauses, watch = _growing(), self.watch()
         while True:
-            self._leave_if_orphaned()
             if self.is_complete:  # perhaps by others, who have then removed what map tasks gave
                 return
             missing = set(self._missing(names))
@@ -181,10 +178,6 @@ class Tasks:
                 happenings.tell("map-reduce task run again", task=name, after=[repr(error)])
                 time.sleep(pause_s)
 
-    def _leave_if_orphaned(self) -> None:
-        if self.parent is not None and os.getppid() != self.parent:
-            os._exit(1)
-
     def _described(self, name: str, number: int) -> str:
         if name.startswith("part"):
             return f"partition {number} of {self.plan.num_partitions}"
@@ -207,7 +200,6 @@ class Tasks:
         try:
             for piece in self._data.pieces(*self._stretch(number)):
                 claim.beat()
-                self._leave_if_orphaned()
                 try:
                     for number_of_pair, pair in enumerate(_pairs(plan.map(piece.value))):
                         if type(pair) is not tuple or len(pair) != 2:
