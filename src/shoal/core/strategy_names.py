@@ -18,6 +18,7 @@ STRATEGIES = {
     "single": "one process",
     "ddp": "data parallel: every worker holds the model, gradients are summed by all-reduce",
     "fsdp": "data parallel, parameters sharded over the workers",
+    "tp": "tensor parallel: each layer cut over the workers",
     "dp=K,fsdp=K": "replicas and shards together; any product of dp, fsdp, tp and pp that gives the workers",
     "ps": "parameter server: servers hold the weights, every step is exact",
     "ps:ssp=K": "parameter server, bounded staleness: nobody is more than K steps ahead of the slowest",
@@ -118,5 +119,9 @@ def choose(strategy: str | None, num_workers: int) -> str:
             f"was started; use more workers, or a smaller K."
         )
     if name.axes is not None:
-        mesh_names.fill(name.axes, num_workers, strategy)
+        if mesh_names.fill(name.axes, num_workers, strategy).pp > 1:
+            raise ConfigError(
+                f"'{strategy}' asks for stages of a pipeline, which this version does not have. Nothing was started; use dp, "
+                "fsdp and tp."
+            )
     return strategy

@@ -48,6 +48,7 @@ class Ddp:
         self._together = together()
         self._exchange: Sums | None = None
         self._data_rank = job.rank
+        self._speaks = True
         self._compress = job.compress
         self.holds_parts = compress_names.remembers(job.compress)
         """Whether this rank has something that no other has."""
@@ -202,14 +203,15 @@ class Ddp:
         self._my_vector = contribution(
             rank=self._rank,
             num_workers=self._num_workers,
-            loss_total=float(loss.total),
-            count=loss.count,
+            # Of those that compute the same part of a batch, one speaks.
+            loss_total=float(loss.total) if self._speaks else 0.0,
+            count=loss.count if self._speaks else 0.0,
             wishes=self._job.wishes,
         )
         if self._changing:
             flags = torch.tensor(self._changing.flags(), dtype=torch.float64)
             self._my_vector = torch.cat([self._my_vector, flags])
-        self._my_share = share
+        self._my_share = share = share if self._speaks else 0.0
         self._my_statistics = self._statistics.flat() * share if self._statistics else None
         try:
             self._announce(self._together.native)

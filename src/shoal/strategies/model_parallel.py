@@ -9,6 +9,7 @@ one takes everybody back to the newest snapshot (docs/adr/0011).
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -22,7 +23,7 @@ from shoal.core.errors import ConfigError, PeerLost
 from shoal.core.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
-from shoal.strategies import fsdp_cut
+from shoal.strategies import fsdp_cut, tensor_cut, tensor_plan
 from shoal.strategies.agreement import refuse_different_models
 from shoal.strategies.ddp import Ddp
 from shoal.strategies.hashed_rows import MODEL, plain_tensors
@@ -43,6 +44,7 @@ class ModelParallel(Ddp):
         self._speakers = self._axes.speakers()
         self._data_rank = self._axes.data_rank(job.rank)
         self._is_cut = False
+        self._speaks = job.rank in self._speakers
 
     def prepare(self, job: TrainJob) -> None:
         """Check that all ranks built the same model, give everybody rank 0's weights, then cut it."""
@@ -77,7 +79,8 @@ class ModelParallel(Ddp):
     def _unless_broken(self, operation: str) -> Iterator[None]:
         """A collective inside the model that breaks because a rank died is no error of the user's."""
         try:
-            yield
+            with tensor_cut.running() if self._axes.tp > 1 else contextlib.nullcontext():
+                yield
             return
         except RuntimeError:
             if not is_broken():
@@ -99,7 +102,13 @@ class ModelParallel(Ddp):
     def _cut(self, model: nn.Module) -> None:
         """Cut the model, which is whole and the same on every rank."""
         mesh = self._mesh(self._job.device)
-        self.units = fsdp_cut.shard(model, mesh["dp", "fsdp"] if self._axes.dp > 1 else mesh["fsdp"])
+        if self._axes.tp > 1:
+            plan = tensor_plan.find_plan(model, self._axes.tp, self._job.tensor_plan)
+            tensor_cut.apply(plan, model, mesh["tp"])
+            if self._rank == 0:
+                print(plan.table(), file=sys.stderr, flush=True)
+        if self._axes.num_data_ranks > 1:
+            fsdp_cut.shard(model, mesh["dp", "fsdp"] if self._axes.dp > 1 else mesh["fsdp"])
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         _ = self._together.native  # the group is there
@@ -118,10 +127,6 @@ class ModelParallel(Ddp):
         """The tensor of every part of the batch, in their order."""
         everybody = super().gather(value)
         return [everybody[rank] for rank in self._speakers]
-
-    @property
-    def _speaks(self) -> bool:
-        return self._rank in self._speakers
 
     def state(self) -> Iterator[Piece]:
         """Model and optimizer, tensor by tensor, whole on rank 0. Collective."""

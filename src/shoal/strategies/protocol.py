@@ -60,6 +60,9 @@ class TrainJob:
     cast_inputs: torch.dtype | None = None
     """Floating inputs and targets are cast to this; set by `shoal verify`."""
 
+    tensor_plan: Mapping[str, str] | None = None
+    """Of the user's: pattern of layer names to "colwise", "rowwise" or "replicated"; for tp."""
+
     compile: bool = False
     """Compile the model."""
 

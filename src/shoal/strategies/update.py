@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.strategies.hashed_rows import HashedRows
 from shoal.strategies.protocol import TrainJob, Verdict
@@ -56,7 +57,11 @@ def gradient_norm(gradients: Iterable[Tensor], squares_of_rows: float = 0.0) -> 
         gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
         for gradient in gradients
     ]
-    norm = float(whole(nn.utils.get_total_norm(dense))) if dense else 0.0
+    if any(isinstance(gradient, DTensor) for gradient in dense):
+        # One by one: some may be cut and others not, or another way.
+        norm = math.sqrt(sum(float(whole(torch.linalg.vector_norm(each))) ** 2 for each in dense))
+    else:
+        norm = float(nn.utils.get_total_norm(dense)) if dense else 0.0
     return math.sqrt(norm**2 + squares_of_rows) if squares_of_rows else norm
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,6 +75,7 @@ class Trainer:
         accumulate: int = 1,
         precision: Literal["float32", "bf16"] = "float32",
         compile: bool = False,
+        tensor_plan: Mapping[str, str] | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         device: str | torch.device | None = None,
         progress: bool = True,
@@ -93,6 +94,8 @@ class Trainer:
                 update stays what `batch()` says.
             precision: "bf16" runs forward under autocast.
             compile: compile the model with torch.compile.
+            tensor_plan: how tp cuts layers, where it should not find out by itself: patterns of their names to "colwise",
+                "rowwise" or "replicated".
             on_nonfinite: "raise", or "skip" steps whose loss or gradient is not finite.
             device: where the model lives; by default the worker's GPU where there is one.
             progress: show how far it is, in a plain python process; `shoal run` shows it anyway.
@@ -135,6 +138,7 @@ class Trainer:
             "num_micro": accumulate,
             "autocast": torch.bfloat16 if precision == "bf16" else None,
             "compile": compile,
+            "tensor_plan": tensor_plan,
             "on_nonfinite": on_nonfinite,
         }
         self._device = (
