@@ -29,7 +29,12 @@ FACADES = {"shoal", "shoal.__main__", "shoal.callbacks"}
 
 TORCH = ("torch", "torchmetrics", "safetensors.torch")
 WITHOUT_TORCH = {"core", "wire", "cluster", "cli"}
-RUN_IN_WORKERS = {"shoal.cluster.worker", "shoal.cluster.store", "shoal.cluster.rendezvous"}
+RUN_IN_WORKERS = {
+    "shoal.cluster.worker",
+    "shoal.cluster.store",
+    "shoal.cluster.rendezvous",
+    "shoal.cli.bench_exchange_job",
+}
 
 
 def test_imports_point_downwards_only(modules: list[Module]) -> None:
