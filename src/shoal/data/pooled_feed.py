@@ -75,6 +75,7 @@ class PooledFeed(IndexedFeed):
         return _Pass(self, pool or self._open(), requests)
 
     def _open(self) -> ProcessPool:
+        self._reader.source.share()
         return ProcessPool(partial(_read, self._reader), self._config, describe=self._describe_request)
 
     def _describe_request(self, request: Request) -> tuple[str, list[Any]]:

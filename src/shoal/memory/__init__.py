@@ -10,11 +10,12 @@ from shoal.memory.block_store import BlockStore
 from shoal.memory.figures import stats
 from shoal.memory.placing import CacheConfig, Placement, place, say_where
 from shoal.memory.row_layout import Field, RowLayout
-from shoal.memory.row_store import Lists, RowSpec, RowStore
+from shoal.memory.row_store import UNLIMITED, Lists, RowSpec, RowStore
 from shoal.memory.rows_ahead import RowsAhead
 from shoal.memory.tier import Limits, Tier
 
 __all__ = [
+    "UNLIMITED",
     "BlockStore",
     "CacheConfig",
     "Field",

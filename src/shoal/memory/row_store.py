@@ -28,8 +28,13 @@ from shoal.memory import available, figures, nameless, sharing
 from shoal.memory.row_file import Heap, RowFile
 from shoal.memory.row_layout import Field, RowLayout
 
+UNLIMITED = 1 << 62
+"""As many bytes as there are."""
+
 _PAGE = mmap.ALLOCATIONGRANULARITY
-_COUNTERS = 4  # of the shared page: bytes in the heap in RAM, in that on disk, and two unused
+_COUNTERS = (
+    4  # of the shared page: bytes in the heap in RAM, in that on disk, the owner's note, and one unused
+)
 _HEAP_LOCK = (
     1 << 40
 )  # the byte of the file whose lock the heaps' counters need; parts are locked by their number
@@ -73,11 +78,14 @@ class RowStore:
         name: str,
         directory: str | os.PathLike[str] | None = None,
         shared_as: str | None = None,
+        files: list[int] | None = None,
         granted_bytes: int = 0,
     ) -> None:
         """`shared_as` is what the rows are, for other processes of the job: whoever gives the same has the same rows.
 
-        `granted_bytes` of RAM are spoken for by this store, and not free for other caches.
+        `files` are from `reserve`, so that processes forked since then share
+        them. `granted_bytes` of RAM are spoken for by this store, and not
+        free for other caches.
         """
         self.name, self.spec = name, spec
         self._directory = directory
@@ -86,7 +94,7 @@ class RowStore:
         }
         self._layout = RowLayout({**spec.fields, **hidden})
         self._control_bytes = -(-(_COUNTERS * 8 + spec.num_parts) // _PAGE) * _PAGE
-        self._fds, self.is_first = self._open(shared_as)
+        self._fds, self.is_first = self._open(shared_as, files)
         self._finalizer = weakref.finalize(self, nameless.close_all, self._fds)
         control = mmap.mmap(self._fds[0], self._control_bytes)
         self._counters = np.frombuffer(control, np.int64, _COUNTERS)
@@ -127,11 +135,12 @@ class RowStore:
         except OSError as error:
             raise self._full(error, num_rows * self.row_bytes) from error
 
-    def put(self, numbers: NDArray[np.int64], columns: Mapping[str, NDArray[Any]]) -> None:
-        """Single rows, by their numbers; of stores without lists."""
+    def put(self, numbers: NDArray[np.int64], columns: Mapping[str, Any]) -> None:
+        """Single rows, by their numbers. They are not marked as there."""
         try:
             at = 0
-            for tile in self._layout.pack(columns, len(numbers)):
+            packed = {**columns, **self._keep_lists(columns)} if self.spec.lists else columns
+            for tile in self._layout.pack(packed, len(numbers)):
                 chosen = numbers[at : at + len(tile)]
                 at += len(tile)
                 in_ram = chosen < self.spec.num_ram_rows
@@ -143,9 +152,9 @@ class RowStore:
             raise self._full(error, len(numbers) * self.row_bytes) from error
 
     @contextlib.contextmanager
-    def claimed(self, part: int) -> Iterator[bool]:
+    def claimed(self, part: int, *, waits: bool = False) -> Iterator[bool]:
         """While entered with True, this process alone makes the part; False where another is at it."""
-        with self._locks.held(self._fds[0], part) as is_ours:
+        with self._locks.held(self._fds[0], part, waits=waits) as is_ours:
             yield is_ours
 
     # ---- reading -----------------------------------------------------------------------------------
@@ -192,6 +201,15 @@ class RowStore:
         found = self._layout.unpack(taken)
         return {**{name: found[name] for name in self.spec.fields}, **self._lists_of(found)}
 
+    @property
+    def note(self) -> int:
+        """A number that all processes with these rows see; 0 until somebody sets it."""
+        return int(self._counters[2])
+
+    @note.setter
+    def note(self, value: int) -> None:
+        self._counters[2] = value
+
     # ---- figures -----------------------------------------------------------------------------------
 
     def filled_bytes(self) -> int:
@@ -228,35 +246,48 @@ class RowStore:
 
     # ---- the rest ----------------------------------------------------------------------------------
 
-    def _open(self, shared_as: str | None) -> tuple[list[int], bool]:
-        if shared_as is None:
-            return self._make(), True
-        spec = self.spec
-        identity = [shared_as, self._layout.describe(), spec.num_rows, spec.num_parts]
-        folder = scratch.directory("rows")
-        facts = {"num_ram_rows": spec.num_ram_rows, "heap_ram_bytes": spec.heap_ram_bytes}
-        fds, known, is_first = sharing.share(folder, identity, lambda: (self._make(), facts))
-        # Whoever came first has decided what lies where.
-        self.spec = RowSpec(spec.fields, spec.lists, spec.num_rows, spec.num_parts, **known)
-        return fds, is_first
-
-    def _make(self) -> list[int]:
-        row_bytes, num_ram = self._layout.row_bytes, self.spec.num_ram_rows
+    @staticmethod
+    def reserve(directory: str | os.PathLike[str] | None) -> list[int]:
+        """Files for the rows of a store that is opened later; without a directory none of them is on disk."""
         fds: list[int] = []
         try:
-            fds.append(nameless.in_memory("shoal-rows", self._control_bytes + num_ram * row_bytes))
-            fds.append(self._file((self.spec.num_rows - num_ram) * row_bytes))
-            fds.append(nameless.in_memory("shoal-lists", 0))
-            fds.append(self._file(0, needed=bool(self.spec.lists)))
+            for name in ("shoal-rows", "shoal-lists"):
+                fds.append(nameless.in_memory(name, 0))
+                fds.append(
+                    nameless.in_memory("shoal-nothing", 0)
+                    if directory is None
+                    else nameless.on_disk(directory, 0)
+                )
         except BaseException:
             nameless.close_all(fds)
             raise
         return fds
 
-    def _file(self, num_bytes: int, *, needed: bool = False) -> int:
-        if not num_bytes and not needed:
-            return nameless.in_memory("shoal-nothing", 0)
-        return nameless.on_disk(self.directory, num_bytes)
+    def _open(self, shared_as: str | None, files: list[int] | None) -> tuple[list[int], bool]:
+        spec = self.spec
+        if shared_as is None:
+            return self._sized(files or self._reserved()), True
+        identity = [shared_as, self._layout.describe(), spec.num_rows, spec.num_parts]
+        facts = {"num_ram_rows": spec.num_ram_rows, "heap_ram_bytes": spec.heap_ram_bytes}
+        fds, known, is_first = sharing.share(
+            scratch.directory("rows"), identity, lambda: (self._sized(self._reserved()), facts)
+        )
+        # Whoever came first has decided what lies where.
+        self.spec = RowSpec(spec.fields, spec.lists, spec.num_rows, spec.num_parts, **known)
+        return fds, is_first
+
+    def _reserved(self) -> list[int]:
+        spec = self.spec
+        is_in_ram = spec.num_ram_rows == spec.num_rows and (
+            not spec.lists or spec.heap_ram_bytes >= UNLIMITED
+        )
+        return self.reserve(None if is_in_ram else self.directory)
+
+    def _sized(self, fds: list[int]) -> list[int]:
+        row_bytes, num_ram = self._layout.row_bytes, self.spec.num_ram_rows
+        os.ftruncate(fds[0], self._control_bytes + num_ram * row_bytes)
+        os.ftruncate(fds[1], (self.spec.num_rows - num_ram) * row_bytes)
+        return fds
 
     @property
     def directory(self) -> Path:

@@ -49,6 +49,10 @@ class Source(ABC):
         """These will be asked for next, in this order, in batches: a source on disk begins to read them."""
         return  # only a hint
 
+    def share(self) -> None:
+        """Make what processes that are forked from now on shall have in common."""
+        return  # nothing, for most
+
     def stage(self) -> None:
         """Have at this host what will be read, before anything is."""
         return  # nothing to do where it is at hand
@@ -86,6 +90,11 @@ class Derived(Source):
         """The same of all inputs: a stage that gives them other indices says which."""
         for source in self._inputs:
             source.will_need(indices, epoch)
+
+    def share(self) -> None:
+        """Of all that it is derived from."""
+        for source in self._inputs:
+            source.share()
 
     def stage(self) -> None:
         """All that it is derived from."""

@@ -23,6 +23,7 @@ from shoal.core.memory_errors import CacheFull
 from shoal.data.tables.storage import Gathered
 from shoal.data.tables.table import Column, Ragged, Table
 from shoal.memory import (
+    UNLIMITED,
     CacheConfig,
     Field,
     Lists,
@@ -70,7 +71,7 @@ class StoredRows:
             num_parts=len(table.blocks),
             num_ram_rows=int(self._bounds[in_ram]),
             # Sizes of lists are guesses; where all of them go to RAM, so does what they were guessed too small.
-            heap_ram_bytes=(1 << 62) if in_ram == len(fixed) else sum(beyond[:in_ram]),
+            heap_ram_bytes=UNLIMITED if in_ram == len(fixed) else sum(beyond[:in_ram]),
         )
         where = table.blocks[0].where if table.blocks else "a table"
         self._what = where.rpartition(", ")[0] or where
