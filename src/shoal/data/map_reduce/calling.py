@@ -66,15 +66,16 @@ def map_reduce(
     )
     root = Path(directory) if directory is not None else None
     own = places.cached(identity, root) if identity is not None else None
-    shared = own
-    if own is None or jobs.current().num_hosts > 1:
-        described = [
-            stage for part in (source, access[1] if access else None) if part for stage in part.describe()
-        ]
+    is_in_cache = own is not None and jobs.current().num_hosts == 1
+    if own is not None and is_in_cache:
+        shared = own
+    elif identity is not None:
+        shared = places.in_scratch(identity)
+    else:
+        parts = [part for part in (source, access[1] if access else None) if part is not None]
         called = [name_of(fn) for fn in (map, combine, reduce) if fn is not None]
-        shared = places.unnamed(_digest([identity, described, called, sizes]))
-        own = own or _host_directory(shared)
-    assert shared is not None
+        shared = places.numbered(_digest([[part.describe() for part in parts], called, sizes]))
+    own = own or _host_directory(shared)
 
     run = f"job {jobs.current().run_dir}" if jobs.current().launched else uuid.uuid4().hex
 
@@ -89,14 +90,14 @@ def map_reduce(
         tasks(0).finish()
     else:
         finish_in_processes(tasks, num_workers)
-    if identity is not None and own == shared:
+    if is_in_cache:
         places.sweep(own.parent, keep=own)
     return Aggregate(shared, num_partitions, own_directory=own, was_reused=False)
 
 
 def _given(key: str, sizes: tuple[Any, ...]) -> str:
-    """The user says what the inputs are; what decides about the form of the result still counts."""
-    return _digest(["given", key, sizes[0]])
+    """The user says what the inputs are; how it is cut into tasks still counts, or halves of two could meet."""
+    return _digest(["given", key, sizes])
 
 
 def _digest(parts: Any) -> str:

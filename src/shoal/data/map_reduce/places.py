@@ -52,14 +52,19 @@ def cached(key: str, root: Path | None) -> Path | None:
     return entry
 
 
-def unnamed(description: str) -> Path:
-    """A directory that all ranks find for the same call of the script, and that goes with the job.
+def in_scratch(name: str) -> Path:
+    """A directory that all workers of the job see, and that goes with it."""
+    return scratch.directory("map_reduce", name)
+
+
+def numbered(description: str) -> Path:
+    """The same, for a call of the script that has no key: every rank finds the one of its own call.
 
     Calls that look alike are numbered; so a rank that makes calls of its own
     besides does not come upon another's.
     """
     _num_calls[description] += 1
-    return scratch.directory("map_reduce", f"{description}-{_num_calls[description]}")
+    return in_scratch(f"{description}-{_num_calls[description]}")
 
 
 def sweep(root: Path, *, keep: Path, max_bytes: int = _MAX_BYTES, max_idle_s: float = _MAX_IDLE_S) -> None:
