@@ -52,9 +52,9 @@ def test_a_wrong_type_far_down_is_found_quickly(tmp_path: Path) -> None:
     rows[1_000_002] = "1,abc\n"
     path = write(tmp_path / "a.csv", "n,price\n" + "".join(rows))
     data = Dataset.from_csv(path)
-    began = time.monotonic()
+    began = time.process_time()
     text = told(data, 1_000_002)
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 5
     assert text.startswith(
         f"{path}, row 1,000,003, line 1,000,004, column 'price': 'abc' is no float32, which the first "
     )

@@ -48,6 +48,7 @@ class TableSource(Source):
         self.table, self.on_error, self.max_skips = table, check_on_error(on_error), max_skips
         self.num_samples = sum(block.num_rows for block in table.blocks)
         self._columns = {column.name: column for column in table.columns}
+        self._ragged = [column for column in table.columns if column.is_ragged]
         self._label = label
         self._labels = [] if label is None else [label] if isinstance(label, str) else list(label)
         missing = [name for name in self._labels if name not in self._columns]
@@ -73,8 +74,10 @@ class TableSource(Source):
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
         """The rows as columns."""
-        columns = self._gather(indices)
-        return self._arranged({name: _batch(self._columns[name], column) for name, column in columns.items()})
+        columns: dict[str, Any] = self._gather(indices)
+        for column in self._ragged:
+            columns[column.name] = _batch(column, columns[column.name])
+        return self._arranged(columns)
 
     @property
     def looks_ahead(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
@@ -130,9 +133,7 @@ def padding_of(dtype: np.dtype[Any]) -> Any:
     return -1 if dtype.kind == "i" else 0
 
 
-def _batch(column: Column, values: torch.Tensor | Ragged) -> Any:
-    if isinstance(values, torch.Tensor):
-        return values
+def _batch(column: Column, values: Ragged) -> Any:
     if column.kind != "number":
         return _objects(column, values)
     lengths = np.diff(values.offsets)
