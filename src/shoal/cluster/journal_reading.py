@@ -12,6 +12,7 @@ import contextlib
 import shutil
 import sqlite3
 import tempfile
+import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,9 @@ from shoal.wire.ledger_messages import Noted
 from shoal.wire.messages import Join
 
 NUM_TRIES = 20
+AGAIN_S = 0.01
+"""Between two of them. Entries are moved once in some thousand, and in milliseconds."""
+
 _SALT = slice(16, 24)  # of the header of a write-ahead log: another after it was begun anew
 
 _facts: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(Fact)
@@ -50,11 +54,11 @@ def read_launches(run: Path) -> list[Launch]:
     path = run / FILE_NAME
     with tempfile.TemporaryDirectory(prefix="shoal-journal-") as folder:
         copy = Path(folder) / FILE_NAME
-        for _ in range(NUM_TRIES):
-            if not _copied(path, copy):
-                continue
+        for _ in range(NUM_TRIES if path.exists() else 0):
             with contextlib.suppress(sqlite3.Error):
-                return _read(copy)
+                if _copied(path, copy):
+                    return _read(copy)
+            time.sleep(AGAIN_S)
     return []
 
 
