@@ -18,6 +18,7 @@ BENCHMARKS = (
     "ps_memory",
     "ps_quality",
     "data_workers",
+    "data_dynamic",
 )
 
 
