@@ -68,6 +68,8 @@ class RowLayout:
                 if self.fields[name].shape:
                     self._wide[name] = end
                     end += self.fields[name].num_bytes
+        as_packed = [*(name for group in self._groups for name in group.names), *self._wide]
+        self._is_in_order = as_packed == list(self.fields)
         widest = max((field.dtype.itemsize for field in self.fields.values()), default=_WORD)
         alignment = max(_WORD, widest)
         self.row_bytes = max(-(-end // alignment) * alignment, _WORD)
@@ -106,7 +108,7 @@ class RowLayout:
             field = self.fields[name]
             part = raw[:, at : at + field.num_bytes].view(field.dtype)
             found[name] = part.reshape(len(rows), *field.shape).contiguous()
-        return {name: found[name] for name in self.fields}
+        return found if self._is_in_order else {name: found[name] for name in self.fields}
 
     def describe(self) -> list[Any]:
         """What two processes compare before they share rows."""

@@ -159,8 +159,8 @@ class RowStore:
 
     # ---- reading -----------------------------------------------------------------------------------
 
-    def gather(self, rows: range | NDArray[np.int64]) -> dict[str, torch.Tensor | Lists]:
-        """Copies of these rows as columns. They must be there."""
+    def gather(self, rows: range | NDArray[np.int64]) -> dict[str, Any]:
+        """Copies of these rows as columns: tensors, and Lists. They must be there."""
         return self.unpack(self.take(rows))
 
     def take(self, rows: range | NDArray[np.int64]) -> torch.Tensor:
@@ -196,9 +196,11 @@ class RowStore:
             found.index_copy_(0, torch.from_numpy(np.flatnonzero(chosen)), taken)
         return found
 
-    def unpack(self, taken: torch.Tensor) -> dict[str, torch.Tensor | Lists]:
+    def unpack(self, taken: torch.Tensor) -> dict[str, Any]:
         """The columns of what `take` gave."""
         found = self._layout.unpack(taken)
+        if not self.spec.lists:
+            return found
         return {**{name: found[name] for name in self.spec.fields}, **self._lists_of(found)}
 
     @property

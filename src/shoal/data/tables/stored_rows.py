@@ -97,9 +97,10 @@ class StoredRows:
             taken = self._ahead.take(rows)
             if taken is not None:
                 self._store.count_ahead(len(rows))
-        columns = self._store.unpack(self._take(rows) if taken is None else taken)
-        listed = {column.name: _as_ragged(columns[column.name]) for column in self._table.columns}
-        return Gathered(listed, self._bad_among(rows) if self._bad else {})
+        columns: dict[str, Any] = self._store.unpack(self._take(rows) if taken is None else taken)
+        if self._store.spec.lists:
+            columns = {column.name: _as_ragged(columns[column.name]) for column in self._table.columns}
+        return Gathered(columns, self._bad_among(rows) if self._bad else {})
 
     def will_need(self, rows: NDArray[np.int64]) -> None:
         """Read them ahead, where they are on disk."""
