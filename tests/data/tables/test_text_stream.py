@@ -77,8 +77,13 @@ def test_json_lines(tmp_path: Path) -> None:
     assert [sample["l"].tolist() for sample in data] == [[number] * (number % 3) for number in range(300)]
 
 
-def test_it_says_that_it_is_a_stream_and_refuses_what_streams_cannot(tmp_path: Path) -> None:
+def test_it_says_that_it_is_a_stream_and_refuses_what_streams_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = Dataset.from_csv(packed(tmp_path / "a.csv.gz", TEXT))
+    assert capsys.readouterr().err.startswith(
+        f"shoal: 1 of 1 files are compressed, {tmp_path}/a.csv.gz the first of them"
+    )
     kind, facts = happenings.told[-1]
     assert (kind, facts["format"], facts["reason"]) == (
         "read as a stream",

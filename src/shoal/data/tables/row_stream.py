@@ -6,6 +6,7 @@ without unpacking all before it.
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from shoal.core import happenings
+from shoal.core import job as jobs
 from shoal.core.data_errors import NoSuchColumn
 from shoal.data.skipping import SkipLog, Skipped
 from shoal.data.stream import OwnStream, Stream
@@ -49,13 +51,17 @@ def open_row_stream(
     missing = [name for name in label_names(label) if name not in names]
     if missing:
         raise NoSuchColumn(asked=missing, there=names, where=compressed[0], asked_by="label=")
+    reason = f"{len(compressed)} of {num_files} files are compressed"
+    consequence = "every worker reads all of it, and a resumed epoch is read again up to its position"
     happenings.tell(
-        "read as a stream",
-        format=format,
-        files=list(compressed[:10]),
-        reason=f"{len(compressed)} of {num_files} files are compressed",
-        consequence="every worker reads all of it, and a resumed epoch is read again up to its position",
+        "read as a stream", format=format, files=list(compressed[:10]), reason=reason, consequence=consequence
     )
+    if jobs.rank() == 0:
+        print(
+            f"shoal: {reason}, {compressed[0]} the first of them, so this is a stream: {consequence}; unpacked, or as "
+            "Parquet, it can be shuffled, split and resumed anywhere",
+            file=sys.stderr,
+        )
     return Stream(rows, (_Samples(rows.columns, label, on_error, max_skips),))
 
 
