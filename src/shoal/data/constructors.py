@@ -117,7 +117,7 @@ class Constructors:
         values in columns of numbers: an error that names row, line and column,
         or what `fill` says. All files are read through once to find where
         rows end; compressed ones (.gz) cannot be read from the middle and
-        become a stream, without shuffle, split or length.
+        become a stream: no length, no split, a shuffle within a buffer.
 
             Dataset.from_csv("clicks-*.csv", label="clicked")
             Dataset.from_csv("clicks.tsv", names=["y", "price", "user"], schema={"user": "str"}, fill={"price": 0})
@@ -167,7 +167,7 @@ class Constructors:
         `"float32[8]"`. A key that is missing or null is an error that names
         row, line and key, or what `fill` says; keys that the first rows do not
         have are left out. All files are read through once to find where lines
-        end; compressed ones (.gz) become a stream, without shuffle or length.
+        end; compressed ones (.gz) become a stream, without length or split.
 
             Dataset.from_jsonl("reviews-*.jsonl", columns=["text", "stars"], label="stars")
             Dataset.from_jsonl("users.jsonl", schema={"ids": "list[int64]"}, fill={"ids": []})
