@@ -433,3 +433,21 @@ def test_done_below_stops_at_the_first_that_is_not_done() -> None:
     assert leases.done_below == 0
     leases.handle(ask(A, 0, 1))
     assert leases.done_below == 4
+
+
+def test_what_lies_at_a_workers_host_is_its_first() -> None:
+    leases = Leases(LeaseConfig(num_samples=60, samples_per_lease=10, num_ahead=1))
+    first, second, third = Holder(0, 0), Holder(1, 0), Holder(2, 0)
+    handed = [
+        leases.handle(Asked(by, (), 0.0, near=near))
+        for by, near in ((first, (4, 5)), (second, (0, 1)), (third, ()))
+    ]
+    assert [each.leases[0].number for [each] in handed] == [4, 0, 2]
+    again = Leases.restore(leases.config, leases.snapshot())
+    for each in (leases, again):
+        [handed_on] = [act for act in each.handle(Asked(first, (4,), 1.0)) if isinstance(act, Hand)]
+        assert [lease.number for lease in handed_on.leases] == [5]
+        [handed_on] = [act for act in each.handle(Asked(first, (5,), 1.0)) if isinstance(act, Hand)]
+        assert [lease.number for lease in handed_on.leases] == [3]  # nobody's
+        [handed_on] = [act for act in each.handle(Asked(first, (3,), 1.0)) if isinstance(act, Hand)]
+        assert [lease.number for lease in handed_on.leases] == [1]  # another's, rather than none

@@ -113,3 +113,40 @@ def test_a_file_lost_between_epochs_is_read_from_its_copy(
     events = [json.loads(line) for line in (done.run_dir / "events.jsonl").read_text().splitlines()]
     lost = [event for event in events if event["event"] == "file-lost"]
     assert {Path(event["file"]).name for event in lost} == {"part-1.parquet"}
+
+
+def test_leases_go_to_the_host_that_has_their_files(
+    launch_script: Callable[..., Any], table: Path, tmp_path: Path
+) -> None:
+    source = f"""
+        import pathlib, torch, shoal
+        from torch import nn
+        from shoal.data.locations import located_files
+
+        class Own(located_files.SharedFiles):
+            # Two hosts that have different files at one place, as two machines would.
+            def expand(self, where, endings=()):
+                kept = ("part-0", "part-1") if shoal.rank() == 0 else ("part-2",)
+                return [info for info in super().expand(where, endings) if pathlib.Path(info.url).stem in kept]
+
+        located_files.SharedFiles = Own
+        data = shoal.Dataset.from_parquet("{table}/*.parquet", label="y", columns=["a", "y"], location="resident")
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(1, 1)
+            def forward(self, columns):
+                return self.inner(columns["a"][:, None])[:, 0]
+
+        batches = data.batch(20)
+        near = batches.near(60)
+        trainer = shoal.Trainer(Net(), loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), seed=0)
+        trainer.fit(batches, epochs=1)
+        pathlib.Path(r"{tmp_path}", f"near-{{shoal.rank()}}").write_text(str(near))
+    """
+    done = launch_script(source, workers=2, strategy="ps:async", pretend_hosts=2)
+    assert done.exit_code == 0, done.error
+    near = [set(json.loads((tmp_path / f"near-{rank}").read_text())) for rank in range(2)]
+    assert near == [set(range(20)), set(range(20, 30))]
+    assert done.summary["samples"] == 1800

@@ -105,7 +105,7 @@ class LeaseDesk:
             return self._end(client, ask, now)
         self._questions[by] = _Question(client, now, now + ask.timeout_s, ask.below)
         held = self._table.held_by(by)
-        event = lease_terms.Asked(by, tuple(ask.finished), now, tuple(ask.busy_s))
+        event = lease_terms.Asked(by, tuple(ask.finished), now, tuple(ask.busy_s), tuple(ask.near))
         acted = self._table.handle(event)
         answers = self._answers(acted)
         if not ask.finished and held and held == self._table.held_by(by):
@@ -143,7 +143,9 @@ class LeaseDesk:
         assert self._table is not None
         self._asked = msgspec.structs.replace(self._asked, is_last=True)
         by = Holder(ask.rank, ask.incarnation)
-        acted = self._table.handle(lease_terms.Asked(by, tuple(ask.finished), now, tuple(ask.busy_s)))
+        acted = self._table.handle(
+            lease_terms.Asked(by, tuple(ask.finished), now, tuple(ask.busy_s), tuple(ask.near))
+        )
         waiting, self._questions = self._questions, {}
         no_more = NoMoreLeases(self._table.done_below)
         clients = [*(question.client for question in waiting.values()), client]

@@ -123,6 +123,7 @@ class LeaseSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     began: list[tuple[int, int, float]] = []  # rank, incarnation, since when it works on its first lease
     paces: dict[int, tuple[float, float, int]] = {}  # samples, seconds, leases
     drained: dict[int, float] = {}  # rank: when it may be probed
+    near: dict[int, list[int]] = {}  # by rank, leases of an epoch
 
 
 # ---- events -------------------------------------------------------------------------------------
@@ -137,6 +138,9 @@ class Asked:
     at: float
     busy_s: tuple[float, ...] = ()
     """How long it worked on each of them, without waiting for others; where it does not say, since when it had it."""
+
+    near: tuple[int, ...] = ()
+    """Leases of an epoch, counted from 0, whose data its host has: it gets those first. Empty: it does not matter."""
 
 
 @dataclass(frozen=True, slots=True)

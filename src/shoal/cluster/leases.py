@@ -59,6 +59,7 @@ class Leases:
         self._begin_epoch()
         self.incarnations: dict[int, int] = {}  # rank: the newest heard of
         self._waiting: dict[Holder, float] = {}
+        self._near: dict[int, frozenset[int]] = {}  # by rank, leases of an epoch whose data is at its host
         self._began: dict[Holder, float] = {}  # since when it works on the first lease it holds
         self._is_over = epoch >= config.num_epochs
         self._pass_over(done)
@@ -82,6 +83,7 @@ class Leases:
                 for rank, pace in self.draining.paces.items()
             },
             drained=dict(self.draining.drained),
+            near={rank: sorted(near) for rank, near in self._near.items()},
         )
 
     @classmethod
@@ -98,6 +100,7 @@ class Leases:
         leases._began = {Holder(rank, incarnation): at for rank, incarnation, at in kept.began}
         leases.draining.paces = {rank: Pace(*pace) for rank, pace in kept.paces.items()}
         leases.draining.drained = dict(kept.drained)
+        leases._near = {rank: frozenset(near) for rank, near in kept.near.items()}
         return leases
 
     @property
@@ -166,6 +169,8 @@ class Leases:
                 )
             ]
         self._fence(by.rank, by.incarnation)
+        if asked.near:
+            self._near[by.rank] = frozenset(asked.near)
         strange = [
             each
             for each in asked.finished
@@ -260,11 +265,23 @@ class Leases:
         """The first lease that a worker may have."""
         shares, first = self.config.shares, self.epoch * self.config.num_leases
         if not shares:
-            return self._todo[0] if self._todo else None
+            return self._nearest(holder.rank, first)
         if holder.rank + 1 >= len(shares):
             return None
         begin, end = (first + share for share in shares[holder.rank : holder.rank + 2])
         return min((number for number in self._todo if begin <= number < end), default=None)
+
+    def _nearest(self, rank: int, first: int) -> int | None:
+        """What lies at the worker's own host; then what lies at nobody's; then anything."""
+        if not self._near or not self._todo:
+            return self._todo[0] if self._todo else None
+        mine = self._near.get(rank, frozenset())
+        others = frozenset().union(*(near for each, near in self._near.items() if each != rank))
+
+        def distance(number: int) -> int:
+            return 0 if number - first in mine else 2 if number - first in others else 1
+
+        return min(self._todo, key=lambda number: (distance(number), number))
 
     def _prospects(self, holder: Holder) -> list[tuple[float, float, int]]:
         """(when its only holder will have finished it, how long this worker would need, number) of every such lease.

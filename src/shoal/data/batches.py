@@ -162,6 +162,10 @@ class Batches:
         """Global batches in an epoch from position `start` on; None for a stream."""
         return self._feed.num_steps(num_workers, start)
 
+    def near(self, samples_per_range: int) -> list[int]:
+        """Ranges of an epoch whose data this host has and others may not; none where that makes no difference."""
+        return self._feed.near(samples_per_range) if isinstance(self._feed, IndexedFeed) else []
+
     def num_left_out(self, num_workers: int = 1) -> int:
         """Samples at the end of an epoch that are in no batch, with drop_last=True."""
         size, num_samples = self.batch_size(num_workers), self.num_samples

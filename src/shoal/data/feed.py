@@ -183,6 +183,18 @@ class IndexedFeed:
         """Of one epoch; None where there is no end."""
         return None if self.is_endless else self._order.num_samples
 
+    def near(self, samples_per_range: int) -> list[int]:
+        """Ranges of an epoch most of whose samples this host has and others may not, where the order is always the same."""
+        here = self._reader.source.here()
+        if here is None or self._order.is_computed or self.is_endless or len(here) != self._order.num_samples:
+            return []
+        begins = range(0, len(here), samples_per_range)
+        return [
+            number
+            for number, begin in enumerate(begins)
+            if here[begin : begin + samples_per_range].mean() > 0.5
+        ]
+
     def batch_size(self, num_workers: int) -> int:
         """Samples of one global batch."""
         return self._cut.batch_size(num_workers)

@@ -60,6 +60,9 @@ class Files(Protocol):
     def stage(self) -> None:
         """Have at this host what will be read, before anything is."""
 
+    def is_here(self, url: str) -> bool:
+        """Whether this host has the file itself, and others may not."""
+
 
 class SharedFiles:
     """Files that every host sees at the same place. Remembers what it found, to refuse what has changed."""
@@ -124,6 +127,10 @@ class SharedFiles:
 
     def stage(self) -> None:
         """Every host sees them as they are."""
+
+    def is_here(self, url: str) -> bool:
+        """Everywhere."""
+        return True
 
     def _read_local(self, url: str, begin: int, end: int) -> bytes:
         try:

@@ -104,6 +104,7 @@ class Leasing:
             "trainer": trainer,
             "batch_size": size,
             "num_left_out": num_left_out,
+            "near": batches.near(per_lease * size),
             "data": data_identity(batches.describe()),
             **_handing_out(batches.sharding, num_leases, num_workers),
         }

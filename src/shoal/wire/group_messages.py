@@ -175,6 +175,9 @@ class AskLease(Message, frozen=True, tag="ask-lease"):
     trainer: Count = 0
     data: str = ""  # which data it is, for the ledger
     batch_size: Count = 0
+    near: list[Count] = msgspec.field(
+        default_factory=list
+    )  # leases of any epoch whose data this worker's host has
     num_left_out: Count = 0  # of an epoch: of a last batch that is not full; not among num_samples
 
 

@@ -137,6 +137,10 @@ class CopiedFiles:
     def narrow(self, url: str, ranges: Iterable[tuple[int, int]]) -> None:
         """A copy is whole, whatever is read of it."""
 
+    def is_here(self, url: str) -> bool:
+        """Everywhere."""
+        return True
+
     def stage(self) -> None:
         """The copies are made when the files are found."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shoal.data.collate import collate
 from shoal.data.order import Indices
 from shoal.data.tree import Tree
@@ -53,6 +56,10 @@ class Source(ABC):
         """Make what processes that are forked from now on shall have in common."""
         return  # nothing, for most
 
+    def here(self) -> NDArray[np.bool_] | None:
+        """By index, whether this host has the sample and others may not; None where it makes no difference."""
+        return None
+
     def stage(self) -> None:
         """Have at this host what will be read, before anything is."""
         return  # nothing to do where it is at hand
@@ -95,6 +102,11 @@ class Derived(Source):
         """Of all that it is derived from."""
         for source in self._inputs:
             source.share()
+
+    def here(self) -> NDArray[np.bool_] | None:
+        """As its source, where that has the same samples at the same indices."""
+        here = self._source.here()
+        return here if here is not None and len(here) == self.num_samples else None
 
     def stage(self) -> None:
         """All that it is derived from."""

@@ -150,6 +150,10 @@ class ParquetTable:
                 bad.add(row, None, f"its row group cannot be decoded ({_short(error)})")
             return empty_rows(self.columns, num_rows, bad)
 
+    def is_here(self, block: int) -> bool:
+        """Whether this host has the file of a block itself."""
+        return self._files.is_here(self._infos[self._parts[block].file].url)
+
     def stage(self) -> None:
         """Have all files at this host."""
         self._files.stage()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shoal.core.data_errors import NoSuchColumn
 from shoal.core.errors import ConfigError
@@ -88,6 +89,15 @@ class TableSource(Source):
         """Read them ahead, where they are on disk."""
         if self.looks_ahead:
             self._storage.will_need(np.asarray(indices, dtype=np.int64))
+
+    def here(self) -> NDArray[np.bool_] | None:
+        """By index, whether this host has the sample itself; None where all hosts have all."""
+        if not isinstance(self.table, StagedTable):
+            return None
+        here = [self.table.is_here(number) for number in range(len(self.table.blocks))]
+        if all(here):
+            return None
+        return np.repeat(here, [block.num_rows for block in self.table.blocks])
 
     def stage(self) -> None:
         """Have the files at this host."""

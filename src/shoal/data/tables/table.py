@@ -155,6 +155,9 @@ class StagedTable(Protocol):
     def stage(self) -> None:
         """Have all of them at this host."""
 
+    def is_here(self, block: int) -> bool:
+        """Whether this host has the file of a block itself."""
+
 
 def empty_rows(columns: Sequence[Column], num_rows: int, bad: Mapping[int, BadSample]) -> Rows:
     """Rows of the right types and no meaning, for a block of which every row is bad."""

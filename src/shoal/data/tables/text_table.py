@@ -109,6 +109,10 @@ class TextTable:
         text = self._files.read(url, part.begin, part.end)
         return self._decoder.decode(text, part.num_rows, Place(file, url, first_row, part.first_line))
 
+    def is_here(self, block: int) -> bool:
+        """Whether this host has the file of a block itself."""
+        return self._files.is_here(self._infos[self._parts[block][0]].url)
+
     def stage(self) -> None:
         """Have all files at this host."""
         self._files.stage()

@@ -110,6 +110,10 @@ class TFRecordTable:
             bad.add(row, None, checksum_reason(records, row))
         return Rows(stretch.num_records, self._parser.parse(*records, bad), bad)
 
+    def is_here(self, block: int) -> bool:
+        """Whether this host has the file of a block itself."""
+        return self._files.is_here(self._places[block][0].info.url)
+
     def stage(self) -> None:
         """Have all files at this host."""
         self._files.stage()
