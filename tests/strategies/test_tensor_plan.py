@@ -38,6 +38,16 @@ class Gated(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.all(x).unflatten(-1, (3, 2, -1)).unbind(-3)
+        return self.out((q * k * v).flatten(-2))
+
+
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +108,12 @@ def test_two_layers_that_meet_are_closed_by_one() -> None:
         (
             nn.Sequential(Gated(), Attention(heads=4)),
             "1.query",
-            "viewed with 4 heads, which cannot be divided by 8",
+            "viewed in 4 parts or heads, which cannot be divided by 8",
+        ),
+        (
+            nn.Sequential(Gated(), Packed()),
+            "1.all",
+            "viewed in 3 parts or heads, which cannot be divided by 8",
         ),
         (nn.Sequential(Gated(), Branching()), "1.first", "cannot be traced"),
         (nn.Sequential(Gated(), Residual()), "1.first", "its output is also used by add"),

@@ -251,9 +251,10 @@ def _why_not_pair(
         return "its weight is shared with another layer"
     for node in path:
         if node.op == "call_method" and node.target in ("view", "reshape", "unflatten"):
-            odd = [arg for arg in node.args[1:] if isinstance(arg, int) and arg > 1 and arg % degree]
+            sizes = _numbers(node.args[2:] if node.target == "unflatten" else node.args[1:])
+            odd = [size for size in sizes if size > 1 and size % degree]
             if odd:
-                return f"it is viewed with {odd[0]} heads, which cannot be divided by {degree}"
+                return f"its output is viewed in {odd[0]} parts or heads, which cannot be divided by {degree}"
         if node.op == "call_method" and node.target in ("chunk", "split"):
             return "its output is split into parts, which lie across the ranks"
         if node.op == "call_function" and node.target in (torch.chunk, torch.split):
@@ -276,6 +277,12 @@ def _strangers(node: fx.Node, allowed: set[fx.Node], linears: set[fx.Node]) -> s
         if user not in linears:
             todo += list(user.users)
     return None
+
+
+def _numbers(args: object) -> list[int]:
+    if isinstance(args, (tuple, list)):
+        return [number for each in args for number in _numbers(each)]
+    return [args] if isinstance(args, int) else []
 
 
 def _name(node: fx.Node) -> str:
