@@ -70,6 +70,12 @@ def test_sharded_training_is_that_of_one_process_and_a_kill_takes_all_back(
     assert "nobody else held its part of the model" in killed.stderr
 
 
+def test_in_single_precision_too(launch_script: Callable[..., Any]) -> None:
+    single = script().replace("float64", "float32").replace(".double()", "")
+    alone = result(launch_script(single))
+    assert result(launch_script(single, workers=3, strategy="fsdp"))[:1] == pytest.approx(alone[:1], rel=1e-3)
+
+
 @pytest.mark.parametrize(("first", "second"), [(("fsdp", 3), ("ddp", 2)), (("single", 1), ("fsdp", 2))])
 def test_a_checkpoint_of_one_strategy_goes_on_under_another(
     launch_script: Callable[..., Any], tmp_path: Path, first: tuple[str, int], second: tuple[str, int]

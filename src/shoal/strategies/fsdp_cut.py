@@ -55,6 +55,7 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor in it
     return names
 
 
