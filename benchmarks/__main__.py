@@ -17,6 +17,9 @@ BENCHMARKS = (
     "ps_recovery",
     "ps_memory",
     "ps_quality",
+    "data_arrays",
+    "data_parquet",
+    "data_memory",
     "data_workers",
     "data_dynamic",
 )

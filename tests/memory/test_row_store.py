@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.memory_errors import CacheFull
+from shoal.core.memory_errors import BlockDamaged, CacheFull
 from shoal.memory import Field, Lists, RowLayout, RowsAhead, RowSpec, RowStore, nameless, stats
 from waiting import wait_until
 
@@ -172,6 +172,19 @@ def test_a_full_disk_is_one_paragraph(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "Nothing was lost" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert store.gather(np.arange(50))["a"].tolist() == list(range(50))
+
+
+def test_a_disk_that_cannot_be_read_is_one_paragraph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of({"a": ("int64", ())}, num_rows=100, num_ram_rows=50)
+    store = RowStore(spec, name="clicks.parquet", directory=tmp_path)
+    store.write(0, 100, {"a": np.arange(100)})
+
+    def broken(fd: int, length: int, offset: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", broken)
+    with pytest.raises(BlockDamaged, match=r"clicks.parquet in .* Input/output error"):
+        store.gather(np.arange(100))
 
 
 def test_a_forked_child_writes_what_its_parent_reads() -> None:

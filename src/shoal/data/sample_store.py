@@ -33,12 +33,12 @@ from shoal.memory import (
     available,
     block_format,
     nameless,
+    piece_bytes,
     place,
     say_where,
 )
 
 MISSING, REGULAR, ODD = 0, 1, 2
-_PIECE_BYTES = 32 << 20
 _WEIGHTED = "\0weighted"
 
 
@@ -193,8 +193,9 @@ class SampleStore:
         )
         del self._owned[1:]  # they are the store's from now on
         if not store.is_all_in_ram:
-            piece_bytes = min(_PIECE_BYTES, max(self._budget // 8, 1 << 16))
-            self._ahead = RowsAhead(store.take, row_bytes=store.row_bytes, piece_bytes=piece_bytes)
+            self._ahead = RowsAhead(
+                store.take, row_bytes=store.row_bytes, piece_bytes=piece_bytes(self._budget)
+            )
         self._regular = store
 
     # ---- reading -----------------------------------------------------------------------------------

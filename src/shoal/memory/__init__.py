@@ -8,7 +8,7 @@ figures.py       hit rates and bytes moved
 
 from shoal.memory.block_store import BlockStore
 from shoal.memory.figures import stats
-from shoal.memory.placing import CacheConfig, Placement, place, say_where
+from shoal.memory.placing import CacheConfig, Placement, piece_bytes, place, say_where
 from shoal.memory.row_layout import Field, RowLayout
 from shoal.memory.row_store import UNLIMITED, Lists, RowSpec, RowStore
 from shoal.memory.rows_ahead import RowsAhead
@@ -27,6 +27,7 @@ __all__ = [
     "RowStore",
     "RowsAhead",
     "Tier",
+    "piece_bytes",
     "place",
     "say_where",
     "stats",

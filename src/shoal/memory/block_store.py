@@ -232,6 +232,7 @@ class BlockStore:
     def _bring(self, key: Key, load: Loader | None, tier: Tier | None, *, is_held: bool) -> Tree:
         tier = self._tier(tier)
         self._count_request(key, tier)
+        failure: OSError | None = None
         while True:
             outcome = self._next(Want(key, tier, must_stay=is_held))
             match outcome:
@@ -251,11 +252,14 @@ class BlockStore:
                 case Read() | Move():
                     try:
                         tree = self._carry_out(outcome)
-                    except OSError:
+                    except OSError as error:
+                        failure = error
                         continue  # there is another way: the tiering knows by now that this one is closed
                     if isinstance(outcome, Read):
+                        if is_held and failure is None and self._tiering.try_again():
+                            continue  # somebody may have made room on the disk since
                         if is_held:
-                            raise self._full(key, None)
+                            raise self._full(key, failure)
                         return self._contents.as_in(tier, tree)
 
     def _load(
@@ -286,6 +290,8 @@ class BlockStore:
                     self._changed.notify_all()
                     return False
                 case Full():
+                    if failure is None and self._tiering.try_again():
+                        continue  # somebody may have made room on the disk since
                     raise self._full(key, failure, num_bytes)
                 case Store() | Move():
                     try:

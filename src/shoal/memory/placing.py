@@ -11,6 +11,9 @@ from shoal.core import happenings
 from shoal.core import job as jobs
 from shoal.core.errors import ConfigError
 
+NUM_AHEAD = 3
+"""Pieces that are in memory at most: one in use, one whole, one being read."""
+
 Where = Literal["auto", "ram", "disk"]
 
 
@@ -68,10 +71,9 @@ def place(sizes: Sequence[int], config: CacheConfig, *, budget_bytes: int, num_s
         if config.ram_bytes is not None
         else f"half of the free memory is {amount(limit)}{each}"
     )
-    fitting, number = 0, 0
-    while number < len(sizes) and fitting + sizes[number] <= limit:
-        fitting += sizes[number]
-        number += 1
+    number, fitting = _fitting(sizes, limit)
+    if number < len(sizes):  # what is read ahead from disk takes its part of the limit
+        number, fitting = _fitting(sizes, limit - NUM_AHEAD * piece_bytes(limit))
     if config.where == "ram" and number < len(sizes):
         raise ConfigError(
             f"cache='ram' would need {amount(total)}, but {whose}. Nothing was read; raise ram_bytes, or let the rest lie on "
@@ -83,6 +85,21 @@ def place(sizes: Sequence[int], config: CacheConfig, *, budget_bytes: int, num_s
         disk_bytes=total - fitting,
         why=f"it is {amount(total)} and {whose}",
     )
+
+
+def _fitting(sizes: Sequence[int], limit: int) -> tuple[int, int]:
+    """How many of the blocks, from the first on, stay within a limit; and their bytes."""
+    total = 0
+    for number, size in enumerate(sizes):
+        if total + size > limit:
+            return number, total
+        total += size
+    return len(sizes), total
+
+
+def piece_bytes(limit: int) -> int:
+    """How much is read ahead at a time by a cache with this limit."""
+    return min(32 << 20, limit // 16)
 
 
 def say_where(what: str, placed: Placement, directory: Any) -> None:

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.core import scratch
-from shoal.core.memory_errors import CacheFull
+from shoal.core.memory_errors import BlockDamaged, CacheFull
 from shoal.memory import available, figures, nameless, sharing
 from shoal.memory.row_file import Heap, RowFile
 from shoal.memory.row_layout import Field, RowLayout
@@ -165,10 +165,17 @@ class RowStore:
 
     def take(self, rows: range | NDArray[np.int64]) -> torch.Tensor:
         """Copies of these rows as they lie: int64, [n, words]."""
+        try:
+            return self._taken(rows)
+        except OSError as error:
+            problem = f"rows of it cannot be read ({error.strerror or error})"
+            raise BlockDamaged(path=f"of {self.name} in {self.directory}", problem=problem) from error
+
+    def _taken(self, rows: range | NDArray[np.int64]) -> torch.Tensor:
         num_ram = self.spec.num_ram_rows
         if isinstance(rows, range):
             if rows.step != 1:
-                return self.take(np.asarray(rows, dtype=np.int64))
+                return self._taken(np.asarray(rows, dtype=np.int64))
             self._counts["ram"] += max(0, min(rows.stop, num_ram) - rows.start)
             self._counts["disk"] += max(0, rows.stop - max(rows.start, num_ram))
             if rows.stop <= num_ram:

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.memory.errands import Errands
-
-_NUM_PIECES = 3  # at most in memory: one in use, one whole, one being read
+from shoal.memory.placing import NUM_AHEAD
 
 
 class _Piece:
@@ -103,7 +102,7 @@ class RowsAhead:
     def _read(self) -> None:
         while True:
             with self._changed:
-                in_memory = [self._pieces[number] for number in range(min(_NUM_PIECES, len(self._pieces)))]
+                in_memory = [self._pieces[number] for number in range(min(NUM_AHEAD, len(self._pieces)))]
                 piece = next((each for each in in_memory if not each.is_done), None)
             if piece is None:
                 return

@@ -346,9 +346,11 @@ class Tiering:
             del self.blocks[action.key]
         return drops
 
-    def try_again(self) -> None:
-        """A tier that took no more may do so now."""
+    def try_again(self) -> bool:
+        """A tier that took no more may do so now; whether there was one."""
+        was_full = bool(self._full_at)
         self._full_at.clear()
+        return was_full
 
     def _drop(self, key: Key, tiers: list[Tier]) -> list[Outcome]:
         block, drops = self.blocks[key], []

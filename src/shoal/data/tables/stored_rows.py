@@ -7,6 +7,7 @@ needs it first, and a worker that was started again finds what is there.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -32,13 +33,14 @@ from shoal.memory import (
     RowSpec,
     RowStore,
     available,
+    piece_bytes,
     place,
     say_where,
 )
 
 _THERE, _THERE_WITH_BAD_ROWS = 1, 2
 _MAX_DECODERS = 4
-_PIECE_BYTES = 32 << 20  # read ahead at a time, of what is on disk
+_DECODING_NEEDS = 3  # times what comes of it: read, decoded, as columns
 _PATIENCE_S = 0.002  # between two looks at a block that another process is decoding
 
 
@@ -58,11 +60,10 @@ class StoredRows:
         row_bytes = RowLayout({**fields, **_hidden(lists)}).row_bytes
         fixed = [block.num_rows * row_bytes for block in table.blocks]
         beyond = [_list_bytes(block, table.columns) if lists else 0 for block in table.blocks]
-        self._placement = place(
-            [a + b for a, b in zip(fixed, beyond, strict=True)],
-            config,
-            budget_bytes=available.for_caches(),
-        )
+        budget = available.for_caches()
+        self._limit = budget if config.ram_bytes is None else config.ram_bytes
+        sizes = [a + b for a, b in zip(fixed, beyond, strict=True)]
+        self._placement = place(sizes, config, budget_bytes=budget)
         in_ram = self._placement.num_in_ram
         spec = RowSpec(
             fields=fields,
@@ -82,8 +83,7 @@ class StoredRows:
             shared_as=table.identity if job.launched else None,
             granted_bytes=self._placement.ram_bytes,
         )
-        piece_bytes = _PIECE_BYTES if config.ram_bytes is None else max(config.ram_bytes // 8, 1 << 16)
-        self._ahead = RowsAhead(self._take, row_bytes=row_bytes, piece_bytes=piece_bytes)
+        self._ahead = RowsAhead(self._take, row_bytes=row_bytes, piece_bytes=piece_bytes(self._limit))
 
     @property
     def looks_ahead(self) -> bool:
@@ -155,17 +155,18 @@ class StoredRows:
     def _decode(self, blocks: Sequence[int]) -> None:
         largest = max(self._table.blocks[block].num_bytes for block in blocks)
         cores = len(os.sched_getaffinity(0)) // jobs.current().num_workers
-        room = available.available_bytes() // (
-            4 * max(largest, 1)
-        )  # decoding needs about twice what comes of it
+        room = self._limit // (_DECODING_NEEDS * max(largest, 1))
         num_threads = max(1, min(_MAX_DECODERS, cores, room, len(blocks)))
-        if num_threads == 1:
-            for block in blocks:
-                self._decode_one(block)
-            return
-        with ThreadPoolExecutor(num_threads, "shoal-decode") as threads:
-            for _ in threads.map(self._decode_one, blocks):
-                pass
+        try:
+            if num_threads == 1:
+                for block in blocks:
+                    self._decode_one(block)
+            else:
+                with ThreadPoolExecutor(num_threads, "shoal-decode") as threads:
+                    for _ in threads.map(self._decode_one, blocks):
+                        pass
+        finally:
+            _give_back_unused()
 
     def _decode_one(self, block: int) -> None:
         with self._store.claimed(block) as is_ours:
@@ -207,6 +208,13 @@ class StoredRows:
                 )
         self._said = True
         say_where(self._what, placed, directory)
+
+
+def _give_back_unused() -> None:
+    """What Arrow keeps of freed memory, for blocks that will not come."""
+    arrow = sys.modules.get("pyarrow")
+    if arrow is not None:
+        arrow.default_memory_pool().release_unused()
 
 
 def _hidden(lists: Mapping[str, Any]) -> dict[str, Field]:
