@@ -94,11 +94,8 @@ def fill(axes: Axes, num_workers: int, name: str) -> Axes:
         [axis] = [each.name for each in fields(axes) if getattr(axes, each.name) == 0]
         return Axes(**{axis: num_workers})
     if axes.num_ranks != num_workers:
-        product = " x ".join(
-            f"{getattr(axes, each.name)} {_MEANING[each.name]}"
-            for each in fields(axes)
-            if getattr(axes, each.name) > 1 or f"{each.name}=" in name
-        )
+        said = [part.partition("=")[0] for part in name.split(",")]
+        product = " x ".join(f"{getattr(axes, axis)} {_MEANING[axis]}" for axis in said)
         raise ConfigError(
             f"'{name}' is {product}: {axes.num_ranks} workers, and {num_workers} were asked for. Nothing was started; use "
             f"-n {axes.num_ranks}, or degrees that multiply to {num_workers}."
