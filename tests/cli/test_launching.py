@@ -62,7 +62,7 @@ def test_resume_says_when_there_is_nothing_to_go_on_from(
     run = Path("runs/click")
     (run / "checkpoints/step-000000004").mkdir(parents=True)
     (run / "config.json").touch()
-    monkeypatch.setattr(api, "resume_config", lambda path, workers: LaunchConfig(script="t.py", resume=True))
+    monkeypatch.setattr(api, "resume_config", lambda path, **_: LaunchConfig(script="t.py", resume=True))
     if has_checkpoint:
         (run / "checkpoints/step-000000004/manifest.json").touch()
     result = shoal("resume", "click")
