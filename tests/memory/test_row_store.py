@@ -179,11 +179,11 @@ def test_a_disk_that_cannot_be_read_is_one_paragraph(tmp_path: Path, monkeypatch
     store = RowStore(spec, name="clicks.parquet", directory=tmp_path)
     store.write(0, 100, {"a": np.arange(100)})
 
-    def broken(fd: int, length: int, offset: int) -> bytes:
+    def broken(fd: int, buffers: Any, offset: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "pread", broken)
-    with pytest.raises(BlockDamaged, match=r"clicks.parquet in .* Input/output error"):
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(BlockDamaged, match=r"clicks.parquet in .*Input/output error"):
         store.gather(np.arange(100))
 
 

@@ -158,13 +158,14 @@ class SampleStore:
             return _Plan(None, 0)
         row_bytes = RowLayout(template.fields()).row_bytes
         placed = place(
-            _stretches(self._num_samples, row_bytes),
+            self._num_samples,
+            row_bytes,
             self._config,
             budget_bytes=self._budget,
             num_sharers=jobs.current().num_workers,
         )
         say_where(self._name, placed, self._directory)
-        return _Plan(template, placed.ram_bytes // row_bytes)
+        return _Plan(template, placed.num_ram_rows)
 
     def _known_plan(self) -> _Plan | None:
         if self._plan is None and self._odd.note:
@@ -225,12 +226,6 @@ class SampleStore:
             kept.values[begin:end] for begin, end in zip(kept.offsets[:-1], kept.offsets[1:], strict=True)
         ]
         return [_decoded(piece) for piece in pieces]
-
-
-def _stretches(num_samples: int, row_bytes: int) -> list[int]:
-    """The samples in a thousand stretches: placing needs no more."""
-    cuts = np.linspace(0, num_samples, 1001).astype(np.int64)
-    return [int(size) for size in np.diff(cuts) * row_bytes]
 
 
 def _encoded(sample: Any) -> bytes:

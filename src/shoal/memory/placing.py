@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,26 +43,32 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """How many of the blocks, from the first on, are in RAM."""
+    """How many of the rows, from the first on, are in RAM."""
 
-    num_in_ram: int
+    num_ram_rows: int
     ram_bytes: int
     disk_bytes: int
     why: str
     """For people, to stand behind "because"."""
 
 
-def place(sizes: Sequence[int], config: CacheConfig, *, budget_bytes: int, num_sharers: int = 1) -> Placement:
-    """Cut the blocks: as many as fit from the first on in RAM.
+def place(
+    num_rows: int, bytes_per_row: float, config: CacheConfig, *, budget_bytes: int, num_sharers: int = 1
+) -> Placement:
+    """Cut the rows: as many as fit from the first on in RAM.
 
-    A cut, and not the blocks in use: a shuffled epoch uses all of them alike,
+    A cut, and not the rows in use: a shuffled epoch uses all of them alike,
     and whatever was moved in would only move others out.
     """
-    total = sum(sizes)
+
+    def cut(num_ram_rows: int, why: str) -> Placement:
+        total, in_ram = round(num_rows * bytes_per_row), round(num_ram_rows * bytes_per_row)
+        return Placement(num_ram_rows=num_ram_rows, ram_bytes=in_ram, disk_bytes=total - in_ram, why=why)
+
     if config.where == "disk":
-        return Placement(num_in_ram=0, ram_bytes=0, disk_bytes=total, why="cache='disk'")
+        return cut(0, "cache='disk'")
     if config.where == "ram" and config.ram_bytes is None:
-        return Placement(num_in_ram=len(sizes), ram_bytes=total, disk_bytes=0, why="cache='ram'")
+        return cut(num_rows, "cache='ram'")
     limit = budget_bytes if config.ram_bytes is None else config.ram_bytes
     each = f" for each of {num_sharers} workers" if num_sharers > 1 else ""
     whose = (
@@ -71,30 +76,17 @@ def place(sizes: Sequence[int], config: CacheConfig, *, budget_bytes: int, num_s
         if config.ram_bytes is not None
         else f"half of the free memory is {amount(limit)}{each}"
     )
-    number, fitting = _fitting(sizes, limit)
-    if number < len(sizes):  # what is read ahead from disk takes its part of the limit
-        number, fitting = _fitting(sizes, limit - NUM_AHEAD * piece_bytes(limit))
-    if config.where == "ram" and number < len(sizes):
+    total = num_rows * bytes_per_row
+    why = f"it is {amount(total)} and {whose}"
+    if total <= limit:
+        return cut(num_rows, why)
+    if config.where == "ram":
         raise ConfigError(
             f"cache='ram' would need {amount(total)}, but {whose}. Nothing was read; raise ram_bytes, or let the rest lie on "
             "disk with cache='auto'."
         )
-    return Placement(
-        num_in_ram=number,
-        ram_bytes=fitting,
-        disk_bytes=total - fitting,
-        why=f"it is {amount(total)} and {whose}",
-    )
-
-
-def _fitting(sizes: Sequence[int], limit: int) -> tuple[int, int]:
-    """How many of the blocks, from the first on, stay within a limit; and their bytes."""
-    total = 0
-    for number, size in enumerate(sizes):
-        if total + size > limit:
-            return number, total
-        total += size
-    return len(sizes), total
+    # What is read ahead from disk takes its part of the limit.
+    return cut(int((limit - NUM_AHEAD * piece_bytes(limit)) / bytes_per_row), why)
 
 
 def piece_bytes(limit: int) -> int:

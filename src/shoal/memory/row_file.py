@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from shoal.memory import nameless
 
-_SLOW_S_PER_ROW = (
-    20e-6  # rows that are not in the kernel's cache: then several threads wait for the disk at once
-)
+# Slower than this, rows are not in the kernel's cache: then several threads wait for the disk at once.
+_SLOW_S_PER_ROW = 20e-6
 _NUM_THREADS = 16
-_LARGE_BYTES = (
-    8 << 20
-)  # from here on torch's threads copy faster; below, they wait for each other longer than they copy
+_AT_ONCE = 1024
+_OWN_PAGES_BYTES = 1 << 20
+# From here on torch's threads copy faster; below, they wait for each other longer than they copy.
+_LARGE_BYTES = 8 << 20
 
 
 class RowFile:
@@ -53,31 +53,43 @@ class RowFile:
             nameless.write_at(self._fd, self._offset + number * self.row_bytes, row)
 
     def take(self, numbers: NDArray[np.int64]) -> torch.Tensor:
-        """Copies of these rows, in this order: int64, [n, words]."""
-        if self._is_on_disk and len(numbers):
-            return self._take_from_disk(numbers)
+        """Copies of these rows, in this order: int64, [n, words]. In RAM."""
         if len(numbers) * self.row_bytes >= _LARGE_BYTES:
             return self._rows.index_select(0, torch.from_numpy(numbers))
         return torch.from_numpy(self._array.take(numbers, axis=0))
+
+    def take_into(
+        self, numbers: NDArray[np.int64], found: NDArray[np.int64], places: NDArray[np.int64]
+    ) -> None:
+        """Copy these rows to their places among others."""
+        if self._is_on_disk:
+            self._read_into(numbers, found, places)
+            return
+        for begin in range(0, len(numbers), _AT_ONCE):
+            chosen = slice(begin, begin + _AT_ONCE)
+            found[places[chosen]] = self._array.take(numbers[chosen], axis=0)
 
     def take_range(self, begin: int, end: int) -> torch.Tensor:
         """Copies of rows that follow each other."""
         if not self._is_on_disk:
             return self._rows[begin:end].clone()
-        found = torch.empty((end - begin, self.row_bytes // 8), dtype=torch.int64)
-        nameless.read_at(self._fd, self._offset + begin * self.row_bytes, found.numpy())
-        return found
+        found = buffer(end - begin, self.row_bytes)
+        nameless.read_at(self._fd, self._offset + begin * self.row_bytes, found)
+        return torch.from_numpy(found)
 
-    def _take_from_disk(self, numbers: NDArray[np.int64]) -> torch.Tensor:
-        began = time.perf_counter()
+    def _read_into(
+        self, numbers: NDArray[np.int64], found: NDArray[np.int64], places: NDArray[np.int64]
+    ) -> None:
+        began, length = time.perf_counter(), self.row_bytes
         order = np.argsort(numbers)  # a disk is faster from its beginning to its end
-        offsets = (self._offset + numbers[order] * self.row_bytes).tolist()
-        rows: list[bytes] = [b""] * len(numbers)
-        places = order.tolist()
+        offsets = (self._offset + numbers[order] * length).tolist()
+        targets = (places[order] * length).tolist()
+        view = found.data.cast("B")
 
         def read(begin: int, end: int) -> None:
-            for place, offset in zip(places[begin:end], offsets[begin:end], strict=True):
-                rows[place] = os.pread(self._fd, self.row_bytes, offset)
+            for target, offset in zip(targets[begin:end], offsets[begin:end], strict=True):
+                if os.preadv(self._fd, (view[target : target + length],), offset) != length:
+                    raise OSError(f"it ends before row {(offset - self._offset) // length}")
 
         if self._is_slow:
             cuts = np.linspace(0, len(numbers), _NUM_THREADS + 1).astype(int).tolist()
@@ -88,12 +100,17 @@ class RowFile:
         if len(numbers) >= 64:
             per_row = (time.perf_counter() - began) / len(numbers)
             self._is_slow = per_row * (_NUM_THREADS if self._is_slow else 1) > _SLOW_S_PER_ROW
-        joined = bytearray().join(rows)
-        if len(joined) != len(numbers) * self.row_bytes:
-            raise OSError(
-                f"a file of rows gave {len(joined)} bytes, where {len(numbers) * self.row_bytes} were expected"
-            )
-        return torch.frombuffer(joined, dtype=torch.int64).view(len(numbers), -1)
+
+
+def buffer(num_rows: int, row_bytes: int) -> NDArray[np.int64]:
+    """Memory for rows, [n, words]. What is large goes back to the system as soon as nobody has it.
+
+    malloc would keep it for the thread that asked for it, of which there are
+    many, one after the other.
+    """
+    num_bytes = num_rows * row_bytes
+    memory = mmap.mmap(-1, num_bytes) if num_bytes >= _OWN_PAGES_BYTES else bytearray(num_bytes)
+    return np.frombuffer(memory, np.int64).reshape(num_rows, row_bytes // 8)
 
 
 class Heap:

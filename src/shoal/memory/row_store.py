@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from shoal.core import scratch
 from shoal.core.memory_errors import BlockDamaged, CacheFull
 from shoal.memory import available, figures, nameless, sharing
-from shoal.memory.row_file import Heap, RowFile
+from shoal.memory.row_file import Heap, RowFile, buffer
 from shoal.memory.row_layout import Field, RowLayout
 
 UNLIMITED = 1 << 62
@@ -193,15 +193,12 @@ class RowStore:
         num_in_ram = int(np.count_nonzero(in_ram))
         self._counts["ram"] += num_in_ram
         self._counts["disk"] += len(rows) - num_in_ram
-        if num_in_ram in (0, len(rows)):
-            return self._ram.take(rows) if num_in_ram else self._disk.take(rows - num_ram)
-        found = torch.empty((len(rows), self._layout.num_words), dtype=torch.int64)
-        for chosen, taken in (
-            (in_ram, self._ram.take(rows[in_ram])),
-            (~in_ram, self._disk.take(rows[~in_ram] - num_ram)),
-        ):
-            found.index_copy_(0, torch.from_numpy(np.flatnonzero(chosen)), taken)
-        return found
+        if num_in_ram == len(rows):
+            return self._ram.take(rows)
+        found = buffer(len(rows), self._layout.row_bytes)
+        self._ram.take_into(rows[in_ram], found, np.flatnonzero(in_ram))
+        self._disk.take_into(rows[~in_ram] - num_ram, found, np.flatnonzero(~in_ram))
+        return torch.from_numpy(found)
 
     def unpack(self, taken: torch.Tensor) -> dict[str, Any]:
         """The columns of what `take` gave."""

@@ -58,21 +58,23 @@ class StoredRows:
         fields = {c.name: Field.of(c.dtype, c.shape) for c in table.columns if not c.is_ragged}
         lists = {c.name: c.dtype for c in table.columns if c.is_ragged}
         row_bytes = RowLayout({**fields, **_hidden(lists)}).row_bytes
-        fixed = [block.num_rows * row_bytes for block in table.blocks]
-        beyond = [_list_bytes(block, table.columns) if lists else 0 for block in table.blocks]
+        num_rows = int(self._bounds[-1])
+        list_bytes = sum(_list_bytes(block, table.columns) for block in table.blocks) if lists else 0
         budget = available.for_caches()
         self._limit = budget if config.ram_bytes is None else config.ram_bytes
-        sizes = [a + b for a, b in zip(fixed, beyond, strict=True)]
-        self._placement = place(sizes, config, budget_bytes=budget)
-        in_ram = self._placement.num_in_ram
+        self._placement = placed = place(
+            num_rows, row_bytes + list_bytes / max(num_rows, 1), config, budget_bytes=budget
+        )
         spec = RowSpec(
             fields=fields,
             lists=lists,
-            num_rows=int(self._bounds[-1]),
+            num_rows=num_rows,
             num_parts=len(table.blocks),
-            num_ram_rows=int(self._bounds[in_ram]),
+            num_ram_rows=placed.num_ram_rows,
             # Sizes of lists are guesses; where all of them go to RAM, so does what they were guessed too small.
-            heap_ram_bytes=UNLIMITED if in_ram == len(fixed) else sum(beyond[:in_ram]),
+            heap_ram_bytes=UNLIMITED
+            if placed.num_ram_rows == num_rows
+            else max(placed.ram_bytes - placed.num_ram_rows * row_bytes, 0),
         )
         where = table.blocks[0].where if table.blocks else "a table"
         self._what = where.rpartition(", ")[0] or where
