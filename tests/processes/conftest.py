@@ -98,7 +98,9 @@ def _children(*processes: psutil.Process) -> set[str]:
     found = set()
     for child in (child for process in processes for child in process.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.name() != "postgres":  # a server that tests share has processes that come and go as it likes
+            if (
+                child.name() != "postgres"
+            ):  # a server that tests share has processes that come and go as it likes
                 found.add(f"{child.pid} {child.name()}")
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -104,4 +105,6 @@ def test_the_character_gpt_learns_without_waiting_for_the_slowest(
     options = {"workers": 3, "servers": 1, "strategy": strategy, "quiet": True}
     launched = launch_script(example.script, args=tuple(example.args), **options)
     assert launched.exit_code == 0, launched.error
-    example.check(launched.stdout)
+    # Whose part is left out is a matter of timing, so not as low as the exact strategies come.
+    losses = [float(loss) for loss in re.findall(r"\d\.\d{4}", launched.stdout.splitlines()[0])]
+    assert losses[-1] < losses[0] - 0.3

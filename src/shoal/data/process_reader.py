@@ -135,13 +135,15 @@ class _Inbox:
     def __init__(self, line: socket.socket) -> None:
         self._line = line
         self._waiting: deque[Order] = deque()
+        self._watch = select.poll()  # not select: that knows descriptors below 1024 only
+        self._watch.register(line, select.POLLIN)
         self._valid_from = 0
         self.sender = Sender()
 
     def next(self) -> Order:
         """The next order that is not called off; EOFError when there will be none."""
         while True:
-            while not self._waiting or select.select([self._line], [], [], 0)[0]:
+            while not self._waiting or self._watch.poll(0):
                 self._take()
             order = self._waiting.popleft()
             if order.number >= self._valid_from:

@@ -29,7 +29,7 @@ class AskFiles(Message, frozen=True, tag="ask-files"):
 
 
 class FilesAre(Message, frozen=True, tag="files-are"):
-    """Keeper: the files as they were shared."""
+    """Keeper to worker: the files as they were shared."""
 
     files: list[tuple[str, Count, str]]
 
@@ -118,11 +118,11 @@ class SpreadFiles(Message, frozen=True, tag="spread-files"):
 
 
 class BlocksNoted(Message, frozen=True, tag="blocks-noted"):
-    """Keeper: "done"."""
+    """Keeper to worker or keeper: "done"."""
 
 
 class BlockRefused(Message, frozen=True, tag="block-refused"):
-    """Keeper: "I cannot", and why."""
+    """Keeper to worker or keeper: "I cannot", and why."""
 
     reason: str
 

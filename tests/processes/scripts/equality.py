@@ -140,7 +140,9 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "weights of samples": (
         mlp,
         (X, MASKED),
-        dict(loss=nn.CrossEntropyLoss(), metrics=["accuracy"], stages=lambda d: d.with_weights(WEIGHTS), **SGD),
+        dict(
+            loss=nn.CrossEntropyLoss(), metrics=["accuracy"], stages=lambda d: d.with_weights(WEIGHTS), **SGD
+        ),
     ),
     "weights of samples, a callable": (
         mlp,
