@@ -66,13 +66,11 @@ FROM_SOURCE = {
     "data_parquet": "shuffled Parquet against a bare scan and other libraries",
     "data_memory": "memory while a table of four times its limit is read",
     "data_workers": "map(fn, workers=2) against torch's DataLoader",
-    "data_dynamic": "one of three workers slowed: dynamic against equal shares",
     "ps_channel": "the channel to a server against torch's rpc",
     "ps_kv": "push and pull of rows by key against torch's rpc",
     "ps_recovery": "kills under ps and ps:async: bits, samples lost or doubled, time to the next push, goodput",
     "ps_memory": "a server's memory over what it holds, and its growth",
     "ps_quality": "AUC of the relaxed modes against ps at equal samples",
-    "data_dynamic": "an epoch with a slow worker: dynamic, equal and measured shares against the ideal",
     "peers": "the click model against other parameter servers; installs them",
 }
 
