@@ -7,6 +7,7 @@ import weakref
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from shoal.core import happenings
 from shoal.memory.tier import Tier
 
 
@@ -71,6 +72,13 @@ def watch(store: _Store) -> None:
     """Count a store in for as long as it lives."""
     with _lock:
         _stores.add(store)
+
+
+def tell_figures(**about: Any) -> None:
+    """Write the figures of stores and caches down, where there are any: hit rates and bytes moved so far."""
+    stores = stats()
+    if stores:
+        happenings.tell("memory figures", stores=stores, **about)
 
 
 def stats() -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from shoal.core.errors import EmptyDataset, Interrupted, NonFiniteLoss, Training
 from shoal.core.failpoints import BEFORE_FORWARD, failpoint
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
+from shoal.memory.figures import tell_figures
 from shoal.strategies.compute import place
 from shoal.strategies.protocol import Leased, LooksAhead, LossSum, Verdict
 from shoal.train import anchoring
@@ -364,6 +365,7 @@ class FitLoop:
             self._ledger.reached(is_end=not halfway)
         if not halfway:
             trainer.train_metrics.reset()
+            tell_figures(epoch=position.epoch)
             position.loss_total = position.loss_count = 0.0
             position.epoch += 1
             position.next_index = 0
