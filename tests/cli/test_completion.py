@@ -26,7 +26,7 @@ def test_verbs_options_and_strategies_complete(command: Command) -> None:
     assert complete(command, "shoal re") == ["resume"]
     assert complete(command, "shoal run --st") == ["--strategy", "--step-timeout"]
     assert complete(command, "shoal run --strategy ")[:3] == ["single", "ddp", "fsdp"]
-    assert complete(command, "shoal verify x.py --strategy d") == ["ddp"]
+    assert complete(command, "shoal verify x.py --strategy dd") == ["ddp"]
 
 
 def test_names_of_runs_complete(command: Command, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from shoal.ps.board import Board, Result
 from shoal.ps.clocks import Clocks
 from shoal.ps.marks import Marks, some_slots
-from shoal.strategies.ps_relaxed import Naming
 from shoal.ps.records import decode, encode, from_bits, to_bits
+from shoal.strategies.ps_relaxed import Naming
 
 slots = st.lists(st.integers(0, 255), min_size=1, max_size=5, unique=True)
 pushes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), slots), max_size=20)
