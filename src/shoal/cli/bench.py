@@ -71,6 +71,7 @@ FROM_SOURCE = {
     "ps_recovery": "kills under ps and ps:async: bits, samples lost or doubled, time to the next push, goodput",
     "ps_memory": "a server's memory over what it holds, and its growth",
     "ps_quality": "AUC of the relaxed modes against ps at equal samples",
+    "data_dynamic": "an epoch with a slow worker: dynamic, equal and measured shares against the ideal",
     "peers": "the click model against other parameter servers; installs them",
 }
 
