@@ -190,6 +190,29 @@ def test_a_full_disk_is_one_paragraph_and_nothing_is_lost(
         assert [number_of(store.get(key)) for key in "abc"] == [1, 2, 3]
 
 
+def test_a_disk_that_was_full_takes_blocks_again_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+
+    def full(fd: int, data: Any) -> int:
+        if len(data) > 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data)
+
+    with store_of(tmp_path, KIB + 500) as store:
+        store.put("a", block(1))
+        monkeypatch.setattr(os, "write", full)
+        for _ in range(2):  # and says each time what is wrong with the disk
+            with pytest.raises(StoreFull, match="No space left on device"):
+                store.put("b", block(2))
+        monkeypatch.undo()
+        store.put("b", block(2))
+        with store.hold("a") as held:
+            assert number_of(held) == 1
+        assert [number_of(store.get(key)) for key in "ab"] == [1, 2]
+
+
 def test_a_damaged_file_is_loaded_again_or_said_to_be_damaged(tmp_path: Path) -> None:
     with store_of(tmp_path, KIB + 500) as store:
         store.get("a", lambda key: block(1))
