@@ -31,7 +31,7 @@ MODES = {
     "ddp, equal": ("ddp", "equal"),
     "ddp, weighted by measured speed": ("ddp", "weighted=measured"),
 }
-WORKERS, SLOWER, BATCHES, BATCH_S = 3, 4.0, 120, 0.02
+WORKERS, SLOWER, BATCHES, BATCH_S = 3, 4.0, 96, 0.05
 IDEAL_S = BATCHES * BATCH_S / (WORKERS - 1 + 1 / SLOWER)
 
 
@@ -63,7 +63,7 @@ def run(mode: str, *, epochs: int, folder: Path, warm: WarmParent) -> dict[str, 
 
 
 def main(quick: bool = False) -> None:
-    rounds, epochs = (1, 3) if quick else (3, 4)
+    rounds, epochs = (1, 2) if quick else (2, 3)
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     with (
         tempfile.TemporaryDirectory() as folder,

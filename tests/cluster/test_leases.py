@@ -217,6 +217,22 @@ def test_towards_the_end_nobody_gets_a_lease_ahead() -> None:
     assert numbers(leases.handle(ask(A, 1))) == [4]
 
 
+def test_a_slow_worker_gets_nothing_ahead_that_it_would_begin_when_the_others_are_through() -> None:
+    leases = leases_of(200, num_workers=2, backup=True)
+    leases.handle(ask(A, at=0.0))
+    leases.handle(ask(B, at=0.0))
+    for number, at in ((2, 1.0), (3, 2.0), (4, 3.0), (5, 4.0)):
+        leases.handle(ask(B, number, at=at, busy_s=1.0))
+    assert not leases.may_be_overtaken(B)
+    leases.handle(ask(A, 0, at=4.0, busy_s=8.0))  # twelve left: for B they are eleven seconds, for A an epoch
+    assert leases.held_by(A) == [1, 8]
+    for number in (6, 7, 9, 10, 11):
+        leases.handle(ask(B, number, at=5.0, busy_s=1.0))
+    leases.handle(ask(A, 1, at=8.0, busy_s=8.0))
+    assert leases.held_by(A) == [8]
+    assert leases.may_be_overtaken(A)
+
+
 def test_a_slow_worker_is_drained_probed_and_readmitted() -> None:
     leases = leases_of(400, num_ahead=1, drain_slower_than=3.0, probe_every_s=10.0)
     for holder in (A, B):

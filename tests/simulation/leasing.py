@@ -286,7 +286,7 @@ class LeaseCoordinator(Process):
             self.tell("answers", action)
             if isinstance(action, Hand):
                 numbers = [lease.number for lease in action.leases]
-                end.send(LeasesHanded(numbers, self.core.is_ending))
+                end.send(LeasesHanded(numbers, self.core.may_be_overtaken(action.to)))
             elif isinstance(action, NoMore):
                 end.send(LeasesHanded([]))
             elif self.job.workers[action.to.rank].incarnation == action.to.incarnation:

@@ -141,6 +141,11 @@ class Draining:
         pace = self.paces.get(rank)
         return num_samples / (pace.samples_per_s if pace is not None else statistics.median(known))
 
+    @property
+    def samples_per_s(self) -> float:
+        """Of all that work, together."""
+        return sum(pace.samples_per_s for rank, pace in self.paces.items() if rank not in self.drained)
+
     def _others(self, rank: int) -> float | None:
         known = [
             pace.samples_per_s

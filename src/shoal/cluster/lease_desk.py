@@ -215,11 +215,13 @@ class LeaseDesk:
 
     def _answers(self, acted: Sequence[lease_terms.Action]) -> list[Answer]:
         assert self._table is not None
-        below, is_ending, answers = self._table.done_below, self._table.is_ending, []
+        below, answers = self._table.done_below, list[Answer]()
         for each in acted:
             match each:
                 case lease_terms.Hand(to, held):
-                    answers.append(self._answer(to, Leases([(*lease,) for lease in held], below, is_ending)))
+                    told = [(*lease,) for lease in held]
+                    overtaken = self._table.may_be_overtaken(to)
+                    answers.append(self._answer(to, Leases(told, below, overtaken)))
                 case lease_terms.NoMore(to):
                     answers.append(self._answer(to, NoMoreLeases(below)))
                 case lease_terms.Refuse(to, reason):

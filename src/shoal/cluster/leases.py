@@ -18,6 +18,7 @@ nothing is left to hand out, an idle worker gets one that another is slow with.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 
 from shoal.cluster.draining import Drained, Draining, Pace, Readmitted
@@ -112,8 +113,16 @@ class Leases:
 
     @property
     def is_ending(self) -> bool:
-        """Whether what a worker holds may be finished by another: it should ask now and then."""
+        """Whether leases may be handed out a second time."""
         return self.config.backup and not self._todo
+
+    def may_be_overtaken(self, holder: Holder) -> bool:
+        """Whether others may finish what a worker holds before it does: it should look now and then."""
+        if not self.config.backup or self.config.shares:
+            return False
+        held = sum(self.config.lease(number).num_samples for number in self.held_by(holder))
+        held_s = self.draining.seconds_for(holder.rank, held)
+        return not self._todo or (held_s is not None and held_s > self._seconds_left)
 
     @property
     def num_todo(self) -> int:
@@ -258,8 +267,21 @@ class Leases:
     def _num_allowed(self, holder: Holder, at: float) -> int:
         if not self.draining.may_take(holder.rank, at):
             return 0
-        is_last = len(self._todo) < self.config.num_workers and not self.config.shares
+        if self.config.shares:
+            return self.config.num_ahead
+        # Whoever is slow would begin with it when the others are through.
+        own_s = self.draining.seconds_for(holder.rank, self.config.samples_per_lease)
+        is_late = own_s is not None and self.config.num_workers > 0 and own_s > self._seconds_left
+        is_last = is_late or len(self._todo) < self.config.num_workers
         return 1 if is_last or holder.rank in self.draining.drained else self.config.num_ahead
+
+    @property
+    def _seconds_left(self) -> float:
+        """In how many seconds all workers together have begun everything that is left to hand out; for ever: who knows."""
+        if not self._todo:
+            return 0.0
+        samples_per_s = self.draining.samples_per_s
+        return len(self._todo) * self.config.samples_per_lease / samples_per_s if samples_per_s else math.inf
 
     def _next_for(self, holder: Holder) -> int | None:
         """The first lease that a worker may have."""

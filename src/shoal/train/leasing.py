@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,9 @@ ENDLESS = 1 << 20
 
 LOOK_EVERY_S = 0.05
 """At an epoch's end: how often a worker looks whether another was faster with what it holds."""
+
+ANSWER_S = 0.25
+"""How long it waits for the answer then: a coordinator that is away must not keep anybody."""
 
 
 _OVER = object()
@@ -133,7 +136,8 @@ class Leasing:
         part = self._draw(flow)
         while part is not None:
             began_at = time.monotonic()
-            coming = next(flow, _OVER)
+            # At an epoch's end the next batch may be another's by then.
+            coming = None if self._is_ending else next(flow, _OVER)
             if isinstance(coming, Slice):
                 self._worked_s += time.monotonic() - began_at
                 self._strategy.coming(coming)
@@ -193,11 +197,12 @@ class Leasing:
                 self._hear()
             if self._answer is None:
                 self._ask()
+            if self._is_ending and self._held:
+                self._look()
         elif self._is_ending:
-            if self._answer is not None and self._answer.done():
-                self._hear()
             if self._answer is None and time.monotonic() >= self._asked_at + LOOK_EVERY_S:
                 self._ask()
+            self._look()
         updates = self._strategy.updates
         step = self._steps_before + updates - self._updates_before
         num_new = max(1, step - position.step)
@@ -283,6 +288,13 @@ class Leasing:
         for number, epoch, start, stop in answer.leases:
             if number not in self._taken and all(held.number != number for held in self._held):
                 self._held.append(_Lease(number, epoch, start, stop))
+
+    def _look(self) -> None:
+        """Before the next batch, hear whether others were faster; a worker that holds something is answered at once."""
+        if self._answer is not None:
+            wait([self._answer], timeout=ANSWER_S)
+            if self._answer.done():
+                self._hear()
 
     def _give_up(self, answer: Leases | NoMoreLeases) -> None:
         """Let go of what others have finished."""

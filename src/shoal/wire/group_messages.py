@@ -189,9 +189,7 @@ class Leases(Message, frozen=True, tag="leases"):
 
     leases: list[tuple[Count, Count, Count, Count]]
     done_below: Count
-    is_ending: bool = (
-        False  # nothing is left to hand out: others may finish what you hold, so ask now and then
-    )
+    is_ending: bool = False  # others may finish what you hold before you do, so look now and then
 
 
 class NoMoreLeases(Message, frozen=True, tag="no-more-leases"):
