@@ -155,6 +155,31 @@ def test_a_dataset_over_its_limit_gives_the_same_batches(ram_bytes: int | None, 
             assert same(left, right)
 
 
+def test_memory_stays_flat_over_four_times_the_limit(tmp_path: Path) -> None:
+    limit, width = 16 << 20, 512
+    num_samples = 4 * limit // (4 * width)
+
+    def make(indices: Any) -> Any:
+        return {"x": torch.from_numpy(indices).float()[:, None].repeat(1, width)}
+
+    data = Dataset.from_function(make, num_samples).cache(ram_bytes=limit, directory=tmp_path)
+    batches = data.shuffle(seed=0).batch(256)
+    next(iter(batches))
+    before, growth = _resident_bytes(), []
+    for _ in range(3):
+        highest = before
+        for batch in batches:
+            assert torch.equal(batch["x"][:, 0], batch["x"][:, -1])
+            highest = max(highest, _resident_bytes())
+        growth.append(highest - before)
+    assert max(growth) < 2.5 * limit, f"{growth} bytes over a limit of {limit}"
+    assert growth[2] - growth[1] < limit // 4
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_what_is_on_disk_is_read_ahead(tmp_path: Path) -> None:
     data = Dataset(Made(lambda index: {"id": index}, 20_000)).cache("disk", directory=tmp_path)
     kept = data._source

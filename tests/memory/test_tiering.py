@@ -274,7 +274,7 @@ class Simulated(RuleBasedStateMachine):
 
 
 TestTiering = Simulated.TestCase
-TestTiering.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTiering.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 # ---- one by one ------------------------------------------------------------------------------------
