@@ -79,6 +79,14 @@ def run(
             "tree, halving, broadcast, allgather, chain, mapreduce.",
         ),
     ] = "auto",
+    schedule: Annotated[
+        str,
+        typer.Option(
+            "--schedule",
+            metavar="SCHEDULE",
+            help="Of a pipeline (pp): 1f1b, gpipe, interleaved, zero-bubble.",
+        ),
+    ] = "1f1b",
     compress: Annotated[
         str,
         typer.Option(
@@ -120,6 +128,7 @@ def run(
         max_restarts=max_restarts,
         pretend_hosts=pretend_hosts,
         exchange=exchange,
+        schedule=schedule,
         compress=compress,
         faults=Faults.parse(faults) if faults else None,
     )

@@ -151,6 +151,7 @@ def resume_config(
         grace_s=before.grace_s,
         max_restarts=before.max_restarts,
         exchange=before.exchange,
+        schedule=before.schedule,
         compress=before.compress,
         pretend_hosts=min(before.pretend_hosts, before.workers if workers is None else workers),
         resume=True,
@@ -179,6 +180,7 @@ def _run_job(
             can_recover=described.max_restarts > 0,
             num_hosts=described.pretend_hosts,
             exchange=described.exchange,
+            schedule=described.schedule,
             compress=described.compress,
             verify=config.verify,
             faults=config.faults.planned if config.faults else (),
@@ -261,6 +263,7 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         max_restarts=config.max_restarts,
         pretend_hosts=config.pretend_hosts,
         exchange=config.exchange,
+        schedule=config.schedule,
         compress=config.compress,
         versions=Versions(
             python=platform.python_version(), torch=metadata.version("torch"), shoal=shoal.__version__

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.cluster.faults import Faults
-from shoal.core import compress_names, exchange_names, shard_names, strategy_names
+from shoal.core import compress_names, exchange_names, schedule_names, shard_names, strategy_names
 from shoal.core.errors import ConfigError
 from shoal.core.job import VerifyPlan
 
@@ -44,6 +44,9 @@ class LaunchConfig:
 
     exchange: str = "auto"
     """How gradients are summed where no servers do it."""
+
+    schedule: str = schedule_names.DEFAULT
+    """In which order the stages of a pipeline run forwards and backwards."""
 
     shard: str | None = None
     """How batches are cut over the workers, where the script does not say: see `shoal.core.shard_names`."""
@@ -128,6 +131,7 @@ class LaunchConfig:
             ) from None
         strategy_names.choose(self.strategy, self.workers)
         exchange_names.check(self.exchange, self.pretend_hosts)
+        schedule_names.check(self.schedule)
         if compress_names.parse(self.compress)[0] != "none" and strategy_names.choose(
             self.strategy, self.workers
         ) not in ("ddp", "single"):

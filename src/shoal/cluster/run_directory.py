@@ -59,6 +59,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int = 3
     pretend_hosts: int = 1
     exchange: str = "auto"
+    schedule: str = "1f1b"
     compress: str = "none"
     versions: Versions
     started: float  # seconds since 1970

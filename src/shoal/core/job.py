@@ -66,6 +66,9 @@ class Job:
     exchange: str = "auto"
     """As given to --exchange."""
 
+    schedule: str = "1f1b"
+    """As given to --schedule."""
+
     shard: str | None = None
     """As given to --shard: how batches are cut over the workers where the script does not say."""
 

@@ -19,6 +19,7 @@ STRATEGIES = {
     "ddp": "data parallel: every worker holds the model, gradients are summed by all-reduce",
     "fsdp": "data parallel, parameters sharded over the workers",
     "tp": "tensor parallel: each layer cut over the workers",
+    "pp": "pipeline parallel: the layers cut into stages, one after the other over the workers",
     "dp=K,fsdp=K": "replicas and shards together; any product of dp, fsdp, tp and pp that gives the workers",
     "ps": "parameter server: servers hold the weights, every step is exact",
     "ps:ssp=K": "parameter server, bounded staleness: nobody is more than K steps ahead of the slowest",
@@ -119,9 +120,5 @@ def choose(strategy: str | None, num_workers: int) -> str:
             f"was started; use more workers, or a smaller K."
         )
     if name.axes is not None:
-        if mesh_names.fill(name.axes, num_workers, strategy).pp > 1:
-            raise ConfigError(
-                f"'{strategy}' asks for stages of a pipeline, which this version does not have. Nothing was started; use dp, "
-                "fsdp and tp."
-            )
+        mesh_names.fill(name.axes, num_workers, strategy)
     return strategy

@@ -57,6 +57,9 @@ class ChangingBuffers:
         parts = []
         for number in numbers:
             buffer = self._buffer(number).detach()
+            if buffer.is_meta:  # another stage of a pipeline holds it
+                parts.append(torch.zeros(buffer.numel(), dtype=torch.float64))
+                continue
             weight = share if buffer.is_floating_point() else float(rank == 0)
             parts.append(buffer.reshape(-1).to(torch.float64) * weight)
         return torch.cat(parts)

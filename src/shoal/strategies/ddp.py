@@ -7,7 +7,7 @@ gradients in one small vector.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -49,9 +49,12 @@ class Ddp:
         self._exchange: Sums | None = None
         self._data_rank = job.rank
         self._speaks = True
+        self._tells_buffers = True
+        """Whether this rank's buffers count: of those that compute the same with the same layers, one does."""
         self._compress = job.compress
         self.holds_parts = compress_names.remembers(job.compress)
         """Whether this rank has something that no other has."""
+        self._norm_of: Callable[[], float] | None = None
         self._prepared_at: int | None = None
         self._buffers_before: dict[str, torch.Tensor] = {}
 
@@ -211,7 +214,7 @@ class Ddp:
         if self._changing:
             flags = torch.tensor(self._changing.flags(), dtype=torch.float64)
             self._my_vector = torch.cat([self._my_vector, flags])
-        self._my_share = share = share if self._speaks else 0.0
+        self._my_share = share = share if self._tells_buffers else 0.0
         self._my_statistics = self._statistics.flat() * share if self._statistics else None
         try:
             self._announce(self._together.native)
@@ -241,7 +244,7 @@ class Ddp:
         self._changed = [number for number, flag in enumerate(flags) if flag]
         if self._changed:
             self._changed_sum = self._changing.contribution(
-                self._changed, share=self._my_share, rank=self._rank
+                self._changed, share=self._my_share, rank=self._data_rank if self._tells_buffers else -1
             )
             native.finish(native.start_all_reduce(self._changed_sum), "the exchange of buffers")
         self._exchange.finish()
@@ -262,7 +265,14 @@ class Ddp:
         if self._changed:
             self._changing.write(self._changed, self._changed_sum)
         vector = self._vector[: len(self._vector) - len(self._changing)]
-        verdict = update(self._job, self.optimizer, self._parameters, decide(vector), self._num_global)
+        verdict = update(
+            self._job,
+            self.optimizer,
+            self._parameters,
+            decide(vector),
+            self._num_global,
+            norm_of=self._norm_of,
+        )
         if not verdict.applied:  # a step that is left out leaves no trace
             self._restore_buffers()
         self._works, self._buffers_before = [], {}

@@ -1,4 +1,4 @@
-"""A model cut over a mesh of ranks: `fsdp`, and products with `dp`.
+"""A model cut over a mesh of ranks: `fsdp`, `tp`, `pp`, and products of those with `dp`.
 
 What travels beside gradients (losses, counts, wishes, BatchNorm's statistics)
 goes the way of `ddp`, which this is built on; gradients are summed by the cut
@@ -9,8 +9,9 @@ one takes everybody back to the newest snapshot (docs/adr/0011).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -18,15 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.cluster.rendezvous import is_broken
 from shoal.collectives.gradients import NothingToSend, Sums
-from shoal.core import mesh_names, strategy_names
+from shoal.core import mesh_names, schedule_names, strategy_names
 from shoal.core.errors import ConfigError, PeerLost
 from shoal.core.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
-from shoal.strategies import fsdp_cut, tensor_cut, tensor_plan
+from shoal.strategies import fsdp_cut, pipeline_plan, pipeline_state, tensor_cut, tensor_plan
 from shoal.strategies.agreement import refuse_different_models
 from shoal.strategies.ddp import Ddp
 from shoal.strategies.hashed_rows import MODEL, plain_tensors
+from shoal.strategies.pipeline_cut import PipelineRunner, Stage
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.strategies.sharded_tensors import CutReader, whole_pieces
 from shoal.strategies.state import load_state, state_pieces
@@ -45,12 +47,19 @@ class ModelParallel(Ddp):
         self._data_rank = self._axes.data_rank(job.rank)
         self._is_cut = False
         self._speaks = job.rank in self._speakers
+        self._tells_buffers = self._axes.coordinates(job.rank).tp == 0
+        self._schedule = job.schedule
+        self._pipeline: PipelineRunner | None = None
 
     def prepare(self, job: TrainJob) -> None:
         """Check that all ranks built the same model, give everybody rank 0's weights, then cut it."""
         self._job = job
         if job.build_optimizer is not None:
             self._refuse_rows(job.model)
+        if self._axes.pp > 1 and job.compile:
+            raise ConfigError(
+                "compile=True compiles the model as one, and pp runs it in stages. Nothing was trained; leave one of the two out."
+            )
         if not self._is_cut:
             job.model.to(job.device)
             refuse_different_models(job.model, super().gather)
@@ -63,16 +72,26 @@ class ModelParallel(Ddp):
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's part; gradients are summed and sharded while backward runs."""
         with self._unless_broken("forward and backward"):
-            return super().forward_backward(batch)
+            if self._pipeline is None:
+                return super().forward_backward(batch)
+            self.about_to_run()
+            self._num_global = batch.num_global
+            loss = self._pipeline.forward_backward(batch, rank=self._data_rank, step=self.step)
+            self._contribute(loss, batch.share)
+            return loss
 
     def commit(self) -> Verdict:
         """Agree, clip, decide and update, each rank its part."""
         with self._unless_broken("commit"):
-            return super().commit()
+            verdict = super().commit()
+        spoilt = tuple((self._axes.data_rank(rank), loss) for rank, loss in verdict.nonfinite)
+        return dataclasses.replace(verdict, nonfinite=spoilt) if spoilt else verdict
 
     def forward(self, batch: Slice) -> Tree:
         """This rank's outputs, without gradients."""
         with self._unless_broken("forward"):
+            if self._pipeline is not None:
+                return self._pipeline.forward(batch, rank=self._data_rank)
             return super().forward(batch)
 
     @contextlib.contextmanager
@@ -102,13 +121,64 @@ class ModelParallel(Ddp):
     def _cut(self, model: nn.Module) -> None:
         """Cut the model, which is whole and the same on every rank."""
         mesh = self._mesh(self._job.device)
+        cut = self._find_stages(model) if self._axes.pp > 1 else None
         if self._axes.tp > 1:
             plan = tensor_plan.find_plan(model, self._axes.tp, self._job.tensor_plan)
             tensor_cut.apply(plan, model, mesh["tp"])
             if self._rank == 0:
                 print(plan.table(), file=sys.stderr, flush=True)
+        parts: list[nn.Module] = [model]
+        if cut is not None:
+            parts = list(self._take_stages(cut, mesh))
         if self._axes.num_data_ranks > 1:
-            fsdp_cut.shard(model, mesh["dp", "fsdp"] if self._axes.dp > 1 else mesh["fsdp"])
+            for part in parts:
+                fsdp_cut.shard(part, mesh["dp", "fsdp"] if self._axes.dp > 1 else mesh["fsdp"])
+
+    def _find_stages(self, model: nn.Module) -> pipeline_plan.Cut:
+        """Where to cut, by what rank 0 measures; refused alike on every rank."""
+        num_stages = self._axes.pp * schedule_names.stages_per_worker(self._schedule)
+        layers = pipeline_plan.layers_of(model, num_stages)
+        by_size = pipeline_plan.costs_by_size(layers)
+        pipeline_plan.find_cut(
+            layers, num_stages, by_size, self._job.pipeline_cut
+        )  # refuses before anybody measures
+        costs = torch.tensor(by_size, dtype=torch.float64)
+        if self._rank == 0:
+            measured = pipeline_plan.measured(layers, self._job)
+            if measured is not None:
+                costs = torch.tensor(measured, dtype=torch.float64)
+        self._together.exchange(lambda native: native.broadcast(costs))
+        cut = pipeline_plan.find_cut(layers, num_stages, costs.tolist(), self._job.pipeline_cut)
+        if self._rank == 0:
+            print(cut.table(), file=sys.stderr, flush=True)
+        return cut
+
+    def _take_stages(self, cut: pipeline_plan.Cut, mesh: DeviceMesh) -> Iterable[Stage]:
+        """This rank's stages, and nothing kept of the others but names."""
+        axes, at = self._axes, self._axes.coordinates(self._rank).pp
+        stages = {
+            number: Stage(self._job, cut.stage(number))
+            for number in range(cut.num_stages)
+            if number % axes.pp == at
+        }
+        pipeline_state.let_go(
+            layer.module
+            for number in range(cut.num_stages)
+            if number not in stages
+            for layer in cut.stage(number)
+        )
+        group = mesh["pp"].get_group()
+        self._pipeline = PipelineRunner(
+            self._job,
+            stages,
+            num_stages=cut.num_stages,
+            schedule=self._schedule,
+            group=group,
+            data_groups=[mesh[axis].get_group() for axis in ("dp", "fsdp") if getattr(axes, axis) > 1],
+            num_data_ranks=axes.num_data_ranks,
+        )
+        self._norm_of = lambda: pipeline_state.norm_over_stages(self._parameters, group, self._job.device)
+        return stages.values()
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         _ = self._together.native  # the group is there
@@ -131,7 +201,18 @@ class ModelParallel(Ddp):
     def state(self) -> Iterator[Piece]:
         """Model and optimizer, tensor by tensor, whole on rank 0. Collective."""
         with self._unless_broken("gathering the state"):
-            yield from whole_pieces(state_pieces(self._job.model, self.optimizer), keep=self._rank == 0)
+            pieces = state_pieces(self._job.model, self.optimizer)
+            if self._pipeline is None:
+                yield from whole_pieces(pieces, keep=self._rank == 0)
+                return
+            leaders = range(0, self._num_workers, self._num_workers // self._axes.pp)
+            yield from pipeline_state.pieces_on_rank_0(
+                list(whole_pieces(pipeline_state.own_pieces(pieces), keep=self._rank in leaders)),
+                rank=self._rank,
+                leaders=leaders,
+                gather=super().gather,
+                device=self._job.device,
+            )
 
     def load(self, pieces: PieceReader) -> None:
         """Every rank reads the whole tensors and keeps its parts."""
@@ -142,5 +223,14 @@ class ModelParallel(Ddp):
                 owner = named.get(name.removeprefix("optimizer/").rpartition("/")[0])
                 if owner is not None:
                     like[name] = owner
-        cut = PieceReader(CutReader(pieces.tensors, like), pieces.optimizer_settings, pieces.path)
-        load_state(self._job.model, self.optimizer, cut)
+        elsewhere = {
+            name: tensor for name, tensor in like.items() if tensor.is_meta and name.startswith(MODEL)
+        }
+        settings = pieces.optimizer_settings
+        if settings is not None and elsewhere:
+            numbers = {
+                name: held for name, held in settings["numbers"].items() if MODEL + name not in elsewhere
+            }
+            settings = {**settings, "numbers": numbers}
+        tensors = pipeline_state.OwnReader(CutReader(pieces.tensors, like), elsewhere)
+        load_state(self._job.model, self.optimizer, PieceReader(tensors, settings, pieces.path))

@@ -7,7 +7,7 @@ shards, stages, servers) is the strategy's own business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -62,6 +62,12 @@ class TrainJob:
 
     tensor_plan: Mapping[str, str] | None = None
     """Of the user's: pattern of layer names to "colwise", "rowwise" or "replicated"; for tp."""
+
+    pipeline_cut: Sequence[str] | None = None
+    """Of the user's: names of the layers at which a stage begins, but for the first; for pp."""
+
+    first_inputs: Callable[[], Tree] | None = None
+    """Reads inputs such as the model will be given, to measure it with; None where there are none yet."""
 
     compile: bool = False
     """Compile the model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,19 @@ def update(
     verdict: Verdict,
     num_global: int,
     rows: HashedRows | None = None,
+    norm_of: Callable[[], float] | None = None,
 ) -> Verdict:
-    """Apply the step, or leave it out; the gradients are gone afterwards."""
+    """Apply the step, or leave it out; the gradients are gone afterwards.
+
+    `norm_of` where other ranks have gradients of other parameters: the norm over all of them.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if verdict.applied:
         # Backward divided by samples. What the loss really counted travelled with it; mostly it is the same.
         factor = num_global / verdict.count if verdict.count else 0.0
         if job.clip_norm is not None or job.on_nonfinite == "skip":
-            norm = factor * gradient_norm(gradients, rows.sum_of_squares() if rows is not None else 0.0)
+            squares = rows.sum_of_squares() if rows is not None else 0.0
+            norm = factor * (norm_of() if norm_of is not None else gradient_norm(gradients, squares))
             verdict = dataclasses.replace(verdict, grad_norm=norm, applied=math.isfinite(norm))
             factor *= clip_factor(job, norm)
     if verdict.applied:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from shoal.core import job as jobs
 from shoal.core.errors import BatchTooSmall, ConfigError, EmptyDataset
 from shoal.data.batches import Batches, as_batches
+from shoal.data.tree import Tree
 from shoal.strategies.timeline import Timeline
 
 R = TypeVar("R")
@@ -88,3 +89,13 @@ def described(batches: Batches) -> str:
     chosen = [stage["digest"] for stage in stages if stage.get("digest") is not None]
     said += f", chosen={chosen}" if chosen else ""
     return f"{said}, shard={batches.sharding.describe()}" if batches.sharding.name else said
+
+
+def first_inputs(batches: Batches, num_workers: int) -> Callable[[], Tree]:
+    """Reads the inputs of a first part of the data, for a strategy that measures a model before it cuts it."""
+
+    def read() -> Tree:
+        [part] = batches.slices(epoch=0, start=0, rank=0, num_workers=num_workers, stop=1)
+        return part.inputs
+
+    return read

@@ -35,7 +35,7 @@ def _write() -> None:
         f"model {number}: {name}": _hash(tensor)
         for number, model in enumerate(_models)
         for name, tensor in model.state_dict().items()
-        if isinstance(tensor, torch.Tensor)
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta  # another stage's
     }
     (directory / f"worker-{job.rank}.json").write_text(json.dumps(hashes))
 

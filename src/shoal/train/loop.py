@@ -270,7 +270,9 @@ class FitLoop:
     def _refuse_spoilt_weights(self, step: int) -> None:
         """The samples at hand are not to blame when an earlier step has spoilt the weights."""
         named = self._trainer.model.named_parameters()
-        spoilt = next((name for name, parameter in named if not parameter.isfinite().all()), None)
+        spoilt = next(
+            (name for name, parameter in named if not (parameter.is_meta or parameter.isfinite().all())), None
+        )
         if spoilt is not None:
             raise TrainingError(
                 f"the loss of step {step} is not finite because the weights are not ('{spoilt}' first): an earlier step "

@@ -115,7 +115,7 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resum
     kept = {
         name.removeprefix(_METRICS): found.pieces[name] for name in found.pieces if name.startswith(_METRICS)
     }
-    trainer.train_metrics.load_state(kept, trainer.rank, trainer.num_workers)
+    trainer.train_metrics.load_state(kept, trainer.data_rank, trainer.num_workers)
     trainer.newest_checkpoint = found.path
     if trainer.rank == 0:
         at = f"step {trainer.step:,}, epoch {trainer.epoch + 1}, sample {trainer.position.next_index:,}"

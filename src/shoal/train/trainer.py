@@ -19,6 +19,7 @@ from torch import nn
 from shoal.cluster import session
 from shoal.core import job as jobs
 from shoal.core.errors import ConfigError, Interrupted
+from shoal.data.batches import Batches
 from shoal.data.tree import Tree
 from shoal.strategies import create
 from shoal.strategies.loss import loss_rule
@@ -36,7 +37,7 @@ from shoal.train.arguments import (
     default_device,
 )
 from shoal.train.callbacks.base import Callback
-from shoal.train.calls import Call, batches_of, described, next_number
+from shoal.train.calls import Call, batches_of, described, first_inputs, next_number
 from shoal.train.evaluation import evaluate, predict
 from shoal.train.history import History
 from shoal.train.interrupts import asked_to_leave, signals_finish_the_step
@@ -76,6 +77,7 @@ class Trainer:
         precision: Literal["float32", "bf16"] = "float32",
         compile: bool = False,
         tensor_plan: Mapping[str, str] | None = None,
+        pipeline_cut: Sequence[str] | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         device: str | torch.device | None = None,
         progress: bool = True,
@@ -96,6 +98,8 @@ class Trainer:
             compile: compile the model with torch.compile.
             tensor_plan: how tp cuts layers, where it should not find out by itself: patterns of their names to "colwise",
                 "rowwise" or "replicated".
+            pipeline_cut: where pp cuts, where it should not find out by itself: names of the layers at which the second
+                stage and those after it begin.
             on_nonfinite: "raise", or "skip" steps whose loss or gradient is not finite.
             device: where the model lives; by default the worker's GPU where there is one.
             progress: show how far it is, in a plain python process; `shoal run` shows it anyway.
@@ -139,6 +143,7 @@ class Trainer:
             "autocast": torch.bfloat16 if precision == "bf16" else None,
             "compile": compile,
             "tensor_plan": tensor_plan,
+            "pipeline_cut": pipeline_cut,
             "on_nonfinite": on_nonfinite,
         }
         self._device = (
@@ -160,6 +165,7 @@ class Trainer:
         self._is_prepared = False
         self.number = next_number()
         self._logged: dict[str, float] = {}
+        self._at_hand: Batches | None = None
         self._in_fit = False
         self._progress = progress
 
@@ -193,6 +199,7 @@ class Trainer:
         if validation_data is not None:
             validation = batches_of(validation_data, what="validation_data", seed=self.seed)
             validation = validation.for_device(self._device)
+        self._at_hand = batches
         limits = f"epochs={epochs}, max_steps={max_steps}"
         against = f", validation: {described(validation)}" if validation is not None else ""
         call = self._begin("fit", f"{limits}, {described(batches)}{against}")
@@ -252,6 +259,7 @@ class Trainer:
     def evaluate(self, data: Any) -> dict[str, float]:
         """Mean loss and metrics over all of `data`, equal on every rank."""
         batches = batches_of(data, what="evaluate", seed=self.seed).for_device(self._device)
+        self._at_hand = batches
         call = self._begin("evaluate", described(batches))
         if call.is_over:
             return dict(call.result)
@@ -270,6 +278,7 @@ class Trainer:
     def predict(self, data: Any) -> Tree:
         """The model's outputs for all of `data`, in the order of the data, the same on every rank."""
         batches = batches_of(data, what="predict", seed=self.seed).for_device(self._device)
+        self._at_hand = batches
         call = self._begin("predict", described(batches))
         if call.is_over:
             return call.result
@@ -391,6 +400,7 @@ class Trainer:
             seed=self.seed,
             number=self.number,
             wishes=self.wishes,
+            first_inputs=first_inputs(self._at_hand, self.num_workers) if self._at_hand is not None else None,
             **settings,  # type: ignore[arg-type]
         )
         strategy.prepare(self.train_job)

@@ -50,14 +50,16 @@ class Verification:
 
     def end(self, strategy: Strategy) -> None:
         """Write down where the weights stand, and end the script."""
+        # Where ranks hold parts, all of them give theirs.
+        pieces = list(strategy.state()) if self._rank == 0 or getattr(strategy, "holds_parts", False) else []
         if self._rank == 0:
-            directory = Path(self.plan.dump_to)
-            directory.mkdir(parents=True, exist_ok=True)
             state = {
                 piece.name.removeprefix(MODEL): piece.tensor.detach().cpu().clone().contiguous()
-                for piece in strategy.state()
+                for piece in pieces
                 if piece.name.startswith(MODEL)
             }
+            directory = Path(self.plan.dump_to)
+            directory.mkdir(parents=True, exist_ok=True)
             save_file(state, directory / "state.safetensors")
             report = {
                 "losses": self._losses,
