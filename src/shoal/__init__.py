@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal import callbacks as callbacks
+    from shoal import collectives as collectives
     from shoal import features as features
     from shoal import memory as memory
     from shoal import nn as nn
@@ -38,6 +39,7 @@ _HOMES = {
     "ShoalError": "shoal.core.errors",
     "Trainer": "shoal.train.trainer",
     "callbacks": "shoal.callbacks",
+    "collectives": "shoal.collectives",
     "features": "shoal.features",
     "mean": "shoal.train.custom",
     "memory": "shoal.memory",
@@ -59,6 +61,7 @@ __all__ = [
     "ShoalError",
     "Trainer",
     "callbacks",
+    "collectives",
     "features",
     "mean",
     "memory",

@@ -25,7 +25,7 @@ LAYERS = (
     {"core"},
 )
 HEIGHT = {folder: -depth for depth, folders in enumerate(LAYERS) for folder in folders}
-FACADES = {"shoal", "shoal.__main__", "shoal.callbacks"}
+FACADES = {"shoal", "shoal.__main__", "shoal.callbacks", "shoal.collectives"}
 
 TORCH = ("torch", "torchmetrics", "safetensors.torch")
 WITHOUT_TORCH = {"core", "wire", "cluster", "cli"}

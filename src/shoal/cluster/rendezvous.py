@@ -133,6 +133,28 @@ def is_broken() -> bool:
     return bool(watcher.poll(0))
 
 
+def tell_waiting(where: str) -> None:
+    """Let the others of this view know that this rank waits at `where`."""
+    if _store is not None and _view is not None:
+        with contextlib.suppress(ClusterError, RuntimeError):  # the view is over: who waits will notice
+            _store.set(f"{prefix_of(_view)}/waits/{where}/{jobs.current().rank}", b"")
+
+
+def not_waiting(where: str) -> list[int]:
+    """The other ranks of this view that did not say that they wait at `where`."""
+    job = jobs.current()
+    if _store is None or _view is None:
+        return []
+    try:
+        return [
+            rank
+            for rank in range(job.num_workers)
+            if rank != job.rank and not _store.check([f"{prefix_of(_view)}/waits/{where}/{rank}"])
+        ]
+    except (ClusterError, RuntimeError):
+        return []
+
+
 def leave_group() -> None:
     """Take the group down: its threads, its sockets, its connection to the coordinator. Not collective.
 

@@ -56,11 +56,19 @@ class Timeline:
         """True when the next exchange will be answered from the log: nothing needs to be computed for it."""
         return self._log.is_catching_up
 
+    @property
+    def is_inside_call(self) -> bool:
+        """Whether what happens now belongs to a call, whose anchors a replacement begins from."""
+        return not self._call_is_over
+
     def remembered(self, moment: str, run: Callable[[], Any]) -> Any:
         """Run something of the script's own between steps, once: a replacement is given the result.
 
         The same moment may come several times; each is remembered for itself.
         """
+        self._be_there()
+        if self._heritage is not None and self._heritage.call == 0:
+            self._stand_at_anchor()  # nobody has made a call: the anchor is the script's beginning, and here we are
         moment = f"call {session.num_calls()}, {moment}"
         self._moments[moment] += 1
         key = f"{moment} #{self._moments[moment]}"

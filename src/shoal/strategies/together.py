@@ -26,6 +26,7 @@ from shoal.core.errors import CallsDiffer, PeerLost
 from shoal.core.failpoints import failpoint
 from shoal.strategies import heritage
 from shoal.strategies.heritage import Heritage
+from shoal.strategies.patience import Patience
 from shoal.strategies.timeline import Timeline
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class Together(Timeline):
         self._waited_s = 0.0  # for the others, in the exchange that broke
         self._stands = False  # whether it holds state that counts: from view 1 on, or since a donor gave it
         self._native: Reducer | None = None
+        self._patience: Patience | None = None  # of the exchange under way
         session.regroup_through(self.regroup)
 
     # ---- exchanges ------------------------------------------------------------------------------
@@ -64,6 +66,7 @@ class Together(Timeline):
         *,
         conclude: Callable[[T], Any] = lambda result: result,
         abandon: Callable[[], None] = lambda: None,
+        patience: Patience | None = None,
     ) -> Any:
         """Run the next exchange to its end, through however many views; returns what `conclude` made of it.
 
@@ -71,7 +74,8 @@ class Together(Timeline):
         it anew from what this rank contributed. `conclude` changes state, and
         counts as part of the exchange: an exchange whose outcome was taken
         from the donor is not concluded, the donor's state came with it.
-        `abandon` drops every reference to the group that broke.
+        `abandon` drops every reference to the group that broke. `patience`
+        ends a wait for ranks that do not come before the job's own time-out.
         """
         attempt = first
         self._be_there()
@@ -83,6 +87,9 @@ class Together(Timeline):
             began_at = time.monotonic()
             try:
                 failpoint("worker: exchange begun")
+                if patience is not None:
+                    patience.begin(self._log.num_finished)
+                self._patience = patience
                 done = attempt(self.native)
             except PeerLost:
                 # Nothing here may keep the exception: it holds the old group, and with it everybody that waits on it.
@@ -93,6 +100,8 @@ class Together(Timeline):
                 failpoint("worker: committed, not counted")
                 self._log.finish(result)
                 return result
+            finally:
+                self._patience = None
             abandon()
             self._is_exchanging, self._waited_s = True, time.monotonic() - began_at
             self.regroup()
@@ -123,8 +132,10 @@ class Together(Timeline):
         )
         self._view = formed.view
         form_group(self._job, formed.view)
-        torchs_own = Native(rank=self._job.rank, num_workers=self._job.num_workers, is_broken=is_broken)
-        native = open_exchange(self._job, torchs_own, is_broken)
+        torchs_own = Native(
+            rank=self._job.rank, num_workers=self._job.num_workers, is_broken=self._look_around
+        )
+        native = open_exchange(self._job, torchs_own, self._look_around)
         if formed.donor >= 0:
             behind = fresh or self._log.num_known < formed.finished
             self._hand_over(native, formed.donor, behind=behind, fresh=fresh)
@@ -132,6 +143,14 @@ class Together(Timeline):
         self._stands, self._native = True, native
         if formed.donor < 0:
             session.live()  # nobody has done anything before it
+
+    def _look_around(self) -> bool:
+        """Whether the group is broken; asked several times a second by whoever waits."""
+        if is_broken():
+            return True
+        if self._patience is not None:
+            self._patience.look()
+        return False
 
     def _hand_over(self, native: Reducer, donor: int, *, behind: bool, fresh: bool) -> None:
         # Where a process is that runs towards the state it was given says nothing about where that state is.

@@ -13,7 +13,7 @@ came before it, each rank's weighted by the samples of its slice.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ from shoal.train.verification import Verification
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Model = TypeVar("Model", bound=nn.Module)
+T = TypeVar("T")
 
 
 class WorkerData:
@@ -207,13 +208,19 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
 
 def reduce(value: Tensor | float) -> Any:
     """The sum of `value` over all workers, in rank order; a number gives a number."""
-    strategy = _current_loop().strategy
+    strategy, remembered = present_moment()
     tensor = value if isinstance(value, Tensor) else torch.tensor([value], dtype=torch.float64)
-    if strategy.timeline is None or _script.between is None:
-        summed = strategy.reduce(tensor)
-    else:  # a replaced worker passes here without the others
-        summed = strategy.timeline.remembered(f"reduce {_script.between}", lambda: strategy.reduce(tensor))
+    summed = remembered("reduce", lambda: strategy.reduce(tensor))
     return summed if isinstance(value, Tensor) else float(summed)
+
+
+def present_moment() -> tuple[Strategy, Callable[[str, Callable[[], T]], T]]:
+    """The strategy to exchange through, and how: where a replaced worker passes without the others, what came of it is kept."""
+    strategy = _current_loop().strategy
+    timeline, between = strategy.timeline, _script.between
+    if timeline is None or between is None or timeline.is_inside_call:
+        return strategy, lambda what, run: run()
+    return strategy, lambda what, run: timeline.remembered(f"{what} {between}", run)
 
 
 def mean(total: Tensor, count: Tensor | float) -> Tensor:

@@ -1,0 +1,140 @@
+"""`shoal.collectives` for scripts: the same call on every rank, the same result at any number of workers.
+
+    total = shoal.collectives.all_reduce(gradient, timeout_s=30)
+
+In a plain process each returns what it was given. A rank that dies on its way
+is replaced, and is given what it missed: its script runs from the top, and
+the calls that are over answer from memory. Two ranks that call different
+things, or with different shapes, are told so; with `timeout_s` a rank that
+does not come is named together with the operation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shoal.collectives import operations
+from shoal.collectives.gather import gather_any
+from shoal.collectives.gathered import Gathered
+from shoal.collectives.operations import described
+from shoal.collectives.reducer import Reducer
+from shoal.collectives.wires import part_bounds
+from shoal.core import job as jobs
+from shoal.core.errors import ConfigError
+from shoal.strategies.patience import Patience
+from shoal.strategies.together import Together
+from shoal.train.custom import present_moment
+
+T = TypeVar("T")
+
+_numbers = itertools.count(1)
+
+
+def all_reduce(tensor: Tensor, op: str = "sum", *, timeout_s: float | None = None) -> Tensor:
+    """The `op` ("sum", "mean", "max" or "min") of every rank's tensor, the same bits on every rank."""
+    _check(tensor, "all_reduce", op)
+    call = f"all_reduce({described(tensor)}, op={op})"
+    result = collectively(
+        call, lambda ranks: operations.all_reduce(ranks, _sent(tensor), op, call), timeout_s
+    )
+    return result.to(tensor.device, copy=True)  # what is kept for a replacement must not change
+
+
+def reduce_scatter(tensor: Tensor, op: str = "sum", *, timeout_s: float | None = None) -> Tensor:
+    """This rank's part, along the first dimension, of what `all_reduce` gives; parts differ by one row at most."""
+    _check(tensor, "reduce_scatter", op)
+    if tensor.dim() == 0:
+        raise ConfigError(
+            "reduce_scatter cuts along the first dimension, and was given a tensor without one. Nothing was sent; "
+            "use all_reduce for a single value."
+        )
+    call = f"reduce_scatter({described(tensor)}, op={op})"
+    result = collectively(
+        call, lambda ranks: operations.all_reduce(ranks, _sent(tensor), op, call), timeout_s
+    )
+    begin, end = part_bounds(len(tensor), jobs.rank(), jobs.num_workers())
+    return result[begin:end].to(tensor.device, copy=True)
+
+
+def all_gather(tensor: Tensor, *, timeout_s: float | None = None) -> list[Tensor]:
+    """Every rank's tensor, in rank order. Shapes may differ, dtypes may not."""
+    _check(tensor, "all_gather")
+    call = f"all_gather({str(tensor.dtype).removeprefix('torch.')})"
+    parts = collectively(call, lambda ranks: gather_any(ranks, _sent(tensor)), timeout_s)
+    return [part.to(tensor.device, copy=True) for part in parts]
+
+
+def broadcast(tensor: Tensor, root: int = 0, *, timeout_s: float | None = None) -> Tensor:
+    """The tensor of rank `root`; the others give one of its shape and dtype, to say what they expect."""
+    _check(tensor, "broadcast")
+    if not 0 <= root < jobs.num_workers():
+        raise ConfigError(
+            f"broadcast was asked for the tensor of rank {root}, and there are {jobs.num_workers()} workers, counted from 0. "
+            "Nothing was sent."
+        )
+    call = f"broadcast({described(tensor)}, root={root})"
+    given = collectively(
+        call, lambda ranks: operations.broadcast(ranks, _sent(tensor), root, call), timeout_s
+    )
+    return given.to(tensor.device, copy=True)
+
+
+def barrier(*, timeout_s: float | None = None) -> None:
+    """Return once every rank is here."""
+    collectively("barrier()", lambda ranks: torch.empty(0), timeout_s)
+
+
+def collectively(call: str, run: Callable[[Reducer], T], timeout_s: float | None = None) -> T:
+    """Run something over all ranks, once they agree that it is this; its result must be the same on every rank."""
+    if timeout_s is not None and not timeout_s > 0:
+        raise ConfigError(f"{call} was given timeout_s={timeout_s}: it must be above 0 s. Nothing was sent.")
+    number = next(_numbers)
+    strategy, remembered = present_moment()
+    job = jobs.current()
+
+    def alike(ranks: Reducer) -> T:
+        operations.refuse_different(ranks, call, number)
+        return run(ranks)
+
+    def exchange() -> T:
+        timeline = strategy.timeline
+        if isinstance(timeline, Together):
+            patience = Patience(call, timeout_s) if timeout_s is not None else None
+            return timeline.exchange(alike, patience=patience)  # type: ignore[no-any-return]
+        return alike(Gathered(job.rank, job.num_workers, strategy.gather))
+
+    return remembered(call.partition("(")[0], exchange)
+
+
+def _check(tensor: Tensor, what: str, op: str | None = None) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(
+            f"{what} takes a tensor, and was given a {type(tensor).__name__}. Nothing was sent."
+        )
+    if tensor.layout is not torch.strided:
+        raise ConfigError(
+            f"{what} takes dense tensors, and was given a {tensor.layout} one. Nothing was sent."
+        )
+    if op is None:
+        return
+    if op not in operations.COMBINE:
+        known = ", ".join(operations.COMBINE)
+        raise ConfigError(f"{what} knows {known}, and was asked for '{op}'. Nothing was sent.")
+    if op == "mean" and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        raise ConfigError(
+            f"{what} was asked for the mean of {tensor.dtype} values. Nothing was sent; cast them first."
+        )
+    if op in ("sum", "mean") and tensor.dtype is torch.bool:
+        raise ConfigError(
+            f"{what} was asked for the sum of booleans. Nothing was sent; cast them, or ask for the max."
+        )
+
+
+def _sent(tensor: Tensor) -> Tensor:
+    # Kept for a replacement, so in host memory; the group of one host's CPUs could not take another.
+    return tensor.detach().cpu()

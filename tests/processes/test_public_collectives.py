@@ -1,0 +1,71 @@
+"""`shoal.collectives` in real processes: sums and gathers, a rank that dies between them, one that does not come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from launched import Launched
+
+Launch = Callable[..., Launched]
+
+ALL = """
+import os, pathlib, torch, shoal
+c, me, n = shoal.collectives, shoal.rank(), shoal.num_workers()
+for round in range(4):
+    x = torch.arange(5.0) + me + round
+    everybody = [torch.arange(5.0) + r + round for r in range(n)]
+    total = c.all_reduce(x)
+    assert torch.equal(total, sum(everybody))
+    total.zero_()  # the script's own: a replacement is not given this
+    assert torch.equal(c.all_reduce(x, "max"), everybody[-1])
+    assert torch.equal(c.all_reduce(x, "mean"), sum(everybody) / n)
+    if round == 2 and me == 1 and not pathlib.Path("died").exists() and KILL:
+        pathlib.Path("died").touch()
+        os.kill(os.getpid(), 9)
+    assert torch.equal(c.reduce_scatter(x), sum(everybody)[5 * me // n : 5 * (me + 1) // n])
+    gathered = c.all_gather(torch.full((me,), round))
+    assert [part.tolist() for part in gathered] == [[round] * r for r in range(n)]
+    assert torch.equal(c.broadcast(x, root=n - 1), everybody[-1])
+    c.barrier(timeout_s=30)
+print("done", me)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 3, 4])
+def test_every_rank_gets_what_all_brought(launch_script: Launch, workers: int) -> None:
+    done = launch_script(ALL.replace("KILL", "False"), workers=workers, quiet=True)
+    assert done.exit_code == 0, done.error
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_a_replaced_worker_is_given_what_it_missed(launch_script: Launch, workers: int) -> None:
+    done = launch_script(ALL.replace("KILL", "True"), workers=workers, quiet=True)
+    assert done.exit_code == 0, done.error
+
+
+def test_a_rank_that_does_not_come_is_named_with_the_operation(launch_script: Launch) -> None:
+    done = launch_script(
+        """
+        import torch, shoal
+        shoal.collectives.barrier()
+        if shoal.rank() != 1:
+            shoal.collectives.all_reduce(torch.ones(3), timeout_s=1.0)
+        """,
+        workers=3,
+    )
+    assert done.exit_code == 3
+    assert "all_reduce(float32 [3], op=sum)" in str(done.error)
+    assert "for rank 1." in str(done.error)
+
+
+def test_ranks_that_call_different_things_are_told(launch_script: Launch) -> None:
+    done = launch_script(
+        """
+        import torch, shoal
+        shoal.collectives.all_reduce(torch.ones(3, dtype=torch.float64 if shoal.rank() == 2 else None))
+        """,
+        workers=3,
+    )
+    assert done.exit_code == 3
+    assert "rank 2 called all_reduce(float64 [3]" in str(done.error)
