@@ -27,6 +27,10 @@ for round in range(4):
     gathered = c.all_gather(torch.full((me,), round))
     assert [part.tolist() for part in gathered] == [[round] * r for r in range(n)]
     assert torch.equal(c.broadcast(x, root=n - 1), everybody[-1])
+    a, b = torch.arange(35).reshape(7, 5) + round, torch.arange(15).reshape(5, 3)
+    assert torch.equal(c.matmul(a, b), a @ b)
+    assert torch.equal(c.matmul(a, b, cut="inner"), a @ b)
+    assert torch.equal(c.matmul(a, b, mesh=(n, 1), gather=False), (a @ b)[7 * me // n : 7 * (me + 1) // n])
     c.barrier(timeout_s=30)
 print("done", me)
 """

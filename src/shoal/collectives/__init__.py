@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from shoal.train.collective_calls import all_reduce as all_reduce
     from shoal.train.collective_calls import barrier as barrier
     from shoal.train.collective_calls import broadcast as broadcast
+    from shoal.train.collective_calls import matmul as matmul
     from shoal.train.collective_calls import reduce_scatter as reduce_scatter
 
-__all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "matmul", "reduce_scatter"]
 
 
 def __getattr__(name: str) -> Any:

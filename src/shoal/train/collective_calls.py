@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shoal.collectives import operations
+from shoal.collectives import block_matmul, operations
 from shoal.collectives.gather import gather_any
 from shoal.collectives.gathered import Gathered
 from shoal.collectives.operations import described
@@ -87,6 +87,50 @@ def broadcast(tensor: Tensor, root: int = 0, *, timeout_s: float | None = None) 
 def barrier(*, timeout_s: float | None = None) -> None:
     """Return once every rank is here."""
     collectively("barrier()", lambda ranks: torch.empty(0), timeout_s)
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    cut: str = "blocks",
+    mesh: tuple[int, int] | None = None,
+    gather: bool = True,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """`a @ b`, each rank computing a part; both are given whole on every rank.
+
+    `cut="blocks"`: row blocks by column blocks over `mesh` (ranks along rows, along columns; found where not given).
+    `cut="inner"`: partial products along the inner dimension, summed. With `gather=False` the result stays sharded:
+    a rank gets its block, or for "inner" its rows.
+    """
+    _check(a, "matmul")
+    _check(b, "matmul")
+    num_workers = jobs.num_workers()
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
+        raise ConfigError(
+            f"matmul multiplies two matrices of one dtype, [m, k] by [k, n], and was given {described(a)} and "
+            f"{described(b)}. Nothing was sent."
+        )
+    if cut not in ("blocks", "inner"):
+        raise ConfigError(f"matmul cuts by blocks or inner, and was asked for '{cut}'. Nothing was sent.")
+    grid = mesh or block_matmul.best_mesh(num_workers, len(a), b.shape[1])
+    if grid[0] * grid[1] != num_workers or min(grid) < 1:
+        raise ConfigError(
+            f"matmul was given a mesh of {grid[0]} x {grid[1]}, and there are {num_workers} workers. Nothing was sent; "
+            "leave mesh out to have one found."
+        )
+    call = f"matmul({described(a)}, {described(b)}, cut={cut}, mesh={grid}, gather={gather})"
+    left, right = _sent(a), _sent(b)
+    if cut == "inner":
+        product = collectively(call, lambda ranks: block_matmul.by_inner(ranks, left, right, call), timeout_s)
+        begin, end = part_bounds(len(a), jobs.rank(), num_workers)
+        return (product if gather else product[begin:end]).to(a.device, copy=True)
+    if not gather:
+        collectively(call, lambda ranks: torch.empty(0), timeout_s)
+        return block_matmul.own_block(jobs.rank(), a.detach(), b.detach(), grid)
+    product = collectively(call, lambda ranks: block_matmul.by_blocks(ranks, left, right, grid), timeout_s)
+    return product.to(a.device, copy=True)
 
 
 def collectively(call: str, run: Callable[[Reducer], T], timeout_s: float | None = None) -> T:
