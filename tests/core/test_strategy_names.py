@@ -82,3 +82,9 @@ def test_somebody_is_left_of_a_step() -> None:
     assert choose("ps:drop=2", 3)
     with pytest.raises(ConfigError, match="nobody would be left"):
         choose("ps:drop=3", 3)
+
+
+def test_stages_whose_layers_are_cut_are_refused() -> None:
+    assert choose("pp=2,fsdp=2", 4) == "pp=2,fsdp=2"
+    with pytest.raises(ConfigError, match="pp does not go with tp yet"):
+        choose("pp=2,tp=2", 4)
