@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -251,3 +252,18 @@ def test_batches_are_taken_as_they_are() -> None:
 def test_anything_else_is_refused_with_what_to_do(given: object, cure: str) -> None:
     with pytest.raises(ConfigError, match=cure):
         as_batches(given, default_seed=0)
+
+
+def test_a_map_of_batches_that_loses_samples_is_refused() -> None:
+    batches = Dataset.from_arrays(torch.arange(30)).batch(10).map(lambda batch: batch[:2])
+    with pytest.raises(DataError, match=r"was given 10 samples and returned tensors of \(2,\)"):
+        next(iter(batches))
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [(lambda sample: None, "NoneType"), (lambda sample: {str(int(sample)): sample}, "some have no")],
+)
+def test_samples_that_make_no_batch_are_told_as_such(fn: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        next(iter(Dataset.from_arrays(torch.arange(30)).map(fn).batch(3)))

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.seeds import mix
 from shoal.data.feed import Feed, IndexedFeed
 from shoal.data.iterator import DataIterator
@@ -30,7 +30,7 @@ from shoal.data.sharding import DRAIN_SLOWER_THAN, Loads, Sharding, ShardPlan
 from shoal.data.skipping import Skipped
 from shoal.data.slice import Slice
 from shoal.data.sources.source import name_of
-from shoal.data.tree import Tree
+from shoal.data.tree import Tree, tensors
 from shoal.data.weights import keep_weights
 
 
@@ -302,7 +302,23 @@ class _MapBatches:
             with generators:
                 generators.reseed(mix(self._seed, part.epoch, part.start + part.first))
                 batch = keep_weights(part.batch, self._fn(part.batch))
+            self._refuse_lost_rows(part, batch)
             yield replace(part, batch=batch)
+
+    def _refuse_lost_rows(self, part: Slice, batch: Tree) -> None:
+        num_rows = max(part.num_local, 1)
+        given, got = ([tensor for tensor in tensors(tree) if tensor.dim()] for tree in (part.batch, batch))
+        # A batch of a loader's own may hold tensors of other lengths; one of which none has a row per sample has lost some.
+        if (
+            all(len(tensor) == num_rows for tensor in given)
+            and got
+            and all(len(each) != num_rows for each in got)
+        ):
+            raise DataError(
+                f"the function '{name_of(self._fn)}' of batch().map was given {num_rows} samples and returned tensors of "
+                f"{', '.join(str(tuple(tensor.shape)) for tensor in got)}. It must keep every sample, in the same order; to "
+                "leave samples out there is filter, before batch."
+            )
 
     def describe(self) -> dict[str, Any]:
         return {"stage": "map", "fn": name_of(self._fn)}

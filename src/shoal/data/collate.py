@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from shoal.core.errors import DataError
 from shoal.data.tree import Tree, map_leaves
 
 
@@ -21,11 +22,23 @@ def collate(samples: list[Any]) -> Tree:
 def _default_collate(samples: list[Any]) -> Tree:
     try:
         return default_collate(samples)
+    except (TypeError, KeyError) as error:
+        kinds = sorted({type(sample).__name__ for sample in samples})
+        raise DataError(
+            f"{len(samples)} samples ({', '.join(kinds)}) cannot be put together to a batch: {_short(error)}. Every sample must "
+            "be numbers, tensors, arrays or text, or dicts or tuples of them with the same keys: look at what the last map "
+            "function, or the dataset, returns."
+        ) from error
     except RuntimeError:
         padded = _padded(samples)
         if padded is None:
             raise
         return default_collate(padded)
+
+
+def _short(error: Exception) -> str:
+    said = str(error).split(";")[0]
+    return f"some have no {said}" if isinstance(error, KeyError) else said
 
 
 def _padded(samples: list[Any]) -> list[Any] | None:

@@ -269,3 +269,10 @@ def test_a_dataset_goes_out_and_comes_back(tmp_path: Path) -> None:
     written = (tmp_path / "f.tfrecord").read_bytes()
     assert write_tfrecord(tmp_path / "g", data, label="y", compression="gzip") == 20
     assert gzip.decompress((tmp_path / "g").read_bytes()) == written
+
+
+def test_lists_without_a_value_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "lists.tfrecord"
+    write_tfrecord(path, [{"ids": list(range(number % 3))} for number in range(6)])
+    data = Dataset.from_tfrecord(path, {"ids": Feature("int64", None)})
+    assert [sample["ids"].tolist() for sample in data] == [list(range(number % 3)) for number in range(6)]

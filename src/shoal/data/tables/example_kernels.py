@@ -275,7 +275,7 @@ def _take(
         return BROKEN
     if found == ABSENT:
         return NOT_THERE
-    if found != kind:
+    if found != kind and not (width == ANY and begin == stop):  # nothing is of every kind
         return OTHER_KIND
     num_values = _num_values(data, kind, begin, stop)
     if num_values < 0:
