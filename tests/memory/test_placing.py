@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from shoal.core import happenings
 from shoal.core.errors import ConfigError
-from shoal.memory import CacheConfig, available, piece_bytes, place, say_where
-from shoal.memory.placing import NUM_AHEAD, amount
+from shoal.memory import CacheConfig, available
+from shoal.memory.placing import NUM_AHEAD, amount, piece_bytes, place, say_where
 
 
 @given(num_rows=st.integers(0, 500), size=st.integers(1, 50), budget=st.integers(0, 20_000))

@@ -16,7 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.memory_errors import BlockDamaged, CacheFull
-from shoal.memory import Field, Lists, RowLayout, RowsAhead, RowSpec, RowStore, nameless, stats
+from shoal.memory import nameless, stats
+from shoal.memory.row_layout import Field, RowLayout
+from shoal.memory.row_store import Lists, RowSpec, RowStore
+from shoal.memory.rows_ahead import RowsAhead
 from waiting import wait_until
 
 DTYPES = ["float32", "float64", "int64", "int32", "int16", "uint8", "bool", "complex128", "float16"]

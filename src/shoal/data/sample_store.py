@@ -22,21 +22,11 @@ from shoal.data.collate import collate
 from shoal.data.sample_template import Template
 from shoal.data.tree import Tree
 from shoal.data.weights import Weighted
-from shoal.memory import (
-    UNLIMITED,
-    CacheConfig,
-    Lists,
-    RowLayout,
-    RowsAhead,
-    RowSpec,
-    RowStore,
-    available,
-    block_format,
-    nameless,
-    piece_bytes,
-    place,
-    say_where,
-)
+from shoal.memory import CacheConfig, available, block_format, nameless
+from shoal.memory.placing import piece_bytes, place, say_where
+from shoal.memory.row_layout import RowLayout
+from shoal.memory.row_store import UNLIMITED, Lists, RowSpec, RowStore
+from shoal.memory.rows_ahead import RowsAhead
 
 MISSING, REGULAR, ODD = 0, 1, 2
 _WEIGHTED = "\0weighted"

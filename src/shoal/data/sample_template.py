@@ -15,7 +15,7 @@ import torch
 from shoal.data.collate import to_tensor
 from shoal.data.tree import Tree
 from shoal.data.weights import Weighted
-from shoal.memory import Field
+from shoal.memory.row_layout import Field
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

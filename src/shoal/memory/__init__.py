@@ -8,27 +8,7 @@ figures.py       hit rates and bytes moved
 
 from shoal.memory.block_store import BlockStore
 from shoal.memory.figures import stats
-from shoal.memory.placing import CacheConfig, Placement, piece_bytes, place, say_where
-from shoal.memory.row_layout import Field, RowLayout
-from shoal.memory.row_store import UNLIMITED, Lists, RowSpec, RowStore
-from shoal.memory.rows_ahead import RowsAhead
+from shoal.memory.placing import CacheConfig
 from shoal.memory.tier import Limits, Tier
 
-__all__ = [
-    "UNLIMITED",
-    "BlockStore",
-    "CacheConfig",
-    "Field",
-    "Limits",
-    "Lists",
-    "Placement",
-    "RowLayout",
-    "RowSpec",
-    "RowStore",
-    "RowsAhead",
-    "Tier",
-    "piece_bytes",
-    "place",
-    "say_where",
-    "stats",
-]
+__all__ = ["BlockStore", "CacheConfig", "Limits", "Tier", "stats"]

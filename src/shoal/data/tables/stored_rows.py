@@ -23,20 +23,11 @@ from shoal.core.data_errors import BadSample
 from shoal.core.memory_errors import CacheFull
 from shoal.data.tables.storage import Gathered
 from shoal.data.tables.table import Column, Ragged, Table
-from shoal.memory import (
-    UNLIMITED,
-    CacheConfig,
-    Field,
-    Lists,
-    RowLayout,
-    RowsAhead,
-    RowSpec,
-    RowStore,
-    available,
-    piece_bytes,
-    place,
-    say_where,
-)
+from shoal.memory import CacheConfig, available
+from shoal.memory.placing import piece_bytes, place, say_where
+from shoal.memory.row_layout import Field, RowLayout
+from shoal.memory.row_store import UNLIMITED, Lists, RowSpec, RowStore
+from shoal.memory.rows_ahead import RowsAhead
 
 _THERE, _THERE_WITH_BAD_ROWS = 1, 2
 _MAX_DECODERS = 4
