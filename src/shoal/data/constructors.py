@@ -30,7 +30,14 @@ if TYPE_CHECKING:
 
 
 class Constructors:
-    """The `from_...` methods of `shoal.Dataset`."""
+    """The `from_...` methods of `shoal.Dataset`.
+
+    Tables are decoded once and kept. `cache` says where: "auto", in RAM what
+    fits and on disk what does not; "ram"; "disk"; a
+    `shoal.memory.CacheConfig(ram_bytes=..., directory=...)`; or None, which
+    keeps only the blocks read last, for a table that is read once and in
+    order.
+    """
 
     def __init__(self, source: Source | Stream) -> None:
         raise NotImplementedError
