@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from benchmarks.data_tables import per_batch, whole, write_parquet
+from benchmarks.data_tables import per_million, whole, with_rates, write_parquet
 from benchmarks.harness import Report, alternate
 
 BATCH = 1024
@@ -95,15 +95,17 @@ def _against_huggingface(
     table = datasets.Dataset.from_parquet(str(path), cache_dir=f"{folder}/hf")
     steps = 10 if quick else 60
     for name, shuffled in (
-        ("in the same random order", table.shuffle(seed=0).with_format("torch")),
+        ("in a random order", table.shuffle(seed=0).with_format("torch")),
         ("in the order of the file", table.with_format("torch")),
     ):
         values = alternate(
-            lambda: per_batch(kept, steps),
-            lambda shuffled=shuffled: per_batch(shuffled.iter(batch_size=BATCH), steps),
+            lambda: per_million(kept, steps, BATCH),
+            lambda shuffled=shuffled: per_million(shuffled.iter(batch_size=BATCH), steps, BATCH),
             rounds=2 if quick else 5,
         )
-        report.add(f"time per batch: shoal, shuffled / HF datasets {name}", values, **configuration)
+        report.add(
+            f"time per 1 M samples: shoal, shuffled / HF datasets {name}", with_rates(values), **configuration
+        )
 
 
 if __name__ == "__main__":

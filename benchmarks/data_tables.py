@@ -42,13 +42,19 @@ def write_parquet(path: Path, num_rows: int) -> None:
         writer.close()
 
 
-def per_batch(batches: Iterable[Any], num_batches: int) -> float:
-    """Seconds per batch, of so many after the first: what an epoch costs once is another figure."""
+def per_million(batches: Iterable[Any], num_batches: int, batch_size: int) -> float:
+    """Seconds per million samples, over so many batches after the first: what an epoch costs once is another figure."""
     it = iter(batches)
     next(it)
     began = time.perf_counter()
     count = sum(1 for _ in itertools.islice(it, num_batches))
-    return (time.perf_counter() - began) / count
+    return (time.perf_counter() - began) / count / batch_size * 1e6
+
+
+def with_rates(values: dict[str, Any]) -> dict[str, Any]:
+    """The figure of two times per million samples, with what they are in samples per second."""
+    rates = {f"{side}_samples_per_s": round(1e6 / values[f"{side}_s"]) for side in ("ours", "theirs")}
+    return {**values, **rates}
 
 
 def whole(epoch: Callable[[], Iterable[Any]]) -> float:
