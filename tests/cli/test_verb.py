@@ -56,7 +56,7 @@ def test_what_cannot_be_parsed_is_a_usage_error_with_exit_code_2(shoal: Shoal, a
     ("args", "words"),
     [
         (["run", "nope.py"], ["nope.py", "does not exist"]),
-        (["run", "--strategy", "dpp", "x.py"], ["no strategy 'dpp'", "Did you mean 'ddp'?"]),
+        (["run", "--strategy", "ddpp", "x.py"], ["no strategy 'ddpp'", "Did you mean 'ddp'?"]),
         (["run", "-n", "2", "--strategy", "single", "x.py"], ["'single' is one process"]),
         (["run", "--grace", "-1", "x.py"], ["grace_s must be a positive number of seconds"]),
         (["verify", "nope.py", "-n", "2"], ["nope.py", "does not exist"]),

@@ -42,7 +42,7 @@ def test_a_missing_script_is_refused_before_anything_starts(launch_script: Launc
 
 def test_an_unknown_strategy_is_refused_with_a_guess(launch_script: Launch, tmp_path: Path) -> None:
     with pytest.raises(UnknownStrategy, match="Did you mean 'ddp'"):
-        launch_script("", workers=2, strategy="dpp")
+        launch_script("", workers=2, strategy="ddpp")
     assert not (tmp_path / "runs").exists()
 
 

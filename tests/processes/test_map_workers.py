@@ -128,11 +128,11 @@ def test_a_pass_that_is_left_or_never_begun_leaves_no_process(readers: Children)
     batches = batches_of(2)
     begun = iter(batches)
     next(begun)
-    assert len(readers()) == 2
+    assert wait_until(lambda: len(readers()) == 2)  # one may have no title yet
     del begun
     assert readers() == []
     unread = batches.slices(epoch=0, start=0, rank=0, num_workers=1)
-    assert len(readers()) == 2
+    assert wait_until(lambda: len(readers()) == 2)
     del unread
     assert readers() == []
 
@@ -169,9 +169,9 @@ def test_two_passes_at_a_time_have_processes_each(readers: Children) -> None:
             strict=True,
         )
         assert next(together)[0].batch[0].tolist() != next(together)[1].batch[0].tolist()
-        assert len(readers()) == 2
+        assert wait_until(lambda: len(readers()) == 2)
         del together
-        assert len(readers()) == 1
+        assert wait_until(lambda: len(readers()) == 1)
     assert readers() == []
 
 
