@@ -249,6 +249,9 @@ class Tiering:
             return Ready()
         if num_bytes > limit:
             return Full()
+        # Else blocks that can leave would go for nothing, and come back as soon as others need their place.
+        if num_bytes > limit - self._stuck_bytes(tier, kept):
+            return Wait() if self._is_changing(tier, kept) else Full()
         for spares_ahead in (
             True,
             False,
@@ -281,6 +284,22 @@ class Tiering:
     def _may_leave(self, victim: Key, kept: tuple[Key, ...]) -> bool:
         block = self.blocks[victim]
         return victim not in kept and block.busy is None and not block.num_holds
+
+    def _stuck_bytes(self, tier: Tier, kept: tuple[Key, ...]) -> int:
+        """Bytes of a tier that cannot leave it, at the least: kept, held, or nowhere else and without a place below."""
+        below = list(self._tiers_from(Tier(tier + 1))) if tier != Tier.DISK else []
+        if any(self.limit(each) is None for each in below):
+            return 0  # there is always a place; who is held shows when it is asked to leave
+        stuck = only_here = 0
+        for key, block in self.blocks.items():
+            if tier not in block.copies:
+                continue
+            if key in kept or block.num_holds:
+                stuck += block.copies[tier].num_bytes
+            elif block.busy is None and len(block.copies) == 1 and not block.can_load:
+                only_here += block.copies[tier].num_bytes
+        places = sum((self.limit(each) or 0) - self._stuck_bytes(each, kept) for each in below)
+        return stuck + max(0, only_here - max(0, places))
 
     def _is_changing(self, tier: Tier, kept: tuple[Key, ...]) -> bool:
         """Whether somebody is about to make room here, or to put something in that can then leave."""
