@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 
 import torch
 
@@ -62,6 +63,7 @@ class DenseMemory:
                 readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
             finally:
                 os.close(fd)
+            weakref.finalize(self, os.close, readable)
             self._memories.append((readable, size, mapping))
             self._used = 0
         place = (len(self._memories) - 1, self._used)
