@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
-from shoal.core.errors import ConfigError
+from shoal.core import named_settings
+from shoal.core.named_settings import Setting
 
 COMPRESSORS = {
     "none": "gradients travel as they are",
@@ -20,42 +19,16 @@ _SETTINGS = {
     "bf16": {},
     "fp16": {},
     "int8": {},
-    "topk": {"ratio": (0.01, 1e-6, 1.0)},
-    "powersgd": {"rank": (4.0, 1.0, 256.0)},
-}  # name -> setting -> default, least, most
+    "topk": {"ratio": Setting(0.01, 1e-6, 1.0)},
+    "powersgd": {"rank": Setting(4, 1, 256, is_whole=True)},
+}
 
 _REMEMBER = {"topk", "powersgd"}
 
 
 def parse(said: str) -> tuple[str, dict[str, float]]:
     """Name and settings of `topk:ratio=0.01`; refuses what means nothing."""
-    name, _, rest = said.partition(":")
-    if name not in _SETTINGS:
-        guess = get_close_matches(name, _SETTINGS, n=1)
-        hint = f"Did you mean '{guess[0]}'? " if guess else ""
-        raise ConfigError(
-            f"there is no compression '{said}'. {hint}Nothing was started; there are {', '.join(COMPRESSORS)}."
-        )
-    known = _SETTINGS[name]
-    settings = {key: default for key, (default, _, _) in known.items()}
-    for part in filter(None, rest.split(",")):
-        key, _, value = part.partition("=")
-        try:
-            number = float(value)
-            if key not in known or not known[key][1] <= number <= known[key][2]:
-                raise ValueError
-            if name == "powersgd" and number != int(number):
-                raise ValueError
-        except ValueError:
-            meant = (
-                ", ".join(f"{key} from {least:g} to {most:g}" for key, (_, least, most) in known.items())
-                or "none"
-            )
-            raise ConfigError(
-                f"'{part}' is no setting of the compression {name}. Nothing was started; its settings: {meant}."
-            ) from None
-        settings[key] = number
-    return name, settings
+    return named_settings.parse(said, _SETTINGS, what="compression", shown=COMPRESSORS)
 
 
 def remembers(said: str) -> bool:
