@@ -105,4 +105,37 @@ MaxRestarts = Annotated[
     ),
 ]
 
+BatchNorm = Annotated[
+    str,
+    typer.Option(
+        "--batchnorm",
+        metavar="HOW",
+        help="Over what BatchNorm normalises: local (each worker its own slice) or sync (the whole batch, as one process does).",
+    ),
+]
+
+SequenceParallel = Annotated[
+    bool,
+    typer.Option(
+        "--sequence-parallel",
+        help="With tp: norms and dropout between the layers that are cut run on a part of the sequence each.",
+    ),
+]
+
+CheckpointActivations = Annotated[
+    bool,
+    typer.Option(
+        "--checkpoint-activations",
+        help="Keep only the inputs of the model's blocks, and run them again within backward: less memory, more time.",
+    ),
+]
+
+Offload = Annotated[
+    bool,
+    typer.Option(
+        "--offload",
+        help="With fsdp on GPUs: shards and the optimizer's state stay in the host's memory. Without GPUs they are there anyway.",
+    ),
+]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

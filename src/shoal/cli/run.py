@@ -8,11 +8,15 @@ from typing import Annotated
 import typer
 
 from shoal.cli.options import (
+    BatchNorm,
+    CheckpointActivations,
     Grace,
     MaxRestarts,
+    Offload,
     Replicas,
     RunDir,
     Script,
+    SequenceParallel,
     Servers,
     Shard,
     StepTimeout,
@@ -95,6 +99,10 @@ def run(
             help="Make gradients smaller before they are summed: none, bf16, fp16, int8, topk:ratio=0.01, powersgd:rank=4.",
         ),
     ] = "none",
+    batchnorm: BatchNorm = "local",
+    sequence_parallel: SequenceParallel = False,
+    checkpoint_activations: CheckpointActivations = False,
+    offload: Offload = False,
     pretend_hosts: Annotated[
         int,
         typer.Option(
@@ -129,6 +137,10 @@ def run(
         pretend_hosts=pretend_hosts,
         exchange=exchange,
         schedule=schedule,
+        batchnorm=batchnorm,
+        sequence_parallel=sequence_parallel,
+        checkpoint_activations=checkpoint_activations,
+        offload=offload,
         compress=compress,
         faults=Faults.parse(faults) if faults else None,
     )

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.options import Replicas, Script, Servers, Strategy, Workers
+from shoal.cli.options import (
+    BatchNorm,
+    CheckpointActivations,
+    Offload,
+    Replicas,
+    Script,
+    SequenceParallel,
+    Servers,
+    Strategy,
+    Workers,
+)
 from shoal.cli.verb import console, leave
 from shoal.core import strategy_names
 from shoal.core.errors import ClusterError, ConfigError
@@ -55,6 +65,10 @@ def verify(
     strategy: Strategy = None,
     servers: Servers = None,
     replicas: Replicas = None,
+    batchnorm: BatchNorm = "local",
+    sequence_parallel: SequenceParallel = False,
+    checkpoint_activations: CheckpointActivations = False,
+    offload: Offload = False,
     steps: Annotated[int, typer.Option("--steps", metavar="STEPS", min=1, help="Steps to compare.")] = 20,
     tolerance: Annotated[
         float,
@@ -94,6 +108,10 @@ def verify(
             strategy=chosen,
             servers=servers,
             replicas=replicas,
+            batchnorm=batchnorm,
+            sequence_parallel=sequence_parallel,
+            checkpoint_activations=checkpoint_activations,
+            offload=offload,
             run_dir=directory,
             seed=seed,
             quiet=True,
@@ -138,7 +156,17 @@ class VerifyRuns:
         )
         config = replace(self.config, name=f"verify-{self.num_runs}", verify=plan)
         if not spread:
-            config = replace(config, workers=1, strategy="single", servers=None, replicas=None)
+            config = replace(
+                config,
+                workers=1,
+                strategy="single",
+                servers=None,
+                replicas=None,
+                batchnorm="local",
+                sequence_parallel=False,
+                checkpoint_activations=False,
+                offload=False,
+            )
         with open(Path(self.config.run_dir) / "output", "wb") as said:
             result = launch(config, warm=self.warm, stdout=said, stderr=said)
         if result.exit_code:

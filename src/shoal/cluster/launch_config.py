@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.cluster.faults import Faults
-from shoal.core import compress_names, exchange_names, schedule_names, shard_names, strategy_names
+from shoal.core import (
+    compress_names,
+    exchange_names,
+    schedule_names,
+    shard_names,
+    spread_names,
+    strategy_names,
+)
 from shoal.core.errors import ConfigError
 from shoal.core.job import VerifyPlan
 
@@ -47,6 +54,18 @@ class LaunchConfig:
 
     schedule: str = schedule_names.DEFAULT
     """In which order the stages of a pipeline run forwards and backwards."""
+
+    batchnorm: str = "local"
+    """Over what BatchNorm normalises: each worker's slice, or with "sync" the whole batch."""
+
+    sequence_parallel: bool = False
+    """With tp: what lies between the layers that are cut holds a part of the sequence."""
+
+    checkpoint_activations: bool = False
+    """Blocks of the model keep their inputs only, and run again within backward: less memory, more time."""
+
+    offload: bool = False
+    """With fsdp: shards and the optimizer's state stay in the host's memory."""
 
     shard: str | None = None
     """How batches are cut over the workers, where the script does not say: see `shoal.core.shard_names`."""
@@ -132,6 +151,14 @@ class LaunchConfig:
         strategy_names.choose(self.strategy, self.workers)
         exchange_names.check(self.exchange, self.pretend_hosts)
         schedule_names.check(self.schedule)
+        spread_names.check(
+            strategy=strategy_names.choose(self.strategy, self.workers),
+            schedule=self.schedule,
+            batchnorm=self.batchnorm,
+            sequence_parallel=self.sequence_parallel,
+            activations=self.checkpoint_activations,
+            offload=self.offload,
+        )
         if compress_names.parse(self.compress)[0] != "none" and strategy_names.choose(
             self.strategy, self.workers
         ) not in ("ddp", "single"):

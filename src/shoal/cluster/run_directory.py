@@ -60,6 +60,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     pretend_hosts: int = 1
     exchange: str = "auto"
     schedule: str = "1f1b"
+    batchnorm: str = "local"
+    sequence_parallel: bool = False
+    checkpoint_activations: bool = False
+    offload: bool = False
     compress: str = "none"
     versions: Versions
     started: float  # seconds since 1970

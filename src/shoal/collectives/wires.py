@@ -31,10 +31,10 @@ class Wires(Protocol):
 
 
 class TorchWires:
-    """Over torch's group; `ranks` are those that take part, by their numbers there."""
+    """Over torch's group; `ranks` are those that take part, by their numbers there. What has another tag is another line."""
 
-    def __init__(self, native: Native, ranks: list[int] | None = None) -> None:
-        self._native = native
+    def __init__(self, native: Native, ranks: list[int] | None = None, *, tag: int = 0) -> None:
+        self._native, self._tag = native, tag
         self._ranks = ranks if ranks is not None else list(range(native.num_workers))
         self.rank, self.num_ranks = self._ranks.index(native.rank), len(self._ranks)
 
@@ -47,7 +47,9 @@ class TorchWires:
         if not tensor.numel():
             return None
         with self._native.during(f"sending to rank {self._ranks[to]}"):
-            return f"sending to rank {self._ranks[to]}", dist.isend(_bytes(tensor), self._ranks[to])
+            return f"sending to rank {self._ranks[to]}", dist.isend(
+                _bytes(tensor), self._ranks[to], tag=self._tag
+            )
 
     def receive(self, source: int, tensor: Tensor) -> Any:
         """Begin to receive."""
@@ -55,7 +57,7 @@ class TorchWires:
             return None
         with self._native.during(f"receiving from rank {self._ranks[source]}"):
             return f"receiving from rank {self._ranks[source]}", dist.irecv(
-                _bytes(tensor), self._ranks[source]
+                _bytes(tensor), self._ranks[source], tag=self._tag
             )
 
     def wait(self, *works: Any) -> None:

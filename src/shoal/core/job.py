@@ -69,6 +69,18 @@ class Job:
     schedule: str = "1f1b"
     """As given to --schedule."""
 
+    batchnorm: str = "local"
+    """As given to --batchnorm."""
+
+    sequence_parallel: bool = False
+    """--sequence-parallel: what lies between layers cut by tp holds a part of the sequence."""
+
+    checkpoint_activations: bool = False
+    """--checkpoint-activations: blocks keep their inputs only, and run again within backward."""
+
+    offload: bool = False
+    """--offload: shards of fsdp stay in the host's memory."""
+
     shard: str | None = None
     """As given to --shard: how batches are cut over the workers where the script does not say."""
 
@@ -120,6 +132,19 @@ class Job:
     def data_rank(self) -> int:
         """Which of them is this worker's."""
         return self._axes.data_rank(self.rank) if self._axes else self.rank
+
+    @property
+    def batch_ranks(self) -> list[int]:
+        """The workers over which this one's batches are spread, each with the same layers; itself among them."""
+        axes = self._axes
+        if axes is None:
+            return list(range(self.num_workers))
+        at = axes.coordinates(self.rank)
+        return [
+            rank
+            for rank in range(self.num_workers)
+            if (axes.coordinates(rank).pp, axes.coordinates(rank).tp) == (at.pp, at.tp)
+        ]
 
     @property
     def _axes(self) -> Axes | None:

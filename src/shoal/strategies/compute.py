@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.core.seeds import mix
 from shoal.data.slice import Slice, split_target, weight_of
 from shoal.data.tree import Tree, concatenate, map_tensors
+from shoal.nn.synced_batchnorm import RanksOfBatch
 from shoal.strategies.calling import ModelCall
 from shoal.strategies.protocol import LossSum, TrainJob
 
@@ -28,10 +29,20 @@ _EVALUATION = 1 << 40  # keeps the seeds of evaluate and predict apart from thos
 class Compute:
     """Runs slices of a job's model, with randomness that is a function of (seed, rank, step)."""
 
-    def __init__(self, job: TrainJob, *, check_loss: bool, borrowed_run_back: bool = False) -> None:
-        """`borrowed_run_back` where backward is collective: then a borrowed sample runs it too, for nothing."""
-        self._job = job
-        self._borrowed_run_back = borrowed_run_back
+    def __init__(
+        self,
+        job: TrainJob,
+        *,
+        check_loss: bool,
+        borrowed_run_back: bool = False,
+        ranks: RanksOfBatch | None = None,
+    ) -> None:
+        """`borrowed_run_back` where backward is collective: then a borrowed sample runs it too, for nothing.
+
+        `ranks` where BatchNorm is synchronised over them.
+        """
+        self._job, self._ranks = job, ranks
+        self._borrowed_run_back = borrowed_run_back or ranks is not None
         self._call = ModelCall(job.model)
         self._must_check_loss = check_loss
         self._batchnorms = [module for module in job.model.modules() if isinstance(module, _BatchNorm)]
@@ -60,6 +71,8 @@ class Compute:
         count = 0.0
         for number, piece in enumerate(pieces):
             seed_all(mix(job.seed, rank, step, number), job.device)
+            if self._ranks is not None:
+                self._ranks.is_borrowed = piece.borrowed
             placed = self._placed(piece.batch)
             (inputs, target), weight = split_target(placed), weight_of(placed)
             with autocast(self._job):
@@ -93,7 +106,8 @@ class Compute:
 
     def _output(self, inputs: Tree, piece: Slice) -> Tree:
         try:
-            with self._batchnorm_at_rest() if piece.borrowed else contextlib.nullcontext():
+            rests = piece.borrowed and self._ranks is None
+            with self._batchnorm_at_rest() if rests else contextlib.nullcontext():
                 return self._call(inputs)
         except ValueError as error:
             if "more than 1 value per channel" in str(error):

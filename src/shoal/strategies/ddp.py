@@ -21,8 +21,10 @@ from shoal.core.errors import ConfigError, PeerLost
 from shoal.core.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
+from shoal.nn.synced_batchnorm import synchronise
 from shoal.strategies import residuals
 from shoal.strategies.agreement import refuse_different_models
+from shoal.strategies.batchnorm_ranks import BatchNormRanks
 from shoal.strategies.buffers import ChangingBuffers
 from shoal.strategies.compute import Compute
 from shoal.strategies.hashed_rows import hash_embeddings, layer_of, plain_tensors
@@ -54,6 +56,9 @@ class Ddp:
         self._compress = job.compress
         self.holds_parts = compress_names.remembers(job.compress)
         """Whether this rank has something that no other has."""
+        self._ranks: BatchNormRanks | None = None
+        if job.batchnorm == "sync" and len(job.batch_ranks) > 1:
+            self._ranks = BatchNormRanks(job, job.batch_ranks)
         self._norm_of: Callable[[], float] | None = None
         self._prepared_at: int | None = None
         self._buffers_before: dict[str, torch.Tensor] = {}
@@ -64,6 +69,7 @@ class Ddp:
         if job.build_optimizer is not None:
             self._refuse_rows(job.model)
         job.model.to(job.device)
+        self._synchronise(job.model)
         waiting = self._together.waiting_part(job.number)
         done = waiting.plain["prepared_at"] if waiting is not None else None
         # A replacement: the others compared their models and shared their weights before the anchor it starts from.
@@ -78,13 +84,18 @@ class Ddp:
 
     def _build(self, job: TrainJob, *, borrowed_run_back: bool = False) -> None:
         """What runs the model, as it now is."""
-        self._compute = Compute(job, check_loss=True, borrowed_run_back=borrowed_run_back)
+        self._compute = Compute(job, check_loss=True, borrowed_run_back=borrowed_run_back, ranks=self._ranks)
         self._statistics = RunningStatistics(job.model)
         self._changing = ChangingBuffers(job.model)
         self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
             self._exchange = self._make_exchange(job.model)
+
+    def _synchronise(self, model: nn.Module) -> None:
+        """Let BatchNorm see whole batches, where that is asked for and there is any."""
+        if self._ranks is not None and not synchronise(model, self._ranks):
+            self._ranks = None
 
     def _refuse_rows(self, model: nn.Module) -> None:
         """Rows that are no parameters are in no bucket: every worker would train its own."""
@@ -108,6 +119,15 @@ class Ddp:
             return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
         self.about_to_run()
         self._num_global = batch.num_global
+        if self._ranks is None:
+            return self._run(batch)
+        # Others wait for this rank within the model: a step that breaks is run again from its beginning, by all of them.
+        self._batch = batch
+        return self._together.within(lambda: self._run(batch), abandon=self._undo)
+
+    def _run(self, batch: Slice) -> LossSum:
+        if self._ranks is not None:
+            self._ranks.enter(self._together.view)
         share = batch.share
         return self._compute.forward_backward(
             batch,
@@ -250,13 +270,29 @@ class Ddp:
         self._exchange.finish()
 
     def _exchange_again(self, native: Reducer) -> None:
-        self._announce(native)
+        if self._ranks is None:
+            self._announce(native)
+        else:
+            self._run(self._batch)  # whoever was replaced computes its part with ours
         self._finish(native)
 
     def _abandon(self) -> None:
         assert self._exchange is not None
         self._works = []
         self._exchange.abandon()
+        if self._ranks is not None:
+            self._undo()
+
+    def _undo(self) -> None:
+        """As before the step's forward, which is run again."""
+        assert self._exchange is not None
+        assert self._ranks is not None
+        self._ranks.leave()
+        self._works = []
+        self._exchange.abandon()
+        self._restore_buffers()
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _update(self, _: None) -> Verdict:
         assert self.optimizer is not None

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from shoal.nn.synced_batchnorm import SyncedBatchNorm
+
 MIXES = "mixes the batch"
 DRAWS = "draws random numbers"
 
@@ -32,6 +34,8 @@ def mixing_layers(model: nn.Module) -> list[MixingLayer]:
     """The layers that say so by their type: BatchNorm, dropout in any form, recurrent and attention dropout."""
     found = []
     for name, module in model.named_modules():
+        if isinstance(module, SyncedBatchNorm):
+            continue  # sees the whole batch
         if isinstance(module, _BatchNorm) and module.training:
             found.append(MixingLayer(name or "the model", type(module).__name__, MIXES))
         elif _draws(module):

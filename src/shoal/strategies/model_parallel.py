@@ -65,6 +65,7 @@ class ModelParallel(Ddp):
             )
         if not self._is_cut:
             job.model.to(job.device)
+            self._synchronise(job.model)
             refuse_different_models(job.model, super().gather)
             self._together.exchange(self._broadcast)
             self._cut(job.model)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.nn.synced_batchnorm import SyncedBatchNorm
+
 
 class RunningStatistics:
     """The running statistics of a model, as one flat vector."""
@@ -20,6 +22,8 @@ class RunningStatistics:
         self._buffers: list[Tensor] = []
         self._counters: list[Tensor] = []
         for module in model.modules():
+            if isinstance(module, SyncedBatchNorm):
+                continue  # every rank computes the same
             if isinstance(module, _BatchNorm) and module.running_mean is not None:
                 assert module.running_var is not None
                 self._modules.append(module)

@@ -56,6 +56,11 @@ class Together(Timeline):
         assert self._native is not None
         return self._native
 
+    @property
+    def view(self) -> int:
+        """Number of the present view; 0 before the first."""
+        return self._view
+
     def _be_there(self) -> None:
         _ = self.native
 
@@ -107,6 +112,23 @@ class Together(Timeline):
             self.regroup()
             self._is_exchanging, self._waited_s = False, 0.0
             attempt = again or first
+
+    def within(self, run: Callable[[], T], *, abandon: Callable[[], None]) -> T:
+        """Run what sums over the group without being an exchange: in the next view from its beginning, should this one end.
+
+        Every rank does so that has not finished the exchange after it.
+        """
+        self._be_there()
+        while True:
+            began_at = time.monotonic()
+            try:
+                return run()
+            except PeerLost:
+                pass  # not kept: it holds the old group
+            abandon()
+            self._is_exchanging, self._waited_s = True, time.monotonic() - began_at
+            self.regroup()
+            self._is_exchanging, self._waited_s = False, 0.0
 
     # ---- views ----------------------------------------------------------------------------------
 
