@@ -120,7 +120,9 @@ def verify(
             launch(config)  # refuses it, before a warm parent is started for nothing
         with WarmParent(preload=preload_for(script, with_servers=config.num_servers > 0)) as warm:
             outcome = check(
-                VerifyRuns(config, warm, num_steps=steps), num_workers=workers, tolerance=tolerance
+                VerifyRuns(config, warm, num_steps=steps),
+                num_workers=strategy_names.num_slices(chosen, workers),
+                tolerance=tolerance,
             )
     screen = console()
     screen.print(table(outcome.judged))
@@ -222,7 +224,10 @@ def _cells(difference: Difference | None) -> tuple[str, str]:
 def verdict(outcome: Outcome, config: LaunchConfig, *, asked_steps: int, tolerance: float) -> Iterator[str]:
     """What the numbers say, in sentences; the last one answers the question."""
     float64, float32 = outcome.judged.float64, outcome.judged.float32
-    in_turn = f"one process ran the {config.workers} workers' slices in turn, with the workers' seeds"
+    num_slices = strategy_names.num_slices(config.strategy or "ddp", config.workers)
+    in_turn = f"one process ran the {num_slices} workers' slices in turn, with the workers' seeds"
+    if num_slices == 1:
+        in_turn = "one process ran the batch with the workers' seeds"
     if outcome.num_steps < asked_steps:
         yield f"The script trains for {outcome.num_steps} steps; {asked_steps} were asked for."
     for found in float64.nonfinite:

@@ -104,6 +104,12 @@ def _guess(strategy: str) -> str | None:
     return close[0] if close else None
 
 
+def num_slices(strategy: str, num_workers: int) -> int:
+    """Parts into which a batch is cut: as many as workers, unless some of them compute the same part."""
+    axes = parse(strategy).axes
+    return mesh_names.fill(axes, num_workers, strategy).num_data_ranks if axes is not None else num_workers
+
+
 def choose(strategy: str | None, num_workers: int) -> str:
     """The strategy meant by `strategy` at so many workers; None chooses by their number."""
     if strategy is None:

@@ -18,6 +18,7 @@ from shoal.core.seeds import mix
 from shoal.data.slice import Slice, split_target, weight_of
 from shoal.data.tree import Tree, concatenate, map_tensors
 from shoal.nn.synced_batchnorm import RanksOfBatch
+from shoal.strategies.activations import run_again
 from shoal.strategies.calling import ModelCall
 from shoal.strategies.protocol import LossSum, TrainJob
 
@@ -45,6 +46,8 @@ class Compute:
         self._borrowed_run_back = borrowed_run_back or ranks is not None
         self._call = ModelCall(job.model)
         self._must_check_loss = check_loss
+        if job.checkpoint_activations:
+            run_again(job.model, job.checkpoint_activations)
         self._batchnorms = [module for module in job.model.modules() if isinstance(module, _BatchNorm)]
         if job.compile:
             job.model.compile()

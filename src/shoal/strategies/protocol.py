@@ -69,6 +69,9 @@ class TrainJob:
     first_inputs: Callable[[], Tree] | None = None
     """Reads inputs such as the model will be given, to measure it with; None where there are none yet."""
 
+    checkpoint_activations: bool | Sequence[str] = False
+    """Whether blocks of the model run again within backward; or patterns of the names of those that do."""
+
     compile: bool = False
     """Compile the model."""
 

@@ -108,6 +108,11 @@ class CustomLoop:
 
     def take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Hand model and optimizer to the strategy and make `optimizer.step` its commit."""
+        if self.job.batchnorm == "sync" and len(self.job.batch_ranks) > 1:
+            raise ConfigError(
+                "--batchnorm sync adds up over the workers within a forward, and a forward of a loop of your own cannot be run again "
+                "when a worker dies in it. Nothing was trained; use shoal.Trainer, or leave --batchnorm out."
+            )
         if self._verification is not None:
             self._verification.cast(model)
             self.dtype = self._verification.dtype
@@ -121,6 +126,7 @@ class CustomLoop:
                 build_optimizer=lambda _: optimizer,
                 device=self.device,
                 number=self._number,
+                checkpoint_activations=self.job.checkpoint_activations,
                 wishes=self._wishes,
             )
         )

@@ -76,6 +76,7 @@ class Trainer:
         accumulate: int = 1,
         precision: Literal["float32", "bf16"] = "float32",
         compile: bool = False,
+        checkpoint_activations: bool | Sequence[str] = False,
         tensor_plan: Mapping[str, str] | None = None,
         pipeline_cut: Sequence[str] | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
@@ -96,6 +97,8 @@ class Trainer:
                 update stays what `batch()` says.
             precision: "bf16" runs forward under autocast.
             compile: compile the model with torch.compile.
+            checkpoint_activations: keep only the inputs of the model's blocks and run them again within backward, or of the
+                layers with these names (patterns): less memory, more time.
             tensor_plan: how tp cuts layers, where it should not find out by itself: patterns of their names to "colwise",
                 "rowwise" or "replicated".
             pipeline_cut: where pp cuts, where it should not find out by itself: names of the layers at which the second
@@ -142,6 +145,7 @@ class Trainer:
             "num_micro": accumulate,
             "autocast": torch.bfloat16 if precision == "bf16" else None,
             "compile": compile,
+            "checkpoint_activations": checkpoint_activations or self.job.checkpoint_activations,
             "tensor_plan": tensor_plan,
             "pipeline_cut": pipeline_cut,
             "on_nonfinite": on_nonfinite,

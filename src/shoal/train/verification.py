@@ -35,13 +35,15 @@ class Verification:
     def cast(self, model: nn.Module) -> None:
         """Bring the model to the plan's precision, and watch its first forward for randomness."""
         model.to(self.dtype)
-        self._mixing = mixing_layers(model)
+        self._model = model
         self._stop_watching = watch_randomness(model)
 
     def count(self, strategy: Strategy, loss: float) -> None:
         """One step was committed."""
         self._losses.append(loss)
         if self._stop_watching is not None:
+            # Now, and not before the strategy had it: its BatchNorm may see whole batches.
+            self._mixing = mixing_layers(self._model)
             named = {layer.layer for layer in self._mixing}
             self._mixing += [layer for layer in self._stop_watching() if layer.layer not in named]
             self._stop_watching = None
