@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 from shoal.cli.bench_ps import Figure, run_job
 from shoal.cluster.roles import preload_for
 from shoal.cluster.warm_client import WarmParent
+from shoal.core import exchange_rule
 
 JOB = Path(__file__).parent / "bench_exchange_job.py"
 WORKERS = (2, 4)
@@ -21,15 +24,22 @@ def measure(seconds: float, tell: Callable[[Figure], None]) -> None:
         WarmParent("bench", preload=preload_for(str(JOB), with_servers=False)) as warm,
     ):
         warm.wait_ready()
+        measured: dict[int, dict[int, dict[str, float]]] = {}
         for workers in WORKERS:
             [told] = run_job(
                 JOB, (str(3 * seconds),), "ddp", workers, 0, folder=Path(folder), warm=warm, num_told=1
             )
+            measured[workers] = {int(size): medians for size, medians in told.items()}
             for size, medians in told.items():
                 for name, median_s in sorted(medians.items(), key=lambda each: each[1]):
                     about = {"workers": workers, "x native": round(medians["native"] / median_s, 2)}
                     what = f"{_shown(int(size))} by {name}"
                     tell(Figure(what, round(median_s * 1e6, 1), "us", about, benchmark="exchange"))
+    kept = exchange_rule.write(exchange_rule.path(), measured)
+    for workers in WORKERS:
+        rule = exchange_rule.choose(measured, num_workers=workers, num_hosts=1, processor=platform.machine())
+        where = exchange_rule.path() if kept else "nowhere: it could not be written"
+        print(f"--exchange auto, {workers} workers: {rule} (kept in {where})", file=sys.stderr)
 
 
 def _shown(num_bytes: int) -> str:

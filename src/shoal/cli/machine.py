@@ -207,13 +207,15 @@ _ASK_TORCH = """
 import json, time
 begin = time.perf_counter()
 import torch, torch.distributed as dist
-cuda = torch.cuda.is_available()
+kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+module = torch.get_device_module(kind) if kind is not None else None
+name = getattr(module, "get_device_name", lambda i: f"{kind.type}:{i}")
 print(json.dumps({
     "version": torch.__version__,
     "import_s": time.perf_counter() - begin,
     "gloo": dist.is_available() and dist.is_gloo_available(),
     "nccl": dist.is_available() and dist.is_nccl_available(),
-    "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+    "gpus": [name(i) for i in range(torch.accelerator.device_count())] if kind is not None else [],
 }))
 """
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.core import placement
 from shoal.core.shard_names import FORMS
 from shoal.core.strategy_names import STRATEGIES
 
@@ -28,6 +29,15 @@ def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file to run.", show_default=False)]
+
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help=f"Where workers compute: {', '.join(placement.FORMS)}.",
+    ),
+]
 
 Workers = Annotated[
     int,

@@ -10,6 +10,7 @@ import typer
 from shoal.cli.options import (
     BatchNorm,
     CheckpointActivations,
+    Device,
     Grace,
     MaxRestarts,
     Offload,
@@ -34,7 +35,7 @@ EXAMPLES = (
     "  shoal run -n 2 --servers 2 --strategy ps train.py   two servers hold the weights"
 )
 
-BEFORE_SCRIPT = ("-n", "--workers", "--strategy", "--shard", "--servers", "--replicas")
+BEFORE_SCRIPT = ("-n", "--workers", "--strategy", "--shard", "--servers", "--replicas", "--soft-placement")
 """Options that change what runs. Meant for shoal, and written behind the script, they would silently do nothing."""
 
 
@@ -103,6 +104,14 @@ def run(
     sequence_parallel: SequenceParallel = False,
     checkpoint_activations: CheckpointActivations = False,
     offload: Offload = False,
+    device: Device = "auto",
+    soft_placement: Annotated[
+        bool,
+        typer.Option(
+            "--soft-placement",
+            help="A worker whose device is missing computes on the CPU, and says so; else the job is refused.",
+        ),
+    ] = False,
     pretend_hosts: Annotated[
         int,
         typer.Option(
@@ -142,6 +151,8 @@ def run(
         checkpoint_activations=checkpoint_activations,
         offload=offload,
         compress=compress,
+        device=device,
+        soft_placement=soft_placement,
         faults=Faults.parse(faults) if faults else None,
     )
     misplaced = [option for option in BEFORE_SCRIPT if option in config.args]

@@ -38,7 +38,7 @@ from shoal.cluster.supervisor import Supervisor
 from shoal.cluster.threads import available_cores, threads_per_worker
 from shoal.cluster.warm_client import WarmParent
 from shoal.cluster.worker import WorkerSpec
-from shoal.core import compress_names, scratch, strategy_names
+from shoal.core import compress_names, exchange_rule, scratch, strategy_names
 from shoal.core.errors import ClusterError, ConfigError, ScriptNotFound, ShoalError
 from shoal.core.job import Job
 
@@ -151,12 +151,16 @@ def resume_config(
         grace_s=before.grace_s,
         max_restarts=before.max_restarts,
         exchange=before.exchange,
+        # Sums are added in the same order, unless other workers make them.
+        exchange_rule=before.exchange_rule or None if num_workers == before.workers else None,
         schedule=before.schedule,
         batchnorm=before.batchnorm,
         sequence_parallel=before.sequence_parallel,
         checkpoint_activations=before.checkpoint_activations,
         offload=before.offload,
         compress=before.compress,
+        device=before.device,
+        soft_placement=before.soft_placement,
         pretend_hosts=min(before.pretend_hosts, before.workers if workers is None else workers),
         resume=True,
         cwd=before.cwd,
@@ -184,12 +188,15 @@ def _run_job(
             can_recover=described.max_restarts > 0,
             num_hosts=described.pretend_hosts,
             exchange=described.exchange,
+            exchange_rule=described.exchange_rule,
             schedule=described.schedule,
             batchnorm=described.batchnorm,
             sequence_parallel=described.sequence_parallel,
             checkpoint_activations=described.checkpoint_activations,
             offload=described.offload,
             compress=described.compress,
+            device=described.device,
+            soft_placement=described.soft_placement,
             verify=config.verify,
             faults=config.faults.planned if config.faults else (),
             fingerprints=config.fingerprints,
@@ -271,18 +278,29 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         max_restarts=config.max_restarts,
         pretend_hosts=config.pretend_hosts,
         exchange=config.exchange,
+        exchange_rule=_exchange_rule(config),
         schedule=config.schedule,
         batchnorm=config.batchnorm,
         sequence_parallel=config.sequence_parallel,
         checkpoint_activations=config.checkpoint_activations,
         offload=config.offload,
         compress=config.compress,
+        device=config.device,
+        soft_placement=config.soft_placement,
         versions=Versions(
             python=platform.python_version(), torch=metadata.version("torch"), shoal=shoal.__version__
         ),
         started=time.time(),
         resumed=config.resume,
     )
+
+
+def _exchange_rule(config: LaunchConfig) -> str:
+    if config.exchange != "auto":
+        return ""
+    if config.exchange_rule is not None:
+        return config.exchange_rule
+    return exchange_rule.for_job(num_workers=config.workers, num_hosts=config.pretend_hosts)
 
 
 def _refuse_more_than_can_be_opened(num_workers: int, num_servers: int) -> None:

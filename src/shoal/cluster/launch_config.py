@@ -12,6 +12,7 @@ from shoal.cluster.faults import Faults
 from shoal.core import (
     compress_names,
     exchange_names,
+    placement,
     schedule_names,
     shard_names,
     spread_names,
@@ -52,6 +53,9 @@ class LaunchConfig:
     exchange: str = "auto"
     """How gradients are summed where no servers do it."""
 
+    exchange_rule: str | None = None
+    """What "auto" means: see `shoal.core.exchange_rule`. None: as was measured on this machine, or is built in."""
+
     schedule: str = schedule_names.DEFAULT
     """In which order the stages of a pipeline run forwards and backwards."""
 
@@ -66,6 +70,12 @@ class LaunchConfig:
 
     offload: bool = False
     """With fsdp: shards and the optimizer's state stay in the host's memory."""
+
+    device: str = placement.AUTO
+    """Where workers compute: see `shoal.core.placement`."""
+
+    soft_placement: bool = False
+    """Whether a worker whose device is missing computes on the CPU instead."""
 
     shard: str | None = None
     """How batches are cut over the workers, where the script does not say: see `shoal.core.shard_names`."""
@@ -151,6 +161,9 @@ class LaunchConfig:
         strategy_names.choose(self.strategy, self.workers)
         exchange_names.check(self.exchange, self.pretend_hosts)
         schedule_names.check(self.schedule)
+        chosen = strategy_names.choose(self.strategy, self.workers)
+        is_mesh = strategy_names.parse(chosen).base == "mesh"
+        placement.check(self.device, num_workers=self.workers, strategy=chosen, is_mesh=is_mesh)
         spread_names.check(
             strategy=strategy_names.choose(self.strategy, self.workers),
             schedule=self.schedule,
@@ -168,7 +181,6 @@ class LaunchConfig:
             )
         self._check_servers()
         if self.shard is not None:
-            chosen = strategy_names.choose(self.strategy, self.workers)
             is_relaxed = strategy_names.parse(chosen).mode in ("ssp", "async")
             shard_names.check(self.shard, num_workers=self.workers, strategy=chosen, is_relaxed=is_relaxed)
         if self.faults is not None:

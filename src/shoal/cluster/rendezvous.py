@@ -21,7 +21,6 @@ import sys
 import threading
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
@@ -31,6 +30,7 @@ from shoal.cluster.client import CoordinatorClient
 from shoal.cluster.store import ShoalStore, StoreWaitTimedOut
 from shoal.cluster.store_table import prefix_of
 from shoal.core import job as jobs
+from shoal.core import placement
 from shoal.core.errors import ClusterError, ConfigError, PeerLost, WaitTimedOut
 from shoal.core.job import Job
 from shoal.wire.messages import StoreCheck
@@ -177,9 +177,12 @@ def leave_group() -> None:
 
 
 def backend_for(job: Job) -> str:
-    """Gloo; and NCCL beside it where every worker of this host can have a GPU of its own."""
-    has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= job.num_workers
-    return "cpu:gloo,cuda:nccl" if has_gpus and dist.is_nccl_available() else "gloo"
+    """Gloo; and what belongs to the accelerator (NCCL) beside it where every worker has one of its own."""
+    placed = placement.of_job(job)
+    if placed.accelerator is None or not placed.has_own_devices:
+        return "gloo"
+    theirs = dist.get_default_backend_for_device(placed.accelerator)
+    return f"cpu:gloo,{placed.accelerator}:{theirs}" if dist.is_backend_available(theirs) else "gloo"
 
 
 def _open_store(job: Job, view: int) -> Store:

@@ -59,12 +59,15 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int = 3
     pretend_hosts: int = 1
     exchange: str = "auto"
+    exchange_rule: str = ""
     schedule: str = "1f1b"
     batchnorm: str = "local"
     sequence_parallel: bool = False
     checkpoint_activations: bool = False
     offload: bool = False
     compress: str = "none"
+    device: str = "auto"
+    soft_placement: bool = False
     versions: Versions
     started: float  # seconds since 1970
     resumed: bool = False

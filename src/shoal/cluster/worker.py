@@ -25,7 +25,7 @@ import msgspec
 
 from shoal.cluster import failure, session, threads
 from shoal.cluster.client import CoordinatorClient, JobOver
-from shoal.core import failpoints
+from shoal.core import failpoints, placement
 from shoal.core import job as jobs
 from shoal.core.job import Job
 
@@ -98,12 +98,25 @@ def _enter(spec: WorkerSpec, job: Job) -> None:
     jobs.enter(job)
     failpoints.arm(job.faults, process=f"worker-{job.rank}", incarnation=job.incarnation)
     _seed(job.seed)
+    _take_device(job)
     # Lines, not blocks: a worker that is killed has said what it printed.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # both are TextIOWrapper in a child
     faulthandler.enable()
     sys.argv = [spec.script, *spec.args]
     sys.path.insert(0, os.path.dirname(os.path.realpath(spec.script)))
+
+
+def _take_device(job: Job) -> None:
+    """Refuse a device that was asked for and is not there, before the script begins; make ours the current one."""
+    if job.device in (placement.AUTO, placement.CPU):
+        return  # nothing can be missing: whoever needs a device finds it
+    import torch
+
+    placed = placement.of_job(job)
+    mine = torch.device(placed.devices[job.rank])
+    if mine.type != placement.CPU:
+        torch.accelerator.set_device_index(mine.index)
 
 
 def _seed(seed: int) -> None:

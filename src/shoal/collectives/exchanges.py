@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 
+from shoal.collectives.by_size import BySize
 from shoal.collectives.native import Native
 from shoal.collectives.reducer import Reducer
 from shoal.collectives.relayed import Relayed
 from shoal.collectives.schemes import allgather, chain, everyone, halving, mapreduce, ring, tree
 from shoal.collectives.schemes.hierarchical import Hierarchical
 from shoal.collectives.shm import Shm
+from shoal.collectives.staged import Staged
 from shoal.collectives.wires import TorchWires
+from shoal.core import exchange_rule, placement
 from shoal.core.job import Job
 
 SCHEMES = {
@@ -28,8 +32,33 @@ SCHEMES = {
 
 def open_exchange(job: Job, native: Native, is_broken: Callable[[], bool]) -> Reducer:
     """The reducer of a new view, over the group that `native` stands for. Collective."""
-    name = best(job) if job.exchange == "auto" else job.exchange
-    if job.num_workers == 1 or name == "native":
+    if job.num_workers == 1:
+        return native
+    placed = placement.of_job(job)
+    reducer = _automatic(job, native, is_broken) if job.exchange == "auto" else _named(job, native, is_broken)
+    # Of devices that can exchange by themselves, torch's own is the fastest; the others work in the host's memory.
+    if placed.accelerator is None or (placed.has_own_devices and job.exchange in ("auto", "native")):
+        return reducer
+    return Staged(reducer)
+
+
+def best(job: Job) -> str:
+    """What `auto` means here where nothing was measured."""
+    return exchange_rule.built_in(num_hosts=job.num_hosts, processor=platform.machine())
+
+
+def _automatic(job: Job, native: Native, is_broken: Callable[[], bool]) -> Reducer:
+    parts = [
+        (most, _named(replace(job, exchange=name), native, is_broken))
+        for most, name in exchange_rule.parse(job.exchange_rule or best(job))
+    ]
+    is_one = len(parts) == 1 and placement.of_job(job).accelerator is None
+    return parts[0][1] if is_one else BySize(native, parts)
+
+
+def _named(job: Job, native: Native, is_broken: Callable[[], bool]) -> Reducer:
+    name = job.exchange
+    if name == "native":
         return native
     if name == "shm":
         return Shm(native, is_broken=is_broken, timeout_s=job.step_timeout_s)
@@ -37,13 +66,6 @@ def open_exchange(job: Job, native: Native, is_broken: Callable[[], bool]) -> Re
         return Relayed(native, _hierarchical(job, native, is_broken).all_reduce)
     scheme, wires = SCHEMES[name], TorchWires(native)
     return Relayed(native, lambda flat: scheme(wires, flat))
-
-
-def best(job: Job) -> str:
-    """What `auto` means here."""
-    # The rings in memory rely on stores that are seen in the order in which they were made.
-    is_ordered = platform.machine() in ("x86_64", "AMD64")
-    return "shm" if job.num_hosts == 1 and is_ordered else "native"
 
 
 def _hierarchical(job: Job, native: Native, is_broken: Callable[[], bool]) -> Hierarchical:

@@ -17,18 +17,19 @@ _MAX_DIMS = 8
 
 def gather_any(native: Reducer, value: Tensor | None) -> list[Tensor]:
     """Every rank's tensor, in rank order. Shapes may differ; a rank without one contributes an empty tensor."""
-    device = value.device if value is not None else torch.device("cpu")
-    headers = [header.tolist() for header in native.all_gather(_header(value).to(device))]
+    # In host memory, whatever device the others compute on: a rank without a tensor does not know it.
+    headers = [header.tolist() for header in native.all_gather(_header(value))]
     num_bytes = [_num_bytes(header) for header in headers]
     longest = max(num_bytes)
-    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
+    mine = torch.zeros(longest, dtype=torch.uint8)
     if value is not None and value.numel():
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         mine[: flat.numel()] = flat
     parts = native.all_gather(mine) if longest else [mine] * len(headers)
     known = next((header for header in headers if header[0]), None)
+    device = value.device if value is not None else torch.device("cpu")
     return [
-        _decode(header, part[:size], known)
+        _decode(header, part[:size], known).to(device)
         for header, part, size in zip(headers, parts, num_bytes, strict=True)
     ]
 

@@ -2,6 +2,7 @@
 
     ShoalError
     ├── ConfigError                an option, a strategy, a run directory            exit 2
+    │   ├── DeviceMissing          (core/placement_errors.py) no such device for a worker
     │   ├── UnknownStrategy
     │   ├── RunDirectoryError
     │   └── ScriptNotFound

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from shoal.core.errors import ConfigError
 
 EXCHANGES = {
-    "auto": "shm where all workers are on one host and compute on its CPU, else native",
+    "auto": "the fastest at each size by `shoal bench exchange`; unmeasured: shm on one host, else native",
     "native": "torch's own: gloo, NCCL",
     "shm": "through memory that the workers of one host share",
     "ring": "around a ring: what a worker sends does not grow with their number",

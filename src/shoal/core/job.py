@@ -66,8 +66,17 @@ class Job:
     exchange: str = "auto"
     """As given to --exchange."""
 
+    exchange_rule: str = ""
+    """What "auto" means in this job: see `shoal.core.exchange_rule`. Empty: what is built in."""
+
     schedule: str = "1f1b"
     """As given to --schedule."""
+
+    device: str = "auto"
+    """As given to --device: see `shoal.core.placement`."""
+
+    soft_placement: bool = False
+    """Whether a worker whose device is missing computes on the CPU instead."""
 
     batchnorm: str = "local"
     """As given to --batchnorm."""

@@ -19,7 +19,7 @@ from shoal.data.tree import Tree, map_tensors
 
 def wants_pinning(device: torch.device) -> bool:
     """Whether batches on their way to `device` are better page-locked."""
-    return device.type == "cuda"
+    return device.type not in ("cpu", "mps")  # memory that device and CPU share needs no copy
 
 
 def pinned(slices: Iterator[Slice]) -> Iterator[Slice]:

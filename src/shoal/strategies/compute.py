@@ -158,8 +158,8 @@ def seed_all(seed: int, device: torch.device) -> None:
     """Seed the generators that a model on `device` draws from."""
     # Not torch.manual_seed: it seeds every backend there is, at a hundred times the price.
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def place(batch: Tree, device: torch.device, dtype: torch.dtype | None = None) -> Tree:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.core import placement
 from shoal.core.errors import ConfigError
+from shoal.core.job import Job
 from shoal.core.seeds import mix
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -59,11 +62,13 @@ def build_optimizer(
     return given
 
 
-def default_device(num_workers: int, rank: int) -> torch.device:
-    """The worker's own GPU where every worker can have one, else the CPU."""
-    if torch.cuda.is_available() and num_workers <= torch.cuda.device_count():
-        return torch.device("cuda", rank)
-    return torch.device("cpu")
+def device_of(job: Job, said: str | torch.device | None) -> torch.device:
+    """Where this worker's model lives: as the script said, or as the job was told. Refuses what is not there."""
+    placed = placement.of_job(job, None if said is None else str(said))
+    if job.rank == 0:
+        for note in placed.notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+    return torch.device(placed.devices[job.rank])
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

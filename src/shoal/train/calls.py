@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from shoal.core import job as jobs
+from shoal.core import placement, shard_names
 from shoal.core.errors import BatchTooSmall, ConfigError, EmptyDataset
 from shoal.data.batches import Batches, as_batches
 from shoal.data.tree import Tree
@@ -69,7 +70,7 @@ def batches_of(data: Any, *, what: str, seed: int, may_be_endless: bool = False)
         )
     if batches.num_samples == 0:
         raise EmptyDataset(what=what)
-    shard = jobs.current().shard
+    shard = _shard(what)
     # By costs only what is trained: other data may lack the column.
     if shard is not None and (what in ("fit", "setup") or not shard.startswith("balanced")):
         batches = batches.shard_unless_said(shard)
@@ -77,6 +78,14 @@ def batches_of(data: Any, *, what: str, seed: int, may_be_endless: bool = False)
     if 0 < size < jobs.num_workers():
         raise BatchTooSmall(batch_size=size, num_workers=jobs.num_workers())
     return batches
+
+
+def _shard(what: str) -> str | None:
+    """How batches are cut where the script does not say; by measured speed where workers compute on different kinds."""
+    job = jobs.current()
+    if job.shard is None and what == "fit" and job.strategy == "ddp" and placement.of_job(job).is_mixed:
+        return f"weighted={shard_names.MEASURED}"
+    return job.shard
 
 
 def described(batches: Batches) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from shoal.cluster import session
 from shoal.core import job as jobs
+from shoal.core import placement
 from shoal.core.errors import ConfigError
 from shoal.core.failpoints import BEFORE_FORWARD, failpoint
 from shoal.core.seeds import mix
@@ -33,6 +34,7 @@ from shoal.strategies.compute import place, seed_all
 from shoal.strategies.loss import loss_rule
 from shoal.strategies.protocol import Strategy, TakesGradients, TrainJob, Wishes
 from shoal.train import custom_anchoring, fingerprint
+from shoal.train.arguments import device_of
 from shoal.train.calls import Call, batches_of, described, next_number
 from shoal.train.interrupts import asked_to_leave
 from shoal.train.sharing import refuse
@@ -116,7 +118,10 @@ class CustomLoop:
         if self._verification is not None:
             self._verification.cast(model)
             self.dtype = self._verification.dtype
-        self.device = next((p.device for p in model.parameters()), self.device)
+        if self.job.device == placement.AUTO:  # where the script has put it
+            self.device = next((p.device for p in model.parameters()), self.device)
+        else:
+            self.device = device_of(self.job, None)
         self.model, self.optimizer = model, optimizer
         fingerprint.watch(model)
         self.strategy.prepare(

@@ -34,7 +34,7 @@ from shoal.train.arguments import (
     check_callable,
     check_choice,
     check_limit,
-    default_device,
+    device_of,
 )
 from shoal.train.callbacks.base import Callback
 from shoal.train.calls import Call, batches_of, described, first_inputs, next_number
@@ -104,7 +104,7 @@ class Trainer:
             pipeline_cut: where pp cuts, where it should not find out by itself: names of the layers at which the second
                 stage and those after it begin.
             on_nonfinite: "raise", or "skip" steps whose loss or gradient is not finite.
-            device: where the model lives; by default the worker's GPU where there is one.
+            device: where the model lives; by default as `--device` says.
             progress: show how far it is, in a plain python process; `shoal run` shows it anyway.
         """
         check_choice("scheduler_every", scheduler_every, ("step", "epoch"))
@@ -150,9 +150,7 @@ class Trainer:
             "pipeline_cut": pipeline_cut,
             "on_nonfinite": on_nonfinite,
         }
-        self._device = (
-            torch.device(device) if device is not None else default_device(self.job.num_workers, self.rank)
-        )
+        self._device = device_of(self.job, device)
         kind, ignored = self._loss.outputs_are, getattr(loss, "ignore_index", None)
         self.train_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
         self.evaluation_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)

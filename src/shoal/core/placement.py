@@ -1,0 +1,155 @@
+"""Which device each worker of a host computes on: decided from what was said and what there is.
+
+Pure, and without torch, but for `of_job` at the end, which asks torch what is
+visible. All workers of a host see the same devices and so work out the same
+placement, each for all of them: that is how they agree on how to exchange.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.core.errors import ConfigError
+from shoal.core.job import Job
+from shoal.core.placement_errors import DeviceMissing
+
+AUTO = "auto"
+CPU = "cpu"
+
+FORMS = {
+    AUTO: "an accelerator for every worker where there are enough of them, else the CPU for all",
+    CPU: "the CPU",
+    "cuda": "one accelerator of this kind per worker, by local rank",
+    "cuda:1": "this one",
+    "cuda:0,cpu,...": "one for each worker: of different kinds, they share batches by measured speed",
+}
+
+_WORD = re.compile(r"(?P<kind>[a-z][a-z0-9]*)(:(?P<index>\d{1,4}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A device for each worker of the host, and what has to be said about it."""
+
+    devices: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Kinds of devices in use."""
+        return frozenset(device.partition(":")[0] for device in self.devices)
+
+    @property
+    def accelerator(self) -> str | None:
+        """The kind of accelerator in use, if any."""
+        return next(iter(self.kinds - {CPU}), None)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some workers compute on an accelerator and some do not."""
+        return len(self.kinds) > 1
+
+    @property
+    def has_own_devices(self) -> bool:
+        """Whether every worker has an accelerator to itself: then those can exchange by themselves (NCCL)."""
+        return CPU not in self.kinds and len(set(self.devices)) == len(self.devices)
+
+
+def parse(said: str, num_workers: int) -> list[tuple[str, int | None]]:
+    """(kind, number or None) of each worker; a single word is said of all of them. Refuses what means nothing."""
+    words = said.split(",")
+    found = [_WORD.fullmatch(word.strip()) for word in words]
+    if not all(found) or any(match["index"] and match["kind"] in (AUTO, CPU) for match in found if match):
+        raise ConfigError(
+            f"'{said}' names no device. Nothing was started; --device takes {', '.join(FORMS)}."
+        )
+    wanted = [(match["kind"], int(match["index"]) if match["index"] else None) for match in found if match]
+    if len(wanted) == 1:
+        return wanted * num_workers
+    if len(wanted) != num_workers or any(kind == AUTO for kind, _ in wanted):
+        raise ConfigError(
+            f"--device {said} names {len(wanted)} devices, and there are {num_workers} workers. Nothing was started; name one "
+            "for each worker (cuda:0,cpu), or one word for all."
+        )
+    return wanted
+
+
+def check(said: str, *, num_workers: int, strategy: str, is_mesh: bool) -> None:
+    """Refuse before anything starts what no host could do."""
+    wanted = parse(said, num_workers)
+    if not is_mesh or num_workers == 1:
+        return
+    kinds = {kind for kind, _ in wanted}
+    named = [each for each in wanted if each[1] is not None]
+    if len(kinds) > 1 or len(set(named)) < len(named):
+        what = "devices of different kinds" if len(kinds) > 1 else "one device for several workers"
+        raise ConfigError(
+            f"--device {said} gives {what}, and '{strategy}' cuts the model over devices that exchange its parts by "
+            f"themselves. Nothing was started; give each of the {num_workers} workers a device of one kind, or use ddp or ps."
+        )
+
+
+def place(said: str, *, num_workers: int, visible: Mapping[str, int], is_soft: bool = False) -> Placement:
+    """A device for each of a host's workers. `visible` counts the accelerators there are, by kind."""
+    wanted = parse(said, num_workers)
+    if wanted[0][0] == AUTO:
+        return _automatic(num_workers, visible)
+    devices: list[str] = []
+    notes: list[str] = []
+    taken = dict.fromkeys(visible, 0)
+    for rank, (kind, index) in enumerate(wanted):
+        if kind == CPU:
+            devices.append(CPU)
+            continue
+        # By local rank, counted over those that want this kind.
+        number = index if index is not None else taken.get(kind, 0)
+        if index is None:
+            taken[kind] = number + 1
+        device = f"{kind}:{number}"
+        if number < visible.get(kind, 0):
+            devices.append(device)
+        elif is_soft:
+            devices.append(CPU)
+            notes.append(f"worker {rank} computes on the CPU: there is no {device} (--soft-placement)")
+        else:
+            raise DeviceMissing(device=device, rank=rank, num_workers=num_workers, visible=visible)
+    return Placement(tuple(devices), tuple(notes))
+
+
+def _automatic(num_workers: int, visible: Mapping[str, int]) -> Placement:
+    for kind, count in visible.items():
+        if count >= num_workers:
+            return Placement(tuple(f"{kind}:{rank}" for rank in range(num_workers)))
+    notes = [
+        f"{count} {kind} and {num_workers} workers: all compute on the CPU; to use both, say which with --device "
+        f"{','.join([f'{kind}:{number}' for number in range(count)] + [CPU] * (num_workers - count))}"
+        for kind, count in visible.items()
+        if count and num_workers <= 16
+    ]
+    return Placement((CPU,) * num_workers, tuple(notes))
+
+
+def visible_devices() -> dict[str, int]:
+    """Accelerators that torch can use in this process, by kind."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not torch.accelerator.is_available():
+        return {}
+    return {kind.type: torch.accelerator.device_count()}
+
+
+def of_job(job: Job, said: str | None = None) -> Placement:
+    """Where the workers of `job` compute on this host; `said` instead of what the job was told."""
+    # All of a job's workers are on this machine; hosts that are only pretended share its devices.
+    return _placed(said if said is not None else job.device, job.num_workers, job.soft_placement)
+
+
+@functools.lru_cache(maxsize=8)
+def _placed(said: str, num_workers: int, is_soft: bool) -> Placement:
+    # What is visible does not change in a process's life; and without a wish for a device torch need not be asked.
+    visible = {} if said == CPU else visible_devices()
+    return place(said, num_workers=num_workers, visible=visible, is_soft=is_soft)

@@ -1,0 +1,73 @@
+"""Which device each worker gets, over imagined machines."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.core import placement
+from shoal.core.errors import ConfigError
+from shoal.core.placement import Placement, place
+from shoal.core.placement_errors import DeviceMissing
+
+
+@given(num_workers=st.integers(1, 8), count=st.integers(0, 8), kind=st.sampled_from(["cuda", "xpu"]))
+def test_one_device_per_worker_by_local_rank_or_the_cpu_for_all(
+    num_workers: int, count: int, kind: str
+) -> None:
+    placed = place("auto", num_workers=num_workers, visible={kind: count})
+    if count >= num_workers:
+        assert placed == Placement(tuple(f"{kind}:{rank}" for rank in range(num_workers)))
+        assert placed.has_own_devices
+        assert placed.accelerator == kind
+    else:
+        assert set(placed.devices) == {"cpu"}
+        assert not placed.is_mixed
+        assert bool(placed.notes) == (count > 0)  # devices that nobody uses are worth a word
+
+
+@given(num_workers=st.integers(1, 8), count=st.integers(0, 8))
+def test_a_missing_device_is_refused_or_replaced_by_the_cpu(num_workers: int, count: int) -> None:
+    wish = {"num_workers": num_workers, "visible": {"cuda": count} if count else {}}
+    if count < num_workers:
+        with pytest.raises(DeviceMissing, match=f"worker {count}.* on cuda:{count}") as refused:
+            place("cuda", **wish)  # type: ignore[arg-type]
+        assert (refused.value.rank, refused.value.device) == (count, f"cuda:{count}")
+    placed = place("cuda", **wish, is_soft=True)  # type: ignore[arg-type]
+    assert placed.devices == tuple(f"cuda:{rank}" if rank < count else "cpu" for rank in range(num_workers))
+    assert len(placed.notes) == max(0, num_workers - count)
+
+
+def test_devices_by_name() -> None:
+    visible = {"cuda": 2}
+    assert place("cuda:1", num_workers=1, visible=visible).devices == ("cuda:1",)
+    mixed = place("cuda:1,cpu,cpu", num_workers=3, visible=visible)
+    assert mixed.devices == ("cuda:1", "cpu", "cpu")
+    assert mixed.is_mixed
+    assert not mixed.has_own_devices
+    # Two that share a device cannot exchange by themselves.
+    assert not place("cuda:0", num_workers=2, visible=visible).has_own_devices
+    # By local rank among those that want the kind.
+    assert place("cpu,cuda,cuda", num_workers=3, visible=visible).devices == ("cpu", "cuda:0", "cuda:1")
+
+
+@pytest.mark.parametrize(
+    "said", ["", "cuda:x", "cpu:1", "auto:0", "gpu 1", "cuda:0,", "cuda:0,cpu", "auto,cpu,cpu"]
+)
+def test_what_names_no_device_is_refused(said: str) -> None:
+    with pytest.raises(ConfigError, match="Nothing was started"):
+        placement.parse(said, num_workers=3)
+
+
+def test_a_mesh_needs_a_device_of_one_kind_for_each() -> None:
+    def check(said: str, *, is_mesh: bool = True) -> None:
+        placement.check(said, num_workers=2, strategy="fsdp", is_mesh=is_mesh)
+
+    for fine in ("auto", "cpu", "cuda", "cuda:0,cuda:1"):
+        check(fine)
+    check("cuda:0,cpu", is_mesh=False)
+    with pytest.raises(ConfigError, match="different kinds"):
+        check("cuda:0,cpu")
+    with pytest.raises(ConfigError, match="one device for several"):
+        check("cuda:0")
