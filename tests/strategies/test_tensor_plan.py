@@ -172,3 +172,18 @@ def test_torchs_own_transformer_layers_are_cut_where_they_can_be() -> None:
     cut = styles(nn.TransformerEncoderLayer(16, 4, 32))
     assert (cut["linear1"], cut["linear2"], cut["self_attn"]) == ("colwise", "rowwise", "replicated")
     assert torch.backends.mha.get_fastpath_enabled()  # finding a plan changes nothing
+
+
+def test_a_deep_forward_is_planned_in_one_pass() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.up(x)
+            for _ in range(60):  # as many ways back as 2 to the 60th
+                x = x + x
+            return self.down(x)
+
+    assert find_plan(Deep(), 2).rows["up"].style == "colwise"
