@@ -13,6 +13,7 @@ import typer
 from shoal.cli import ledger_view, runs
 from shoal.cli.options import AsJson, RunDir, complete_run
 from shoal.cli.verb import console
+from shoal.cluster import progress_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -136,6 +137,8 @@ def _show(details: dict[str, Any]) -> None:
     table.add_row("started", _when(details["started"]))
     table.add_row("progress", _progress(progress) or "no step yet")
     table.add_row("samples/s", _rate(details["samples_per_s"]))
+    if exchanged := details["summary"].get("exchange"):
+        table.add_row("exchange", progress_text.exchanged(exchanged))
     table.add_row("checkpoint", details["checkpoint"] or "none yet")
     everybody = [*details["processes"], *details["servers"]]
     table.add_row("restarts", str(sum(process["restarts"] for process in everybody)))

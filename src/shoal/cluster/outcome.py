@@ -50,6 +50,9 @@ class Outcome:
     sharding: dict[str, Any] = field(default_factory=dict)
     """How even the batches of the newest fit are cut, where it goes by what samples cost."""
 
+    exchange: dict[str, Any] = field(default_factory=dict)
+    """What the newest fit sent of its gradients."""
+
     coordinator_last_lines: list[str] = field(default_factory=list)
     """Of its log, once it is gone."""
 
@@ -170,6 +173,7 @@ def summary_of(outcome: Outcome, *, started: float, ended: float, **facts: Any) 
             else {}
         ),
         **({"sharding": outcome.sharding} if outcome.sharding else {}),
+        **({"exchange": outcome.exchange} if outcome.exchange else {}),
         "checkpoint": outcome.checkpoint.path if outcome.checkpoint else None,
         "started": started,
         "ended": ended,

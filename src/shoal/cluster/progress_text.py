@@ -5,6 +5,8 @@ Pure; `display.py` decides when a line is shown and where.
 
 from __future__ import annotations
 
+from typing import Any
+
 from shoal.wire.messages import Progress
 
 
@@ -57,3 +59,11 @@ def line(progress: Progress) -> str:
 def _three_digits(number: float) -> str:
     digits = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
     return f"{number:.{digits}f}"
+
+
+def exchanged(facts: dict[str, Any]) -> str:
+    """What a fit sent of its gradients, and where its loss curve is; `facts` as summary.json holds them."""
+    raw, sent = (rate(facts[f"{kind}_bytes_per_step"]) for kind in ("raw", "sent"))
+    less = f" instead of {raw}B, {facts['ratio']:g} times less" if facts["ratio"] != 1 else ""
+    how = f"{facts['compress']} over " if facts["compress"] != "none" else ""
+    return f"{sent}B a step{less}, by {how}{facts['exchange']}; the loss of every step is in {facts['loss_curve']}"

@@ -240,6 +240,8 @@ class Supervisor:
                 self._run.event(kind, **{**told, "rank": rank})
                 if kind == "sharding":
                     self.outcome.sharding = told
+                if kind == "exchanged":
+                    self.outcome.exchange = told
                 if (fact := ledger_facts.of_event(kind, rank, told)) is not None:
                     self._coordinator.note(Noted(rank, ledger_facts.encode(fact)))
             case Noted():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives.compression.compressor import Compressor, Gradient
+from shoal.collectives.compression.compressor import Compressor, Gradient, Traffic
 from shoal.collectives.layout import Bucket, Item, lay_out
 from shoal.collectives.reducer import Reducer
 from shoal.core.errors import PeerLost, TrainingError
@@ -73,6 +73,7 @@ class GradientExchange:
         compressor: Compressor | None = None,
     ) -> None:
         self.compressor = compressor
+        self.traffic = Traffic() if compressor is None else compressor.traffic
         self._native: Reducer | None = None
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
@@ -132,6 +133,7 @@ class GradientExchange:
                 native.finish(work, "the exchange of gradients")
         if self.compressor is not None:
             self.compressor.commit()
+        self.traffic.num_sums += 1
         for number, bucket in enumerate(self.layout):
             used = self._memory[number][bucket.numel :].tolist()
             for position, index in enumerate(bucket.indices):
@@ -209,11 +211,14 @@ class GradientExchange:
             if index not in self._filled:
                 return
             self._tables.append(self._rows(index))
-            self._works.append(native.start_all_reduce(self._tables[-1]))
+            table = self._tables[-1]
+            self.traffic.count_as_it_is(table._values(), table._indices())
+            self._works.append(native.start_all_reduce(table))
 
     def _start(self, number: int, native: Reducer) -> list[Any]:
         bucket, memory = self.layout[number], self._memory[number]
         if self.compressor is None or not memory.is_floating_point():
+            self.traffic.count_as_it_is(memory)
             return [native.start_all_reduce(memory)]
         layout = [
             Gradient(offset, tuple(self._parameters[index].shape))

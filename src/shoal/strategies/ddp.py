@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from shoal.collectives.compression.compressor import Traffic
 from shoal.collectives.compression.registry import compressor
 from shoal.collectives.gather import gather_any, sum_in_rank_order
 from shoal.collectives.gradients import GradientExchange, Sums
@@ -62,6 +63,11 @@ class Ddp:
         self._norm_of: Callable[[], float] | None = None
         self._prepared_at: int | None = None
         self._buffers_before: dict[str, torch.Tensor] = {}
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What this rank has sent of its gradients; None where backward itself sends them."""
+        return self._exchange.traffic if isinstance(self._exchange, GradientExchange) else None
 
     def prepare(self, job: TrainJob) -> None:
         """Check that all ranks built the same model, give everybody rank 0's weights, lay out the buckets."""

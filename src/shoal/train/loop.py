@@ -33,6 +33,7 @@ from shoal.train.ledger_notes import LedgerNotes
 from shoal.train.metrics_log import MetricsLog
 from shoal.train.sharing import Sharing
 from shoal.train.snapshots import Snapshots
+from shoal.train.traffic_notes import TrafficNotes
 
 if TYPE_CHECKING:
     from shoal.train.leasing import Leasing
@@ -73,6 +74,7 @@ class FitLoop:
         self._leasing = self._lease()
         self._sharing = Sharing(trainer, batches) if self._leasing is None else None
         self._ledger = trainer.ledger = LedgerNotes(trainer, batches) if self._leasing is None else None
+        self._traffic = TrafficNotes(trainer)
         self._is_inherited = is_inherited
         # Leases look ahead themselves: the next one may not be at hand before this worker has done its part.
         strategy = trainer.strategy
@@ -108,6 +110,7 @@ class FitLoop:
                 self._finish_epoch()  # resumed from a checkpoint of the very last step: what comes after it is left
             self._each(lambda callback: callback.on_fit_end(trainer))
         finally:
+            self._traffic.tell()
             held.close()
             if self._log is not None:
                 self._log.close()

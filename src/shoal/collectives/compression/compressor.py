@@ -24,11 +24,18 @@ class Traffic:
 
     sent_bytes: int = 0
     raw_bytes: int = 0
+    num_sums: int = 0
+    """How often all gradients were summed."""
 
     def count(self, raw: Tensor, *sent: Tensor) -> None:
         """One bucket more."""
         self.raw_bytes += raw.numel() * raw.element_size()
         self.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in sent)
+
+    def count_as_it_is(self, *sent: Tensor) -> None:
+        """What travels as it is."""
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
+        self.raw_bytes, self.sent_bytes = self.raw_bytes + num_bytes, self.sent_bytes + num_bytes
 
 
 class Compressor(Protocol):
