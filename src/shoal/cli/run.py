@@ -35,7 +35,16 @@ EXAMPLES = (
     "  shoal run -n 2 --servers 2 --strategy ps train.py   two servers hold the weights"
 )
 
-BEFORE_SCRIPT = ("-n", "--workers", "--strategy", "--shard", "--servers", "--replicas", "--soft-placement")
+BEFORE_SCRIPT = (
+    "-n",
+    "--workers",
+    "--strategy",
+    "--shard",
+    "--servers",
+    "--replicas",
+    "--soft-placement",
+    "--sync-every",
+)
 """Options that change what runs. Meant for shoal, and written behind the script, they would silently do nothing."""
 
 
@@ -84,6 +93,23 @@ def run(
             "tree, halving, broadcast, allgather, chain, mapreduce.",
         ),
     ] = "auto",
+    sync_every: Annotated[
+        int | None,
+        typer.Option(
+            "--sync-every",
+            metavar="K",
+            help="For slow networks: each worker of ddp makes K steps with its own optimizer, then their models are averaged.",
+            show_default="gradients are summed at every step",
+        ),
+    ] = None,
+    outer: Annotated[
+        str,
+        typer.Option(
+            "--outer",
+            metavar="OUTER",
+            help="With --sync-every: average, or nesterov:lr=0.7,momentum=0.9 (DiLoCo).",
+        ),
+    ] = "average",
     schedule: Annotated[
         str,
         typer.Option(
@@ -100,10 +126,6 @@ def run(
             help="Make gradients smaller before they are summed: none, bf16, fp16, int8, topk:ratio=0.01, powersgd:rank=4.",
         ),
     ] = "none",
-    batchnorm: BatchNorm = "local",
-    sequence_parallel: SequenceParallel = False,
-    checkpoint_activations: CheckpointActivations = False,
-    offload: Offload = False,
     device: Device = "auto",
     soft_placement: Annotated[
         bool,
@@ -112,6 +134,10 @@ def run(
             help="A worker whose device is missing computes on the CPU, and says so; else the job is refused.",
         ),
     ] = False,
+    batchnorm: BatchNorm = "local",
+    sequence_parallel: SequenceParallel = False,
+    checkpoint_activations: CheckpointActivations = False,
+    offload: Offload = False,
     pretend_hosts: Annotated[
         int,
         typer.Option(
@@ -145,6 +171,8 @@ def run(
         max_restarts=max_restarts,
         pretend_hosts=pretend_hosts,
         exchange=exchange,
+        sync_every=sync_every,
+        outer=outer,
         schedule=schedule,
         batchnorm=batchnorm,
         sequence_parallel=sequence_parallel,

@@ -151,6 +151,8 @@ def resume_config(
         grace_s=before.grace_s,
         max_restarts=before.max_restarts,
         exchange=before.exchange,
+        sync_every=before.sync_every,
+        outer=before.outer,
         # Sums are added in the same order, unless other workers make them.
         exchange_rule=before.exchange_rule or None if num_workers == before.workers else None,
         schedule=before.schedule,
@@ -188,6 +190,8 @@ def _run_job(
             can_recover=described.max_restarts > 0,
             num_hosts=described.pretend_hosts,
             exchange=described.exchange,
+            sync_every=described.sync_every,
+            outer=described.outer,
             exchange_rule=described.exchange_rule,
             schedule=described.schedule,
             batchnorm=described.batchnorm,
@@ -211,7 +215,8 @@ def _run_job(
         grace_s=config.grace_s,
         max_restarts=config.max_restarts,
         all_hold_parts=strategy_names.parse(described.strategy).base == "mesh"
-        or compress_names.remembers(described.compress),
+        or compress_names.remembers(described.compress)
+        or described.sync_every is not None,
     )
     outcome = Outcome(Fate(num_workers=described.workers, patience=patience))
     error: ShoalError | None = None
@@ -278,6 +283,8 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         max_restarts=config.max_restarts,
         pretend_hosts=config.pretend_hosts,
         exchange=config.exchange,
+        sync_every=config.sync_every,
+        outer=config.outer,
         exchange_rule=_exchange_rule(config),
         schedule=config.schedule,
         batchnorm=config.batchnorm,
@@ -326,7 +333,8 @@ def _first_words(run: RunDirectory, described: RunConfig, cores: int) -> str:
     workers, threads = _count(described.workers, "worker"), _count(described.threads, "thread")
     each = " each" if described.workers > 1 else ""
     servers = f"{_count(described.servers, 'server')}, " if described.servers else ""
-    words = f"{_shown(run.path)}: {workers}, {servers}{described.strategy}, {threads}{each}"
+    apart = f" synced every {_count(described.sync_every, 'step')}" if described.sync_every else ""
+    words = f"{_shown(run.path)}: {workers}, {servers}{described.strategy}{apart}, {threads}{each}"
     if described.workers > cores:
         words += f"; they share {_count(cores, 'core')} and take turns"
     return words

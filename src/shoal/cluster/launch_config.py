@@ -12,6 +12,7 @@ from shoal.cluster.faults import Faults
 from shoal.core import (
     compress_names,
     exchange_names,
+    outer_names,
     placement,
     schedule_names,
     shard_names,
@@ -52,6 +53,12 @@ class LaunchConfig:
 
     exchange: str = "auto"
     """How gradients are summed where no servers do it."""
+
+    sync_every: int | None = None
+    """Steps that each worker of ddp makes with its own optimizer before their models are averaged. None: no step apart."""
+
+    outer: str = "average"
+    """With `sync_every`: what becomes of the average, see `shoal.core.outer_names`."""
 
     exchange_rule: str | None = None
     """What "auto" means: see `shoal.core.exchange_rule`. None: as was measured on this machine, or is built in."""
@@ -161,9 +168,6 @@ class LaunchConfig:
         strategy_names.choose(self.strategy, self.workers)
         exchange_names.check(self.exchange, self.pretend_hosts)
         schedule_names.check(self.schedule)
-        chosen = strategy_names.choose(self.strategy, self.workers)
-        is_mesh = strategy_names.parse(chosen).base == "mesh"
-        placement.check(self.device, num_workers=self.workers, strategy=chosen, is_mesh=is_mesh)
         spread_names.check(
             strategy=strategy_names.choose(self.strategy, self.workers),
             schedule=self.schedule,
@@ -172,6 +176,10 @@ class LaunchConfig:
             activations=self.checkpoint_activations,
             offload=self.offload,
         )
+        chosen = strategy_names.choose(self.strategy, self.workers)
+        is_mesh = strategy_names.parse(chosen).base == "mesh"
+        outer_names.check(self.sync_every, self.outer, strategy=chosen, batchnorm=self.batchnorm)
+        placement.check(self.device, num_workers=self.workers, strategy=chosen, is_mesh=is_mesh)
         if compress_names.parse(self.compress)[0] != "none" and strategy_names.choose(
             self.strategy, self.workers
         ) not in ("ddp", "single"):

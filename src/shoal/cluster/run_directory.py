@@ -59,6 +59,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int = 3
     pretend_hosts: int = 1
     exchange: str = "auto"
+    sync_every: int | None = None
+    outer: str = "average"
     exchange_rule: str = ""
     schedule: str = "1f1b"
     batchnorm: str = "local"

@@ -66,17 +66,17 @@ class Job:
     exchange: str = "auto"
     """As given to --exchange."""
 
+    sync_every: int | None = None
+    """As given to --sync-every: steps that workers make apart before their models are averaged."""
+
+    outer: str = "average"
+    """As given to --outer."""
+
     exchange_rule: str = ""
     """What "auto" means in this job: see `shoal.core.exchange_rule`. Empty: what is built in."""
 
     schedule: str = "1f1b"
     """As given to --schedule."""
-
-    device: str = "auto"
-    """As given to --device: see `shoal.core.placement`."""
-
-    soft_placement: bool = False
-    """Whether a worker whose device is missing computes on the CPU instead."""
 
     batchnorm: str = "local"
     """As given to --batchnorm."""
@@ -89,6 +89,12 @@ class Job:
 
     offload: bool = False
     """--offload: shards of fsdp stay in the host's memory."""
+
+    device: str = "auto"
+    """As given to --device: see `shoal.core.placement`."""
+
+    soft_placement: bool = False
+    """Whether a worker whose device is missing computes on the CPU instead."""
 
     shard: str | None = None
     """As given to --shard: how batches are cut over the workers where the script does not say."""

@@ -68,3 +68,22 @@ def check(sync_every: int | None, outer: str, *, strategy: str, batchnorm: str =
             f"--batchnorm {batchnorm} normalises over all workers' slices within every step, and --sync-every {sync_every} has them "
             "meet every so many steps only. Nothing was started; leave one of the two out."
         )
+
+
+def refuse_own_loop(sync_every: int | None) -> None:
+    """Nobody would tell when the workers of a script's own loop have to meet for the last time."""
+    if sync_every is not None:
+        raise ConfigError(
+            f"--sync-every {sync_every} has workers train apart and meet now and then, and a loop of the script's own (shoal.setup) "
+            "does not say where it ends: its workers would stay apart. Nothing was trained; use shoal.Trainer, or leave "
+            "--sync-every out."
+        )
+
+
+def refuse_plateau_of_steps(sync_every: int | None) -> None:
+    """A schedule that follows losses would be another one on every worker."""
+    if sync_every is not None:
+        raise ConfigError(
+            f"ReduceLROnPlateau with scheduler_every='step' watches the loss of every step, which under --sync-every {sync_every} is each "
+            "worker's own: their learning rates would part. Nothing was trained; use scheduler_every='epoch'."
+        )

@@ -19,6 +19,10 @@ def _single(job: Job) -> Strategy:
 
 
 def _ddp(job: Job) -> Strategy:
+    if job.sync_every is not None:
+        from shoal.strategies.local_updates import LocalUpdates
+
+        return LocalUpdates(job)
     from shoal.strategies.ddp import Ddp
 
     return Ddp(job)

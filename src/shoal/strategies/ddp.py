@@ -54,6 +54,8 @@ class Ddp:
         self._speaks = True
         self._tells_buffers = True
         """Whether this rank's buffers count: of those that compute the same with the same layers, one does."""
+        self._told_besides: list[float] = []
+        """What else is summed up with a step's losses."""
         self._compress = job.compress
         self.holds_parts = compress_names.remembers(job.compress)
         """Whether this rank has something that no other has."""
@@ -147,13 +149,16 @@ class Ddp:
 
         A donor hands these over, and a step that is left out goes back to them.
         """
+        self._keep_buffers()
+        self._changing.look()
+
+    def _keep_buffers(self) -> None:
         constants = self._changing.constants()
         self._buffers_before = {
             name: buffer.clone()
             for name, buffer in self._job.model.named_buffers()
             if id(buffer) not in constants
         }
-        self._changing.look()
 
     def adopt(self, batch: Slice) -> None:
         """Take gradients of the slice's mean that the user's own backward computed, weighted by its samples."""
@@ -237,9 +242,9 @@ class Ddp:
             count=loss.count if self._speaks else 0.0,
             wishes=self._job.wishes,
         )
-        if self._changing:
-            flags = torch.tensor(self._changing.flags(), dtype=torch.float64)
-            self._my_vector = torch.cat([self._my_vector, flags])
+        besides = [*self._told_besides, *(self._changing.flags() if self._changing else ())]
+        if besides:
+            self._my_vector = torch.cat([self._my_vector, torch.tensor(besides, dtype=torch.float64)])
         self._my_share = share = share if self._tells_buffers else 0.0
         self._my_statistics = self._statistics.flat() * share if self._statistics else None
         try:
@@ -300,18 +305,21 @@ class Ddp:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _update(self, _: None) -> Verdict:
-        assert self.optimizer is not None
+    def _take_buffers(self) -> torch.Tensor:
+        """Write the buffers that all agreed on; gives what else was summed up with the losses."""
         if self._statistics:
             self._statistics.write(self._statistics_sum)
         if self._changed:
             self._changing.write(self._changed, self._changed_sum)
-        vector = self._vector[: len(self._vector) - len(self._changing)]
+        return self._vector[: len(self._vector) - len(self._changing)]
+
+    def _update(self, _: None) -> Verdict:
+        assert self.optimizer is not None
         verdict = update(
             self._job,
             self.optimizer,
             self._parameters,
-            decide(vector),
+            decide(self._take_buffers()),
             self._num_global,
             norm_of=self._norm_of,
         )

@@ -45,6 +45,9 @@ class TrainJob:
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None
     """Builds the user's optimizer on the parameters as the strategy left them; None for evaluate and predict alone."""
 
+    given_optimizer: torch.optim.Optimizer | None = None
+    """The user's own, where it is an instance and no function: a strategy that cuts parameters lets it follow them."""
+
     clip_norm: float | None = None
     """Largest global norm of the gradient."""
 
@@ -121,6 +124,9 @@ class Verdict:
 
     nonfinite: tuple[tuple[int, float], ...] = ()
     """(rank, loss) of every rank whose loss was not finite."""
+
+    num_skipped: int = 0
+    """Slices left out, of those that workers trained apart since they last met."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,3 +220,20 @@ class Leased(Protocol):
 
     def share_statistics(self) -> None:
         """Average what BatchNorm has counted on every worker; all of them call it."""
+
+
+@runtime_checkable
+class MeetsNowAndThen(Protocol):
+    """A strategy whose workers train apart for some steps: in between, verdicts are each worker's own, and ask for nothing."""
+
+    is_apart: bool
+    """Whether weights differ from worker to worker at present."""
+
+    def meet(self) -> Verdict | None:
+        """Become of one mind now, as at an epoch's end; None where the workers are already. Collective."""
+
+    def own_pieces(self) -> Iterator[Piece]:
+        """What no other worker has, even when they have just met."""
+
+    def common_pieces(self) -> Iterator[Piece]:
+        """The rest: what all have alike when they have just met. Collective."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shoal.cluster import session
 from shoal.core import job as jobs
-from shoal.core import placement
+from shoal.core import outer_names, placement
 from shoal.core.errors import ConfigError
 from shoal.core.failpoints import BEFORE_FORWARD, failpoint
 from shoal.core.seeds import mix
@@ -197,6 +197,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     """
     batches = batches_of(data, what="setup", seed=jobs.current().seed, may_be_endless=True)
     job = jobs.current()
+    outer_names.refuse_own_loop(job.sync_every)
     refuse(batches, num_workers=job.num_workers, strategy=job.strategy, what="shoal.setup")
     number = session.begin_call("setup", described(batches))
     loop = next((loop for loop in _script.loops if loop.optimizer is optimizer), None)

@@ -22,7 +22,7 @@ from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.memory.figures import tell_figures
 from shoal.strategies.compute import place
-from shoal.strategies.protocol import Leased, LooksAhead, LossSum, Verdict
+from shoal.strategies.protocol import Leased, LooksAhead, LossSum, MeetsNowAndThen, Verdict
 from shoal.train import anchoring
 from shoal.train.anchoring import BEFORE_A_STEP, Place
 from shoal.train.callbacks.base import StepLogs
@@ -181,8 +181,19 @@ class FitLoop:
         )
         return self._sharing.timed(parts) if self._sharing is not None and self._sharing.measures else parts
 
+    def _meet(self) -> None:
+        """Workers that train apart have one model again where an epoch ends, or the fit."""
+        strategy = self._trainer.strategy
+        verdict = strategy.meet() if isinstance(strategy, MeetsNowAndThen) else None
+        if verdict is not None:
+            self._position.loss_total += verdict.loss_total
+            self._position.loss_count += verdict.count
+            self._trainer.num_skipped_steps += verdict.num_skipped
+            self._heed(verdict)
+
     def _finish_epoch(self) -> None:
         failpoint("worker: epoch ended")
+        self._meet()
         if self._leasing is not None:
             counted = self._position.step
             self._over = self._leasing.epoch_is_over(self._position, over=self._over)
@@ -214,6 +225,7 @@ class FitLoop:
             self._count(part, contributed, verdict)
         else:
             self._leave_out(part, verdict)
+        trainer.num_skipped_steps += verdict.num_skipped
         if self._leasing is not None:
             num_new = self._leasing.trained(part, position)
         else:
@@ -228,6 +240,11 @@ class FitLoop:
         self._write_down(part, verdict)
         if trainer.verification is not None:
             trainer.verification.count(trainer.strategy, verdict.loss)
+        self._heed(verdict)
+
+    def _heed(self, verdict: Verdict) -> None:
+        """Save, stop or leave, as all of them do."""
+        trainer = self._trainer
         if verdict.checkpoint:
             path = trainer.save_checkpoint()
             self._each(lambda callback: callback.on_checkpoint(trainer, path))

@@ -24,6 +24,7 @@ from shoal.strategies.hashed_rows import expected_shapes, plain_tensors
 from shoal.strategies.optimizer_state import optimizer_settings
 from shoal.strategies.protocol import Leased, Piece, PieceReader
 from shoal.strategies.state import MODEL
+from shoal.train import own_parts
 from shoal.train.callbacks.model_checkpoint import ModelCheckpoint
 from shoal.train.checkpoint import Checkpoint, check_fits, open_checkpoint, write_checkpoint
 from shoal.train.checkpoint_directory import newest_checkpoint, set_aside, step_path
@@ -65,8 +66,7 @@ def save_checkpoint(trainer: Trainer, directory: str | None) -> str:
     """Everything needed to go on, at any number of workers."""
     home = directory or _homes(trainer)[0]
     path = step_path(home, trainer.step)
-    strategy = trainer.strategy
-    pieces = [*strategy.state(), *_metric_pieces(trainer)]
+    pieces = [*own_parts.state(trainer, path), *_metric_pieces(trainer)]
     failpoint("worker: checkpoint not written")
     if trainer.rank == 0:
         write_checkpoint(path, pieces, progress=_progress(trainer), previous=trainer.newest_checkpoint)
@@ -201,7 +201,8 @@ def _load(trainer: Trainer, checkpoint: Checkpoint, *, with_optimizer: bool) -> 
     check_fits({**shapes, **expected_shapes(trainer.model)}, checkpoint.pieces, checkpoint.path)
     settings = checkpoint.progress.get("optimizer") if with_optimizer else None
     try:
-        trainer.strategy.load(PieceReader(checkpoint.pieces, settings, checkpoint.path))
+        pieces = own_parts.joined(trainer, checkpoint)
+        trainer.strategy.load(PieceReader(pieces, settings, checkpoint.path))
     except OptimizerMismatch as error:  # raised where the file's name is not known
         raise OptimizerMismatch(path=checkpoint.path, problem=error.problem) from None
 

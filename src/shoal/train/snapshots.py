@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.core import scratch
-from shoal.train import saving
+from shoal.train import own_parts, saving
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
@@ -29,15 +29,20 @@ class Snapshots:
         self._trainer = trainer
         self._is_on = job.launched and job.can_recover and job.verify is None and holds_parts
         self._taken: list[str] = []
+        self._seen_step = trainer.step
 
     def after_step(self) -> None:
         """Take one if it is time. Collective."""
-        trainer = self._trainer
-        if not self._is_on or trainer.step % EVERY_STEPS:
+        trainer, step = self._trainer, self._trainer.step
+        if not self._is_on or step // EVERY_STEPS == self._seen_step // EVERY_STEPS:
             return
+        if getattr(trainer.strategy, "is_apart", False):
+            return  # when the workers have one model again
+        self._seen_step = step
         self._taken.append(saving.save_checkpoint(trainer, str(directory())))
         while len(self._taken) > 2:
             oldest = self._taken.pop(0)
+            own_parts.remove(trainer, oldest)
             if trainer.rank == 0:
                 shutil.rmtree(oldest, ignore_errors=True)
 

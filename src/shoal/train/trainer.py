@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.cluster import session
 from shoal.core import job as jobs
+from shoal.core import outer_names
 from shoal.core.errors import ConfigError, Interrupted
 from shoal.data.batches import Batches
 from shoal.data.tree import Tree
@@ -377,7 +379,7 @@ class Trainer:
         """Step the scheduler, if this is its moment; one that watches a plateau watches val_loss, else the loss."""
         if self._scheduler is None or moment != self._scheduler_every:
             return
-        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(logs["val_loss"] if "val_loss" in logs else logs["loss"])
         else:
             self._scheduler.step()
@@ -412,6 +414,8 @@ class Trainer:
                 print(f"note: {note}", file=sys.stderr, flush=True)
         if self._scheduler_factory is not None and strategy.optimizer is not None:
             self._scheduler = self._scheduler_factory(strategy.optimizer)
+            if self._scheduler_every == "step" and isinstance(self._scheduler, ReduceLROnPlateau):
+                outer_names.refuse_plateau_of_steps(self.job.sync_every)
 
     def _begin(self, kind: str, detail: str) -> Call:
         """Number this call, make sure that all ranks make it, and get everything ready."""

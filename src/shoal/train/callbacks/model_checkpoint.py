@@ -89,7 +89,10 @@ class ModelCheckpoint(Callback):
         if (
             every is not None and trainer.step // every > before // every
         ):  # others' steps may have come between
-            self._save(trainer)
+            if getattr(trainer.strategy, "is_apart", False):
+                trainer.wish_checkpoint()  # when the workers have one model again
+            else:
+                self._save(trainer)
         elif (
             self._every_s is not None
             and trainer.rank == 0

@@ -1,0 +1,314 @@
+"""`--sync-every`: what workers train apart and average is what one process computes in their stead."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launched import Launched
+from torch import nn
+
+import shoal
+from shoal.cluster.api import resume_config
+from shoal.cluster.faults import Faults
+from shoal.cluster.launch_config import LaunchConfig
+from shoal.core.errors import ConfigError, NonFiniteLoss
+from shoal.train.checkpoint import open_checkpoint
+
+SCRIPT = """
+import json, sys, torch, shoal
+from torch import nn
+from shoal.strategies import together
+from shoal.train import snapshots
+
+snapshots.EVERY_STEPS = 4
+how = {"samples": 97, "batchnorm": False, "lr": 0.1, "momentum": 0.9, "epochs": 2, **json.loads(sys.argv[1])}
+sent = 0
+open_exchange = together.open_exchange
+
+def counted(*args):
+    reducer = open_exchange(*args)
+    start = reducer.start_all_reduce
+    def start_all_reduce(tensor):
+        global sent
+        sent += tensor.numel() * tensor.element_size()
+        return start(tensor)
+    reducer.start_all_reduce = start_all_reduce
+    return reducer
+
+together.open_exchange = counted
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(how["samples"], 6, generator=generator, dtype=torch.float64)
+y = (x[:, 0] > x[:, 1] * x[:, 2]).long()
+for sample in how.get("spoilt", ()):
+    x[sample] = torch.nan
+torch.manual_seed(0)
+middle = nn.BatchNorm1d(33) if how["batchnorm"] else nn.Tanh()
+model = nn.Sequential(nn.Linear(6, 33), middle, nn.Linear(33, 2)).double()
+
+def optimizer(params):
+    if how.get("adam"):
+        return torch.optim.Adam(params, lr=how["lr"])
+    return torch.optim.SGD(params, lr=how["lr"], momentum=how["momentum"])
+
+trainer = shoal.Trainer(
+    model, loss=nn.CrossEntropyLoss(), optimizer=optimizer, seed=0, metrics=["accuracy"], clip_norm=how.get("clip_norm"),
+    on_nonfinite=how.get("on_nonfinite", "raise"),
+    callbacks=[shoal.callbacks.ModelCheckpoint(every_steps=how["save_every"])] if "save_every" in how else [],
+)
+data = shoal.Dataset.from_arrays((x, y))
+history = trainer.fit(data.shuffle(seed=0).batch(16), epochs=how["epochs"], max_steps=how.get("max_steps"),
+                      validation_data=data.batch(40))
+in_fit = sent
+result = trainer.evaluate(data.batch(40))
+predicted = trainer.predict(data.batch(40))
+if shoal.rank() == 0:
+    print("result", json.dumps({
+        "weights": {name: value.tolist() for name, value in model.state_dict().items()},
+        "loss": result["loss"], "predicted": predicted.tolist(), "sent": in_fit, "skipped": trainer.num_skipped_steps,
+        "validation": [epoch["val_loss"] for epoch in history.epochs], "training": [epoch["loss"] for epoch in history.epochs],
+    }))
+"""
+
+Launch = Callable[..., Launched]
+
+
+def result(done: Launched) -> dict[str, Any]:
+    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("result ")]
+    return dict(json.loads(line.removeprefix("result ")))
+
+
+def by_hand(
+    workers: int,
+    sync_every: int,
+    *,
+    outer: tuple[float, float] = (1.0, 0.0),
+    samples: int = 97,
+    batchnorm: bool = False,
+    adam: bool = False,
+    momentum: float = 0.9,
+    lr: float = 0.1,
+    clip_norm: float | None = None,
+) -> tuple[dict[str, Any], list[float]]:
+    """The same training in one process, one worker's model after the other; weights, and the mean loss of each epoch."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
+    y = (x[:, 0] > x[:, 1] * x[:, 2]).long()
+    batches = shoal.Dataset.from_arrays((x, y)).shuffle(seed=0).batch(16)
+
+    def fresh() -> nn.Sequential:
+        torch.manual_seed(0)
+        middle = nn.BatchNorm1d(33) if batchnorm else nn.Tanh()
+        return nn.Sequential(nn.Linear(6, 33), middle, nn.Linear(33, 2)).double()
+
+    common, apart = fresh(), [fresh() for _ in range(workers)]
+    optimizers = [
+        torch.optim.Adam(model.parameters(), lr=lr)
+        if adam
+        else torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+        for model in apart
+    ]
+    outside = torch.optim.SGD(common.parameters(), lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0)
+    trained = [0] * workers
+    losses = []
+
+    def meet() -> None:
+        shares = [number / sum(trained) for number in trained]
+        states = [model.state_dict() for model in apart]
+        averages = {
+            name: sum(share * state[name] for share, state in zip(shares, states, strict=True))
+            if states[0][name].is_floating_point()
+            else states[0][name]
+            for name in states[0]
+        }
+        for name, parameter in common.named_parameters():
+            parameter.grad = parameter.detach() - averages[name]
+        outside.step()
+        for name, buffer in common.named_buffers():
+            buffer.copy_(averages[name])
+        for model in apart:
+            model.load_state_dict(common.state_dict())
+        trained[:] = [0] * workers
+
+    for epoch in range(2):
+        parts = [
+            batches.slices(epoch=epoch, start=0, rank=rank, num_workers=workers) for rank in range(workers)
+        ]
+        total, num_steps = 0.0, 0
+        for slices in zip(*parts, strict=True):
+            for rank, part in enumerate(slices):
+                if part.borrowed:
+                    continue
+                inputs, target = x[list(part.indices)], y[list(part.indices)]
+                optimizers[rank].zero_grad()
+                loss = nn.functional.cross_entropy(apart[rank](inputs), target)
+                loss.backward()
+                if clip_norm is not None:
+                    nn.utils.clip_grad_norm_(apart[rank].parameters(), clip_norm)
+                optimizers[rank].step()
+                trained[rank] += len(target)
+                total += float(loss.detach()) * len(target)
+            num_steps += 1
+            if num_steps % sync_every == 0:
+                meet()
+        if num_steps % sync_every:
+            meet()
+        losses.append(total / samples)
+    return {name: value.tolist() for name, value in common.state_dict().items()}, losses
+
+
+def largest_difference(some: dict[str, Any], others: dict[str, Any]) -> float:
+    return max(float((torch.tensor(some[name]) - torch.tensor(others[name])).abs().max()) for name in some)
+
+
+@pytest.mark.parametrize(
+    ("workers", "options", "how", "reference"),
+    [
+        # 7 batches to an epoch, the last of one sample: workers 1 and 2 have nothing to train on there.
+        (3, {"exchange": "ring"}, {}, {}),
+        (
+            3,
+            {"outer": "nesterov:lr=0.6,momentum=0.8"},
+            {"adam": True, "lr": 0.02, "batchnorm": True, "samples": 96, "clip_norm": 0.3},
+            {"outer": (0.6, 0.8)},
+        ),
+        (4, {"exchange": "native", "outer": "nesterov"}, {}, {"outer": (0.7, 0.9)}),
+    ],
+    ids=["average", "Adam, BatchNorm, Nesterov, clipped", "four workers"],
+)
+def test_apart_and_averaged_is_that_of_one_process(
+    launch_script: Launch,
+    workers: int,
+    options: dict[str, Any],
+    how: dict[str, Any],
+    reference: dict[str, Any],
+) -> None:
+    weights, losses = by_hand(workers, 3, **how, **reference)
+    undisturbed = result(
+        launch_script(SCRIPT, workers=workers, sync_every=3, args=(json.dumps(how),), **options)
+    )
+    assert largest_difference(undisturbed["weights"], weights) < 1e-12
+    assert undisturbed["training"] == pytest.approx(losses, rel=1e-12)
+    assert undisturbed["validation"][-1] == undisturbed["loss"]
+    if workers == 3 and not how:
+        return  # killed is the one of three with more to lose, and the one of four
+    faults = Faults().kill("worker-1", at_step=9, at="worker: before commit")
+    killed = launch_script(
+        SCRIPT, workers=workers, sync_every=3, args=(json.dumps(how),), faults=faults, **options
+    )
+    assert {**result(killed), "sent": 0} == {**undisturbed, "sent": 0}
+    [went_back] = [event for event in killed.events if event["event"] == "went-back"]
+    assert went_back["to_step"] == 6  # the first meeting after EVERY_STEPS
+
+
+def test_one_step_apart_with_plain_sgd_is_ddp(launch_script: Launch) -> None:
+    weights, losses = by_hand(1, 1, momentum=0.0)  # one process, whole batches
+    apart, rarely = (
+        result(launch_script(SCRIPT, workers=3, sync_every=k, args=(json.dumps({"momentum": 0.0}),)))
+        for k in (1, 7)
+    )
+    assert largest_difference(apart["weights"], weights) < 1e-12
+    assert apart["training"] == pytest.approx(losses, rel=1e-12)
+    # 7 steps to an epoch: what is sent for each of them goes down by 7.
+    assert rarely["sent"] * 7 == apart["sent"]
+
+
+def test_a_checkpoint_holds_every_workers_optimizer_and_goes_on_anywhere(
+    launch_script: Launch, tmp_path: Path
+) -> None:
+    how = {"adam": True, "lr": 0.02}
+    options = {"workers": 3, "sync_every": 3, "outer": "nesterov", "compress": "topk:ratio=0.5"}
+    whole = result(launch_script(SCRIPT, args=(json.dumps(how),), **options))
+    # Wished for after steps 5 and 10: written where the workers meet, after 6 and 10 of 14.
+    stopped = json.dumps({**how, "max_steps": 10, "save_every": 5})
+    launch_script(SCRIPT, args=(stopped,), name="one", **options)
+    saved = sorted(path.name for path in (tmp_path / "runs/one/checkpoints").iterdir())
+    assert saved == ["step-000000006", "step-000000010"]
+    shutil.copytree(tmp_path / "runs/one", tmp_path / "runs/two")
+    script, resumed = str(tmp_path / "script.py"), {}
+    for name, workers in (("one", 3), ("two", 2)):
+        config = resume_config(tmp_path / "runs" / name, workers=workers)
+        # The rest of the script's own limits: the run that goes on is the whole one.
+        options = {field: getattr(config, field) for field in ("sync_every", "outer", "compress", "strategy")}
+        done = launch_script(
+            Path(script), workers=workers, name=name, resume=True, args=(json.dumps(how),), **options
+        )
+        resumed[workers] = result(done)
+    assert {**resumed[3], "sent": 0} == {**whole, "sent": 0}
+    assert resumed[2]["loss"] == pytest.approx(whole["loss"], rel=0.2)  # from an average of all optimizers
+    saved = torch_tensors(tmp_path / "runs/one/checkpoints/step-000000010")
+    rows = [saved[f"workers/{rank}/optimizer/0.weight/exp_avg"] for rank in range(3)]
+    assert torch.equal(saved["optimizer/0.weight/exp_avg"], (rows[0] + rows[1] + rows[2]) / 3)
+    assert not torch.equal(rows[0], rows[1])
+
+
+def torch_tensors(path: Path) -> dict[str, torch.Tensor]:
+    found = open_checkpoint(str(path)).pieces
+    return {name: found[name] for name in found}
+
+
+def test_what_is_not_finite_is_left_out_where_it_was_or_ends_the_job_by_name(launch_script: Launch) -> None:
+    skipped = result(
+        launch_script(
+            SCRIPT, workers=3, sync_every=3, args=(json.dumps({"spoilt": [5, 6], "on_nonfinite": "skip"}),)
+        )
+    )
+    assert (
+        skipped["skipped"] == 4
+    )  # a slice for each of them in each epoch, and nothing of the other workers'
+    assert all(math.isfinite(loss) for loss in skipped["training"])
+    raised = launch_script(SCRIPT, workers=3, sync_every=3, args=(json.dumps({"spoilt": [5]}),))
+    assert isinstance(raised.error, NonFiniteLoss)
+    assert raised.error.samples
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"sync_every": 0}, "--sync-every 0 is no number of steps"),
+        ({"sync_every": 4, "strategy": "fsdp"}, "whose workers share what they train at every step"),
+        ({"sync_every": 4, "strategy": "ps", "servers": 1}, "whose workers share what they train"),
+        ({"sync_every": 4, "workers": 1}, "one process, which has nobody to average with"),
+        ({"sync_every": 4, "batchnorm": "sync"}, "normalises over all workers' slices within every step"),
+        ({"outer": "nesterov"}, "add --sync-every 10"),
+        ({"sync_every": 4, "outer": "nestrov"}, "Did you mean 'nesterov'"),
+        ({"sync_every": 4, "outer": "nesterov:lr=50"}, "lr from 1e-06 to 10"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_starts(
+    options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        LaunchConfig(script="train.py", **{"workers": 3, **options})
+
+
+OWN_LOOP = """
+import torch, shoal
+model = torch.nn.Linear(2, 1)
+shoal.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Dataset.from_arrays(torch.zeros(8, 2)).batch(4))
+"""
+PLATEAU = """
+import torch, shoal
+trainer = shoal.Trainer(torch.nn.Linear(2, 1), loss=torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+                        scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+trainer.fit(shoal.Dataset.from_arrays((torch.zeros(8, 2), torch.zeros(8, 1))).batch(4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "says"), [(OWN_LOOP, "does not say where it ends"), (PLATEAU, "use scheduler_every='epoch'")]
+)
+def test_what_workers_apart_cannot_do_is_refused_before_training(
+    launch_script: Launch, source: str, says: str
+) -> None:
+    refused = launch_script(source, workers=2, sync_every=4)
+    assert refused.exit_code == 2
+    assert says in str(refused.error)
