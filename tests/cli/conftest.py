@@ -36,7 +36,7 @@ def command(tmp_path: Path) -> Command:
             env={**os.environ, "COLUMNS": "100", **env},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=110,
             check=False,
         )
 

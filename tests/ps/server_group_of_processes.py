@@ -30,7 +30,7 @@ class Coordinator:
 
     def __init__(self, path: Path) -> None:
         self.path, self._listener = path, unix.listen(path)
-        self._listener.settimeout(20.0)
+        self._listener.settimeout(60.0)
         self.lines: list[socket.socket] = []
 
     def accept(self) -> Message:
@@ -42,7 +42,7 @@ class Coordinator:
             send_message(self.lines[-1], message)
 
     def hear(self) -> Message:
-        return read_message(self.lines[-1], timeout_s=20.0)[0]
+        return read_message(self.lines[-1], timeout_s=60.0)[0]
 
     def close(self) -> None:
         for sock in (*self.lines, self._listener):
@@ -62,7 +62,7 @@ class Server:
 
     def link(self) -> Link:
         """A client's link; closed with the group."""
-        self._links.append(Link.connect(self.path, HELLO, 20.0))
+        self._links.append(Link.connect(self.path, HELLO, 60.0))
         return self._links[-1]
 
     def start(self, others: list[Server]) -> None:
@@ -86,7 +86,7 @@ class Server:
             link.close()
 
     def end(self) -> tuple[int, str]:
-        _, said = self.process.communicate(timeout=20.0)
+        _, said = self.process.communicate(timeout=60.0)
         return self.process.returncode, said
 
 
