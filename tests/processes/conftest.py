@@ -11,6 +11,7 @@
                                        It imports torch, so it takes seconds; use it for little else.
                                        terminal=fd gives it a controlling terminal, for Ctrl-C.
     warm_parent                        the one warm parent of the whole test session.
+    one_process                        what one process computes of the matrix's models, computed once.
 
 Every test in this folder is checked: after it there is no new child process,
 descriptor, shared memory segment or socket directory. (Threads and the
@@ -35,7 +36,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -44,6 +45,9 @@ from launched import Launched
 from shoal.cluster.api import LaunchConfig, launch
 from shoal.cluster.warm_client import WarmParent
 from waiting import wait_until
+
+if TYPE_CHECKING:
+    from matrix_expected import OneProcess
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,6 +64,13 @@ def warm_parent(_own_sockets: None) -> Iterator[WarmParent]:
     with WarmParent("tests", preload=["shoal.train.metrics"]) as warm:
         warm.wait_ready()
         yield warm
+
+
+@pytest.fixture(scope="session")
+def one_process() -> OneProcess:
+    from matrix_expected import OneProcess
+
+    return OneProcess()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,52 @@
+"""Every model under every exchange of `ddp`: the weights, optimizer state and evaluations of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import matrix_job
+import pytest
+from launched import Launched
+from matrix_expected import OneProcess, problems
+
+from shoal.core.exchange_names import EXCHANGES
+
+LAUNCHES = [
+    ("native", 2),
+    ("shm", 3),
+    ("shm", 4),
+    ("ring", 3),
+    ("hierarchical", 4),
+    ("tree", 3),
+    ("halving", 4),
+    ("broadcast", 2),
+    ("allgather", 3),
+    ("chain", 4),
+    ("mapreduce", 3),
+]
+
+
+@pytest.mark.parametrize(("exchange", "workers"), LAUNCHES)
+def test_every_model_is_trained_as_in_one_process(
+    launch_script: Callable[..., Launched],
+    one_process: OneProcess,
+    tmp_path: Path,
+    exchange: str,
+    workers: int,
+) -> None:
+    options = {"pretend_hosts": 2} if exchange == "hierarchical" else {}
+    done = launch_script(
+        Path(matrix_job.__file__),
+        workers=workers,
+        strategy="ddp",
+        exchange=exchange,
+        args=(str(tmp_path),),
+        **options,
+    )
+    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+    assert problems(tmp_path, one_process, "ddp", workers) == {}
+
+
+def test_no_exchange_is_left_out() -> None:
+    assert {exchange for exchange, _ in LAUNCHES} == set(EXCHANGES) - {"auto"}
