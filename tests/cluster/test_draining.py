@@ -61,7 +61,8 @@ def test_the_last_of_those_that_work_is_never_drained() -> None:
     for at in range(4):
         assert found.finished(0, 10, 100.0, at=at) is None
     found.finished(1, 10, 1.0, at=5.0)
-    assert isinstance(found.finished(0, 10, 100.0, at=6.0), Drained)
+    assert found.finished(0, 10, 100.0, at=6.0) is None
+    assert isinstance(found.finished(0, 10, 100.0, at=7.0), Drained)
     for at in range(4):
         assert found.finished(1, 10, 1000.0, at=10.0 + at) is None  # there is nobody to compare it with
 
@@ -95,3 +96,12 @@ def test_how_long_a_range_takes_is_known_from_a_workers_own_pace_or_from_the_oth
 def test_settings_that_cannot_be_meant_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         DrainConfig(**options)  # type: ignore[arg-type]  # on purpose
+
+
+def test_one_hiccup_drains_nobody() -> None:
+    found = draining()
+    for at in range(4):
+        found.finished(0, 10, 1.0, at=at)
+        assert found.finished(1, 10, 100.0 if at == 2 else 1.0, at=at) is None
+    assert found.finished(1, 10, 100.0, at=5.0) is None
+    assert isinstance(found.finished(1, 10, 100.0, at=6.0), Drained)

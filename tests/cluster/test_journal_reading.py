@@ -42,7 +42,7 @@ def test_a_journal_is_read_while_its_coordinator_has_it_open(tmp_path: Path) -> 
         sqlite3.connect(path, timeout=0.0).execute("SELECT * FROM facts")
     (launch,) = read_launches(tmp_path)
     assert (launch.number, launch.num_workers, len(launch.facts)) == (1, 2, 4)
-    ledger = ledger_of([launch])
+    ledger = ledger_of([launch], [])
     assert ledger.current is not None
     assert ledger.current.is_exact
     assert ledger.replaced == [(1, 1, 1)]

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster.ledger import Had, Ledger, merged
+from shoal.cluster.ledger import Had, Ledger
 from shoal.cluster.ledger_facts import (
     EpochLeased,
     LedgerFact,
@@ -20,6 +20,7 @@ from shoal.cluster.ledger_facts import (
     encode,
     of_event,
 )
+from shoal.cluster.ranges import merged
 
 
 def began(epoch: int = 0, start: int = 0, **about: Any) -> TrainingBegan:
@@ -41,6 +42,7 @@ def ledger(*facts: tuple[int, LedgerFact]) -> Ledger:
     made = Ledger()
     for launch, fact in facts:
         made.take(launch, decode(encode(fact)) or fact)
+    made.close()
     return made
 
 

@@ -20,7 +20,7 @@ def test_a_push_counts_at_once_and_only_once() -> None:
     bench.push(0, 1, 1.0, stream=7)
     assert messages(bench.end(0, 1, stream=7)) == [Committed(1, 1, 0)]
     bench.push(1, 1, 1.0, stream=7)
-    assert messages(bench.end(1, 1, stream=7)) == [Committed(1, 1, 1)]
+    assert messages(bench.end(1, 1, stream=7)) == [Committed(1, 1, 1, is_new=False)]
     assert bench.rows() == [[-1.0, -1.0]] * 2
     assert bench.chunk() == [0.5] * 4
 

@@ -4,12 +4,14 @@ The real `Leases` decides; its events go into a journal before anything is
 answered, and a new coordinator is fed with them. Servers are taken to be
 perfect: they apply a push of (lease, batch) once and never die. Some workers
 are slow, for a while or for good: they are drained and readmitted, and others
-run their last leases a second time.
+run their last leases a second time. At the end the ledger must name for every
+batch the worker whose push came first, and how much was computed in vain.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 from typing import Any
 
 from shoal.cluster.draining import Drained, Readmitted
@@ -27,6 +29,9 @@ from shoal.cluster.lease_terms import (
     Tick,
 )
 from shoal.cluster.leases import Leases
+from shoal.cluster.ledger import Ledger
+from shoal.cluster.ledger_facts import EpochLeased, RangesTrained, TrainingBegan
+from shoal.cluster.trained_file import Outcome, Trained
 from shoal.wire.messages import Message
 from shoal.wire.simulated import End, Network
 from simulation.world import Process, Violated, World
@@ -51,6 +56,7 @@ class Leasing:
     """A job of leases, from a seed alone."""
 
     leases_class = Leases
+    workers_write = True  # what they have trained into files, or else whoever finishes a lease has
     answers_first = False
     forgets: tuple[type, ...] = ()
 
@@ -73,7 +79,12 @@ class Leasing:
         )
         self.journal: list[Event] = []
         self.applied: Counter[tuple[int, int]] = Counter()  # (lease, batch) -> how often it was run
-        self.done_by: dict[int, int] = {}  # lease -> the rank whose it is, in the ledger
+        self.first_by: dict[tuple[int, int], int] = {}  # (lease, batch) -> the rank by whose push it counts
+        self.done_by: dict[int, int] = {}  # lease -> the rank that finished it
+        self.trained: list[Trained] = []
+        self.ledger = Ledger(trained=self.trained)
+        self.ledger.take(1, _began(self.config, self.num_workers))
+        self.deaths = Random(seed)  # apart: schedules of seeds stay as they were
         self.ended: list[int] = []
         self.counts: Counter[str] = Counter()
         self.workers: dict[int, LeaseWorker] = {}
@@ -95,19 +106,54 @@ class Leasing:
                     raise Violated(f"batch {batch} of lease {number} was never run")
         if sorted(self.done_by) != list(range(self.config.num_epochs * self.config.num_leases)):
             raise Violated(f"the ledger has {sorted(self.done_by)}")
+        self._check_ledger()
         num_again = sum(count - 1 for count in self.applied.values())
         self.counts["batches run again"] += num_again
         if num_again and not self.counts["worker killed"] and not self.config.backup:
             raise Violated(f"{num_again} batches were run again although nobody died")
 
+    def _check_ledger(self) -> None:
+        """Every batch is the worker's whose push came first, and what was computed in vain is counted."""
+        self.ledger.close()
+        for epoch in self.ledger.epochs.values():
+            if not epoch.is_exact:
+                raise Violated(f"epoch {epoch.number}: {epoch.missing} is missing, {epoch.doubled} twice")
+            first = epoch.number * self.config.num_leases
+            for span in epoch.spans:
+                (rank,) = span.by_rank
+                for start in range(span.start, span.stop, BATCH):
+                    lease, within = divmod(start, self.config.samples_per_lease)
+                    if self.first_by[first + lease, within // BATCH] != rank:
+                        raise Violated(
+                            f"sample {start} of epoch {epoch.number} is rank {rank}'s in the ledger"
+                        )
+        in_vain = sum(
+            (count - 1) * self.samples(lease, batch) for (lease, batch), count in self.applied.items()
+        )
+        found = sum(epoch.num_repeated for epoch in self.ledger.epochs.values())
+        if found != in_vain:
+            raise Violated(f"{in_vain} samples were computed in vain, and {found} by the ledger")
+
+    def samples(self, number: int, batch: int) -> int:
+        lease = self.config.lease(number)
+        return min(BATCH, lease.num_samples - batch * BATCH)
+
     def fork(self, rank: int, incarnation: int) -> None:
         self.workers[rank] = LeaseWorker(self, rank, incarnation)
 
-    def push(self, number: int, batch: int) -> None:
-        """A server applies a batch, unless its mark says that it has."""
+    def push(self, worker: LeaseWorker, number: int, batch: int) -> None:
+        """A server applies a batch, unless its mark says that it has; the worker writes down which."""
         if number // self.config.num_leases != len(self.ended) and not self.applied[number, batch]:
             raise Violated(f"lease {number} is run first in epoch {len(self.ended)}, which is not its own")
+        is_new = self.first_by.setdefault((number, batch), worker.rank) == worker.rank
+        is_new = is_new and not self.applied[number, batch]
         self.applied[number, batch] += 1
+        if self.workers_write:
+            epoch, start = number // self.config.num_leases, self.config.lease(number).start + batch * BATCH
+            stop = start + self.samples(number, batch)
+            outcome = Outcome.COUNTED if is_new else Outcome.KNOWN
+            self.trained.append(Trained(1, worker.rank, worker.incarnation, 1, epoch, start, stop, outcome))
+            worker.wrote = (number, len(self.trained) - 1)
 
     def finish(self, finished: Finish) -> None:
         """Some leases are done, and one worker did them."""
@@ -117,6 +163,10 @@ class Leasing:
                     f"lease {lease.number} is rank {self.done_by[lease.number]}'s, and {finished.by}'s"
                 )
             self.done_by[lease.number] = finished.by.rank
+            ranges = [(lease.start, lease.stop)]
+            self.ledger.take(
+                1, RangesTrained(call=1, rank=finished.by.rank, epoch=lease.epoch, ranges=ranges)
+            )
 
     def end_epoch(self, epoch: int) -> None:
         if epoch != len(self.ended):
@@ -126,6 +176,7 @@ class Leasing:
             if not all(self.applied[number, batch] for batch in range(num_batches(self.config, number))):
                 raise Violated(f"epoch {epoch} ends and lease {number} is not done")
         self.ended.append(epoch)
+        self.ledger.take(1, EpochLeased(call=1, epoch=epoch, num_samples_twice=0))
 
     def _is_over(self) -> bool:
         return all(worker.is_done for worker in self.workers.values())
@@ -152,6 +203,10 @@ class Leasing:
             case "kill" if worker.is_alive:
                 worker.tell("!! is killed")
                 self.counts["worker killed"] += 1
+                if worker.is_in_lease and self.deaths.random() < 0.5:  # it had not heard of its last push
+                    at = worker.wrote[1]
+                    self.trained[at] = self.trained[at]._replace(outcome=Outcome.PUSHED)
+                    self.counts["killed before it heard"] += 1
                 worker.die()
                 world.schedule(world.between(0.001, 0.02), self._reap, worker)
             case "coordinator" if self.coordinator.is_alive:
@@ -302,6 +357,7 @@ class LeaseWorker(Process):
         self.is_done = False
         self.end: End | None = None
         self.strands_s = 0.0
+        self.wrote = (-1, -1)  # the lease of its last push, and where it wrote that down
         self._held: list[int] = []
         self._running: tuple[int, int] | None = None  # lease and batch
         self._finished: dict[int, float] = {}  # how long each took, and not known to be heard
@@ -315,6 +371,11 @@ class LeaseWorker(Process):
         self.is_alive = False
         if self.end is not None:
             self.end.close()
+
+    @property
+    def is_in_lease(self) -> bool:
+        """Whether it has pushed some of a lease, and goes on with it."""
+        return self._running is not None and self._running[0] == self.wrote[0]
 
     def recover(self) -> None:
         self.times_slower = 1.0
@@ -375,7 +436,7 @@ class LeaseWorker(Process):
         if running != self._running:
             return
         number, batch = running
-        self.job.push(number, batch)
+        self.job.push(self, number, batch)
         if batch + 1 < num_batches(self.job.config, number):
             self._running = (number, batch + 1)
             self._compute(self._running)
@@ -394,3 +455,18 @@ class LeaseWorker(Process):
 def num_batches(config: LeaseConfig, number: int) -> int:
     lease = config.lease(number)
     return -(-(lease.stop - lease.start) // BATCH)
+
+
+def _began(config: LeaseConfig, num_workers: int) -> TrainingBegan:
+    return TrainingBegan(
+        call=1,
+        trainer=0,
+        data="",
+        epoch=0,
+        start=0,
+        num_samples=config.num_samples,
+        num_workers=num_workers,
+        sharding="dynamic",
+        batch_size=BATCH,
+        is_leased=True,
+    )

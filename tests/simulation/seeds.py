@@ -42,6 +42,7 @@ FINDS: dict[str, int] = {
     "an epoch ends with a lease under way": 0,
     "a lease that is held is handed out again": 0,
     "who waits for a lease is forgotten": 0,
+    "a lease is all theirs who finish it": 0,
     "leases: answers before it writes": 44,
     "the journal has no leases": 18,
     "a lease that two have run is two workers' in the ledger": 14,

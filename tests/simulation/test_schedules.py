@@ -35,6 +35,7 @@ REACHED = {
     "fenced: worker killed": 20,
     "group not formed": 20,
     "job refused": 5,
+    "killed before it heard": 10,
     "let go when born too late": 5,
     "regrouped at BeginCall": 20,
     "regrouped at ScriptEnded": 20,

@@ -19,10 +19,11 @@ MAX_RANGES = 4
 
 def read(path: Path, *, is_alive: bool) -> dict[str, Any]:
     """A run's ledger in plain values; empty where nothing is in it."""
+    from shoal.cluster import trained_file
     from shoal.cluster.journal_reading import desk_of, ledger_of, read_launches
 
     launches = read_launches(path)
-    ledger = ledger_of(launches)
+    ledger = ledger_of(launches, trained_file.read(path))
     current = ledger.current
     if current is None:
         return {}
@@ -52,6 +53,7 @@ def _epoch(epoch: Epoch) -> dict[str, Any]:
         "left_out": epoch.num_left_out,
         "skipped": sorted(epoch.skipped),
         "handed_out_twice": epoch.num_samples_twice,
+        "repeated": epoch.num_repeated,
         "missing": epoch.missing if epoch.end is not None else [],
         "doubled": epoch.doubled,
         "workers": {
@@ -158,7 +160,7 @@ def every_range(ledger: dict[str, Any]) -> Iterator[str]:
 
 def ranges(found: list[list[int]]) -> str:
     """Ranges of samples in words."""
-    from shoal.cluster.ledger import merged
+    from shoal.cluster.ranges import merged
 
     joined = [list(each) for each in merged((start, stop) for start, stop in found)]
     said = ", ".join(_range(each) for each in joined[:MAX_RANGES])

@@ -177,6 +177,7 @@ def _run_job(
         job=Job(
             name=run.name,
             run_dir=run.path,
+            launch=run.launch,
             num_workers=described.workers,
             num_servers=described.servers,
             num_replicas=described.replicas,

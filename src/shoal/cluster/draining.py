@@ -4,9 +4,9 @@ Pure: no clock. A worker that is far slower than the others is drained: what
 it holds it may finish, and then it gets one range now and then, as a probe,
 by which its recovery shows.
 
-    IN ──slower than `slower_than` times the median of the others──▶ DRAINED
-     ▲                                                                 │
-     └──a probe ran at less than the square root of that, or replaced──┘
+    IN ──twice in a row slower than `slower_than` times the median of the others──▶ DRAINED
+     ▲                                                                                │
+     └──a probe ran at less than the square root of that, or replaced─────────────────┘
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DrainConfig:
     """Of its time that a drained worker may spend on probes: a range lasts long where it is."""
 
     min_leases: int = 2
-    """A worker must have finished so many before it is judged: the first one has to warm up."""
+    """So many in a row must each have been that slow: one alone may be a hiccup, and the first one has to warm up."""
 
     def __post_init__(self) -> None:
         if self.slower_than is not None and not 1 < self.slower_than < math.inf:
@@ -75,7 +75,8 @@ class Pace:
 
     samples: float = 0.0
     seconds: float = 0.0
-    num_leases: int = 0
+    num_slow: int = 0
+    """Ranges in a row, up to the last, that were so slow that it would be drained."""
 
     @property
     def samples_per_s(self) -> float:
@@ -99,18 +100,18 @@ class Draining:
             pace.samples = pace.seconds = 0.0  # a probe says how it is now
         pace.samples = pace.samples * KEPT + num_samples
         pace.seconds = pace.seconds * KEPT + busy_s
-        pace.num_leases += 1
         limit = self.config.slower_than
         others = self._others(rank)
         if limit is None or others is None:
             return None
         times_slower = others / pace.samples_per_s
+        pace.num_slow = pace.num_slow + 1 if busy_s * others > limit * num_samples else 0
         if rank in self.drained:
             if times_slower < math.sqrt(limit):
                 del self.drained[rank]
                 return Readmitted(rank, pace.samples_per_s, others)
             self.drained[rank] = at + max(self.config.probe_every_s, busy_s / self.config.probe_share)
-        elif times_slower > limit and pace.num_leases >= self.config.min_leases:
+        elif times_slower > limit and pace.num_slow >= self.config.min_leases:
             self.drained[rank] = at + self.config.probe_every_s
             return Drained(rank, pace.samples_per_s, others)
         return None

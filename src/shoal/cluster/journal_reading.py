@@ -26,6 +26,7 @@ from shoal.cluster.ledger import Ledger
 from shoal.cluster.ledger_facts import LedgerFact
 from shoal.cluster.memory import Fact, Memory
 from shoal.cluster.serving import Serving, ServingConfig
+from shoal.cluster.trained_file import Trained
 from shoal.wire.ledger_messages import Noted
 from shoal.wire.messages import Join
 
@@ -62,9 +63,9 @@ def read_launches(run: Path) -> list[Launch]:
     return []
 
 
-def ledger_of(launches: list[Launch]) -> Ledger:
-    """Who trained what, over all launches."""
-    ledger = Ledger()
+def ledger_of(launches: list[Launch], trained: list[Trained]) -> Ledger:
+    """Who trained what, over all launches; `trained` is what workers have written down themselves."""
+    ledger = Ledger(trained=trained)
     for launch in launches:
         for _, fact in launch.facts:
             match fact:
@@ -72,10 +73,11 @@ def ledger_of(launches: list[Launch]) -> Ledger:
                     noted = ledger_facts.decode(text)
                     if noted is not None:
                         ledger.take(launch.number, noted)
-                case Join(rank, incarnation) if incarnation:
-                    ledger.replaced.append((launch.number, rank, incarnation))
+                case Join(rank, incarnation):
+                    ledger.joined(launch.number, rank, incarnation)
                 case _ if isinstance(fact, LedgerFact):
                     ledger.take(launch.number, fact)
+    ledger.close()
     return ledger
 
 

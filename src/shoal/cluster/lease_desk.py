@@ -297,4 +297,9 @@ def _began(ask: AskLease, table: Table) -> TrainingBegan:
         batch_size=ask.batch_size,
         num_left_out=ask.num_left_out,
         is_leased=True,
+        kept=[
+            (ask.from_epoch + lease.epoch, lease.start, min(lease.start + num * ask.batch_size, lease.stop))
+            for number, num in ask.counted
+            for lease in [config.lease(number)]
+        ],
     )

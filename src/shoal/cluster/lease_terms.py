@@ -121,7 +121,7 @@ class LeaseSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     counts: dict[int, tuple[int, int]]
     num_samples_twice: int = 0
     began: list[tuple[int, int, float]] = []  # rank, incarnation, since when it works on its first lease
-    paces: dict[int, tuple[float, float, int]] = {}  # samples, seconds, leases
+    paces: dict[int, tuple[float, float, int]] = {}  # samples, seconds, slow ones in a row
     drained: dict[int, float] = {}  # rank: when it may be probed
     near: dict[int, list[int]] = {}  # by rank, leases of an epoch
 

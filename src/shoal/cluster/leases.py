@@ -51,7 +51,7 @@ class Leases:
     """
 
     def __init__(self, config: LeaseConfig, *, epoch: int = 0, done: Iterable[int] = ()) -> None:
-        """`epoch` and `done`, leases of it, are where a checkpoint begins."""
+        """`epoch` and `done`, leases of it and of later ones, are where a checkpoint begins."""
         self.config = config
         self.epoch = epoch
         self.num_samples_twice = 0  # in this epoch
@@ -63,8 +63,10 @@ class Leases:
         self._near: dict[int, frozenset[int]] = {}  # by rank, leases of an epoch whose data is at its host
         self._began: dict[Holder, float] = {}  # since when it works on the first lease it holds
         self._is_over = epoch >= config.num_epochs
+        done = set(done)
         self._pass_over(done)
-        self._end_epoch()
+        while self._end_epoch():
+            self._pass_over(done)
 
     def snapshot(self) -> LeaseSnapshot:
         """Everything as it stands, in plain values."""
@@ -80,7 +82,7 @@ class Leases:
             num_samples_twice=self.num_samples_twice,
             began=[(*by, at) for by, at in sorted(self._began.items())],
             paces={
-                rank: (pace.samples, pace.seconds, pace.num_leases)
+                rank: (pace.samples, pace.seconds, pace.num_slow)
                 for rank, pace in self.draining.paces.items()
             },
             drained=dict(self.draining.drained),
@@ -351,9 +353,9 @@ class Leases:
         self._holders: dict[int, list[Holder]] = {}
         self._done: set[int] = set()
 
-    def _pass_over(self, done: Iterable[int]) -> None:
+    def _pass_over(self, done: set[int]) -> None:
         ahead = set(self._todo)
-        self._done |= ahead & set(done)
+        self._done |= ahead & done
         self._todo = sorted(ahead - self._done)
 
     def _end_epoch(self) -> list[Action]:

@@ -3,15 +3,18 @@
 Pure. Entries are taken in the order in which they were written, over all
 launches of a run. A fit that begins, from a checkpoint say, voids what it or
 a later call had trained beyond that place: those samples are trained again,
-and what came of them the first time is in no weights.
+and what came of them the first time is in no weights. What workers of leased
+ranges wrote down themselves is given beforehand.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from shoal.cluster.leased_lives import Life, Piece, kept_of, settle
 from shoal.cluster.ledger_facts import (
     EpochLeased,
     LedgerFact,
@@ -21,9 +24,8 @@ from shoal.cluster.ledger_facts import (
     TrainingBegan,
     TrainingReached,
 )
-
-Range = tuple[int, int]
-"""(start, stop), without stop."""
+from shoal.cluster.ranges import Range, both, minus
+from shoal.cluster.trained_file import Trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +52,28 @@ class Span:
     by_rank: dict[int, Had]
     """Empty where it is not known who of them had how much."""
 
+    batch_size: int = 0
+
     @property
     def is_accounted_for(self) -> bool:
         """Whether what the workers had adds up to all of it."""
         return sum(had.samples for had in self.by_rank.values()) == self.stop - self.start
 
-    def until(self, stop: int) -> Span:
-        """The same, cut short."""
-        if stop >= self.stop:
+    def cut(self, start: int, stop: int) -> Span:
+        """A part of it."""
+        if (start, stop) == (self.start, self.stop):
             return self
-        (only,) = self.by_rank.items() if len(self.by_rank) == 1 else (None,)
-        # One worker's range is its range; of several together it is not known who had how much up to there.
-        kept = {only[0]: replace(only[1], samples=stop - self.start)} if only is not None else {}
-        return replace(self, stop=stop, by_rank=kept)
+        (only,) = self.by_rank if len(self.by_rank) == 1 else (None,)
+        # One worker's range is its range; of several together it is not known who had how much of a part.
+        kept = (
+            {only: Had(num_batches(start, stop, self.batch_size), stop - start)} if only is not None else {}
+        )
+        return replace(self, start=start, stop=stop, by_rank=kept)
+
+
+def num_batches(start: int, stop: int, batch_size: int) -> int:
+    """Of a range; 0 where they are of any size."""
+    return -(-(stop - start) // batch_size) if batch_size else 0
 
 
 @dataclass(slots=True)
@@ -89,6 +100,9 @@ class Epoch:
 
     num_samples_twice: int = 0
     """Samples of ranges that two workers were given; the first result counted."""
+
+    num_repeated: int = 0
+    """Samples that were computed when they counted already; nothing came of it."""
 
     end: int | None = None
     """Where it ended, once it has."""
@@ -148,8 +162,27 @@ class Ledger:
     replaced: list[tuple[int, int, int]] = field(default_factory=list)
     """(launch, rank, incarnation) of every worker that took another's place."""
 
+    trained: list[Trained] = field(default_factory=list)
+    """What workers wrote into files of their own, over all launches."""
+
     _began: dict[int, tuple[int, TrainingBegan]] = field(default_factory=dict)  # by call: launch and fact
     _newest: int | None = None  # call
+    _lives: list[Life] = field(default_factory=list)  # that are not settled
+    _joined: tuple[int, dict[int, int]] = (0, {})  # the launch, and by rank the newest incarnation
+
+    def joined(self, launch: int, rank: int, incarnation: int) -> None:
+        """A worker is in."""
+        if self._joined[0] != launch:
+            self._joined = (launch, {})
+        if incarnation and self._joined[1].get(rank) != incarnation:
+            self.replaced.append((launch, rank, incarnation))
+        self._joined[1][rank] = incarnation
+
+    def close(self) -> None:
+        """There are no more entries."""
+        for life in self._lives:
+            self._settle(life, None, None)
+        self._lives.clear()
 
     def take(self, launch: int, fact: LedgerFact) -> None:
         """One entry more."""
@@ -161,11 +194,13 @@ class Ledger:
                 self._reach(epoch, launch, call, stretch)
                 if is_end:
                     epoch.end = stretch.stop
-            case RangesTrained(call=call, rank=rank, epoch=number, ranges=ranges):
-                epoch, size = self._epoch(call, number, 0), self._began[call][1].batch_size
-                for start, stop in ranges:
-                    had = Had(-(-(stop - start) // size) if size else 0, stop - start)
-                    epoch.spans.append(self._span(launch, call, start, stop, {rank: had}))
+            case RangesTrained(call=call, epoch=number):
+                self._epoch(call, number, 0)
+                life = next((life for life in self._lives if life.began.call == call), None)
+                if life is None:
+                    life = Life(launch, self._began[call][1], {})
+                    self._lives.append(life)
+                life.done.append(fact)
             case EpochLeased(call=call, epoch=number, num_samples_twice=num_twice):
                 epoch = self._epoch(call, number, 0)
                 epoch.end, epoch.num_samples_twice = epoch.num_samples, epoch.num_samples_twice + num_twice
@@ -185,11 +220,15 @@ class Ledger:
         return _summed(span for epoch in self.epochs.values() for span in epoch.spans)
 
     def _begin(self, launch: int, began: TrainingBegan) -> None:
+        self._settle_before(launch, began)
         before = self._began.get(began.call)
         for epoch in self.epochs.values():
             self._void(epoch, began)
         self._began[began.call] = (launch, began)
         self._newest = began.call
+        if began.is_leased:
+            joined = self._joined[1] if self._joined[0] == launch else {}
+            self._lives.append(Life(launch, began, dict(joined)))
         for number, start, stop in began.again:
             self._lose(began.call, number, start, stop, before)
         if began.before is not None and began.before.stop > began.before.start:
@@ -200,21 +239,52 @@ class Ledger:
             ]
             self._reach(epoch, earlier, began.call, began.before, before[1] if before is not None else None)
 
+    def _settle_before(self, launch: int, began: TrainingBegan) -> None:
+        """A call begins: what there was before it is over."""
+        for life in self._lives:
+            joined = self._joined[1] if self._joined[0] == launch == life.launch else None
+            goes_back = began.call <= life.began.call
+            if joined is not None and goes_back:  # by now all workers are other ones
+                joined = {rank: incarnation - 1 for rank, incarnation in joined.items()}
+            self._settle(life, joined, began if goes_back else None)
+        self._lives.clear()
+
+    def _settle(self, life: Life, last: dict[int, int] | None, begins_anew: TrainingBegan | None) -> None:
+        call, began = life.began.call, life.began
+        counted: dict[int, list[Range]] = defaultdict(list)
+        for epoch in self.epochs.values():
+            if (epoch.trainer, epoch.data) == (began.trainer, began.data):
+                counted[epoch.number] += [(span.start, span.stop) for span in epoch.spans]
+        entries = [each for each in self.trained if life.is_of(each, last)]
+        for number, found in settle(life, entries, counted, begins_anew):
+            epoch = self._epoch(call, number, 0)
+            epoch.spans += [self._piece(life, piece) for piece in found.counted]
+            epoch.again += [self._piece(life, piece) for piece in found.lost]
+            epoch.num_repeated += found.num_repeated
+
+    def _piece(self, life: Life, piece: Piece) -> Span:
+        rank, start, stop = piece
+        had = Had(num_batches(start, stop, life.began.batch_size), stop - start)
+        return self._span(life.launch, life.began.call, start, stop, {rank: had}, life.began)
+
     def _void(self, epoch: Epoch, began: TrainingBegan) -> None:
         """Move out what was trained beyond where a fit begins."""
         kept: list[Span] = []
         for span in epoch.spans:
-            limit = began.start if epoch.number == began.epoch else 0
-            if span.call < began.call or (span.call == began.call and epoch.number < began.epoch):
-                limit = span.stop
+            own = [(span.start, span.stop)]
+            counts = own
+            if span.call == began.call:
+                counts = both(own, kept_of(began, epoch.number))
             elif span.call > began.call:
-                limit = 0
-            if span.start < limit:
-                kept.append(span.until(limit))
-            if span.stop > limit:
-                epoch.again.append(replace(span, start=max(span.start, limit), by_rank={}))
+                counts = []
+            kept += [span.cut(*part) for part in counts]
+            epoch.again += [self._lost(span.cut(*part)) for part in minus(own, counts)]
         if kept != epoch.spans:
             epoch.spans, epoch.end = kept, None
+
+    @staticmethod
+    def _lost(span: Span) -> Span:
+        return span if len(span.by_rank) == 1 else replace(span, by_rank={})
 
     def _lose(
         self, call: int, number: int, start: int, stop: int, before: tuple[int, TrainingBegan] | None
@@ -262,6 +332,7 @@ class Ledger:
             num_workers=began.num_workers,
             sharding=began.sharding,
             by_rank=by_rank,
+            batch_size=began.batch_size,
         )
 
     def _epoch(self, call: int, number: int, num_workers: int) -> Epoch:
@@ -283,21 +354,6 @@ class Ledger:
         if key not in self.epochs:
             self.epochs[key] = Epoch(*key, began.num_samples, began.num_left_out)
         return self.epochs[key]
-
-
-def merged(ranges: Iterable[Range]) -> Iterator[Range]:
-    """The same samples in as few ranges as there can be."""
-    begin = end = None
-    for start, stop in sorted(ranges):
-        if end is None or begin is None:
-            begin, end = start, stop
-        elif start <= end:
-            end = max(end, stop)
-        else:
-            yield begin, end
-            begin, end = start, stop
-    if begin is not None and end is not None:
-        yield begin, end
 
 
 def _summed(spans: Iterable[Span]) -> dict[int, Had]:

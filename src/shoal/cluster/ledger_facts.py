@@ -2,7 +2,8 @@
 
 Where workers cut every batch (exact strategies), rank 0's Trainer tells where
 it begins and how far it has come, with what each worker had of it. Where
-ranges are leased, the coordinator writes down who has finished which.
+ranges are leased, the coordinator writes down who has finished which; who
+computed the batches of it, workers write into files (`trained_file.py`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class TrainingBegan(_Fact, frozen=True, tag="training-began"):
     is_leased: bool = False
     again: list[tuple[Count, Count, Count]] = []  # (epoch, start, stop) that had been trained, and is lost
     before: Stretch | None = None  # the last of this epoch before `start`, where a checkpoint knows it
+    kept: list[
+        tuple[Count, Count, Count]
+    ] = []  # leased: (epoch, start, stop) beyond `start` that a checkpoint has
 
 
 class TrainingReached(_Fact, frozen=True, tag="training-reached"):
@@ -55,7 +59,7 @@ class TrainingReached(_Fact, frozen=True, tag="training-reached"):
 
 
 class RangesTrained(_Fact, frozen=True, tag="ranges-trained"):
-    """One worker has trained these ranges, (start, stop) each."""
+    """These ranges, (start, stop) each, are done; one worker has told so, which need not have trained all of them."""
 
     call: Count
     rank: Count

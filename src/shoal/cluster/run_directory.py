@@ -8,6 +8,7 @@
         checkpoints/     written by the Trainer
         summary.json     what came of it; appears when the job has ended
         journal.sqlite   what the coordinator has promised
+        trained/         <launch>-<rank>-<incarnation>: the batches of a worker under a relaxed strategy
         scratch/         what the job keeps on disk while it runs: gone with it
         lock             held by the live supervisor, and only by it
 
@@ -28,7 +29,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from shoal.cluster import journal
+from shoal.cluster import journal, trained_file
 from shoal.core.errors import RunDirectoryError
 
 
@@ -149,6 +150,7 @@ class RunDirectory:
             for folder in ("logs", "checkpoints"):
                 (self.path / folder).mkdir(exist_ok=True)
             self.launch = journal.begin_launch(self.journal_path, num_workers=config.workers)
+            trained_file.forget_from(self.path, self.launch)
             (self.path / "summary.json").unlink(missing_ok=True)  # of the ended job; this one has not ended
             write_atomically(self.path / "config.json", msgspec.json.encode(config))
             self._events = open(self.path / "events.jsonl", "ab", buffering=0)  # noqa: SIM115  closed in close()

@@ -57,6 +57,9 @@ class Job:
     incarnation: int = 0
     """How often this rank was started again; only fences."""
 
+    launch: int = 1
+    """Which launch of its run this is: `shoal resume` begins the next."""
+
     strategy: str = "single"
     """As given to --strategy."""
 

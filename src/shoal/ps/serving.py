@@ -233,7 +233,13 @@ class Serving(Waiting):
             state.marks.forget_below(message.done_below)
         if notes and not new[0]:
             actions += self._finish(None, Result(False, b""), notes)
-        committed = Committed(message.seq, state.updates, state.clocks.slowest(), wishes=state.clocks.wishes)
+        committed = Committed(
+            message.seq,
+            state.updates,
+            state.clocks.slowest(),
+            wishes=state.clocks.wishes,
+            is_new=bool(new[0]),
+        )
         return actions + self._when_safe(request, committed)
 
     def _count(self, counted: Counted) -> list[Action]:

@@ -71,6 +71,12 @@ class Step:
     committed: Committed | None = None
     """What the server with the fewest updates said."""
 
+    is_new: bool = True
+    """Whether it counts by this push, and not by one before it; relaxed strategies. What slot 0's holder says is so."""
+
+    was_sent_again: bool = False
+    """Then a push before it may have been this one."""
+
     _rows: list[_Rows] = field(default_factory=list)
     _dense: list[_Dense] = field(default_factory=list)
     _end: StepEnd | None = None
@@ -126,6 +132,7 @@ class Step:
     def send(self, group: Group) -> None:
         """All of it again, in the present view."""
         self._is_broken = False
+        self.was_sent_again = True
         self._pushed, self._tickets = {}, {}
         for rows in self._rows:
             rows.frames = None  # they may lie in the memory of a server that is gone
@@ -155,6 +162,8 @@ class Step:
         done = [answer for answer in answers.values() if isinstance(answer, Committed)]
         assert len(done) == len(answers), answers
         self.committed = min(done, key=lambda answer: answer.updates)
+        holder = answers.get(group.owner(0))
+        self.is_new = holder.is_new if isinstance(holder, Committed) else True
         self.vector = self._vector_of(min(answers))
 
     def release(self) -> None:

@@ -12,13 +12,15 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from shoal.cluster import session
+from shoal.cluster.slot_map import NUM_SLOTS
+from shoal.cluster.trained_file import Outcome, TrainedFile
 from shoal.core.errors import ConfigError
 from shoal.core.failpoints import failpoint
 from shoal.core.job import Job
@@ -59,6 +61,8 @@ class Naming:
     samples_per_lease: int
     first_epoch: int
     done_below: int = 0
+    counted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By lease, when servers were last asked: how many of its batches count in slot 0, and in all slots."""
 
     def name(self, batch: Slice, batch_size: int) -> tuple[int, int]:
         """(stream, seq) of a batch."""
@@ -75,6 +79,14 @@ class Naming:
         for stream in marks[marks[:, 2] == 0, 1].tolist():
             if stream >> 32 == self.call:
                 self.done_below = max(self.done_below, (stream & 0xFFFF_FFFF) - 1)
+        of_call = marks[(marks[:, 2] > 0) & (marks[:, 1] >= self.stream(self.done_below))]
+        self.counted = {}
+        for stream in np.unique(of_call[:, 1]).tolist():
+            if stream >> 32 == self.call:
+                own = of_call[of_call[:, 1] == stream]
+                everywhere = int(own[:, 2].min()) if len(own) == NUM_SLOTS else 0
+                in_slot_0 = int(own[own[:, 0] == 0, 2].max(initial=0))
+                self.counted[(stream & 0xFFFF_FFFF) - 1] = (in_slot_0, everywhere)
 
 
 class PsRelaxed(Ps):
@@ -85,6 +97,8 @@ class PsRelaxed(Ps):
         self._clock = 0  # steps this worker has finished
         self._naming: Naming | None = None
         self._batch_size = 1
+        self._batch: Slice | None = None
+        self._trained: TrainedFile | None = None
         self._ahead: DensePull | DenseLook | None = None
         self._unused: list[DensePull | DenseLook] = []  # the servers may still write into their memory
         self.staleness: Counter[int] = Counter()
@@ -160,7 +174,7 @@ class PsRelaxed(Ps):
 
     def _begin_alone(self, batch: Slice) -> None:
         assert self._model is not None
-        self._num_global = batch.num_global
+        self._batch, self._num_global = batch, batch.num_global
         for module in self._model.rows:
             module.clock, module.is_training = self._clock, True
         stream, seq = (
@@ -204,6 +218,7 @@ class PsRelaxed(Ps):
         else:
             self._model.dense.disarm()
         settings, table_settings = self._model.settings()
+        self._note_push()
         step.end(
             StepEnd(
                 view=0,
@@ -228,6 +243,7 @@ class PsRelaxed(Ps):
         failpoint("worker: committed, not counted")
         committed = step.committed
         assert committed is not None
+        self._note_outcome(step)
         step.release()
         # A replacement begins at 0, and is as far as the slowest: servers let it in there.
         self._clock = max(self._clock + 1, committed.slowest)
@@ -248,6 +264,22 @@ class PsRelaxed(Ps):
             leave=verdict.leave or bool(committed.wishes & LEAVE),
             checkpoint=verdict.checkpoint and self._rank == 0,
         )
+
+    def _note_push(self) -> None:
+        """From here on the push may count, and this worker may die before it hears."""
+        if self._naming is None or self._batch is None:
+            return
+        if self._trained is None:
+            self._trained = TrainedFile(self._launched)
+        part, self._batch = self._batch, None
+        stop = part.start + part.num_global
+        self._trained.pushing(call=self._naming.call, epoch=part.epoch, start=part.start, stop=stop)
+
+    def _note_outcome(self, step: Step) -> None:
+        if self._naming is not None and self._trained is not None:
+            # Sent again after a server was lost: what counted before may have been this very push.
+            is_other = Outcome.PUSHED if step.was_sent_again else Outcome.KNOWN
+            self._trained.heard(Outcome.COUNTED if step.is_new else is_other)
 
     def state(self) -> Iterator[Piece]:
         """Model and optimizer, whole, and the marks that belong to them. Rank 0 reads while no push counts."""

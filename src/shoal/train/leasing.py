@@ -66,7 +66,7 @@ class Leasing:
         num_workers: int,
         position: Position,
         trainer: int = 0,
-        kept: dict[str, int] | None = None,
+        kept: dict[str, Any] | None = None,
     ) -> None:
         """`first` is the epoch and the step at which the fit began, and from which leases count. It goes on at `position`, or where a relaxed strategy
         had come that `kept` this in a checkpoint.
@@ -93,6 +93,8 @@ class Leasing:
             if kept is not None
             else first_lease + position.next_index // (per_lease * size)
         )
+        counted = _counted(kept, done_below)
+        self._skip = {lease: everywhere for lease, _, everywhere in counted}  # batches that count already
         done_in_epoch = min((done_below - first_lease) * per_lease * size, num_samples)
         self._strategy, self._batches, self._size = strategy, batches, size
         self._asked: dict[str, Any] = {
@@ -101,7 +103,14 @@ class Leasing:
             "samples_per_lease": per_lease * size,
             "num_epochs": num_epochs or ENDLESS,
             "first_epoch": epoch,
-            "done": tuple(range(first_lease, done_below)),
+            "done": (
+                *range(first_lease, done_below),
+                *(
+                    lease
+                    for lease, _, everywhere in counted
+                    if everywhere >= min(per_lease, num_batches - lease % num_leases * per_lease)
+                ),
+            ),
             "num_workers": num_workers,
             "from_epoch": first_epoch,
             "trainer": trainer,
@@ -111,6 +120,7 @@ class Leasing:
             "data": data_identity(batches.describe()),
             **_handing_out(batches.sharding, num_leases, num_workers),
         }
+        self._told_once = {"counted": [(lease, in_slot_0) for lease, in_slot_0, _ in counted]}
         self._naming = Naming(call, num_leases, per_lease * size, first_epoch, done_below)
         strategy.lease_by(self._naming, size)
         self._first_epoch = first_epoch
@@ -175,8 +185,11 @@ class Leasing:
             lease = self._held.popleft()
             self._taken.add(lease.number)
             self._working_on = lease.number
+            # What a checkpoint brought along is not computed again; the last batch is, to finish the lease with.
+            skipped = min(self._skip.get(lease.number, 0) * self._size, lease.stop - lease.start - 1)
+            start = lease.start + skipped // self._size * self._size
             for part in self._batches.slices(
-                epoch=epoch, start=lease.start, stop=lease.stop, rank=0, num_workers=1
+                epoch=epoch, start=start, stop=lease.stop, rank=0, num_workers=1
             ):
                 if lease.number in self._given_up:
                     break
@@ -248,12 +261,13 @@ class Leasing:
         self._strategy.share_statistics()
 
     @property
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """What a checkpoint needs to hand out the rest: marks say what of it counts already."""
         return {
             "samples_per_lease": self._naming.samples_per_lease,
             "num_leases": self._naming.num_leases,
             "done_below": self._naming.done_below,
+            "counted": [[lease, *batches] for lease, batches in sorted(self._naming.counted.items())],
         }
 
     def close(self) -> None:
@@ -270,7 +284,9 @@ class Leasing:
             busy_s=busy_s,
             below=self._naming.done_below,
             **self._asked,
+            **self._told_once,
         )
+        self._told_once = {}
 
     def _hear(self) -> None:
         if self._answer is None:
@@ -307,6 +323,12 @@ class Leasing:
         if self._working_on is not None and is_done(self._working_on):
             self._given_up.add(self._working_on)
             self._worked_s = 0.0
+
+
+def _counted(kept: dict[str, Any] | None, done_below: int) -> list[tuple[int, int, int]]:
+    """(lease, batches that count in slot 0, in all slots) of leases that were under way at a checkpoint."""
+    told = kept.get("counted", []) if kept is not None else []
+    return [(lease, in_slot_0, everywhere) for lease, in_slot_0, everywhere in told if lease >= done_below]
 
 
 def _handing_out(sharding: Sharding, num_leases: int, num_workers: int) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class Trainer:
         self.data_description: dict[str, Any] = {}
         self.leasing: Leasing | None = None
         self.ledger: LedgerNotes | None = None
-        self.kept_leases: dict[str, int] | None = None
+        self.kept_leases: dict[str, Any] | None = None
         self._model_or_factory = model
         self._optimizer_or_factory = optimizer
         self._scheduler_factory, self._scheduler_every = scheduler, scheduler_every
@@ -400,6 +400,7 @@ class Trainer:
             model=model,
             loss=self._loss,
             build_optimizer=partial(build_optimizer, given) if given is not None else None,
+            given_optimizer=given if isinstance(given, torch.optim.Optimizer) else None,
             device=self._device,
             seed=self.seed,
             number=self.number,

@@ -179,6 +179,9 @@ class AskLease(Message, frozen=True, tag="ask-lease"):
         default_factory=list
     )  # leases of any epoch whose data this worker's host has
     num_left_out: Count = 0  # of an epoch: of a last batch that is not full; not among num_samples
+    counted: list[tuple[Count, Count]] = msgspec.field(
+        default_factory=list
+    )  # (lease, batches) that count already, says the checkpoint
 
 
 class Leases(Message, frozen=True, tag="leases"):

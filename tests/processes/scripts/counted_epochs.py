@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.callbacks import Callback, ModelCheckpoint
+from shoal.core.job import current
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
@@ -25,10 +28,17 @@ parser.add_argument("--save-every", type=int, default=10)
 parser.add_argument("--how", default="")
 parser.add_argument("--drain", type=float, default=8.0)
 parser.add_argument("--drop-last", action="store_true")
+parser.add_argument("--pause-all", action="store_true", help="every rank does so, in a file of its own")
+parser.add_argument("--computed", action="store_true", help="write every sample that is computed into a file")
+parser.add_argument(
+    "--die-in", type=int, help="rank 1 kills itself in this forward of its own, in the first launch"
+)
 parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes, at least")
 options = parser.parse_args()
 torch.set_num_threads(1)
 BATCH = 8
+job = current()
+COMPUTED = os.open(f"computed-{os.getpid()}", os.O_CREAT | os.O_WRONLY) if options.computed else -1
 
 
 class Counts(nn.Module):
@@ -36,17 +46,25 @@ class Counts(nn.Module):
         super().__init__()
         self.times = nn.Embedding(options.samples, 1)
         nn.init.zeros_(self.times.weight)
+        self.num_forwards = 0
 
     def forward(self, ids: Tensor) -> Tensor:
-        if self.training:
+        if self.training and torch.is_grad_enabled():
+            self.num_forwards += 1
+            if self.num_forwards == options.die_in and (job.rank, job.launch, job.incarnation) == (1, 1, 0):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if options.computed:
+                os.write(COMPUTED, b"".join(b"%d\n" % number for number in ids.tolist()))
             time.sleep(options.step_s)
         return self.times(ids).squeeze(1)
 
 
 class Pauses(Callback):
+    ranks = "every" if options.pause_all else "zero"
+
     def on_step_end(self, trainer: shoal.Trainer, logs: Any) -> None:
         if options.pause_at and logs.step >= options.pause_at and not trainer.job.resume:
-            Path("paused").touch()
+            Path(f"paused-{shoal.rank()}" if options.pause_all else "paused").touch()
             while True:
                 time.sleep(0.01)
 
