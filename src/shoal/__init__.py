@@ -75,6 +75,8 @@ __all__ = [
     "should_stop",
 ]
 
+importlib.import_module("shoal.core.user_frames").hide_ours_from_plain_python()
+
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)

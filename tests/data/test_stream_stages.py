@@ -166,7 +166,7 @@ def test_samples_of_a_stream_get_weights() -> None:
         [batch] = data.batch(3)
         assert isinstance(batch, Weighted)
         assert batch.weight.tolist() == [0.0, 0.5, 1.0]
-    with pytest.raises(ConfigError, match="not an array"):
+    with pytest.raises(ConfigError, match="a column's name or a function"):
         pairs.with_weights([1.0, 2.0, 3.0])
 
 

@@ -18,13 +18,13 @@ import traceback
 import shoal
 from shoal import core
 from shoal.core.errors import CoordinatorLost, Interrupted, PeerLost, ScriptExited, ScriptFailed, ShoalError
+from shoal.core.user_frames import hide_ours
 from shoal.wire.messages import Failed
 
 MAX_TEXT_CHARS = 12_000
 """Of each text of a Failed, which must fit a packet. The middle is left out: that of a recursion says nothing new."""
 
 _SHOAL = os.path.dirname(os.path.abspath(shoal.__file__)) + os.sep
-_RUNPY = "<frozen runpy>"
 
 
 def describe(error: BaseException, *, rank: int, stop: str | None = None) -> Failed:
@@ -84,35 +84,14 @@ def _error_named(name: str) -> type[ShoalError] | None:
 
 def user_traceback(error: BaseException) -> str:
     """The traceback without the launcher, and without shoal where the user's own code comes after it."""
-    told = traceback.TracebackException.from_exception(error)
-    _trim(told, set())
-    return "".join(told.format())
+    hide_ours(error)
+    return "".join(traceback.format_exception(error))
 
 
 def without_launcher(lines: list[str]) -> list[str]:
     """What a crashed interpreter wrote of its stack, without our part of it and the list of all that was loaded."""
     launcher = ('  File "<frozen runpy>"', f'  File "{_SHOAL}cluster{os.sep}', "Extension modules:")
     return [line for line in lines if not line.startswith(launcher)]
-
-
-def _trim(told: traceback.TracebackException, seen: set[int]) -> None:
-    if id(told) in seen:
-        return
-    seen.add(id(told))
-    frames = list(told.stack)
-    last_outside = max((i for i, frame in enumerate(frames) if not _is_ours(frame.filename)), default=-1)
-    told.stack[:] = [
-        frame for i, frame in enumerate(frames) if i > last_outside or not _is_ours(frame.filename)
-    ]
-    if last_outside < 0 and any(frame.filename == _RUNPY for frame in frames):
-        told.stack.clear()  # the script never ran: a syntax error, say
-    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
-        if other is not None:
-            _trim(other, seen)
-
-
-def _is_ours(filename: str) -> bool:
-    return filename == _RUNPY or filename.startswith(_SHOAL)
 
 
 def _came_from_a_peer(error: BaseException) -> bool:

@@ -58,10 +58,11 @@ class TooManySkipped(DataError):
     def __init__(self, *, num_skipped: int, max_skips: int, last: BadSample) -> None:
         self.num_skipped, self.max_skips, self.last = num_skipped, max_skips, last
         super().__init__(
-            f"{num_skipped} bad samples were left out, and max_skips={max_skips} allows no more. The last was: "
+            f"{num_skipped} bad {'sample was' if num_skipped == 1 else 'samples were'} left out, and max_skips={max_skips} allows no more. The last was: "
             f"{str(last).partition(' Nothing was changed;')[0]} Training stopped before the batch with it; what was "
             "trained and saved before is whole. Mend the data, or raise max_skips."
         )
+        self.opened_by(last.opened_at)
 
 
 class NoFiles(DataError):

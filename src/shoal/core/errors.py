@@ -63,7 +63,7 @@ what to do next. The facts stay on the object as attributes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 
 class ShoalError(Exception):
@@ -140,6 +140,16 @@ class ScriptExited(ShoalError):
 
 class DataError(ShoalError):
     """The dataset cannot give what was asked of it."""
+
+    opened_at: str | None = None
+    """The user's line that opened the data, once somebody has said it."""
+
+    def opened_by(self, line: object) -> Self:
+        """The same error, which from now on says which line of the user's opened the data; the first one said stays."""
+        if line is not None and self.opened_at is None:
+            self.opened_at = str(line)
+            self.args = (f"{self} The data is opened at {self.opened_at}", *self.args[1:])
+        return self
 
 
 class EmptyDataset(DataError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.seeds import mix
+from shoal.data.arguments import flag, function, whole_number
 from shoal.data.feed import Feed, IndexedFeed
 from shoal.data.iterator import DataIterator
 from shoal.data.loader import feed_of
@@ -30,6 +30,7 @@ from shoal.data.sharding import DRAIN_SLOWER_THAN, Loads, Sharding, ShardPlan
 from shoal.data.skipping import Skipped
 from shoal.data.slice import Slice
 from shoal.data.sources.source import name_of
+from shoal.data.sources.user_code import blame_batch
 from shoal.data.tree import Tree, tensors
 from shoal.data.weights import keep_weights
 
@@ -57,6 +58,7 @@ class Batches:
 
             data.batch(256).map(lambda batch: (batch[0].float() / 255, batch[1]))
         """
+        fn = function("batch().map", fn, of="a batch")
         return Batches(self._feed, (*self._stages, _MapBatches(fn, self._feed.seed)))
 
     def prefetch(self, num_ahead: int = 2) -> Batches:
@@ -118,7 +120,7 @@ class Batches:
             cost=cost,
             weights=weights,
             drain_slower_than=drain_slower_than,
-            backup=backup,
+            backup=flag("shard(backup=)", backup),
             probe_every_s=probe_every_s,
         )
         return Batches(self._feed.sharded(plan), self._stages)
@@ -301,7 +303,11 @@ class _MapBatches:
         for part in slices:
             with generators:
                 generators.reseed(mix(self._seed, part.epoch, part.start + part.first))
-                batch = keep_weights(part.batch, self._fn(part.batch))
+                try:
+                    batch = keep_weights(part.batch, self._fn(part.batch))
+                except Exception as error:
+                    blame_batch("batch().map", self._fn, error, part)
+                    raise
             self._refuse_lost_rows(part, batch)
             yield replace(part, batch=batch)
 
@@ -333,16 +339,3 @@ class _Prefetch:
 
     def describe(self) -> dict[str, Any]:
         return {"stage": "prefetch", "num_ahead": self._num_ahead}
-
-
-def whole_number(what: str, value: Any, *, at_least: int | None = None) -> int:
-    """The value as an int, or a ConfigError that names it."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise ConfigError(f"{what} takes a whole number, got {value!r}") from None
-    if at_least is not None and number < at_least:
-        raise ConfigError(f"{what} takes a whole number of at least {at_least}, got {number}")
-    return number

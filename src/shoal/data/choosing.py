@@ -16,7 +16,7 @@ from shoal.core.errors import ConfigError
 from shoal.data.filtering import Filter
 from shoal.data.order import Indices, Order, Part, Positions, Rest, Shuffled, Stage, as_array
 from shoal.data.order_kept import Kept
-from shoal.data.order_sampled import Sampled, SampledOnce
+from shoal.data.order_sampled import Sampled, SampledOnce, checked_weights
 from shoal.data.order_window import Window
 from shoal.data.sources.source import Source, name_of
 from shoal.data.split import fold_sizes, grouped, part_sizes, stratified
@@ -111,6 +111,8 @@ def sampled(
             "sample draws from all samples, and repeat() has no end. Call sample before repeat."
         )
     values = Values(source, order, weights, caller="sample(weights=)") if weights is not None else None
+    if values is not None and values.is_checkable:
+        checked_weights(values)
     if replacement:
         return Sampled(order, num_samples=num_samples, weights=values, seed=seed)
     if values is not None:
@@ -133,19 +135,22 @@ class InTime(Stage):
     def __init__(self, parent: Order, times: Values) -> None:
         super().__init__(parent)
         self._times = times
-        self._sorted: NDArray[np.int64] | None = None
+        self._sorted = self._sort() if times.is_checkable else None
 
     def indices(self, positions: Positions, epoch: int) -> Indices:
         """The parent's, at the sorted positions."""
         if self._sorted is None:
-            times = self._times.array()
-            if times.dtype.kind in "fmM" and np.isnan(times).any():
-                at = int(np.flatnonzero(np.isnan(times))[0])
-                raise ConfigError(
-                    f"{self._times.caller} has no time for the sample at position {at}: it is {times[at]}"
-                )
-            self._sorted = np.argsort(times, kind="stable").astype(np.int64)
+            self._sorted = self._sort()
         return self.parent.indices(self._sorted[as_array(positions)], epoch)
+
+    def _sort(self) -> NDArray[np.int64]:
+        times = self._times.array()
+        if times.dtype.kind in "fmM" and np.isnan(times).any():
+            at = int(np.flatnonzero(np.isnan(times))[0])
+            raise ConfigError(
+                f"{self._times.caller} has no time for the sample at position {at}: it is {times[at]}"
+            )
+        return np.argsort(times, kind="stable").astype(np.int64)
 
     def settings(self) -> dict[str, Any]:
         """Where the times come from."""

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate as collate_by
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from shoal.core.errors import DataError
 from shoal.data.tree import Tree, map_leaves
 
 
 def collate(samples: list[Any]) -> Tree:
-    """One batch of the samples: torch's own rule, with tuples where it makes lists, and lists of several lengths padded."""
-    return lists_to_tuples(_default_collate(samples))
+    """One batch of the samples: torch's own rule, but tuples for its lists, arrays for strings, and short lists padded."""
+    return with_string_arrays(lists_to_tuples(_default_collate(samples)), len(samples))
 
 
 def _default_collate(samples: list[Any]) -> Tree:
     try:
-        return default_collate(samples)
+        return collate_by(samples, collate_fn_map=_RULES)
     except (TypeError, KeyError) as error:
         kinds = sorted({type(sample).__name__ for sample in samples})
         raise DataError(
@@ -33,7 +36,25 @@ def _default_collate(samples: list[Any]) -> Tree:
         padded = _padded(samples)
         if padded is None:
             raise
-        return default_collate(padded)
+        return collate_by(padded, collate_fn_map=_RULES)
+
+
+def _arrays(arrays: list[Any], *, collate_fn_map: Any = None) -> Any:
+    """Arrays of strings stay what they are, one per sample; of numbers torch knows what to do."""
+    if arrays[0].dtype.kind in "USO":
+        return as_objects(arrays)
+    return default_collate_fn_map[np.ndarray](arrays, collate_fn_map=collate_fn_map)
+
+
+_RULES: dict[Any, Any] = {**default_collate_fn_map, np.ndarray: _arrays}
+
+
+def as_objects(values: Sequence[Any]) -> NDArray[Any]:
+    """An array of one object per value, whatever the values are."""
+    array = np.empty(len(values), dtype=object)
+    for at, value in enumerate(values):  # not by slice: numpy would take arrays of one length for rows
+        array[at] = value
+    return array
 
 
 def _short(error: Exception) -> str:
@@ -126,7 +147,8 @@ def uncollate(batch: Tree, num_samples: int) -> list[Any]:
 def with_string_arrays(batch: Tree, num_samples: int) -> Tree:
     """The same batch with columns of strings as arrays, as tables have them: one leaf per column."""
     if _is_column(batch, num_samples):
-        return np.array(batch)
+        # Of bytes numpy's own strings would lose zeros at the end.
+        return np.array(batch) if all(isinstance(value, str) for value in batch) else as_objects(batch)
     if isinstance(batch, dict):
         return {key: with_string_arrays(value, num_samples) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
@@ -137,7 +159,7 @@ def with_string_arrays(batch: Tree, num_samples: int) -> Tree:
 
 def _is_column(batch: Tree, num_samples: int) -> bool:
     """Whether this is a column of strings, which `default_collate` leaves a list of them."""
-    is_list = isinstance(batch, (tuple, list)) and len(batch) == num_samples
+    is_list = isinstance(batch, (tuple, list)) and len(batch) == num_samples > 0
     return is_list and all(isinstance(value, (str, bytes)) for value in batch)
 
 

@@ -6,16 +6,19 @@ which knows none of them.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.core.errors import ConfigError
-from shoal.data.batches import Batches, whole_number
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.user_frames import calling_line
+from shoal.data.arguments import function, whole_number
+from shoal.data.batches import Batches
 from shoal.data.files import Where
 from shoal.data.loader import feed_of
 from shoal.data.sources.arrays import ArraySource
@@ -27,6 +30,24 @@ from shoal.data.tree import Tree
 
 if TYPE_CHECKING:
     from shoal.data.locations.copies import CopiedFiles
+
+
+Made = TypeVar("Made")
+Says = ParamSpec("Says")
+
+
+def _opens(make: Callable[Says, Made]) -> Callable[Says, Made]:
+    """A constructor whose refusals name the user's line that called it: under a launcher no traceback does."""
+
+    @functools.wraps(make)
+    def opened(*args: Says.args, **options: Says.kwargs) -> Made:
+        try:
+            return make(*args, **options)
+        except DataError as error:
+            error.opened_by(calling_line())
+            raise
+
+    return opened
 
 
 class Constructors:
@@ -61,6 +82,7 @@ class Constructors:
 
             Dataset.from_function(lambda i: (torch.tensor(i % 10).float(), torch.tensor(i % 2)), 1_000_000)
         """
+        fn = function("from_function", fn, of="an array of indices")
         return cls(FunctionSource(fn, whole_number("from_function(num_samples=)", num_samples, at_least=0)))
 
     @overload
@@ -88,7 +110,7 @@ class Constructors:
             return Batches(feed_of(dataset, default_seed=0))
         if isinstance(dataset, IterableDataset):
             return cls(Stream(dataset))
-        if not hasattr(dataset, "__getitem__"):
+        if not hasattr(dataset, "__getitem__") or isinstance(dataset, (str, bytes, dict)):
             raise ConfigError(
                 f"from_torch takes a torch Dataset or DataLoader, or anything with __len__ and __getitem__, but got a "
                 f"{type(dataset).__name__}. For tensors and arrays there is from_arrays."
@@ -96,6 +118,7 @@ class Constructors:
         return cls(torch_source(dataset))
 
     @classmethod
+    @_opens
     def from_csv(
         cls,
         path: Where | CopiedFiles,
@@ -151,6 +174,7 @@ class Constructors:
         return cls(source)
 
     @classmethod
+    @_opens
     def from_jsonl(
         cls,
         path: Where | CopiedFiles,
@@ -197,6 +221,7 @@ class Constructors:
         return cls(source)
 
     @classmethod
+    @_opens
     def from_parquet(
         cls,
         path: Where | CopiedFiles,
@@ -243,6 +268,7 @@ class Constructors:
         return cls(source)
 
     @classmethod
+    @_opens
     def from_huggingface(
         cls,
         dataset: Any,
@@ -281,6 +307,7 @@ class Constructors:
         return cls(source)
 
     @classmethod
+    @_opens
     def from_tfrecord(
         cls,
         path: Where | CopiedFiles,
@@ -316,6 +343,7 @@ class Constructors:
         return cls(source)
 
     @classmethod
+    @_opens
     def from_sql(
         cls,
         query: str,

@@ -12,7 +12,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from shoal.data.batches import Batches, whole_number
+from shoal.data.arguments import flag, whole_number
+from shoal.data.batches import Batches
 from shoal.data.collate import Collate
 from shoal.data.feed import IndexedFeed, even_cut
 from shoal.data.iterator import DataIterator
@@ -55,7 +56,11 @@ class Dataset(Stages):
             data.shuffle(seed=0).batch(1024)
         """
         size = whole_number("batch(size)", size, at_least=1)
-        cut = even_cut(size, per_worker=per_worker, drop_last=drop_last)
+        cut = even_cut(
+            size,
+            per_worker=flag("batch(per_worker=)", per_worker),
+            drop_last=flag("batch(drop_last=)", drop_last),
+        )
         if isinstance(self._source, Stream):
             description = self._source.describe()
             return Batches(

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 from shoal.core.data_errors import FileLost, NoFiles
 from shoal.core.errors import ConfigError
+from shoal.data.arguments import paths
 
 Where = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A path, a directory, a pattern with * or ?, a URL that fsspec knows, or several of them."""
@@ -72,12 +73,11 @@ class SharedFiles:
 
     def expand(self, where: Where, endings: Sequence[str] = ()) -> list[FileInfo]:
         """The files behind paths, patterns, directories and URLs; never none."""
-        places = [where] if isinstance(where, (str, os.PathLike)) else list(where)
+        places = paths("the files to read", where)
         if not places:
             raise NoFiles(where="an empty list", problem="no path was given")
         found: list[FileInfo] = []
-        for place in places:
-            url = os.fspath(place)
+        for url in places:
             found += _expand_url(url, endings) if _is_url(url) else _expand_local(_local_path(url), endings)
         urls = [info.url for info in found]
         if len(set(urls)) < len(urls):

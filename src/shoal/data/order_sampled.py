@@ -119,7 +119,10 @@ class SampledOnce(Sampled):
 
 def checked_weights(values: Values) -> NDArray[np.float64]:
     """Finite, none below 0, some above."""
-    weights = values.array().astype(np.float64, copy=False)
+    found = values.array()
+    if found.dtype.kind not in "fiub":
+        raise ConfigError(f"the weights of {values.caller} must be numbers, got values of type {found.dtype}")
+    weights = found.astype(np.float64, copy=False)
     if values.is_bad is not None and values.is_bad.any():
         weights = np.where(values.is_bad, 0.0, weights)  # what cannot be read is not drawn
     if weights.ndim != 1 or not np.all(np.isfinite(weights)) or np.any(weights < 0):

@@ -25,6 +25,7 @@ from shoal.core import happenings
 from shoal.core import job as jobs
 from shoal.core.data_errors import ReadersLost, ReaderStuck, SampleEndsReader
 from shoal.core.errors import ConfigError
+from shoal.core.user_frames import is_ours
 from shoal.data.process_memory import Receiver
 from shoal.data.process_parent import ASKS_FOR_STACK, AT, Child, ReaderParent, receive, send
 from shoal.data.process_reader import Delivery, Order, Outcome, order_packet, serve
@@ -33,7 +34,6 @@ from shoal.data.task_queue import TaskQueue
 _MAX_LOST_PER_PROCESS = 10  # in a row, without a result between them
 _STACK_WITHIN_S = 0.5
 _LOOKS_EVERY_S = 1.0
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +314,7 @@ def _stack_of(child: Child) -> list[str]:
         text = os.pread(child.notes, 1 << 16, AT.size).decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.startswith("  File ")]
         if lines:  # only those of foreign code, which come before ours
-            return list(itertools.takewhile(lambda line: not line.startswith(f'File "{_OURS}'), lines))
+            return list(itertools.takewhile(lambda line: not is_ours(line.split('"')[1]), lines))
         time.sleep(0.01)
     return []
 

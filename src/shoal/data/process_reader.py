@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from shoal.core import happenings
 from shoal.core.errors import DataError
+from shoal.core.user_frames import Elsewhere, hide_ours
 from shoal.data import randomness
 from shoal.data.process_memory import Parcel, Sender
 from shoal.data.process_parent import ASKS_FOR_STACK, AT, flush, receive, send
@@ -30,7 +31,6 @@ INLINE_BYTES = 16 << 10
 
 _DELIVERY = struct.Struct("=5q")
 _PACKET_BYTES = INLINE_BYTES + 4096
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class Order(NamedTuple):
@@ -83,20 +83,13 @@ class Outcome(NamedTuple):
             happenings.tell(kind, **facts)
         if self.error is None:
             return self.value
-        cause = _InReader(self.traceback) if self.traceback else None
+        cause = Elsewhere(self.traceback) if self.traceback else None
         try:
             if isinstance(self.error, StopIteration):  # would pass for the end of the data
                 raise RuntimeError("reading raised StopIteration") from cause
             raise self.error from cause
         finally:
             del self, cause  # else the error would keep every frame it passed, and those keep it
-
-
-class _InReader(Exception):
-    """The traceback of an error where it happened. The user's own, so it is printed first."""
-
-    def __str__(self) -> str:
-        return f'\n"""\n{self.args[0]}"""'
 
 
 def order_packet(order: Order) -> tuple[bytes, int | None]:
@@ -192,7 +185,8 @@ def _failed(error: BaseException) -> Outcome:
             "raised in a process of map(fn, workers=...), which has no GPU: keep samples on the CPU there. fit, evaluate and "
             "predict put batches on the GPU; functions that need it belong behind batch: data.batch(n).map(fn)."
         )
-    text = _users_traceback(error)
+    hide_ours(error)
+    text = "".join(traceback.format_exception(error))
     try:
         ForkingPickler.loads(ForkingPickler.dumps(error))
     except Exception:
@@ -201,20 +195,3 @@ def _failed(error: BaseException) -> Outcome:
             "traceback is above. Nothing of that batch was used."
         )
     return Outcome(None, error, text)
-
-
-def _users_traceback(error: BaseException) -> str:
-    """What the user would have seen without shoal: from their own first line on."""
-    told = traceback.TracebackException.from_exception(error)
-    seen: set[int] = set()
-    chain = [told]
-    while chain:
-        at = chain.pop()
-        if id(at) in seen:
-            continue
-        seen.add(id(at))
-        theirs = [number for number, frame in enumerate(at.stack) if not frame.filename.startswith(_OURS)]
-        if theirs:
-            at.stack[:] = at.stack[theirs[0] :]
-        chain += [other for other in (at.__cause__, at.__context__) if other is not None]
-    return "".join(told.format())

@@ -89,12 +89,12 @@ class Dynamic:
     name: str = "dynamic"
 
     def __post_init__(self) -> None:
-        if self.drain_slower_than is not None and not 1 < self.drain_slower_than < math.inf:
+        if self.drain_slower_than is not None and not _is_between(self.drain_slower_than, 1):
             raise ConfigError(
                 f"drain_slower_than is how many times slower than the others a worker may be, a number above 1 or None, got "
                 f"{self.drain_slower_than!r}."
             )
-        if not 0 < self.probe_every_s < math.inf:
+        if not _is_between(self.probe_every_s, 0):
             raise ConfigError(
                 f"probe_every_s must be a positive number of seconds, got {self.probe_every_s!r}."
             )
@@ -214,6 +214,10 @@ class Balanced:
         return Loads(Load.of(mine), Load.of(equal), tuple(tuple(cuts) for _, cuts in mine))
 
 
+def _is_between(value: Any, low: float) -> bool:
+    return isinstance(value, (int, float)) and low < value < math.inf
+
+
 def weighted_cuts(num_samples: int, weights: Sequence[float]) -> list[int]:
     """Bounds in proportion to `weights`; with equal ones, those of `Equal`."""
     total, before, cuts = math.fsum(weights), 0.0, [0]
@@ -300,7 +304,7 @@ class ShardPlan:
             return Measured()
         try:
             return Weighted(tuple(float(weight) for weight in self.weights))
-        except TypeError:
+        except (TypeError, ValueError):
             raise ConfigError(
                 f"weights are numbers, one for each worker, or 'measured'; got {self.weights!r}."
             ) from None

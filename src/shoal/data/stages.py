@@ -14,11 +14,12 @@ from typing import Any, Self
 import torch
 
 from shoal.core.errors import ConfigError
-from shoal.data import choosing
-from shoal.data.batches import whole_number
+from shoal.data import arguments, choosing
+from shoal.data.arguments import above_zero, flag, function, shown, skipping, whole_number
 from shoal.data.constructors import Constructors
 from shoal.data.order import InOrder, Order, Shuffled
 from shoal.data.order_repeated import Repeated
+from shoal.data.order_sampled import checked_weights
 from shoal.data.order_window import Window
 from shoal.data.reader import Reader
 from shoal.data.sources.augmented import Augmented
@@ -91,10 +92,9 @@ class Stages(Constructors):
             data.map(decode, workers=4)
         """
         workers = whole_number("map(workers=)", workers, at_least=0)
-        if not timeout_s > 0:
-            raise ConfigError(f"map(timeout_s=) takes a number of seconds above 0, got {timeout_s!r}")
-        if max_skips is not None:
-            max_skips = whole_number("map(max_skips=)", max_skips, at_least=0)
+        timeout_s = above_zero("map(timeout_s=)", timeout_s, "seconds")
+        fn, batched = function("map", fn), flag("map(batched=)", batched)
+        on_error, max_skips = skipping("map", on_error, max_skips)
         if isinstance(self._source, Stream):
             if batched or workers:
                 raise ConfigError(
@@ -119,7 +119,7 @@ class Stages(Constructors):
 
             data.augment(lambda s, g: (s[0] + 0.1 * torch.randn(s[0].shape, generator=g), s[1]), seed=0)
         """
-        seed = whole_number("augment(seed=)", seed)
+        seed, fn = whole_number("augment(seed=)", seed), function("augment", fn, of="(sample, generator)")
         if isinstance(self._source, Stream):
             return self._streamed(AugmentStream(fn, seed))
         source, order = self._indexed("augment")
@@ -137,15 +137,17 @@ class Stages(Constructors):
             data.with_weights(lambda sample: 2.0 if sample[1] == 1 else 1.0)
         """
         if isinstance(self._source, Stream):
-            if not callable(weights) and not isinstance(weights, str):
+            if not callable(weights) and not (isinstance(weights, str) and weights):
                 raise ConfigError(
-                    "with_weights on a stream takes a column's name or a function of a sample, not an array"
+                    f"with_weights on a stream takes a column's name or a function of a sample, got {shown(weights)}"
                 )
             return self._streamed(WeightStream(weights))
         source, order = self._indexed("with_weights")
-        if callable(weights) or isinstance(weights, str):
+        if callable(weights) or (isinstance(weights, str) and weights):
             return type(self)(WeightedSource(source, weights), order)
         values = Values(source, order, weights, caller="with_weights")
+        if values.is_checkable:
+            checked_weights(values)
         inside = as_source(source, order)
         return type(self)(WeightedSource(inside, values), InOrder(lambda: inside.num_samples, parts=[order]))
 
@@ -170,6 +172,10 @@ class Stages(Constructors):
                 "cache keeps a sample for all epochs, and a stage before it (augment, or a shuffled dataset in a zip) gives "
                 "another one in each. Call cache before that stage."
             )
+        if ram_bytes is not None:
+            ram_bytes = whole_number("cache(ram_bytes=)", ram_bytes, at_least=0)
+        if directory is not None:
+            directory = arguments.directory("cache(directory=)", directory)
         from shoal.data.caching import cached
 
         return type(self)(cached(source, where=where, ram_bytes=ram_bytes, directory=directory), order)
@@ -187,8 +193,7 @@ class Stages(Constructors):
 
             data.filter(lambda sample: sample[1] >= 0)
         """
-        if not callable(fn):
-            raise ConfigError(f"filter takes a function of a sample, got {fn!r}")
+        fn, batched = function("filter", fn), flag("filter(batched=)", batched)
         if isinstance(self._source, Stream):
             if batched:
                 raise ConfigError(
@@ -286,7 +291,7 @@ class Stages(Constructors):
             order,
             num_samples=num_samples,
             weights=weights,
-            replacement=replacement,
+            replacement=flag("sample(replacement=)", replacement),
             seed=whole_number("sample(seed=)", seed),
         )
         return type(self)(source, chosen)
@@ -378,7 +383,8 @@ class Stages(Constructors):
 
 
 def _sides(what: str, datasets: Sequence[Stages]) -> tuple[list[Source], list[Order]]:
-    if not datasets or not all(isinstance(dataset, Stages) for dataset in datasets):
-        raise ConfigError(f"{what} takes datasets, at least one, got {list(datasets)!r}")
+    is_list = isinstance(datasets, Sequence) and len(datasets) > 0
+    if not is_list or not all(isinstance(dataset, Stages) for dataset in datasets):
+        raise ConfigError(f"{what} takes datasets, at least one, got {datasets!r}")
     sides = [dataset._indexed(what) for dataset in datasets]
     return [as_source(source, order) for source, order in sides], [order for _, order in sides]

@@ -50,6 +50,8 @@ class Values:
         """Samples that could not be read and may be skipped; None where none was read."""
 
         self._array: NDArray[Any] | None = None
+        if isinstance(by, str) and not by:
+            raise ConfigError(f"{caller} takes the name of a column, an array or a function, got ''")
         if not isinstance(by, str) and not callable(by):
             self._array = _as_array(by, caller)
             if order.is_counted:
@@ -59,6 +61,11 @@ class Values:
     def is_read(self) -> bool:
         """Whether the values are at hand."""
         return self._array is not None
+
+    @property
+    def is_checkable(self) -> bool:
+        """Whether they can be looked at without reading a sample."""
+        return self.is_read and self._order.is_counted
 
     def array(self) -> NDArray[Any]:
         """One value per sample."""

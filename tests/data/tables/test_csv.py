@@ -171,7 +171,7 @@ def test_settings_that_cannot_be_meant(tmp_path: Path) -> None:
         ConfigError, match=r"columns= takes a list of names, got the string 'a': write \['a'\]"
     ):
         Dataset.from_csv(path, columns="a")
-    with pytest.raises(ConfigError, match="on_error is 'raise' or 'skip', got 'ignore'"):
+    with pytest.raises(ConfigError, match="on_error= is 'raise' or 'skip', got 'ignore'"):
         Dataset.from_csv(path, on_error="ignore")  # type: ignore[arg-type]
     twice = write(tmp_path / "b.csv", "a,b,a\n1,2,3\n")
     with pytest.raises(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sqlite3
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.data.tables.key_ranges import KeyRange, cuts_query, ranges_between, rows_per_range
+from shoal.data.tables.sqlite import SqliteDatabase
 
 keys = st.one_of(
     st.lists(st.none() | st.integers(-(2**63), 2**63 - 1) | st.integers(0, 3), max_size=40),
@@ -19,12 +20,14 @@ keys = st.one_of(
 
 
 @given(keys=keys, step=st.integers(1, 12))
+@example(keys=[0.0, float("inf"), float("-inf")], step=1)
 @settings(max_examples=150)
 def test_the_ranges_hold_every_row_once_and_as_many_as_they_say(keys: list[Any], step: int) -> None:
+    literal = SqliteDatabase("any.db").literal_of("k")
     with sqlite3.connect(":memory:") as connection:
         connection.execute("CREATE TABLE t (k)")
         connection.executemany("INSERT INTO t VALUES (?)", [(key,) for key in keys])
-        cuts = connection.execute(cuts_query("t", "k", "quote(k)", step)).fetchall()
+        cuts = connection.execute(cuts_query("t", "k", literal, step)).fetchall()
         num_keyed = sum(key is not None for key in keys)
         ranges = ranges_between(cuts, num_keyed=num_keyed, num_null=len(keys) - num_keyed)
         read: list[Any] = []

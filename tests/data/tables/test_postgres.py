@@ -104,8 +104,10 @@ def test_every_type_arrives_as_numbers_or_text(postgres: PostgresServer) -> None
         torch.float32,
         torch.float64,
     )
+    lists = Dataset.from_sql("SELECT array['a', 'ü'] AS s, array[]::text[] AS t", postgres.url)[0]
+    assert (lists["s"].tolist(), lists["t"].tolist()) == (["a", "ü"], [])
     with pytest.raises(DataError, match=r"the column 's' .* cannot be read into tensors"):
-        Dataset.from_sql("SELECT array['a', 'b'] AS s", postgres.url)
+        Dataset.from_sql("SELECT array[interval '1 day'] AS s", postgres.url)
 
 
 def test_null_is_a_bad_sample_or_what_fill_says(people: PostgresServer) -> None:

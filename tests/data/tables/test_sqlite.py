@@ -17,7 +17,7 @@ from shoal.core.data_errors import (
     QueryRefused,
     TableChanged,
 )
-from shoal.core.errors import ConfigError, DataError, EmptyDataset
+from shoal.core.errors import ConfigError, EmptyDataset
 from shoal.data import Dataset
 
 Make = Callable[..., str]
@@ -127,11 +127,21 @@ def test_types_that_nothing_declares_are_those_of_the_values(make: Make) -> None
     assert batch["b"].tolist() == [1.0, 1.5]
     assert batch["c"].tolist() == ["x", "y"]
     assert batch["d"].tolist() == [b"", b"z"]
-    path = make("DROP TABLE t", "CREATE TABLE t (a)", rows=[(1,), ("x",), ("y",)])
+
+
+def test_among_values_of_several_types_the_rare_ones_are_bad_samples(make: Make) -> None:
+    path = make("CREATE TABLE t (a, b)", rows=[(1, 2), (2, 2.5), ("x", 3), (None, 4)])
+    data = Dataset.from_sql("t", path)
     with pytest.raises(
-        DataError, match=r"the column 'a' .* holds 1 of type integer and 2 of type text, .* CAST\(a AS REAL\)"
+        BadSample, match=r"row 3, column 'a': 'x' is no int64, as the others are; .*schema={'a': 'str'}"
     ):
-        Dataset.from_sql("t", path)
+        data[2]
+    skipping = Dataset.from_sql("t", path, on_error="skip", max_skips=2).batch(4)
+    [batch] = skipping
+    assert (batch["a"].tolist(), batch["b"].tolist()) == ([1, 2], [2.0, 2.5])
+    assert [(bad.index, bad.error.column) for bad in skipping.skipped] == [(2, "a"), (3, "a")]
+    as_text = Dataset.from_sql("t", path, schema={"a": "str"}, fill={"a": ""})
+    assert [sample["a"] for sample in as_text] == ["1", "2", "x", ""]
 
 
 def test_other_types_are_asked_for_with_schema(make: Make) -> None:
@@ -147,7 +157,7 @@ def test_a_value_of_another_type_or_none_is_told_by_its_key(make: Make) -> None:
     with pytest.raises(BadSample) as found:
         data[1]
     assert str(found.value).startswith(
-        f"the table 't' at sqlite:///{path}, id = 4, column 'weight': 'heavy' is no double, as the others are."
+        f"the table 't' at sqlite:///{path}, id = 4, column 'weight': 'heavy' is no double, as the others are;"
     )
     with pytest.raises(BadSample, match=r"id = 7, column 'name': the value is missing, and fill="):
         data[2]

@@ -115,7 +115,7 @@ def test_a_file_that_is_cut_short_is_refused_or_its_end_skipped(tmp_path: Path) 
     path.write_bytes(whole[:-5])
     with pytest.raises(FileDamaged) as found:
         Dataset.from_tfrecord(path, NUMBERS)
-    assert str(found.value) == (
+    assert str(found.value).startswith(
         f"the file {path} is damaged: it is cut short: record 10 begins at byte {9 * size} and has {size} bytes, and the file "
         f"ends at byte {10 * size - 5}. Nothing of that part was used; write or copy the file again, or leave it out."
     )

@@ -23,6 +23,7 @@ import msgspec
 from shoal.core import happenings, scratch
 from shoal.core.data_errors import FileLost, NoFiles
 from shoal.core.errors import ConfigError
+from shoal.data.arguments import directory, paths
 from shoal.data.files import FileInfo, SharedFiles, Where
 from shoal.data.locations import blocks
 from shoal.data.locations.block_file import BlockFile
@@ -52,6 +53,15 @@ def copies(
         raise ConfigError(
             f"copies takes a whole number of at least 1, got {num_copies!r}. Nothing was copied."
         )
+    where = where if isinstance(where, (str, os.PathLike)) and where else paths("copies", where)
+    if not where:
+        raise NoFiles(where="an empty list", problem="copies was given no path")
+    if at is not None:
+        if isinstance(at, (str, os.PathLike)):
+            raise ConfigError(
+                f"copies(at=) takes a list of directories, got {at!r}: write [{os.fspath(at)!r}]"
+            )
+        at = [directory("copies(at=)", each) for each in paths("copies(at=)", at)]
     if at is not None and len(at) < num_copies - 1:
         raise ConfigError(
             f"{num_copies} copies are the original and {num_copies - 1} more, and at= names {len(at)} directories for them. "

@@ -12,7 +12,8 @@ from typing import Any
 
 from shoal.core import job as jobs
 from shoal.core.errors import ConfigError
-from shoal.data.batches import whole_number
+from shoal.data import arguments
+from shoal.data.arguments import whole_number
 from shoal.data.map_reduce import places
 from shoal.data.map_reduce.aggregate import Aggregate
 from shoal.data.map_reduce.combining import Combine
@@ -64,7 +65,7 @@ def map_reduce(
         if key is not None
         else identity_of(source, access[1] if access else None, map, combine, reduce, sizes)
     )
-    root = Path(directory) if directory is not None else None
+    root = Path(arguments.directory("map_reduce(directory=)", directory)) if directory is not None else None
     own = places.cached(identity, root) if identity is not None else None
     is_in_cache = own is not None and jobs.current().num_hosts == 1
     if own is not None and is_in_cache:

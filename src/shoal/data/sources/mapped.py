@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shoal.core.data_errors import BadSample
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import DataError
 from shoal.data.collate import to_tensors, uncollate, with_string_arrays
 from shoal.data.order import Indices
 from shoal.data.skipping import SkipSamples
@@ -28,8 +28,6 @@ def mapped(
     max_skips: int | None = None,
 ) -> Mapped | BatchMapped:
     """The source with `fn` applied to each sample, or to each batch that is asked for."""
-    if not callable(fn):
-        raise ConfigError(f"map takes a function of a sample, got {fn!r}")
     kind = BatchMapped if batched else Mapped
     return kind(source, fn, on_error=on_error, max_skips=max_skips)
 
@@ -48,12 +46,6 @@ class _Applied(Derived):
         max_skips: int | None = None,
     ) -> None:
         super().__init__(source)
-        if on_error not in ("raise", "skip"):
-            raise ConfigError(f"map(on_error=) is 'raise' or 'skip', got {on_error!r}")
-        if on_error == "raise" and max_skips is not None:
-            raise ConfigError(
-                "map(max_skips=) says how many samples may be skipped: it needs on_error='skip'"
-            )
         self.runs_user_code = True
         self._fn, self._on_error, self._max_skips = fn, on_error, max_skips
 

@@ -10,6 +10,7 @@ import traceback
 from typing import Any
 
 from shoal.core.data_errors import BadSample
+from shoal.data.slice import Slice
 from shoal.data.sources.source import name_of
 
 
@@ -18,6 +19,20 @@ def blame(stage: str, fn: Any, error: Exception, index: Any, epoch: int, extra: 
     where = f" at {place}" if (place := line_of(error, fn)) else ""
     error.add_note(
         f"raised by {stage}({name_of(fn)}) for the sample with index {index}, in epoch {epoch}{where}{extra}"
+    )
+
+
+def blame_batch(stage: str, fn: Any, error: Exception, part: Slice) -> None:
+    """Note on an error of `fn` for which batch it was raised, and where."""
+    where = f" at {place}" if (place := line_of(error, fn)) else ""
+    first, last = part.start, part.start + part.num_global - 1
+    mine = (
+        f", for the {part.num_local} of them that are this worker's"
+        if part.num_local < part.num_global
+        else ""
+    )
+    error.add_note(
+        f"raised by {stage}({name_of(fn)}) for the batch of samples {first} to {last} of epoch {part.epoch}{mine}{where}"
     )
 
 

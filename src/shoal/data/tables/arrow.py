@@ -16,6 +16,7 @@ from shoal.core.data_errors import BadSample
 from shoal.core.errors import ConfigError
 from shoal.data.tables.schema import storage_type
 from shoal.data.tables.table import Column, Ragged, Rows
+from shoal.data.tables.text_lists import packed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -65,12 +66,16 @@ class Fill:
             if values is None or column.name not in values:
                 continue
             value = values[column.name]
+            if value is None:
+                raise ConfigError(
+                    f"fill= gives None for the column '{column.name}', and None is what is missing there. Say what shall "
+                    "stand for it, or leave the column out of fill=."
+                )
             try:
-                if (
-                    column.is_ragged
-                    and column.kind == "number"
-                    and isinstance(value, (list, tuple, np.ndarray))
-                ):
+                is_whole = isinstance(value, (list, tuple, np.ndarray))
+                if column.is_list and is_whole:
+                    self._scalars[column.name] = _packed_row(value, column)
+                elif column.is_ragged and column.kind == "number" and is_whole:
                     self._scalars[column.name] = np.asarray(value, dtype=column.dtype)
                 else:
                     self._scalars[column.name] = pa.scalar(value, type=storage_type(column))
@@ -80,7 +85,7 @@ class Fill:
                 ) from error
 
     def get(self, name: str) -> Any:
-        """An Arrow scalar, an array for a whole list, or None."""
+        """An Arrow scalar, an array for a whole list (of strings: its bytes, packed), or None."""
         return self._scalars.get(name)
 
 
@@ -107,6 +112,8 @@ def decode_column(array: ArrowArray, column: Column, fill: Fill, bad: BadRows) -
         array = array.storage
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
+    if column.is_list:
+        return _text_lists(array, column, fill, bad)
     if pa.types.is_fixed_size_list(array.type):
         return _fixed_lists(array, column, fill, bad)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
@@ -267,9 +274,8 @@ def _fixed_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> NDArra
         # Not flatten(), which leaves out what belongs to missing lists.
         values = values.values.slice(begin * size, len(values) * size)
     of_row = np.repeat(np.arange(num_rows), int(np.prod(column.shape)))
-    numbers = _elements(values, column, scalar, bad, of_row, is_known=missing).reshape(
-        num_rows, *column.shape
-    )
+    numbers = _numbers(_elements(values, column, scalar, bad, of_row, is_known=missing), column)
+    numbers = numbers.reshape(num_rows, *column.shape)
     if missing.any() and scalar is not None:
         numbers = numbers.copy()
         numbers[missing] = scalar.as_py()
@@ -279,25 +285,61 @@ def _fixed_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> NDArra
 
 
 def _lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> Ragged:
-    num_rows, scalar = len(array), fill.get(column.name)
-    offsets = _offsets(array.offsets)
+    offsets, missing = _list_bounds(array, column, fill, bad)
     values = array.values.slice(offsets[0], offsets[-1] - offsets[0])
     offsets = offsets - offsets[0]
-    missing = as_numpy(array.is_null(), np.bool_) if array.null_count else np.zeros(num_rows, bool)
-    if scalar is None:
+    scalar = fill.get(column.name)
+    of_row = np.repeat(np.arange(len(array)), np.diff(offsets))
+    per_element = None if isinstance(scalar, np.ndarray) else scalar
+    numbers = _numbers(_elements(values, column, per_element, bad, of_row, is_known=missing), column)
+    return _with_whole_lists(Ragged(numbers, offsets), missing, scalar, column)
+
+
+def _text_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> Ragged:
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(array.type):
+        array = array.cast(pa.list_(array.type.value_type))
+    offsets, missing = _list_bounds(array, column, fill, bad)
+    values = array.values.slice(offsets[0], offsets[-1] - offsets[0])
+    values = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+    offsets = offsets - offsets[0]
+    scalar = fill.get(column.name)
+    of_row = np.repeat(np.arange(len(array)), np.diff(offsets))
+    per_element = None if isinstance(scalar, np.ndarray) else scalar
+    texts = _bytes(_elements(values, column, per_element, bad, of_row, is_known=missing))
+    return _with_whole_lists(packed(texts, offsets), missing, scalar, column)
+
+
+def _list_bounds(
+    array: Any, column: Column, fill: Fill, bad: BadRows
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Where the lists lie in the array's values, and which are missing: bad ones, unless there is a fill."""
+    missing = as_numpy(array.is_null(), np.bool_) if array.null_count else np.zeros(len(array), bool)
+    if fill.get(column.name) is None:
         for row in np.flatnonzero(missing).tolist():
             bad.add(row, column.name, MISSING % column.name)
-    of_row = np.repeat(np.arange(num_rows), np.diff(offsets))
-    per_element = None if isinstance(scalar, np.ndarray) else scalar
-    ragged = Ragged(_elements(values, column, per_element, bad, of_row, is_known=missing), offsets)
-    if scalar is not None and missing.any():
-        whole = scalar if isinstance(scalar, np.ndarray) else np.zeros(0, dtype=column.dtype)
-        rows = [
-            whole if missing[row] else ragged.values[offsets[row] : offsets[row + 1]]
-            for row in range(num_rows)
-        ]
-        return Ragged.of(rows, column.dtype)
-    return ragged
+    return _offsets(array.offsets), missing
+
+
+def _with_whole_lists(lists: Ragged, missing: NDArray[np.bool_], scalar: Any, column: Column) -> Ragged:
+    """With what `fill` says where a list is missing: a whole list, or where it says an element, none of them."""
+    if scalar is None or not missing.any():
+        return lists
+    whole = scalar if isinstance(scalar, np.ndarray) else np.zeros(0, dtype=column.dtype)
+    rows = [
+        whole if missing[row] else lists.values[lists.offsets[row] : lists.offsets[row + 1]]
+        for row in range(lists.num_rows)
+    ]
+    return Ragged.of(rows, column.dtype)
+
+
+def _packed_row(strings: Any, column: Column) -> NDArray[np.uint8]:
+    wanted = str if column.kind == "text" else bytes
+    if not all(isinstance(string, wanted) for string in strings):
+        raise TypeError(f"a list of {wanted.__name__} is wanted")
+    texts = Ragged.of_bytes([string.encode() if wanted is str else string for string in strings])
+    return packed(texts, np.array([0, len(strings)])).values
 
 
 def _of_one_size(lists: Ragged, column: Column, bad: BadRows) -> NDArray[Any]:
@@ -322,8 +364,8 @@ def _elements(
     of_row: NDArray[np.int64],
     *,
     is_known: NDArray[np.bool_],
-) -> NDArray[Any]:
-    """The numbers inside lists; element i belongs to row of_row[i]."""
+) -> ArrowArray:
+    """What is inside lists, in the column's type, nothing missing; element i belongs to row of_row[i]."""
     if values.null_count and scalar is None:
         for row in np.unique(of_row[_null_rows(values)]).tolist():
             if not is_known[row]:
@@ -332,4 +374,4 @@ def _elements(
                     column.name,
                     "its list has a missing value, and fill= does not say what stands for it",
                 )
-    return _numbers(_without_nulls(_cast(values, column, bad, of_row), scalar), column)
+    return _without_nulls(_cast(values, column, bad, of_row), scalar)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core.data_errors import FileDamaged, SchemasDiffer
 from shoal.core.errors import ConfigError
+from shoal.data.arguments import OnError, by_name, flag, skipping
+from shoal.data.arguments import names as list_of_names
 from shoal.data.files import Files, SharedFiles, Where, in_threads
 from shoal.data.stream import Stream
 from shoal.data.tables.arrow import BadRows, Fill, decoded
@@ -28,7 +30,7 @@ from shoal.data.tables.schema import (
     readable_type,
     wrong_value,
 )
-from shoal.data.tables.source import OnError, TableSource, check_on_error
+from shoal.data.tables.source import TableSource
 from shoal.data.tables.table import Rows
 from shoal.data.tables.text_stream import UnpackedFiles, is_compressed, open_text_stream
 from shoal.data.tables.text_table import (
@@ -65,6 +67,7 @@ def open_csv(
     files: Files | None = None,
 ) -> TableSource | Stream:
     """The source behind `Dataset.from_csv`; a stream where files are compressed."""
+    on_error, max_skips = skipping("", on_error, max_skips)
     files = files or SharedFiles()
     infos = files.expand(path, ENDINGS)
     if delimiter is None:
@@ -72,8 +75,8 @@ def open_csv(
     config = CsvConfig(
         delimiter=delimiter,
         quote=quote,
-        has_header=names is None if header is None else header,
-        names=None if names is None else tuple(names),
+        has_header=names is None if header is None else flag("header=", header),
+        names=None if names is None else tuple(list_of_names("names=", names)),
     )
     parser, rules, urls = CsvParser(config), config.rules, [info.url for info in infos]
     description = {"format": "csv", "delimiter": delimiter}
@@ -88,7 +91,7 @@ def open_csv(
             decoder,
             description,
             label=label,
-            on_error=check_on_error(on_error),
+            on_error=on_error,
             max_skips=max_skips,
         )
     heads = in_threads(lambda info: read_head(files, info, rules, has_header=config.has_header), infos)
@@ -120,7 +123,9 @@ class CsvDecoder:
         check_names("fill=", fill, self._wanted, urls[0])
         self._check_names(urls, is_chosen=columns is not None)
         given = {
-            name: arrow_type(name, said) for name, said in (schema or {}).items() if name in self._wanted
+            name: arrow_type(name, said)
+            for name, said in by_name("schema=", schema).items()
+            if name in self._wanted
         }
         self._num_looked_at, self._inferred = 0, set(self._wanted) - given.keys()
         found = self._find_types(given, urls, texts)
@@ -131,7 +136,7 @@ class CsvDecoder:
         lists = [
             column.name
             for column in self.columns
-            if column.shape or (column.is_ragged and column.kind == "number")
+            if column.shape or column.is_list or (column.is_ragged and column.kind == "number")
         ]
         if lists:
             raise ConfigError(

@@ -36,7 +36,9 @@ class CsvConfig:
 
     def __post_init__(self) -> None:
         for name, value in (("delimiter", self.delimiter), ("quote", self.quote)):
-            if value is not None and (len(value) != 1 or ord(value) > 127 or value in "\r\n"):
+            if value is None:
+                continue
+            if not isinstance(value, str) or len(value) != 1 or ord(value) > 127 or value in "\r\n":
                 raise ConfigError(f"{name}= takes one character, not a line end, got {value!r}")
 
     @property

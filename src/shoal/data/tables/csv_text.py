@@ -40,7 +40,7 @@ def careful_columns(
         bad.add(
             row.number - 1,
             None,
-            f"the row has {row.actual_columns} fields, {more} than the {row.expected_columns} columns: {shown(row.text)}",
+            f"the row has {row.actual_columns} field{'' if row.actual_columns == 1 else 's'}, {more} than the {row.expected_columns} columns: {shown(row.text)}",
         )
         return "skip"
 

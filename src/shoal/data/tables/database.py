@@ -36,6 +36,9 @@ class SqlColumn(NamedTuple):
     expression: str
     """How to ask for it: its name, quoted, perhaps in a cast."""
 
+    as_text: str = ""
+    """How to ask for it as text, where its values may be of several types and only all of them as text are of one."""
+
 
 class SqlKey(NamedTuple):
     """The column whose ranges are read apart."""

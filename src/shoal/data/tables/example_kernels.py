@@ -282,7 +282,7 @@ def _take(
         return BROKEN
     if width != ANY and num_values != width:
         return OTHER_COUNT
-    if kind == BYTES:
+    if kind == BYTES and width != ANY:
         begins[place], ends[place] = _first_value(data, begin, stop)
     elif width == ANY:
         begins[place], ends[place], counts[place] = begin, stop, num_values
@@ -381,6 +381,21 @@ def fill_ints(data: Any, begins: Any, ends: Any, counts: Any, starts: Any, out: 
     for row in range(len(begins)):
         if counts[row]:
             _put_ints(data, begins[row], ends[row], out, starts[row])
+
+
+@kernel((*_LISTS, vector(types.int64, written=True), vector(types.int64, written=True)))
+def fill_spans(data: Any, begins: Any, ends: Any, counts: Any, starts: Any, firsts: Any, lasts: Any) -> None:
+    """Write begin and end of each list's byte strings from firsts[starts[row]] and lasts[starts[row]] on."""
+    for row in range(len(begins)):
+        at, end, to = begins[row], ends[row], starts[row]
+        while counts[row] and at < end:
+            tag, at = _varint(data, at, end)
+            if tag == np.uint64(10):
+                firsts[to], lasts[to] = _span(data, at, end)
+                at = lasts[to]
+                to += 1
+            else:
+                at = _skip(data, tag, at, end)
 
 
 @kernel(

@@ -18,6 +18,7 @@ from shoal.data.tables.arrow import BadRows
 from shoal.data.tables.example_schema import Wanted
 from shoal.data.tables.example_wire import feature_in, list_features
 from shoal.data.tables.table import Ragged
+from shoal.data.tables.text_lists import packed
 
 _KINDS = {"bytes": kernels.BYTES, "float": kernels.FLOATS, "int64": kernels.INTS}
 _MOST_LISTED = 100  # records of a stretch that are looked at again to say what they hold
@@ -63,7 +64,13 @@ class ExampleParser:
         self._names = np.frombuffer(b"".join(keys), np.uint8)
         self._name_ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
         self._name_places = np.empty(1 << (4 * len(keys)).bit_length(), np.int32)
-        for kernel in (kernels.locate, kernels.fill_floats, kernels.fill_ints, kernels.copy_spans):
+        for kernel in (
+            kernels.locate,
+            kernels.fill_floats,
+            kernels.fill_ints,
+            kernels.fill_spans,
+            kernels.copy_spans,
+        ):
             kernel.prepare()  # here, so that processes forked from this one need not
         kernels.place_names(self._names, self._name_ends, self._name_places)
         self._kinds = np.array([_KINDS[feature.list_kind] for feature in features], np.int64)
@@ -127,7 +134,7 @@ class ExampleParser:
 
 def _width(feature: Wanted) -> int:
     if feature.list_kind == "bytes":
-        return 1
+        return kernels.ANY if feature.column.is_list else 1
     return kernels.ANY if feature.num_values is None else feature.num_values
 
 
@@ -154,6 +161,8 @@ def _declared(feature: Wanted) -> str:
 def _column(feature: Wanted, read: _Read) -> _Found:
     if feature.raw:
         return _raw_column(feature, read)
+    if feature.column.is_list:
+        return _texts_column(feature, read)
     if feature.list_kind == "bytes":
         return _text_column(feature, read)
     return _ragged_column(feature, read) if feature.num_values is None else _fixed_column(feature, read)
@@ -211,10 +220,33 @@ def _text_column(feature: Wanted, read: _Read) -> _Found:
     if feature.column.kind == "bytes":
         return _Found(texts, {})
     reasons = dict.fromkeys(_not_utf8(texts), "it is no text in UTF-8; read it as bytes")
-    if reasons:  # what stands there must still be text
-        rows = [b"" if row in reasons else _row(texts, row) for row in range(texts.num_rows)]
-        texts = Ragged.of_bytes(rows)
-    return _Found(texts, reasons)
+    return _Found(_blanked(texts, list(reasons)), reasons)
+
+
+def _texts_column(feature: Wanted, read: _Read) -> _Found:
+    """Lists of strings, a packed row each."""
+    counts = np.where(read.is_found, read.counts, 0)
+    offsets = np.concatenate(([0], np.cumsum(counts)))
+    firsts, lasts = np.zeros((2, int(offsets[-1])), np.int64)
+    kernels.fill_spans(read.data, read.begins, read.ends, counts, offsets[:-1], firsts, lasts)
+    texts = Ragged(
+        np.empty(int((lasts - firsts).sum()), np.uint8), np.concatenate(([0], np.cumsum(lasts - firsts)))
+    )
+    kernels.copy_spans(read.data, firsts, lasts, texts.offsets, texts.values)
+    reasons: dict[int, str] = {}
+    if feature.num_values is not None:
+        for row in np.flatnonzero(read.is_found & (counts != feature.num_values)).tolist():
+            reasons[row] = f"the record holds {counts[row]} values, the schema says {_declared(feature)}"
+    if feature.column.kind == "text":
+        wrong = _not_utf8(texts)
+        of_row = np.searchsorted(offsets, wrong, side="right") - 1
+        reasons |= dict.fromkeys(map(int, of_row), "it is no text in UTF-8; read it as bytes")
+        texts = _blanked(texts, wrong)
+    lists, default = packed(texts, offsets), feature.default
+    if isinstance(default, np.ndarray) and len(default) and read.is_absent.any():
+        rows = [default if read.is_absent[row] else _row_values(lists, row) for row in range(lists.num_rows)]
+        lists = Ragged.of(rows, np.uint8)
+    return _Found(lists, reasons)
 
 
 def _raw_column(feature: Wanted, read: _Read) -> _Found:
@@ -273,5 +305,17 @@ def _is_utf8(text: bytes) -> bool:
     return True
 
 
+def _blanked(texts: Ragged, wrong: list[int]) -> Ragged:
+    """With nothing at the rows that are no text: what stands there must still be."""
+    if not wrong:
+        return texts
+    rows = set(wrong)
+    return Ragged.of_bytes([b"" if row in rows else _row(texts, row) for row in range(texts.num_rows)])
+
+
 def _row(texts: Ragged, row: int) -> bytes:
-    return texts.values[texts.offsets[row] : texts.offsets[row + 1]].tobytes()
+    return _row_values(texts, row).tobytes()
+
+
+def _row_values(texts: Ragged, row: int) -> NDArray[Any]:
+    return texts.values[texts.offsets[row] : texts.offsets[row + 1]]

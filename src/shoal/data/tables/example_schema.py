@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.errors import ConfigError
-from shoal.data.tables.table import Column
+from shoal.data.tables.table import Column, Ragged
+from shoal.data.tables.text_lists import packed
 
 ListKind = Literal["bytes", "float", "int64"]
 """The three lists a feature can be."""
@@ -27,6 +28,7 @@ class Feature:
     Feature("float32", (4,))              always four
     Feature("int64", None)                any number, padded with -1 behind to the longest of a batch
     Feature("str", default="")            text, with what to take where a record has none
+    Feature("str", None)                  a list of strings, an array of `str` in each sample
     Feature("uint8", (28, 28), raw=True)  an array that was written as its bytes
     """
 
@@ -67,7 +69,7 @@ class Wanted(NamedTuple):
 
 def wanted_features(schema: Mapping[str, Any]) -> tuple[Wanted, ...]:
     """The features of a schema: name of a column to a `Feature`, or to a type alone, which is one value."""
-    if not isinstance(schema, Mapping) or not schema:
+    if not isinstance(schema, Mapping) or not schema or not all(isinstance(name, str) for name in schema):
         raise ConfigError(
             "from_tfrecord needs schema={name: feature, ...}: records do not say which features they should have. For "
             'instance schema={"x": Feature("float32", (4,)), "label": "int64"}, with Feature from shoal.data. '
@@ -86,13 +88,18 @@ def _wanted(name: str, feature: Feature) -> Wanted:
     key = name if feature.key is None else feature.key
     kind = _text_kind(feature.dtype)
     if kind is not None:
-        if shape != () or feature.raw:
+        if feature.raw or (shape is not None and len(shape) > 1):
             raise _refused(
                 name,
-                f"a feature of {kind} is one string per record, and shape={feature.shape!r}, raw={feature.raw} asks for "
-                "something else; write lists of strings as ids, or joined into one string",
+                f"a feature of {kind} is one string per record, or with shape=None or shape=(k,) a list of them, and "
+                f"shape={feature.shape!r}, raw={feature.raw} asks for something else",
             )
-        column = Column.text(name) if kind == "str" else Column.binary(name)
+        column = (Column.text if kind == "str" else Column.binary)(name, is_list=shape != ())
+        if column.is_list:
+            num_strings = None if shape is None else shape[0]
+            return Wanted(
+                column, key, "bytes", num_strings, False, _texts_default(name, kind, feature.default, shape)
+            )
         return Wanted(column, key, "bytes", 1, False, _text_default(name, kind, feature.default))
     dtype = _number_type(name, feature.dtype)
     column = Column.ragged(name, dtype) if shape is None else Column(name, dtype, shape)
@@ -114,6 +121,8 @@ def _text_kind(dtype: Any) -> Literal["str", "bytes"] | None:
 
 def _number_type(name: str, dtype: Any) -> np.dtype[Any]:
     try:
+        if dtype is None:  # which numpy takes for float64
+            raise TypeError
         found = np.dtype(str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype)
     except TypeError:
         raise _refused(name, f"{dtype!r} is no type of numbers, nor 'str' or 'bytes'") from None
@@ -143,6 +152,23 @@ def _text_default(name: str, kind: str, default: Any) -> bytes | None:
     if default is None or isinstance(default, bytes):
         return default
     raise _refused(name, f"default={default!r} is not of type {kind}")
+
+
+def _texts_default(
+    name: str, kind: str, default: Any, shape: tuple[int, ...] | None
+) -> NDArray[np.uint8] | None:
+    """A list of strings as a row of its column."""
+    if default is None:
+        return np.zeros(0, np.uint8) if shape is None else None  # no strings at all are a list too
+    listed = (
+        [_text_default(name, kind, each) for each in default]
+        if isinstance(default, (list, tuple))
+        else [None]
+    )
+    strings = [each for each in listed if each is not None]
+    if len(strings) < len(listed) or (shape is not None and len(strings) != shape[0]):
+        raise _refused(name, f"default={default!r} is no list of {kind} of shape {shape}")
+    return packed(Ragged.of_bytes(strings), np.array([0, len(strings)])).values
 
 
 def _refused(name: str, problem: str) -> ConfigError:

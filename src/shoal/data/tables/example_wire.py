@@ -24,6 +24,10 @@ def example_bytes(row: Mapping[str, Any]) -> bytes:
     of more dimensions are written flat.
     """
     entries = []
+    if not all(isinstance(name, str) for name in row):
+        raise ConfigError(
+            f"the names of features are strings, got {', '.join(map(repr, row))}. Nothing was written."
+        )
     for name in sorted(row):
         feature = _feature(name, row[name])
         entries.append(_field(1, _field(1, name.encode()) + _field(2, feature)))

@@ -14,13 +14,14 @@ import numpy as np
 
 from shoal.core.data_errors import NoSuchColumn
 from shoal.core.errors import ConfigError, DataError
+from shoal.data.arguments import OnError, skipping
 from shoal.data.order import Indices
 from shoal.data.sources.source import Source
 from shoal.data.stream import OwnStream, Stream
 from shoal.data.tables.arrow import Fill, decoded
 from shoal.data.tables.remembering import identity_of
 from shoal.data.tables.schema import check_names, chosen, columns_of, label_names
-from shoal.data.tables.source import OnError, TableSource
+from shoal.data.tables.source import TableSource
 from shoal.data.tables.table import Block, Column, Rows
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def open_huggingface(
     """The source behind `Dataset.from_huggingface`; a stream for an IterableDataset."""
     import datasets
 
+    on_error, max_skips = skipping("", on_error, max_skips)
     dataset = _one_split(dataset, split)
     if isinstance(dataset, datasets.IterableDataset):
         return _stream(dataset, label=label, columns=columns, fill=fill)
@@ -154,6 +156,10 @@ def _one_split(dataset: Any, split: str | None) -> Any:
                 f"split={split!r} chooses from a DatasetDict, and this is one {type(dataset).__name__}"
             )
         return dataset
+    if not dataset:
+        raise ConfigError(
+            "from_huggingface was given a DatasetDict without any split, so there is nothing to read"
+        )
     if split is None and len(dataset) == 1:
         return next(iter(dataset.values()))
     if split not in dataset:

@@ -6,7 +6,7 @@ Slow and exact. Used for blocks with something wrong in them only.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from shoal.data.tables.arrow import ArrowArray, BadRows
@@ -15,14 +15,27 @@ from shoal.data.tables.csv_text import as_file, shown
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_KINDS: dict[type, str] = {
+    list: "an array",
+    str: "a string",
+    bool: "true or false",
+    type(None): "null",
+    int: "a number",
+    float: "a number",
+}
+
 
 def careful_columns(
     text: bytes,
     schema: pa.Schema | None,
     bad: BadRows,
     explain: Callable[[str, str], str] | None,
+    spelled: Collection[str] = (),
 ) -> pa.Table:
-    """All lines of a text; bad ones are told to `bad` and are null. Without a schema, types are inferred from the good."""
+    """All lines of a text; bad ones are told to `bad` and are null. Without a schema, types are inferred from the good.
+
+    Numbers in columns that are to be `spelled` are taken as their text.
+    """
     import pyarrow as pa
 
     lines = [line for line in text.split(b"\n") if line.strip(b" \t\r")]
@@ -35,6 +48,8 @@ def careful_columns(
     columns = {}
     for field in schema:
         values = [None if row is None else row.get(field.name) for row in rows]
+        if field.name in spelled:
+            values = [json.dumps(value) if isinstance(value, (int, float)) else value for value in values]
         try:
             column = _array(values, field.type)
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, TypeError, ValueError):
@@ -60,7 +75,7 @@ def _object(number: int, line: bytes, bad: BadRows) -> dict[str, Any] | None:
     else:
         if isinstance(row, dict):
             return row
-        bad.add(number, None, f"the line is a {type(row).__name__} and should be an object: {shown(row)}")
+        bad.add(number, None, f"the line is {_KINDS[type(row)]} and should be an object: {shown(row)}")
     return None
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shoal.core.errors import DataError
+from shoal.data.arguments import OnError, by_name, names, skipping
 from shoal.data.files import Files, SharedFiles, Where, in_threads
 from shoal.data.stream import Stream
 from shoal.data.tables.arrow import BadRows, Fill, decoded
@@ -28,7 +30,7 @@ from shoal.data.tables.schema import (
     readable_type,
     wrong_value,
 )
-from shoal.data.tables.source import OnError, TableSource, check_on_error
+from shoal.data.tables.source import TableSource
 from shoal.data.tables.table import Rows
 from shoal.data.tables.text_stream import UnpackedFiles, is_compressed, open_text_stream
 from shoal.data.tables.text_table import COMPRESSED, LineAddress, Place, TextTable, first_texts, read_head
@@ -55,6 +57,7 @@ def open_jsonl(
     files: Files | None = None,
 ) -> TableSource | Stream:
     """The source behind `Dataset.from_jsonl`; a stream where files are compressed."""
+    on_error, max_skips = skipping("", on_error, max_skips)
     files = files or SharedFiles()
     infos = files.expand(path, ENDINGS)
     description = {"format": "jsonl"}
@@ -67,7 +70,7 @@ def open_jsonl(
             decoder,
             description,
             label=label,
-            on_error=check_on_error(on_error),
+            on_error=on_error,
             max_skips=max_skips,
         )
     heads = in_threads(lambda info: read_head(files, info, RULES, has_header=False), infos)
@@ -92,12 +95,14 @@ class JsonDecoder:
     ) -> None:
         import pyarrow as pa
 
-        given = {name: arrow_type(name, said) for name, said in (schema or {}).items()}
+        given = {name: arrow_type(name, said) for name, said in by_name("schema=", schema).items()}
         self._num_looked_at = 0
-        found = self._find_types(url, given, None if columns is None else [*columns, *needed], texts)
+        asked = None if columns is None else [*names("columns=", columns), *needed]
+        found = self._find_types(url, given, asked, texts)
         wanted = chosen(list(found), columns, url, needed=needed)
         check_names("fill=", fill, wanted, url)
         self._inferred = found.keys() - given.keys()
+        self._spelled = {name for name, kind in given.items() if kind == pa.string()}
         self._types = {name: found[name] for name in wanted}
         self.columns = columns_of(pa.schema(list(self._types.items())), url)
         self._readable = pa.schema([(name, readable_type(kind)) for name, kind in self._types.items()])
@@ -117,7 +122,7 @@ class JsonDecoder:
         except (pa.ArrowInvalid, UnicodeDecodeError):
             is_whole = False
         if not is_whole:
-            table = careful_columns(text, self._readable, bad, self._explain)
+            table = careful_columns(text, self._readable, bad, self._explain, self._spelled)
         return decoded(table, self.columns, self._fill, bad)
 
     def describe(self) -> dict[str, str]:
@@ -146,6 +151,8 @@ class JsonDecoder:
                 bad = BadRows(lambda row: {"where": url, "row": row + 1})
                 schema = careful_columns(text, None, bad, None).schema
                 if number == 0 and not schema.names and len(bad):
+                    if text.lstrip().startswith(b"["):
+                        raise _one_array(url) from None
                     raise bad[0] from None
             self._num_looked_at += text.count(b"\n") + (not text.endswith(b"\n"))
             for field in schema:
@@ -155,7 +162,15 @@ class JsonDecoder:
 
     def _explain(self, name: str, value: str) -> str:
         looked_at = self._num_looked_at if name in self._inferred else None
-        return wrong_value(name, value, self._types[name], looked_at)
+        return wrong_value(name, value, self._types[name], looked_at, text="text")
+
+
+def _one_array(url: str) -> DataError:
+    return DataError(
+        f"the file {url} is one JSON array, and one object per line is wanted, so that it can be read in pieces. Nothing was "
+        f"read; write it so with `jq -c '.[]' {url} > lines.jsonl`, or read it yourself: "
+        "Dataset.from_torch(json.load(open(...)))."
+    )
 
 
 def _parsed(text: bytes, schema: pa.Schema | None) -> pa.Table:

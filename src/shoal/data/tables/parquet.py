@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.data_errors import FileDamaged, SchemasDiffer
+from shoal.data.arguments import OnError, skipping
 from shoal.data.files import FileInfo, Files, SharedFiles, Where, in_threads
 from shoal.data.tables.arrow import BadRows, Fill, as_indices, decoded
 from shoal.data.tables.file_ranges import file_of
 from shoal.data.tables.predicate import Predicate, Statistics
 from shoal.data.tables.remembering import identity_of, remembered
 from shoal.data.tables.schema import check_names, chosen, columns_of, label_names
-from shoal.data.tables.source import OnError, TableSource
+from shoal.data.tables.source import TableSource
 from shoal.data.tables.table import Block, Column, Rows, empty_rows, joined_rows
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def open_parquet(
     files: Files | None = None,
 ) -> TableSource:
     """The source behind `Dataset.from_parquet`."""
+    on_error, max_skips = skipping("", on_error, max_skips)
     table = ParquetTable(
         path, columns=columns, needed=label_names(label), where=where, fill=fill, files=files
     )

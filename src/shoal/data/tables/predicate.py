@@ -153,7 +153,15 @@ def _condition(given: Any, types: Mapping[str, pa.DataType], file: str) -> Condi
             raise ConfigError(
                 f"where= compares '{name}' by '{operation}' with {value!r}: give a list of values"
             )
+        if not value or any(each is None for each in value):
+            raise ConfigError(
+                f"where= compares '{name}' by '{operation}' with {value!r}: give values, at least one"
+            )
         value = sorted(value)
+    elif value is None:
+        raise ConfigError(
+            f"where= compares '{name}' with None, and a missing value is neither equal to anything nor above or below it"
+        )
     try:
         if operation in ("in", "not in"):
             pa.array(value).cast(kind)

@@ -18,6 +18,8 @@ import torch
 from shoal.core import happenings
 from shoal.core import job as jobs
 from shoal.core.data_errors import NoSuchColumn
+from shoal.core.errors import DataError
+from shoal.core.user_frames import UserLine, calling_line
 from shoal.data.skipping import SkipLog, Skipped
 from shoal.data.stream import OwnStream, Stream
 from shoal.data.stream_stages import Open
@@ -62,7 +64,7 @@ def open_row_stream(
             "Parquet, it can be shuffled, split and resumed anywhere",
             file=sys.stderr,
         )
-    return Stream(rows, (_Samples(rows.columns, label, on_error, max_skips),))
+    return Stream(rows, (_Samples(rows.columns, label, on_error, max_skips, calling_line()),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,17 @@ class _Samples:
     label: str | Sequence[str] | None
     on_error: str
     max_skips: int | None
+    opened_at: UserLine | None
 
     def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
         """The samples of an epoch."""
+        try:
+            yield from self._samples(before, epoch, skips)
+        except DataError as error:
+            error.opened_by(self.opened_at)
+            raise
+
+    def _samples(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
         number = 0
         for rows in before(epoch):
             columns = {column.name: self._values(column, rows) for column in self.columns}

@@ -8,8 +8,9 @@
     string, dictionary of strings   text
     binary                          bytes
     list of numbers                 ragged; of a fixed size k: shape (k,)
+    list of strings or binary       text or bytes, a list per row
 
-Anything else (structs, maps, lists of lists or of strings) is refused by name.
+Anything else (structs, maps, lists of lists) is refused by name.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 from shoal.core.data_errors import NoSuchColumn
 from shoal.core.errors import ConfigError, DataError
+from shoal.data import arguments
 from shoal.data.tables.table import Column
 
 if TYPE_CHECKING:
@@ -90,10 +92,12 @@ def column_of(name: str, kind: pa.DataType, where: str) -> Column:
         kind = kind.storage_type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if _is_text(kind):
-        return Column.text(name)
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or _is_fixed_or_view_binary(kind):
-        return Column.binary(name)
+    inside = _item_of(kind)
+    is_list, inner = inside is not None, inside or kind
+    if _is_text(inner):
+        return Column.text(name, is_list=is_list)
+    if pa.types.is_binary(inner) or pa.types.is_large_binary(inner) or _is_fixed_or_view_binary(inner):
+        return Column.binary(name, is_list=is_list)
     shape: tuple[int, ...] = ()
     item = kind
     while pa.types.is_fixed_size_list(item):
@@ -108,7 +112,7 @@ def column_of(name: str, kind: pa.DataType, where: str) -> Column:
         cure = (
             f"it is empty in all rows that were looked at; say what it holds: schema={{'{name}': 'float32'}}"
             if is_unknown(kind)
-            else "numbers, strings and lists of numbers can; leave it out with columns=[...], or write it as those"
+            else "numbers, strings and lists of them can; leave it out with columns=[...], or write it as those"
         )
         raise DataError(
             f"the column '{name}' of {where} is of type {kind}, which cannot be read into tensors: {cure}. Nothing was read."
@@ -136,7 +140,9 @@ def readable_type(kind: pa.DataType) -> pa.DataType:
     return pa.float32() if pa.types.is_float16(kind) else kind
 
 
-def wrong_value(name: str, value: str, kind: pa.DataType, num_looked_at: int | None) -> str:
+def wrong_value(
+    name: str, value: str, kind: pa.DataType, num_looked_at: int | None, *, text: str = "text in UTF-8"
+) -> str:
     """What to say of a value that is not of its column's type, found in so many rows or said by the user."""
     import pyarrow as pa
 
@@ -144,7 +150,7 @@ def wrong_value(name: str, value: str, kind: pa.DataType, num_looked_at: int | N
         pa.float32(): "float32",
         pa.float64(): "float64",
         pa.float16(): "float16",
-        pa.string(): "text in UTF-8",
+        pa.string(): text,
     }
     reason = f"{value} is no {names.get(kind, str(kind))}"
     if num_looked_at is None:
@@ -180,11 +186,9 @@ def chosen(
     there: Sequence[str], columns: Sequence[str] | None, where: str, *, needed: Sequence[str] = ()
 ) -> list[str]:
     """The names to read: `columns=` and what else is needed, in the order asked for, or all there are."""
-    if isinstance(columns, str):
-        raise ConfigError(f"columns= takes a list of names, got the string {columns!r}: write [{columns!r}]")
-    names = list(there) if columns is None else list(columns)
-    if columns is not None and not names:
+    if isinstance(columns, (list, tuple)) and not columns:
         raise ConfigError(f"columns=[] leaves nothing to read; {where} has {', '.join(there)}")
+    names = list(there) if columns is None else arguments.names("columns=", columns)
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
         asked_by = "columns= names" if columns is not None else f"{where} names"
@@ -202,14 +206,28 @@ def chosen(
 
 def label_names(label: str | Sequence[str] | None) -> list[str]:
     """The columns that are the label."""
-    return [] if label is None else [label] if isinstance(label, str) else list(label)
+    if label is None or (isinstance(label, str) and label):
+        return [] if label is None else [label]
+    if not isinstance(label, Sequence) or isinstance(label, str):
+        raise ConfigError(f"label= takes the name of a column, or a list of names, got {label!r}")
+    return arguments.names("label=", label)
 
 
 def check_names(asked_by: str, asked: Mapping[str, Any] | None, there: Sequence[str], where: str) -> None:
     """Refuse keys of `schema=` or `fill=` that are no columns."""
-    missing = [name for name in asked or () if name not in there]
+    missing = [name for name in arguments.by_name(asked_by, asked) if name not in there]
     if missing:
         raise NoSuchColumn(asked=missing, there=there, where=where, asked_by=asked_by)
+
+
+def _item_of(kind: Any) -> pa.DataType | None:
+    """What a list holds; None where it is no list."""
+    import pyarrow as pa
+
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        return None
+    item: pa.DataType = kind.value_type
+    return item.value_type if pa.types.is_dictionary(item) else item
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from shoal.core.data_errors import NoSuchColumn
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.user_frames import calling_line
+from shoal.data.arguments import OnError, skipping
+from shoal.data.collate import as_objects
 from shoal.data.order import Indices
 from shoal.data.skipping import SkipSamples
 from shoal.data.sources.source import Source
+from shoal.data.tables.schema import label_names
 from shoal.data.tables.storage import open_storage
 from shoal.data.tables.table import Column, Ragged, StagedTable, Table
+from shoal.data.tables.text_lists import unpacked
 from shoal.data.tree import Tree
-
-OnError = Literal["raise", "skip"]
 
 
 class TableSource(Source):
@@ -32,7 +35,8 @@ class TableSource(Source):
 
     A batch holds copies. Lists of several lengths are padded behind to the
     longest of the batch: whole numbers with -1, floats with 0, booleans with
-    False. Strings are a numpy array of `str`, bytes one of objects.
+    False. Strings are a numpy array of `str`, bytes one of objects; lists of
+    strings are such an array each, and in a batch an array of those.
     """
 
     runs_user_code = False
@@ -46,12 +50,13 @@ class TableSource(Source):
         on_error: OnError = "raise",
         max_skips: int | None = None,
     ) -> None:
-        self.table, self.on_error, self.max_skips = table, check_on_error(on_error), max_skips
+        self.table = table
+        self.on_error, self.max_skips = skipping("", on_error, max_skips)
         self.num_samples = sum(block.num_rows for block in table.blocks)
         self._columns = {column.name: column for column in table.columns}
         self._ragged = [column for column in table.columns if column.is_ragged]
         self._label = label
-        self._labels = [] if label is None else [label] if isinstance(label, str) else list(label)
+        self._labels = label_names(label)
         missing = [name for name in self._labels if name not in self._columns]
         if missing:
             where = table.blocks[0].where if table.blocks else "the table"
@@ -62,6 +67,7 @@ class TableSource(Source):
                 "columns, or read without label=."
             )
         self._cache = cache
+        self._opened_at = calling_line()
         self._storage = open_storage(table, cache=cache)
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
@@ -102,7 +108,11 @@ class TableSource(Source):
     def stage(self) -> None:
         """Have the files at this host."""
         if isinstance(self.table, StagedTable):
-            self.table.stage()
+            try:
+                self.table.stage()
+            except DataError as error:
+                error.opened_by(self._opened_at)
+                raise
 
     def describe(self) -> list[dict[str, Any]]:
         """The table's own, with the label and how many rows there are."""
@@ -114,9 +124,16 @@ class TableSource(Source):
 
     def _gather(self, indices: Indices) -> dict[str, torch.Tensor | Ragged]:
         rows = indices if isinstance(indices, range) else np.asarray(indices, dtype=np.int64)
-        gathered = self._storage.gather(rows)
+        try:
+            gathered = self._storage.gather(rows)
+        except DataError as error:
+            error.opened_by(self._opened_at)
+            raise
         if gathered.bad:
-            bad = {row: sample.at_index(row) for row, sample in sorted(gathered.bad.items())}
+            bad = {
+                row: sample.at_index(row).opened_by(self._opened_at)
+                for row, sample in sorted(gathered.bad.items())
+            }
             if self.on_error == "skip":
                 raise SkipSamples(bad, max_skips=self.max_skips)
             raise next(iter(bad.values()))
@@ -127,15 +144,6 @@ class TableSource(Source):
             return columns
         labels = {name: columns.pop(name) for name in self._labels}
         return columns, labels[self._label] if isinstance(self._label, str) else labels
-
-
-def check_on_error(on_error: str) -> OnError:
-    """The value, or a refusal that names both."""
-    if on_error == "skip":
-        return "skip"
-    if on_error == "raise":
-        return "raise"
-    raise ConfigError(f"on_error is 'raise' or 'skip', got {on_error!r}")
 
 
 def padding_of(dtype: np.dtype[Any]) -> Any:
@@ -157,20 +165,18 @@ def column_samples(column: Column, values: torch.Tensor | Ragged) -> Sequence[An
     """The rows of a column, one by one."""
     if isinstance(values, torch.Tensor):
         return values.unbind(0)
+    if column.kind == "text" and not column.is_list:
+        return [str(text) for text in _objects(column, values)]
     if column.kind != "number":
-        return (
-            [str(text) for text in _objects(column, values)]
-            if column.kind == "text"
-            else _objects(column, values)
-        )
+        return list(_objects(column, values))
     return torch.split_with_sizes(torch.from_numpy(values.values), np.diff(values.offsets).tolist())
 
 
 def _objects(column: Column, values: Ragged) -> Any:
     raw, offsets = values.values.tobytes(), values.offsets.tolist()
     pieces = [raw[begin:end] for begin, end in itertools.pairwise(offsets)]
+    if column.is_list:
+        return as_objects([unpacked(piece, is_text=column.kind == "text") for piece in pieces])
     if column.kind == "text":
         return np.array([piece.decode() for piece in pieces], dtype=np.str_)
-    listed = np.empty(len(pieces), dtype=object)
-    listed[:] = pieces
-    return listed
+    return as_objects(pieces)

@@ -19,6 +19,7 @@ import numpy as np
 
 from shoal.core.data_errors import NoSuchColumn, QueryRefused, TableChanged
 from shoal.core.errors import ConfigError, EmptyDataset
+from shoal.data.arguments import OnError, above_zero, by_name, skipping, whole_number
 from shoal.data.tables.arrow import BadRows, Fill, decoded
 from shoal.data.tables.database import (
     BadValue,
@@ -33,7 +34,7 @@ from shoal.data.tables.key_ranges import KeyRange, cuts_query, ranges_between, r
 from shoal.data.tables.postgres import PostgresDatabase
 from shoal.data.tables.remembering import identity_of, remembered
 from shoal.data.tables.schema import arrow_type, check_names, chosen, column_of, label_names
-from shoal.data.tables.source import OnError, TableSource
+from shoal.data.tables.source import TableSource
 from shoal.data.tables.sqlite import SqliteDatabase
 from shoal.data.tables.table import Block, Column, Rows
 
@@ -63,10 +64,12 @@ def open_sql(
     timeout_s: float = 30.0,
 ) -> TableSource:
     """The source of `Dataset.from_sql`."""
-    if partitions is not None and partitions < 1:
-        raise ConfigError(f"from_sql(partitions=) takes a number of at least 1, got {partitions}")
+    on_error, max_skips = skipping("", on_error, max_skips)
+    if partitions is not None:
+        partitions = whole_number("from_sql(partitions=)", partitions, at_least=1)
+    timeout_s = above_zero("from_sql(timeout_s=)", timeout_s, "seconds")
     sessions = Sessions(database_of(connection), ReconnectConfig(timeout_s=timeout_s))
-    wish = _Wish(key, partitions, columns, tuple(label_names(label)), schema, fill)
+    wish = _Wish(key, partitions, columns, tuple(label_names(label)), by_name("schema=", schema), fill)
     table = SqlTable(sessions, relation_of(query, sessions.database), wish)
     return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
 
@@ -109,9 +112,9 @@ class Relation(NamedTuple):
 
 def relation_of(query: str, database: Database) -> Relation:
     """A table where the text is a name (perhaps with its schema), else a query."""
-    text = query.strip().rstrip(";").strip()
+    text = query.strip().rstrip(";").strip() if isinstance(query, str) else ""
     if not text:
-        raise ConfigError("from_sql takes the name of a table or a query, got nothing at all")
+        raise ConfigError(f"from_sql takes the name of a table or a query, got {query!r}")
     if _NAME.fullmatch(text):
         if text.startswith('"'):
             return Relation(text, True, f"the table {text}")
@@ -239,11 +242,20 @@ class SqlTable:
         check_names("schema=", self._wish.schema, wanted, self._where)
         check_names("fill=", self._wish.fill, wanted, self._where)
         by_name = {column.name: column for column in there}
-        asked = [by_name[name] for name in wanted]
+        asked = [self._as_said(by_name[name]) for name in wanted]
         key = self._find_key(session, names)
         row_bytes = sum(_row_bytes(column) for column in self._columns(asked))
         ranges = remembered(self._question(key, asked), lambda: self._count(session, key, row_bytes))
         return _Opened(asked, key, [KeyRange(*part) for part in ranges])
+
+    def _as_said(self, column: SqlColumn) -> SqlColumn:
+        """As `schema=` says it, where text is asked for and values may be of several types."""
+        import pyarrow as pa
+
+        said = (self._wish.schema or {}).get(column.name)
+        if said is None or not column.as_text or arrow_type(column.name, said) != pa.string():
+            return column
+        return column._replace(kind=pa.string(), expression=column.as_text)
 
     def _question(self, key: SqlKey | None, asked: Sequence[SqlColumn]) -> str:
         """A name for "which ranges?" that all workers of a job give it, and only they.

@@ -2,7 +2,8 @@
 
 SQLite lets every value have a type of its own. A column has the type that its
 table declares; where nothing is declared, as of an expression, the one that
-all its values have, found by looking at them once.
+most of its values have, found by looking at them once. A value of another type
+makes its row a bad one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.data_errors import QueryRefused
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError
 from shoal.data.tables.database import BadValue, ConnectionGone, SqlColumn, SqlKey
 
 if TYPE_CHECKING:
@@ -66,8 +67,9 @@ class SqliteDatabase:
         return f'"{doubled}"'
 
     def literal_of(self, expression: str) -> str:
-        """SQLite's own function for that."""
-        return f"quote({expression})"
+        """SQLite's own function for that, but for infinities, which it writes as no version reads them."""
+        infinite = " ".join(f"WHEN {number} THEN '{number}'" for number in ("9e999", "-9e999"))
+        return f"CASE {expression} {infinite} ELSE quote({expression}) END"
 
 
 class SqliteSession:
@@ -89,25 +91,26 @@ class SqliteSession:
             finally:
                 self._execute("DROP VIEW temp.shoal_read")
         return [
-            SqlColumn(name, _arrow_type(kind or seen[name]), _quoted(name)) for name, kind in declared.items()
+            SqlColumn(
+                name,
+                _arrow_type(kind or seen[name]),
+                _quoted(name),
+                as_text=f"CAST({_quoted(name)} AS TEXT)",
+            )
+            for name, kind in declared.items()
         ]
 
     def _seen(self, relation: str, names: list[str]) -> dict[str, str]:
-        """The type that all values of a column have."""
+        """The type that most values of a column have."""
         kinds = ("integer", "real", "text", "blob")
         sums = [f"total(typeof({_quoted(name)}) = '{kind}')" for name in names for kind in kinds]
         [counts] = self._execute(f"SELECT {', '.join(sums)} FROM {relation}").fetchall()
         found = {}
         for number, name in enumerate(names):
             of_kind = dict(zip(kinds, counts[4 * number : 4 * number + 4], strict=True))
-            there = [kind for kind in kinds if of_kind[kind]]
-            if len(there) > 1 and there != ["integer", "real"]:
-                listed = " and ".join(f"{int(of_kind[kind]):,} of type {kind}" for kind in there)
-                raise DataError(
-                    f"the column '{name}' of {relation} at {self._place} holds {listed}, and a tensor holds one type. "
-                    f"Nothing was read; choose one in the query, for instance CAST({name} AS REAL)."
-                )
-            found[name] = there[-1] if there else "integer"
+            if of_kind["real"]:  # whole numbers among others are numbers too
+                of_kind["real"], of_kind["integer"] = of_kind["real"] + of_kind["integer"], 0
+            found[name] = max(kinds, key=lambda kind: of_kind[kind])
         return found
 
     def default_key(self, table: str) -> SqlKey | None:
@@ -208,11 +211,11 @@ def _array(column: SqlColumn, values: Sequence[Any], bad: list[BadValue]) -> pa.
                 kept.append(value)
             except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError, UnicodeError):
                 kept.append(None)
-                bad.append(
-                    BadValue(
-                        row, column.name, f"{_short(repr(value))} is no {column.kind}, as the others are"
-                    )
+                reason = (
+                    f"{_short(repr(value))} is no {column.kind}, as the others are; choose one type in the "
+                    f"query, or read all as text: schema={{'{column.name}': 'str'}}"
                 )
+                bad.append(BadValue(row, column.name, reason))
         return pa.array(kept, type=column.kind)
 
 

@@ -33,15 +33,18 @@ class Column:
     kind: Literal["number", "text", "bytes"] = "number"
     """Text is a ragged column of UTF-8; bytes are what they are."""
 
-    @classmethod
-    def text(cls, name: str) -> Column:
-        """A column of strings."""
-        return cls(name, np.dtype(np.uint8), is_ragged=True, kind="text")
+    is_list: bool = False
+    """Of text and bytes: rows are lists of them, packed as `text_lists.py` says."""
 
     @classmethod
-    def binary(cls, name: str) -> Column:
-        """A column of bytes."""
-        return cls(name, np.dtype(np.uint8), is_ragged=True, kind="bytes")
+    def text(cls, name: str, *, is_list: bool = False) -> Column:
+        """A column of strings, or of lists of them."""
+        return cls(name, np.dtype(np.uint8), is_ragged=True, kind="text", is_list=is_list)
+
+    @classmethod
+    def binary(cls, name: str, *, is_list: bool = False) -> Column:
+        """A column of bytes, or of lists of them."""
+        return cls(name, np.dtype(np.uint8), is_ragged=True, kind="bytes", is_list=is_list)
 
     @classmethod
     def ragged(cls, name: str, dtype: Any) -> Column:
@@ -52,7 +55,8 @@ class Column:
     def type_name(self) -> str:
         """As people say it: float32, str, list of int64."""
         if self.kind != "number":
-            return "str" if self.kind == "text" else "bytes"
+            name = "str" if self.kind == "text" else "bytes"
+            return f"list of {name}" if self.is_list else name
         if self.is_ragged:
             return f"list of {self.dtype}"
         return f"{self.dtype}{list(self.shape)}" if self.shape else str(self.dtype)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.data_errors import FileDamaged
+from shoal.data.arguments import OnError, skipping
 from shoal.data.files import FileInfo, Files, SharedFiles, Where
 from shoal.data.sources.source import Source
 from shoal.data.stream import Stream
@@ -30,7 +31,7 @@ from shoal.data.tables.record_files import (
     scan_file,
 )
 from shoal.data.tables.remembering import identity_of, remembered
-from shoal.data.tables.source import OnError, TableSource, check_on_error
+from shoal.data.tables.source import TableSource
 from shoal.data.tables.table import Block, Column, Rows, empty_rows
 
 ENDINGS = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz")
@@ -48,7 +49,7 @@ def open_tfrecord(
 ) -> Source | Stream:
     """The source of `Dataset.from_tfrecord`: a table, or a stream where a file is compressed."""
     features = wanted_features(schema)
-    on_error = check_on_error(on_error)
+    on_error, max_skips = skipping("", on_error, max_skips)
     files = files or SharedFiles()
     found = files.expand(where, ENDINGS)
     if any(is_gzip(files, info) for info in found):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO, Literal, Self, cast
 
 from shoal.core.errors import ConfigError
+from shoal.data import arguments
 from shoal.data.tables.example_wire import example_bytes
 
 Compression = Literal["auto", "gzip"] | None
@@ -32,7 +33,7 @@ class TFRecordWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, compression: Compression = "auto") -> None:
-        self._path = os.fspath(path)
+        self._path = arguments.path("a TFRecordWriter", path)
         if compression not in (None, "auto", "gzip"):
             raise ConfigError(f"compression is None, 'gzip' or 'auto' (by the name), got {compression!r}")
         self._is_gzip = compression == "gzip" or (compression == "auto" and self._path.endswith(".gz"))
@@ -102,10 +103,18 @@ def write_tfrecord(
         write_tfrecord("train.tfrecord", ({"x": x, "y": y} for x, y in pairs))
         write_tfrecord("train.tfrecord", Dataset.from_csv("train.csv", label="y"), label="y")
     """
+    if not isinstance(rows, Iterable):
+        raise ConfigError(f"write_tfrecord takes rows, dicts of features, got {rows!r}. Nothing was written.")
+    if label is not None and not isinstance(label, str):
+        raise ConfigError(f"write_tfrecord(label=) takes the name of a feature, got {label!r}")
     with TFRecordWriter(path, compression=compression) as out:
         for row in rows:
             if label is not None:
-                inputs, target = row
-                row = {**inputs, label: target}
+                if not isinstance(row, tuple) or len(row) != 2 or not isinstance(row[0], Mapping):
+                    raise ConfigError(
+                        f"with label={label!r} rows are (dict of features, label), and row {out.num_records + 1} for "
+                        f"{path} is a {type(row).__name__}. Nothing was written; take label= out, or give pairs."
+                    )
+                row = {**row[0], label: row[1]}
             out.write(row)
         return out.num_records

@@ -1,0 +1,115 @@
+"""What callers may pass: checks that refuse at the call, by the name of the argument and with what was given."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from shoal.core.errors import ConfigError
+
+OnError = Literal["raise", "skip"]
+
+_SHOWN = 80  # characters of a value in a message
+
+
+def whole_number(what: str, value: Any, *, at_least: int | None = None) -> int:
+    """The value as an int, or a ConfigError that names it."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{what} takes a whole number, got {shown(value)}") from None
+    if at_least is not None and number < at_least:
+        raise ConfigError(f"{what} takes a whole number of at least {at_least}, got {number}")
+    return number
+
+
+def above_zero(what: str, value: Any, unit: str) -> float:
+    """A number of something, seconds for instance, above 0; it may be infinite."""
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not is_number or math.isnan(value) or value <= 0:
+        raise ConfigError(f"{what} takes a number{' of ' if unit else ''}{unit} above 0, got {shown(value)}")
+    return float(value)
+
+
+def flag(what: str, value: Any) -> bool:
+    """True or False, and nothing that only looks like it."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ConfigError(f"{what} is True or False, got {shown(value)}")
+    return bool(value)
+
+
+def function(what: str, fn: Any, of: str = "a sample") -> Any:
+    """Something that can be called."""
+    if not callable(fn):
+        raise ConfigError(f"{what} takes a function of {of}, got {shown(fn)}")
+    return fn
+
+
+def path(what: str, value: Any) -> str:
+    """One path that is not empty."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ConfigError(f"{what} takes a path, got {shown(value)}")
+    return str(os.fspath(value))
+
+
+def paths(what: str, value: Any) -> list[str]:
+    """A path or several, none of them empty."""
+    if isinstance(value, (str, os.PathLike)):
+        return [path(what, value)]
+    if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
+        raise ConfigError(f"{what} takes a path, a pattern, a URL or a list of them, got {shown(value)}")
+    return [path(f"a list of {what}", each) for each in value]
+
+
+def names(what: str, value: Any) -> list[str]:
+    """Names of columns, at least one."""
+    if isinstance(value, str):
+        raise ConfigError(f"{what} takes a list of names, got the string {value!r}: write [{value!r}]")
+    listed = list(value) if isinstance(value, Sequence) else []
+    if not listed or not all(isinstance(name, str) and name for name in listed):
+        raise ConfigError(f"{what} takes a list of names of columns, at least one, got {shown(value)}")
+    return listed
+
+
+def directory(what: str, value: Any) -> str:
+    """A path at which there is a directory, or nothing yet."""
+    place = path(what, value)
+    if os.path.lexists(place) and not os.path.isdir(place):
+        raise ConfigError(f"{what} takes a directory, and {place} is none")
+    return place
+
+
+def by_name(what: str, value: Any) -> dict[str, Any]:
+    """A dict by names of columns; nothing for None."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{what} takes a dict by names of columns, got {shown(value)}")
+    return dict(value)
+
+
+def skipping(caller: str, on_error: Any, max_skips: Any) -> tuple[OnError, int | None]:
+    """What to do about bad samples: `on_error=` and its budget. `caller` is "map", or "" for a constructor."""
+    named = f"{caller}(%s=)" if caller else "%s="
+    if on_error not in ("raise", "skip"):
+        raise ConfigError(f"{named % 'on_error'} is 'raise' or 'skip', got {shown(on_error)}")
+    if max_skips is not None:
+        max_skips = whole_number(named % "max_skips", max_skips, at_least=0)
+        if on_error == "raise":
+            raise ConfigError(
+                f"{named % 'max_skips'} says how many bad samples may be skipped: it needs on_error='skip'"
+            )
+    return on_error, max_skips
+
+
+def shown(value: Any) -> str:
+    """A value as it is told: on one line, and cut short where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
