@@ -22,6 +22,7 @@ from shoal.cluster.fate_events import (
     Kill,
     KillServers,
     Left,
+    LetGo,
     Replace,
     ReplaceServer,
     RestartCoordinator,
@@ -502,3 +503,22 @@ def test_while_leaving_nobody_begins_anew() -> None:
     job.handle(Asked(signal.SIGINT), 1.0)
     job.handle(Exited(1, -9), 1.0)
     assert job.phase is Phase.ENDING
+
+
+def test_once_results_were_let_go_a_death_takes_everybody_back_and_only_until_they_begin_anew() -> None:
+    job = running(2, Patience(max_restarts=3))
+    assert job.handle(LetGo(0), 0.5) == []
+    assert job.handle(LetGo(1), 0.5) == []
+    lost = StateLost((), 1, 1, has_let_go=True)
+    assert job.handle(Exited(1, -9), 1.0) == [GoBack(lost), Kill((0,)), KillServers(())]
+    assert job.handle(Exited(0, -9), 1.0) == [StartAnew({0: 1, 1: 1}, {})]
+    for rank in range(2):
+        job.handle(Started(rank, 1), 2.0)
+    assert isinstance(job.handle(Exited(1, -9), 3.0)[0], Replace)
+
+
+def test_a_replacement_that_was_started_just_before_results_were_let_go_takes_everybody_back() -> None:
+    job = running(2, Patience(max_restarts=3))
+    job.handle(Exited(1, -9), 1.0)
+    job.handle(Started(1, 1), 1.0)
+    assert job.handle(LetGo(0), 1.1)[0] == GoBack(StateLost((), rank=1, has_let_go=True))

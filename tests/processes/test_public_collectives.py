@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from launched import Launched
@@ -73,3 +74,35 @@ def test_ranks_that_call_different_things_are_told(launch_script: Launch) -> Non
     )
     assert done.exit_code == 3
     assert "rank 2 called all_reduce(float64 [3]" in str(done.error)
+
+
+LARGE = """
+import os, pathlib, torch, shoal
+from shoal.strategies import timeline, together
+timeline.KEPT_BYTES = 60_000
+me = shoal.rank()
+for round in range(12):
+    total = shoal.collectives.all_reduce(torch.full((2_000,), float(me + round)))  # 8 kB
+    assert total[0] == sum(rank + round for rank in range(shoal.num_workers()))
+    if (round, me) == (DIES, 1) and not pathlib.Path("died").exists():
+        pathlib.Path("died").touch()
+        os.kill(os.getpid(), 9)
+kept = together.together()
+held = sum(result.nbytes for results in (kept._results, kept._log.results) for result in results.values())
+pathlib.Path(f"held-{me}").write_text(str(held))
+print("done", int(total[0]))
+"""
+
+
+@pytest.mark.parametrize(("dies", "workers", "takes_all_back"), [(4, 3, False), (11, 4, True)])
+def test_results_are_kept_up_to_a_limit_and_beyond_it_a_death_takes_all_back(
+    launch_script: Launch, tmp_path: Path, dies: int, workers: int, takes_all_back: bool
+) -> None:
+    done = launch_script(LARGE.replace("DIES", str(dies)), workers=workers)
+    assert done.exit_code == 0, done.error
+    assert "done " in done.stdout
+    assert [int((tmp_path / f"held-{rank}").read_text()) for rank in range(workers)] == [8_000] * workers
+    went_back = [event for event in done.events if event["event"] == "went-back"]
+    assert bool(went_back) == takes_all_back
+    assert ("had become too large to be kept" in done.stderr) == takes_all_back
+    assert "from here on one that dies takes all of them back to the script's begin" in done.stderr

@@ -46,6 +46,7 @@ from shoal.cluster.fate_events import (
     Kill,
     KillServers,
     Left,
+    LetGo,
     Replace,
     ReplaceServer,
     RestartCoordinator,
@@ -132,6 +133,7 @@ class Fate:
         self._why_servers_killed: dict[int, str] = {}
         self._num_losses = 0  # of everything, since the job last got ahead
         self._starting_anew: StartAnew | None = None  # once all are gone
+        self._has_let_go = False  # since they were started
         self._coordinator_served_at: float | None = None
         self._num_coordinator_deaths = 0
         self._suspicion: tuple[Failed, float] | None = None  # a broken exchange, and until when it may wait
@@ -194,6 +196,8 @@ class Fate:
                 return [KillServers((number,))]
             case StateLost():
                 return self._state_lost(event, now)
+            case LetGo():
+                return self._let_go()
             case Failed() | Finished() if self._starting_anew:
                 return []  # of one that is being killed
             case Failed():
@@ -264,11 +268,14 @@ class Fate:
         have_others_left = bool(self.finished or self.failures)
         if num_times > self._patience.max_restarts or have_others_left:
             return self._end(died, now)
-        if self.phase is Phase.LEAVING and (not self._alive or self._patience.all_hold_parts):
+        takes_all_back = self._patience.all_hold_parts or self._has_let_go
+        if self.phase is Phase.LEAVING and (not self._alive or takes_all_back):
             return self._end(died, now)
         self._unrecovered = died
-        if self._patience.all_hold_parts:
-            return self._begin_anew(StateLost((), num_times, rank, holds_parts=True), {rank: incarnation})
+        if takes_all_back:
+            parts = self._patience.all_hold_parts
+            lost = StateLost((), num_times, rank, holds_parts=parts, has_let_go=not parts)
+            return self._begin_anew(lost, {rank: incarnation})
         self.num_restarts += 1
         return [Replace(died, incarnation + 1)]
 
@@ -306,6 +313,15 @@ class Fate:
             return self._end(lost, now)
         return self._begin_anew(lost, {})
 
+    def _let_go(self) -> list[Action]:
+        if self._has_let_go or self._starting_anew:
+            return []
+        self._has_let_go = True
+        if not self._behind or self.phase is not Phase.RUNNING:
+            return []
+        # One was replaced a moment before this came to be known, and nobody may have what it needs.
+        return self._begin_anew(StateLost((), rank=min(self._behind), has_let_go=True), {})
+
     def _begin_anew(self, lost: StateLost, dead: dict[int, int]) -> list[Action]:
         # Those that live hold what is later than any checkpoint. They all go before any of them comes back: else one
         # that goes late would be lost anew, from the new group.
@@ -323,6 +339,7 @@ class Fate:
             return []
         anew, self._starting_anew = self._starting_anew, None
         assert anew is not None
+        self._has_let_go = False
         self.num_restarts += 1
         return [anew]
 

@@ -96,6 +96,14 @@ class StateLost:
         None  # instead of servers: it died in a step together with a server that had its part in it
     )
     holds_parts: bool = False  # or it alone held parts of the weights, as every worker does
+    has_let_go: bool = False  # or the others no longer keep what a replacement would need
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """A worker keeps no longer what a replacement of another would need: it became too much."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +143,7 @@ Event: TypeAlias = (
     | ServerExited
     | ServerSuspected
     | StateLost
+    | LetGo
     | CoordinatorServes
     | CoordinatorExited
     | Asked

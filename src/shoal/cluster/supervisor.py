@@ -37,6 +37,7 @@ from shoal.cluster.warm_client import WarmParent
 from shoal.cluster.worker import WorkerSpec
 from shoal.cluster.worker_process import Worker
 from shoal.core.errors import ClusterError
+from shoal.core.happenings import RESULTS_LET_GO
 from shoal.wire.ledger_messages import Noted
 from shoal.wire.messages import (
     Failed,
@@ -240,6 +241,8 @@ class Supervisor:
                 self._run.event(kind, **{**told, "rank": rank})
                 if kind == "sharding":
                     self.outcome.sharding = told
+                if kind == RESULTS_LET_GO:
+                    self._feed(fate_events.LetGo(rank))
                 if kind == "exchanged":
                     self.outcome.exchange = told
                 if (fact := ledger_facts.of_event(kind, rank, told)) is not None:

@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+RESULTS_LET_GO = "results-let-go"
+"""A worker keeps no longer what a replacement of another would need."""
+
 _KEPT = 10_000
 
 told: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_KEPT)

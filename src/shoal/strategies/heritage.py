@@ -25,6 +25,9 @@ _DTYPES = {str(dtype): dtype for dtype in (
     torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )}  # fmt: skip
 
+_OVERHEAD_BYTES = 256
+"""Of one object among many."""
+
 
 @dataclass(slots=True)
 class Part:
@@ -96,6 +99,17 @@ def receive(native: Reducer, donor: int) -> Heritage:
     plain["parts"] = {int(owner): Part(**part) for owner, part in plain["parts"].items()}
     plain["log"] = {int(number): result for number, result in plain["log"].items()}
     return Heritage(**plain)
+
+
+def num_bytes(value: Any) -> int:
+    """What a result takes in memory, or a little more."""
+    if isinstance(value, Tensor):
+        return _OVERHEAD_BYTES + value.numel() * value.element_size()
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return _OVERHEAD_BYTES + sum(map(num_bytes, value))
+    return _OVERHEAD_BYTES + (len(value) if isinstance(value, (str, bytes)) else 0)
 
 
 def to_bytes(value: Any) -> bytes:

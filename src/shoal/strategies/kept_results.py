@@ -45,6 +45,8 @@ class KeptResults(MutableMapping[str, Any]):
 
     def __delitem__(self, key: str) -> None:
         del self._own[key]
+        if self._writes:
+            self._path(key).unlink(missing_ok=True)
 
     def __contains__(self, key: object) -> bool:
         return key in self._own or (isinstance(key, str) and self._path(key).exists())

@@ -7,17 +7,21 @@ a donor, `served.py` runs them through servers and finds it there.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from shoal.cluster import session
+from shoal.core import happenings
+from shoal.core import job as jobs
 from shoal.core.failpoints import failpoint
+from shoal.core.happenings import RESULTS_LET_GO
 from shoal.strategies.exchange_log import ExchangeLog
-from shoal.strategies.heritage import Heritage, Part
+from shoal.strategies.heritage import Heritage, Part, num_bytes
 
-MAX_KEPT = 100_000
-"""Results of reductions between steps that are kept for a replacement."""
+KEPT_BYTES = 512 << 20
+"""Of results that a worker keeps for a replacement: of calls, and of what the script exchanged between them."""
 
 
 class Holder(Protocol):
@@ -42,6 +46,8 @@ class Timeline:
         self._call, self._call_is_over = 0, True
         self._anchor: Callable[[], dict[str, Any]] = dict
         self._results: dict[str, Any] = {}
+        self._num_kept_bytes, self._counted = 0, set[str]()
+        self._has_let_go = False
         self._moments: Counter[str] = Counter()
         self.was_given_state = False
         self._unclaimed: dict[int, Part] = {}  # given state whose holder the script has not come to yet
@@ -75,8 +81,7 @@ class Timeline:
         if self._heritage is not None and key in self._heritage.results:
             return self._heritage.results[key]
         result = run()
-        if len(self._results) < MAX_KEPT:
-            self._keep(key, result)
+        self._keep(key, result)
         return result
 
     # ---- anchors and calls ----------------------------------------------------------------------
@@ -145,7 +150,31 @@ class Timeline:
             holder.take(self._unclaimed.pop(number))
 
     def _keep(self, key: str, result: Any) -> None:
-        self._results[key] = result
+        """Keep a result for whoever comes later, as long as all of them together are not too large."""
+        if not self._has_let_go:
+            self._results[key] = result
+            if key not in self._counted:  # a replacement passes by some that it was given
+                self._counted.add(key)
+                self._num_kept_bytes += num_bytes(result)
+            if self._num_kept_bytes > KEPT_BYTES:
+                self._let_go()
+        if self._has_let_go and self._call_is_over:
+            self._log.anchor()  # nobody will run up to here
+
+    def _let_go(self) -> None:
+        """From here on a death takes everybody back to the script's begin: one that came later could not pass."""
+        happenings.tell(RESULTS_LET_GO, num_bytes=self._num_kept_bytes)  # before anything is gone
+        self._has_let_go = True
+        self._results.clear()
+        self._counted.clear()
+        if jobs.rank() == 0:
+            print(
+                f"note: what the script exchanged so far takes {self._num_kept_bytes / 2**20:,.0f} MiB, too much to keep it for a "
+                "worker that is replaced: from here on one that dies takes all of them back to the script's begin, or to the "
+                "newest checkpoint of a Trainer",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _note(self, state: Callable[[], dict[str, Any]]) -> None:
         self._log.anchor()
@@ -156,6 +185,8 @@ class Timeline:
         assert given is not None
         self._call, self._call_is_over = given.call, given.call_is_over
         self._anchor, self._results = lambda: given.anchor, given.results
+        self._num_kept_bytes = sum(map(num_bytes, given.results.values()))
+        self._counted = set(given.results)
         self._caught_up()
 
     def _caught_up(self) -> None:

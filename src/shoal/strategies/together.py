@@ -181,6 +181,13 @@ class Together(Timeline):
         everybody = [place.tolist() for place in native.all_gather(standing)]
         self._refuse_different_scripts(everybody)
         needy = [rank for rank, place in enumerate(everybody) if place[0]]
+        if self._has_let_go and self._job.rank == donor and any(everybody[rank][3] for rank in needy):
+            # The supervisor learns of it by now, and takes everybody back.
+            raise PeerLost(
+                rank=donor,
+                operation="handing state over",
+                reason="what was exchanged before is no longer kept",
+            )
         if self._job.rank == donor:
             given = self._give() if needy else None
             for rank in needy:
