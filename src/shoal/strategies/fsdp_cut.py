@@ -7,6 +7,7 @@ large enough to be worth a collective.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -43,7 +44,9 @@ def shard(
     Gradients are summed and not averaged: they were divided by the global batch before.
     """
     refuse(model)
-    policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    # Pinned memory is of use to an accelerator alone; without one, shards are in the host's memory anyway.
+    pinned = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+    policy: OffloadPolicy = pinned if offload else OffloadPolicy()
     shared = _shared(model)
     names = []
     for name, module in units(model, unit_bytes=unit_bytes):

@@ -24,13 +24,20 @@ from shoal.core.errors import ConfigError, PeerLost
 from shoal.core.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
-from shoal.strategies import fsdp_cut, pipeline_plan, pipeline_state, tensor_cut, tensor_plan
+from shoal.strategies import (
+    fsdp_cut,
+    optimizer_following,
+    pipeline_plan,
+    pipeline_state,
+    tensor_cut,
+    tensor_plan,
+)
 from shoal.strategies.agreement import refuse_different_models
 from shoal.strategies.ddp import Ddp
 from shoal.strategies.hashed_rows import MODEL, plain_tensors
 from shoal.strategies.pipeline_cut import PipelineRunner, Stage
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
-from shoal.strategies.sharded_tensors import CutReader, whole_pieces
+from shoal.strategies.sharded_tensors import CutReader, ties_of, whole_pieces
 from shoal.strategies.state import load_state, state_pieces
 
 _BROKEN = ("gloo", "Connection closed", "Connection reset", "NCCL")
@@ -51,7 +58,7 @@ class ModelParallel(Ddp):
         self._is_cut = False
         self._speaks = job.rank in self._speakers
         self._tells_buffers = self._axes.coordinates(job.rank).tp == 0
-        self._schedule = job.schedule
+        self._schedule, self._sequence, self._offload = job.schedule, job.sequence_parallel, job.offload
         self._pipeline: PipelineRunner | None = None
 
     def prepare(self, job: TrainJob) -> None:
@@ -68,8 +75,11 @@ class ModelParallel(Ddp):
             self._synchronise(job.model)
             refuse_different_models(job.model, super().gather)
             self._together.exchange(self._broadcast)
+            names = optimizer_following.names_of(job.model)
             self._cut(job.model)
             self._is_cut = True
+            if job.given_optimizer is not None:
+                optimizer_following.follow(job.given_optimizer, names, job.model, str(self._axes))
         self._build(job, borrowed_run_back=True)
         self._together.hold(job.number, self)
 
@@ -87,6 +97,7 @@ class ModelParallel(Ddp):
     def commit(self) -> Verdict:
         """Agree, clip, decide and update, each rank its part."""
         with self._unless_broken("commit"):
+            tensor_cut.settle(self._parameters)
             verdict = super().commit()
         spoilt = tuple((self._axes.data_rank(rank), loss) for rank, loss in verdict.nonfinite)
         return dataclasses.replace(verdict, nonfinite=spoilt) if spoilt else verdict
@@ -126,9 +137,10 @@ class ModelParallel(Ddp):
     def _cut(self, model: nn.Module) -> None:
         """Cut the model, which is whole and the same on every rank."""
         mesh = self._mesh(self._job.device)
+        self._say_what_offload_does()
         cut = self._find_stages(model) if self._axes.pp > 1 else None
         if self._axes.tp > 1:
-            plan = tensor_plan.find_plan(model, self._axes.tp, self._job.tensor_plan)
+            plan = tensor_plan.find_plan(model, self._axes.tp, self._job.tensor_plan, sequence=self._sequence)
             tensor_cut.apply(plan, model, mesh["tp"])
             if self._rank == 0:
                 print(plan.table(), file=sys.stderr, flush=True)
@@ -137,7 +149,9 @@ class ModelParallel(Ddp):
             parts = list(self._take_stages(cut, mesh))
         if self._axes.num_data_ranks > 1:
             for part in parts:
-                fsdp_cut.shard(part, mesh["dp", "fsdp"] if self._axes.dp > 1 else mesh["fsdp"])
+                fsdp_cut.shard(
+                    part, mesh["dp", "fsdp"] if self._axes.dp > 1 else mesh["fsdp"], offload=self._offload
+                )
 
     def _find_stages(self, model: nn.Module) -> pipeline_plan.Cut:
         """Where to cut, by what rank 0 measures; refused alike on every rank."""
@@ -185,6 +199,15 @@ class ModelParallel(Ddp):
         self._norm_of = lambda: pipeline_state.norm_over_stages(self._parameters, group, self._job.device)
         return stages.values()
 
+    def _say_what_offload_does(self) -> None:
+        if self._offload and self._rank == 0 and self._job.device.type == "cpu":
+            print(
+                "note: --offload keeps shards in the host's memory, and without an accelerator they are there anyway: nothing is "
+                "moved, nothing is saved",
+                file=sys.stderr,
+                flush=True,
+            )
+
     def _mesh(self, device: torch.device) -> DeviceMesh:
         _ = self._together.native  # the group is there
         axes = self._axes
@@ -208,7 +231,7 @@ class ModelParallel(Ddp):
         with self._unless_broken("gathering the state"):
             pieces = state_pieces(self._job.model, self.optimizer)
             if self._pipeline is None:
-                yield from whole_pieces(pieces, keep=self._rank == 0)
+                yield from whole_pieces(pieces, keep=self._rank == 0, ties=ties_of(self._job.model, MODEL))
                 return
             leaders = range(0, self._num_workers, self._num_workers // self._axes.pp)
             yield from pipeline_state.pieces_on_rank_0(

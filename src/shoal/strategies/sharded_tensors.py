@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -17,16 +17,35 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_pieces(pieces: Iterable[Piece], *, keep: bool) -> Iterator[Piece]:
+def ties_of(model: nn.Module, prefix: str) -> dict[str, str]:
+    """Names under which a parameter is found again -> the first name of it."""
+    first: dict[int, str] = {}
+    ties = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            ties[prefix + name] = prefix + first[id(parameter)]
+    return ties
+
+
+def whole_pieces(
+    pieces: Iterable[Piece], *, keep: bool, ties: Mapping[str, str] | None = None
+) -> Iterator[Piece]:
     """The pieces with whole tensors, gathered one at a time; without `keep` they are let go of at once.
 
-    Collective: every rank goes through all of them, and only who writes needs them.
+    Collective: every rank goes through all of them, and only who writes needs them. What is tied is gathered once, and
+    is one memory under both names, as in one process.
     """
+    ties = ties or {}
+    gathered: dict[str, Tensor] = {}
     for piece in pieces:
-        tensor = whole(piece.tensor)
-        shape = tuple(tensor.shape)
+        tensor = gathered.get(ties.get(piece.name, ""))
+        if tensor is None:
+            tensor = whole(piece.tensor)
+        shape = tuple(piece.tensor.shape)
         if not keep:
             tensor = torch.empty(0, dtype=tensor.dtype)
+        if piece.name in ties.values():
+            gathered[piece.name] = tensor
         yield Piece(piece.name, tensor, shape, (0,) * len(shape))
 
 

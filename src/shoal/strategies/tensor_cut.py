@@ -1,40 +1,42 @@
-"""Layers cut over the ranks of `tp` as a plan says, by torch's DTensor."""
+"""Layers cut over the ranks of `tp` as a plan says, over torch's DTensor.
+
+Without sequence parallelism only what lies inside a pair of layers is in
+parts; everything between pairs is a plain tensor, the same on every rank. With
+it all tensors of the model know how they are cut: what lies between pairs
+holds a part of the sequence, and layers that cannot are given the whole.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shoal.strategies.tensor_plan import Plan
+from shoal.data.tree import Tree, map_tensors
+from shoal.strategies.sharded_tensors import local_part
+from shoal.strategies.tensor_rows import NORMS, Plan
+
+SEQUENCE_DIM = 1
+"""Of what lies between layers that are cut: (batch, sequence, features), or with the first two swapped, which serves as well."""
 
 
 def apply(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut `model` in place."""
-    styles: dict[str, ParallelStyle] = {}
-    for row in plan.rows.values():
-        if row.style == "colwise":
-            # Parts stay parts, as tensors that know it: a view into heads is then a view of this rank's heads.
-            styles[row.layer] = ColwiseParallel(use_local_output=False)
-        elif row.style == "rowwise":
-            styles[row.layer] = RowwiseParallel()
-        elif row.style == "colwise alone":
-            styles[row.layer] = ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(model, mesh, styles)
+    """Cut `model` in place. Every rank holds the same weights, so each takes its part without a word to the others."""
+    _Cutting(plan, model, mesh).run()
     # Its short cut for inference reads the weights of a layer past the layer.
     torch.backends.mha.set_fastpath_enabled(False)
+    if mesh.device_type == "cpu":
+        handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+        handlers[torch.ops.aten.bernoulli_.float] = _draw_whole
 
 
 @contextlib.contextmanager
@@ -44,3 +46,167 @@ def running() -> Iterator[None]:
     # attention only the plain one knows tensors in parts (torch 2.13, on CPU).
     with implicit_replication(), sdpa_kernel(SDPBackend.MATH):
         yield
+
+
+def settle(parameters: Iterable[nn.Parameter]) -> None:
+    """Gradients cut as their parameters are: of a layer that saw a part of the sequence each rank has a part of the sum."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            if gradient.placements != parameter.placements:
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        elif isinstance(gradient, DTensor):
+            parameter.grad = gradient.full_tensor()
+
+
+class _Cutting:
+    """One model being cut."""
+
+    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
+        self._plan, self._model, self._mesh = plan, model, mesh
+        self._cut: dict[int, nn.Parameter] = {}  # tied weights stay tied
+        self._kept: list[nn.Parameter] = []  # alive, or their ids would be used again
+        self._told = False
+
+    def run(self) -> None:
+        """Parameters first, then what happens around each layer."""
+        for row in self._plan.rows.values():
+            module = self._model.get_submodule(row.layer)
+            if row.style == "colwise":
+                self._colwise(module)
+            elif row.style == "rowwise":
+                self._rowwise(module)
+            elif row.style == "colwise alone":
+                self._colwise(module)
+                self._after(module, self._between)
+        for name in self._plan.parameters_inside:
+            owner, _, key = name.rpartition(".")
+            self._place(self._model.get_submodule(owner), key, Replicate())
+        if self._plan.is_sequence:
+            self._cut_sequences()
+        self._after(self._model, self._plain)
+
+    def _colwise(self, module: nn.Module) -> None:
+        dim = 1 if isinstance(module, nn.Embedding) else 0
+        for key in dict(module.named_parameters(recurse=False)):
+            self._place(module, key, Shard(dim))
+        self._before(module, lambda tensor: self._as(tensor, Replicate()))
+
+    def _rowwise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding):
+            self._place(module, "weight", Shard(0))
+            self._before(module, lambda tensor: self._as(tensor, Replicate()))
+            # Rows that other ranks hold are masked, which no gradient can be cut like: made whole before it is cut anew.
+            self._after(module, self._plain)
+            if self._plan.is_sequence:
+                self._after(module, lambda tensor: self._as(tensor, self._part_of(tensor)))
+            return
+        if isinstance(module, nn.Linear):
+            self._place(module, "weight", Shard(1))
+            if module.bias is not None:
+                self._place(module, "bias", Replicate())
+            self._before(module, lambda tensor: self._as(tensor, Shard(tensor.dim() - 1)))
+        self._after(module, self._between)
+
+    def _cut_sequences(self) -> None:
+        """All that is left of the model, as tensors that know how they are cut."""
+        whole: set[nn.Module] = set()
+        for name, module in self._model.named_modules():
+            row = self._plan.rows.get(name)
+            if module in whole or (row is not None and row.style not in ("replicated", "sequence")):
+                continue
+            parameters = dict(module.named_parameters(recurse=False))
+            has_state = bool(parameters) or any(True for _ in module.buffers(recurse=False))
+            is_alone = isinstance(module, nn.MultiheadAttention) or (
+                has_state and not list(module.children())
+            )
+            if row is not None and row.style == "sequence":
+                self._before(module, self._along_sequence)
+            elif is_alone and not isinstance(module, (nn.Linear, nn.Embedding, *NORMS)):
+                # Who knows what it does with its inputs: it gets them whole and plain.
+                whole.update(module.modules())
+                self._before(module, self._plain)
+                self._after(module, lambda tensor: self._as(tensor, Replicate()))
+                continue
+            elif isinstance(module, nn.Embedding):
+                self._after(module, self._between)
+            for key in parameters:
+                self._place(module, key, Replicate())
+
+    # ---- what happens to tensors ----------------------------------------------------------------
+
+    def _as(self, tensor: Tensor, placement: Placement) -> Tensor:
+        """The tensor cut so; a plain one is the same on every rank."""
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, self._mesh, [Replicate()], run_check=False)
+        if tensor.placements != (placement,):
+            return tensor.redistribute(placements=[placement])
+        return tensor
+
+    def _between(self, tensor: Tensor) -> Tensor:
+        """What leaves a pair of layers: part of the sequence, or the whole of it as a plain tensor."""
+        assert isinstance(tensor, DTensor)
+        if self._plan.is_sequence:
+            return self._as(tensor, self._part_of(tensor))
+        return self._plain(tensor)
+
+    def _along_sequence(self, tensor: Tensor) -> Tensor:
+        """For a layer that treats each position alone. What is cut already stays so."""
+        if isinstance(tensor, DTensor) and tensor.placements != (Replicate(),):
+            return tensor
+        return self._as(tensor, self._part_of(tensor))
+
+    def _part_of(self, tensor: Tensor) -> Placement:
+        if tensor.dim() < 3:
+            return Replicate()
+        length, degree = tensor.shape[SEQUENCE_DIM], self._plan.degree
+        if length % degree == 0:
+            return Shard(SEQUENCE_DIM)
+        if not self._told and dist.get_rank() == 0:
+            note = f"note: a sequence of {length} cannot be divided by {degree}: where it is so long it stays whole"
+            print(note, file=sys.stderr, flush=True)
+        self._told = True
+        return Replicate()
+
+    def _plain(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        return tensor.redistribute(placements=[Replicate()]).to_local()
+
+    # ---- where it happens -----------------------------------------------------------------------
+
+    def _place(self, module: nn.Module, key: str, placement: Placement) -> None:
+        parameter = getattr(module, key)
+        if parameter is None or isinstance(parameter, DTensor):
+            return
+        if id(parameter) not in self._cut:
+            self._kept.append(parameter)
+            cut = distribute_tensor(parameter.detach(), self._mesh, [placement], src_data_rank=None)
+            self._cut[id(parameter)] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
+        module.register_parameter(key, self._cut[id(parameter)])
+
+    def _before(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _changed(args, change), _changed(kwargs, change)
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _after(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        def hook(_: nn.Module, args: Any, output: Tree) -> Tree:
+            return _changed(output, change)
+
+        module.register_forward_hook(hook)
+
+
+def _changed(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
+    return map_tensors(change, tree)
+
+
+def _draw_whole(operation: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Dropout of a tensor in parts: every rank draws all of it, as one process does, and keeps its part."""
+    tensor, chance = args[0], args[1] if len(args) > 1 else 0.5
+    here = tensor._local_tensor
+    drawn = torch.empty_strided(tensor.shape, tensor.stride(), dtype=here.dtype, device=here.device)
+    here.copy_(local_part(drawn.bernoulli_(chance, **kwargs), tensor))
+    whole: Tensor = tensor
+    return whole
