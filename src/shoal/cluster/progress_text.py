@@ -5,9 +5,10 @@ Pure; `display.py` decides when a line is shown and where.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.wire.messages import Progress
+if TYPE_CHECKING:
+    from shoal.wire.messages import Progress  # `shoal --help` reads this file too, and answers at once
 
 
 def rate(per_s: float) -> str:
