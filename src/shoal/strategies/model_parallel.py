@@ -28,14 +28,18 @@ from shoal.strategies import (
     fsdp_cut,
     optimizer_following,
     pipeline_plan,
+    pipeline_stage,
     pipeline_state,
     tensor_cut,
     tensor_plan,
 )
 from shoal.strategies.agreement import refuse_different_models
+from shoal.strategies.compute import place
 from shoal.strategies.ddp import Ddp
 from shoal.strategies.hashed_rows import MODEL, plain_tensors
-from shoal.strategies.pipeline_cut import PipelineRunner, Stage
+from shoal.strategies.pipeline_cut import PipelineRunner
+from shoal.strategies.pipeline_flow import Flow, find_flow
+from shoal.strategies.pipeline_stage import Stage
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.strategies.sharded_tensors import CutReader, ties_of, whole_pieces
 from shoal.strategies.state import load_state, state_pieces
@@ -60,6 +64,8 @@ class ModelParallel(Ddp):
         self._tells_buffers = self._axes.coordinates(job.rank).tp == 0
         self._schedule, self._sequence, self._offload = job.schedule, job.sequence_parallel, job.offload
         self._pipeline: PipelineRunner | None = None
+        self._holding: pipeline_state.Holding | None = None
+        self._ties: pipeline_state.Ties | None = None
 
     def prepare(self, job: TrainJob) -> None:
         """Check that all ranks built the same model, give everybody rank 0's weights, then cut it."""
@@ -91,6 +97,8 @@ class ModelParallel(Ddp):
             self.about_to_run()
             self._num_global = batch.num_global
             loss = self._pipeline.forward_backward(batch, rank=self._data_rank, step=self.step)
+            assert self._ties is not None
+            self._ties.sum()
             self._contribute(loss, batch.share)
             return loss
 
@@ -138,57 +146,67 @@ class ModelParallel(Ddp):
         """Cut the model, which is whole and the same on every rank."""
         mesh = self._mesh(self._job.device)
         self._say_what_offload_does()
-        cut = self._find_stages(model) if self._axes.pp > 1 else None
+        plan = None
         if self._axes.tp > 1:
             plan = tensor_plan.find_plan(model, self._axes.tp, self._job.tensor_plan, sequence=self._sequence)
+        found = self._find_stages(model, plan) if self._axes.pp > 1 else None
+        if plan is not None:
             tensor_cut.apply(plan, model, mesh["tp"])
             if self._rank == 0:
                 print(plan.table(), file=sys.stderr, flush=True)
         parts: list[nn.Module] = [model]
-        if cut is not None:
-            parts = list(self._take_stages(cut, mesh))
+        if found is not None:
+            parts = list(self._take_stages(*found, mesh))
         if self._axes.num_data_ranks > 1:
             for part in parts:
-                fsdp_cut.shard(
-                    part, mesh["dp", "fsdp"] if self._axes.dp > 1 else mesh["fsdp"], offload=self._offload
-                )
+                with pipeline_state.following(model, part):
+                    fsdp_cut.shard(
+                        part, mesh["dp", "fsdp"] if self._axes.dp > 1 else mesh["fsdp"], offload=self._offload
+                    )
+        if found is not None:
+            assert self._holding is not None
+            self._ties = pipeline_state.Ties(model, self._holding, mesh["pp"].get_group())
 
-    def _find_stages(self, model: nn.Module) -> pipeline_plan.Cut:
+    def _find_stages(self, model: nn.Module, plan: tensor_plan.Plan | None) -> tuple[Flow, pipeline_plan.Cut]:
         """Where to cut, by what rank 0 measures; refused alike on every rank."""
-        num_stages = self._axes.pp * schedule_names.stages_per_worker(self._schedule)
-        layers = pipeline_plan.layers_of(model, num_stages)
-        by_size = pipeline_plan.costs_by_size(layers)
-        pipeline_plan.find_cut(
-            layers, num_stages, by_size, self._job.pipeline_cut
-        )  # refuses before anybody measures
+        job, num_stages = self._job, self._axes.pp * schedule_names.stages_per_worker(self._schedule)
+        if job.first_inputs is None:
+            raise ConfigError(
+                "pp follows a model's forward on the first of the data to find where it can be cut, and no data is at hand. "
+                "Nothing was trained; call fit, evaluate or predict before anything else."
+            )
+        inputs = place(job.first_inputs(), job.device, job.cast_inputs)
+        flow = find_flow(model, inputs, num_stages, job.pipeline_cut or ())
+        styles = {row.layer: row.style for row in plan.rows.values()} if plan is not None else {}
+        by_size = pipeline_plan.costs_by_size(flow)
+        # Refuses before anybody measures.
+        cut = pipeline_plan.find_cut(flow, num_stages, by_size, job.pipeline_cut, styles)
         costs = torch.tensor(by_size, dtype=torch.float64)
         if self._rank == 0:
-            measured = pipeline_plan.measured(layers, self._job)
-            if measured is not None:
-                costs = torch.tensor(measured, dtype=torch.float64)
+            costs = torch.tensor(pipeline_plan.costs_of_job(flow, inputs, job.number), dtype=torch.float64)
         self._together.exchange(lambda native: native.broadcast(costs))
-        cut = pipeline_plan.find_cut(layers, num_stages, costs.tolist(), self._job.pipeline_cut)
+        cut = pipeline_plan.find_cut(flow, num_stages, costs.tolist(), job.pipeline_cut, styles)
+        pipeline_stage.refuse_wrong(flow, cut, inputs)
         if self._rank == 0:
             print(cut.table(), file=sys.stderr, flush=True)
-        return cut
+        return flow, cut
 
-    def _take_stages(self, cut: pipeline_plan.Cut, mesh: DeviceMesh) -> Iterable[Stage]:
+    def _take_stages(self, flow: Flow, cut: pipeline_plan.Cut, mesh: DeviceMesh) -> Iterable[Stage]:
         """This rank's stages, and nothing kept of the others but names."""
         axes, at = self._axes, self._axes.coordinates(self._rank).pp
-        stages = {
-            number: Stage(self._job, cut.stage(number))
-            for number in range(cut.num_stages)
-            if number % axes.pp == at
-        }
-        pipeline_state.let_go(
-            layer.module
-            for number in range(cut.num_stages)
-            if number not in stages
-            for layer in cut.stage(number)
+        everybodys = pipeline_stage.stages_of(
+            self._job, flow, cut, copies_views=self._schedule == "zero-bubble"
         )
+        stages = {number: stage for number, stage in enumerate(everybodys) if number % axes.pp == at}
+        holding = pipeline_state.holding_of(flow.model, everybodys, axes.pp, at)
+        if axes.num_data_ranks > 1:
+            pipeline_state.refuse_shared_on_one_rank(flow.model, list(stages.values()))
+        pipeline_state.let_go(flow.model, holding)
         group = mesh["pp"].get_group()
+        self._holding = holding
         self._pipeline = PipelineRunner(
             self._job,
+            flow,
             stages,
             num_stages=cut.num_stages,
             schedule=self._schedule,
@@ -196,7 +214,10 @@ class ModelParallel(Ddp):
             data_groups=[mesh[axis].get_group() for axis in ("dp", "fsdp") if getattr(axes, axis) > 1],
             num_data_ranks=axes.num_data_ranks,
         )
-        self._norm_of = lambda: pipeline_state.norm_over_stages(self._parameters, group, self._job.device)
+        model = flow.model  # and not the flow, which holds what every layer gave
+        self._norm_of = lambda: pipeline_state.norm_over_stages(
+            dict(model.named_parameters()), holding, group, self._job.device
+        )
         return stages.values()
 
     def _say_what_offload_does(self) -> None:
@@ -230,12 +251,14 @@ class ModelParallel(Ddp):
         """Model and optimizer, tensor by tensor, whole on rank 0. Collective."""
         with self._unless_broken("gathering the state"):
             pieces = state_pieces(self._job.model, self.optimizer)
-            if self._pipeline is None:
+            if self._pipeline is None or self._holding is None:
                 yield from whole_pieces(pieces, keep=self._rank == 0, ties=ties_of(self._job.model, MODEL))
                 return
             leaders = range(0, self._num_workers, self._num_workers // self._axes.pp)
             yield from pipeline_state.pieces_on_rank_0(
-                list(whole_pieces(pipeline_state.own_pieces(pieces), keep=self._rank in leaders)),
+                list(
+                    whole_pieces(pipeline_state.own_pieces(pieces, self._holding), keep=self._rank in leaders)
+                ),
                 rank=self._rank,
                 leaders=leaders,
                 gather=super().gather,

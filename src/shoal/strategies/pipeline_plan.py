@@ -1,35 +1,32 @@
-"""Where a model is cut into the stages of a pipeline: which layers follow one another, and what each costs.
+"""Where a model is cut into the stages of a pipeline: as equal in cost as can be, and nowhere where it cannot be.
 
-Pure but for `measure`, which runs the layers once on a batch. Decides from
-the model alone, so every rank comes to the same cut from the same costs.
+Decides from the layers and their costs alone, so every rank comes to the same
+cut from the same costs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
+from shoal.core import scratch
 from shoal.core.errors import ConfigError
-from shoal.strategies.compute import place
-from shoal.strategies.protocol import TrainJob
+from shoal.data.tree import Tree, leaves
+from shoal.strategies import pipeline_wire as wire
+from shoal.strategies.pipeline_flow import Flow, Layer
+from shoal.strategies.pipeline_parts import Holder, live_at, parts_of
+from shoal.strategies.pipeline_trace import is_of_data, unchanged
 
 _REPEATS = 3
 _PER_LAYER = 1.0  # cost of a layer without parameters, in elements: it is not free
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One of the layers that run one after the other."""
-
-    name: str
-    """Its path in the user's module."""
-
-    module: nn.Module
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +40,13 @@ class Cut:
     costs: tuple[float, ...]
     """Of each layer, in whatever unit it was measured."""
 
+    sizes: tuple[int, ...]
+    """Of each layer, in elements of its parameters."""
+
     @property
     def num_stages(self) -> int:
         """How many."""
         return len(self.begins)
-
-    def stage(self, number: int) -> list[Layer]:
-        """The layers of one stage."""
-        ends = [*self.begins[1:], len(self.layers)]
-        return list(self.layers[self.begins[number] : ends[number]])
 
     def table(self) -> str:
         """One line for each stage: its layers, its parameters and its part of the cost."""
@@ -62,60 +57,38 @@ class Cut:
             names = self.layers[begin].name
             if end - begin > 1:
                 names += f" ... {self.layers[end - 1].name}"
-            held = sum(p.numel() for layer in self.layers[begin:end] for p in layer.module.parameters())
             cost = sum(self.costs[begin:end]) / whole
-            lines.append(f"{number:5d}  {names:30s}  {held:10,d}  {cost:4.0%}")
+            lines.append(f"{number:5d}  {names:30s}  {sum(self.sizes[begin:end]):10,d}  {cost:4.0%}")
         return "\n".join(lines)
 
 
-def layers_of(model: nn.Module, num_stages: int) -> list[Layer]:
-    """The layers that run one after the other, sequences inside sequences laid open; refuses what is no sequence."""
-    if not _is_plain(model):
-        raise ConfigError(
-            f"a {type(model).__name__} cannot be cut into {num_stages} stages: only a model that is an nn.Sequential says by "
-            "itself in which order its layers run, and that nothing but the last one's output reaches the next. Nothing "
-            "was trained; build it as nn.Sequential(...), or use fsdp or tp."
-        )
-    found: list[Layer] = []
-
-    def visit(path: str, module: nn.Module) -> None:
-        # Not named_children: that leaves out a layer that comes a second time.
-        for name, child in module._modules.items():
-            assert child is not None
-            inner = f"{path}.{name}" if path else name
-            if _is_plain(child) and len(child._modules):
-                visit(inner, child)
-            else:
-                found.append(Layer(inner, child))
-
-    visit("", model)
-    return found
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether nothing happens in it but one layer after the other."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    return type(module) is nn.Sequential and not any(hooks)
-
-
 def find_cut(
-    layers: Sequence[Layer], num_stages: int, costs: Sequence[float], user_cut: Sequence[str] | None = None
+    flow: Flow,
+    num_stages: int,
+    costs: Sequence[float],
+    user_cut: Sequence[str] | None = None,
+    styles: Mapping[str, str] | None = None,
 ) -> Cut:
-    """The stages, as equal in cost as they can be; or those of the user, checked."""
-    refuse(layers)
-    blocked = _blocked(layers)
+    """The stages, as equal in cost as they can be; or those of the user, checked.
+
+    `styles`: how tp cuts layers, by their names.
+    """
+    layers = flow.layers
+    blocked = _blocked(flow, styles or {})
+    sizes = tuple(_sizes(flow))
     if user_cut is not None:
-        begins = _begins_of(layers, num_stages, user_cut)
+        begins = _begins_of(layers, num_stages, user_cut, flow.closed)
         for begin in begins[1:]:
             if begin in blocked:
                 raise ConfigError(
                     f"a stage cannot begin at '{layers[begin].name}', as pipeline_cut says: {blocked[begin]}. Nothing was "
                     "trained; cut elsewhere."
                 )
-        return Cut(tuple(layers), tuple(begins), tuple(costs))
+        return Cut(layers, tuple(begins), tuple(costs), sizes)
     allowed = [0, *(number for number in range(1, len(layers)) if number not in blocked)]
     if len(allowed) < num_stages:
-        reasons = list(dict.fromkeys(blocked.values()))
+        reasons = [*dict.fromkeys(blocked.values())]
+        reasons += [f"'{path}' stays whole, because {why}" for path, why in flow.closed.items()]
         because = f" ({'; '.join(reasons[:3])})" if reasons else ""
         raise ConfigError(
             f"the model cannot be cut into {num_stages} stages: of its {len(layers)} layers in a row, a stage can begin at "
@@ -123,7 +96,7 @@ def find_cut(
         )
     ends = [*allowed[1:], len(layers)]
     blocks = [sum(costs[begin:end]) for begin, end in zip(allowed, ends, strict=True)]
-    return Cut(tuple(layers), tuple(allowed[block] for block in balance(blocks, num_stages)), tuple(costs))
+    return Cut(layers, tuple(allowed[block] for block in balance(blocks, num_stages)), tuple(costs), sizes)
 
 
 def balance(costs: Sequence[float], num_stages: int) -> list[int]:
@@ -145,40 +118,82 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
     return begins[::-1]
 
 
-def refuse(layers: Sequence[Layer]) -> None:
-    """Layers that do not compute in micro-batches what they compute in a batch."""
-    for layer in layers:
-        for path, module in layer.module.named_modules():
-            if isinstance(module, _BatchNorm):
-                name = f"{layer.name}.{path}" if path else layer.name
-                raise ConfigError(
-                    f"the layer '{name}' ({type(module).__name__}) normalises over a batch, and a pipeline runs batches in "
-                    "parts: it would normalise each alone. Nothing was trained; use GroupNorm or LayerNorm, or ddp or fsdp."
-                )
-
-
-def _blocked(layers: Sequence[Layer]) -> dict[int, str]:
+def _blocked(flow: Flow, styles: Mapping[str, str]) -> dict[int, str]:
     """Layers at which no stage can begin, and why."""
     reasons: dict[int, str] = {}
-    first: dict[int, int] = {}
-    for number, layer in enumerate(layers):
-        for tensor in [*layer.module.parameters(), *layer.module.buffers()]:
-            begin = first.setdefault(id(tensor), number)
-            for between in range(begin + 1, number + 1):
-                reasons.setdefault(
-                    between,
-                    f"'{layers[begin].name}' and '{layer.name}' share a weight, so they stay in one stage",
-                )
-    for number, layer in enumerate(layers):
-        if any(parameter.requires_grad for parameter in layer.module.parameters()):
-            break
-        reasons.setdefault(
-            number + 1, f"'{layer.name}' and those before it train nothing, so nothing goes back to them"
-        )
+    layers = flow.layers
+    in_parts = _in_parts(flow, styles)
+    for begin, end, why in _written_in_two(flow):
+        for number in range(begin + 1, end + 1):
+            reasons.setdefault(number, why)
+    for number, layer in enumerate(layers[1:], start=1):
+        if number in reasons:
+            continue
+        if layer.begin_in_evaluation is None:
+            reasons[number] = f"evaluation does something else than training before '{layer.name}'"
+            continue
+        live = live_at(flow.train, layer.begin)
+        cut = next((in_parts[node] for node in live if node in in_parts), None)
+        if cut is not None:
+            reasons[number] = (
+                f"tp leaves the result of '{cut}' in parts until the layer that closes it, in one stage"
+            )
+            continue
+        values = [node.meta["example"] for node in live]
+        later = [node.meta["example"] for node in live_at(flow.evaluation, layer.begin_in_evaluation)]
+        odd = wire.why_not(values) or wire.why_not(later)
+        if odd is None and any(not isinstance(n.meta["example"], Tensor) and is_of_data(n) for n in live):
+            odd = "a number read out of the data"
+        if odd is not None:
+            reasons[number] = f"{odd} goes from before '{layer.name}' to it, which cannot be sent"
+        elif not any(tensor.requires_grad for tensor in wire.pack(values)[0]):
+            reasons[number] = (
+                f"nothing before '{layer.name}' that it depends on is trained, so nothing goes back"
+            )
     return reasons
 
 
-def _begins_of(layers: Sequence[Layer], num_stages: int, user_cut: Sequence[str]) -> list[int]:
+def _written_in_two(flow: Flow) -> list[tuple[int, int, str]]:
+    """Layers that write into the same buffer: each stage would keep its own."""
+    graphs = (flow.train.graph, flow.evaluation.graph)
+    changed = {node for graph in graphs for each in graph.nodes for node in each.meta["changes"]}
+    constant = {
+        str(n.target) for graph in graphs for n in graph.nodes if n.op == "get_attr" and n not in changed
+    }
+    written = {name for name, _ in flow.model.named_buffers()} - constant
+    found: dict[str, list[int]] = {}
+    for number, layer in enumerate(flow.layers):
+        for name in layer.holds:
+            if name in written:
+                found.setdefault(name, []).append(number)
+    return [
+        (
+            at[0],
+            at[-1],
+            f"'{flow.layers[at[0]].name}' and '{flow.layers[at[-1]].name}' share the buffer '{name}'",
+        )
+        for name, at in found.items()
+        if len(at) > 1
+    ]
+
+
+def _in_parts(flow: Flow, styles: Mapping[str, str]) -> dict[fx.Node, str]:
+    """Values of which each rank of tp has a part, and the layer that they come from."""
+    found: dict[fx.Node, str] = {}
+    for node in flow.train.graph.nodes:
+        style = styles.get(str(node.target)) if node.op == "call_module" else None
+        if style == "colwise":
+            found[node] = str(node.target)
+        elif style is None or style == "replicated":
+            source = next((found[given] for given in node.all_input_nodes if given in found), None)
+            if source is not None:
+                found[node] = source
+    return found
+
+
+def _begins_of(
+    layers: Sequence[Layer], num_stages: int, user_cut: Sequence[str], closed: Mapping[str, str]
+) -> list[int]:
     begins = [0]
     for name in user_cut:
         at = next(
@@ -186,9 +201,14 @@ def _begins_of(layers: Sequence[Layer], num_stages: int, user_cut: Sequence[str]
             None,
         )
         if at is None:
+            whole = [
+                f" ('{path}' stays whole, because {why})"
+                for path, why in closed.items()
+                if name.startswith(path)
+            ]
             raise ConfigError(
-                f"pipeline_cut names '{name}', and no layer in a row is called so. Nothing was trained; the layers are "
-                f"{', '.join(layer.name for layer in layers)}."
+                f"pipeline_cut names '{name}', and no layer in a row is called so{''.join(whole[:1])}. Nothing was trained; "
+                f"the layers are {', '.join(dict.fromkeys(layer.name for layer in layers))}."
             )
         if at <= begins[-1]:
             raise ConfigError(
@@ -204,57 +224,61 @@ def _begins_of(layers: Sequence[Layer], num_stages: int, user_cut: Sequence[str]
     return begins
 
 
-def costs_by_size(layers: Sequence[Layer]) -> list[float]:
+def _sizes(flow: Flow) -> list[int]:
+    numel = {name: parameter.numel() for name, parameter in flow.model.named_parameters()}
+    return [sum(numel.get(name, 0) for name in layer.holds) for layer in flow.layers]
+
+
+def costs_by_size(flow: Flow) -> list[float]:
     """What each layer costs, as far as its parameters tell."""
-    return [_PER_LAYER + sum(p.numel() for p in layer.module.parameters()) for layer in layers]
+    return [_PER_LAYER + size for size in _sizes(flow)]
 
 
-def measured(layers: Sequence[Layer], job: TrainJob) -> list[float] | None:
-    """Seconds of each layer on the first batch; None where there is none, or where it is not one tensor."""
-    if job.first_inputs is None:
-        return None
-    try:
-        inputs = place(job.first_inputs(), job.device, job.cast_inputs)
-        if isinstance(inputs, (tuple, list)) and len(inputs) == 1:
-            inputs = inputs[0]
-        return measure(layers, inputs) if isinstance(inputs, Tensor) else None
-    except Exception:
-        # Whatever is wrong with the data or the model is said when it is trained, on every rank alike.
-        return None
+def costs_of_job(flow: Flow, inputs: Tree, number: int) -> list[float]:
+    """What each layer costs: measured once for a job, and kept, so that it is cut alike when it begins anew.
+
+    By size where layers share a weight: whether one stage has both decides in which order their gradients are added.
+    """
+    held = [name for layer in flow.layers for name in layer.holds]
+    if len(held) != len(set(held)):
+        return costs_by_size(flow)
+    path = scratch.directory() / f"pipeline-costs-{number}.json"
+    with contextlib.suppress(OSError, ValueError):
+        kept = json.loads(path.read_text())
+        if len(kept) == len(flow.layers):
+            return [float(cost) for cost in kept]
+    costs = measure(flow, inputs)
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(costs))
+    temporary.replace(path)
+    return costs
 
 
-def measure(layers: Sequence[Layer], inputs: Tensor) -> list[float]:
+def measure(flow: Flow, inputs: Tree) -> list[float]:
     """Seconds that each layer takes forward and backward on these inputs; leaves no trace in the model."""
-    kept = [buffer.clone() for layer in layers for buffer in layer.module.buffers()]
+    parts = parts_of(flow.train, [layer.begin for layer in flow.layers], training=True)
+    given = list(leaves(inputs))
+    holder = Holder(flow.model, [path for part in parts for path in part.targets], dict(flow.train.constants))
     costs = []
-    value: object = inputs
-    with torch.random.fork_rng(devices=[]):
-        for layer in layers:
+    values: tuple[Any, ...] = ()
+    with unchanged(flow.model):
+        for part in parts:
             least = float("inf")
             for _ in range(_REPEATS):
-                given = _leaf(value)
+                taken = [_leaf(value) for value in values]
                 began_at = time.perf_counter()
-                result = layer.module(given)
-                for tensor in result if isinstance(result, tuple) else (result,):
-                    if isinstance(tensor, Tensor) and tensor.requires_grad:
-                        tensor.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+                result = part.run(holder, *(given[number] for number in part.inputs), *taken)
+                trained = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+                if trained:
+                    torch.autograd.backward(trained, [torch.ones_like(t) for t in trained])
                 least = min(least, time.perf_counter() - began_at)
-            value = result
+            values = result
             costs.append(least)
-    for buffer, before in zip(
-        [buffer for layer in layers for buffer in layer.module.buffers()], kept, strict=True
-    ):
-        buffer.copy_(before)
-    for layer in layers:
-        for parameter in layer.module.parameters():
-            parameter.grad = None
+    for parameter in flow.model.parameters():
+        parameter.grad = None
     return costs
 
 
 def _leaf(value: object) -> object:
     """The same values, with nothing before them."""
-    if isinstance(value, tuple):
-        return tuple(_leaf(each) for each in value)
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.is_floating_point())
-    return value
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), value)

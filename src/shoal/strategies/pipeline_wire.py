@@ -1,6 +1,12 @@
-"""Values between the stages of a pipeline: tensors with a header of fixed size before them, never pickles."""
+"""Values between the stages of a pipeline: tensors behind a description of them in JSON, never pickles.
+
+What is no tensor (a size, a flag) is in the description itself.
+"""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,98 +14,157 @@ from torch import Tensor
 
 from shoal.core.errors import TrainingError
 
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-_HEADER_NUMBERS = 64
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    )
+}  # fmt: skip
 
-Value = Tensor | tuple[Tensor, ...]
-"""What one layer hands to the next."""
+UnderWay = list[tuple[dist.Work, Tensor]]
+"""What is being sent, and what holds it until then."""
 
 
-def tensors_of(value: object, layer: str) -> tuple[Tensor, ...]:
-    """The tensors of a value; refuses one that is made of anything else."""
-    parts = value if isinstance(value, tuple) else (value,)
-    for part in parts:
-        if not isinstance(part, Tensor) or part.dtype not in _DTYPES:
-            what = f"a tensor of {part.dtype}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
-            raise TrainingError(
-                f"the layer '{layer}', the last of a stage, gives {what}, and stages hand on tensors or tuples of them. "
-                "Nothing was trained; cut the model elsewhere with pipeline_cut=, or let the layer give tensors."
-            )
-    if sum(2 + part.dim() for part in parts) > _HEADER_NUMBERS - 2:
+class _CannotTravel(Exception):
+    """A value of which a stage cannot tell another."""
+
+
+def why_not(value: Any) -> str | None:
+    """What of a value cannot go from one stage to the next; None where all of it can."""
+    try:
+        _pack(value)
+    except _CannotTravel as error:
+        return str(error)
+    return None
+
+
+def pack(value: Any) -> tuple[list[Tensor], Any]:
+    """The tensors of a value, and a description from which `unpack` makes it again."""
+    try:
+        return _pack(value)
+    except _CannotTravel as error:
         raise TrainingError(
-            f"the layer '{layer}', the last of a stage, gives {len(parts)} tensors, more than a stage can hand on. Nothing was "
-            "trained; cut the model elsewhere with pipeline_cut=."
-        )
-    return parts
+            f"{error} would have to go from one stage to another, and stages hand on tensors, numbers, and tuples, lists and "
+            "dicts of them. The last checkpoint is safe; cut the model elsewhere with pipeline_cut=, or use fsdp or tp."
+        ) from None
 
 
-def header(value: Value, device: torch.device) -> Tensor:
-    """Numbers from which `blank` makes room for the value."""
-    parts = value if isinstance(value, tuple) else (value,)
-    numbers = [int(isinstance(value, tuple)), len(parts)]
-    for part in parts:
-        numbers += [_DTYPES.index(part.dtype), part.dim(), *part.shape]
-    return torch.tensor(numbers + [0] * (_HEADER_NUMBERS - len(numbers)), device=device)
+def _pack(value: Any) -> tuple[list[Tensor], Any]:
+    found: list[Tensor] = []
+
+    def describe(each: Any) -> Any:
+        if isinstance(each, Tensor):
+            name = str(each.dtype).removeprefix("torch.")
+            if name not in _DTYPES or each.layout is not torch.strided:
+                raise _CannotTravel(f"a tensor of {each.dtype} laid out as {each.layout}")
+            found.append(each)
+            return ["tensor", name, list(each.shape)]
+        if each is None or isinstance(each, (bool, int, float, str)):
+            return ["plain", each]
+        if isinstance(each, dict):
+            if not all(isinstance(key, str) for key in each):
+                raise _CannotTravel("a dict whose keys are no strings")
+            return ["dict", [[key, describe(inner)] for key, inner in each.items()]]
+        if isinstance(each, (tuple, list)):
+            return ["list" if isinstance(each, list) else "tuple", [describe(inner) for inner in each]]
+        if isinstance(each, torch.dtype):
+            return ["dtype", str(each).removeprefix("torch.")]
+        if isinstance(each, torch.device):
+            return ["device"]
+        raise _CannotTravel(f"a {type(each).__name__}")
+
+    return found, describe(value)
 
 
-def blank(told: Tensor, device: torch.device) -> Value:
-    """Room for the value that a header tells of."""
-    is_tuple, num_parts, *numbers = told.tolist()
-    parts = []
-    for _ in range(num_parts):
-        dtype, num_dims, *numbers = numbers
-        parts.append(torch.empty(numbers[:num_dims], dtype=_DTYPES[dtype], device=device))
-        numbers = numbers[num_dims:]
-    return tuple(parts) if is_tuple else parts[0]
+def unpack(tensors: list[Tensor], description: Any, device: torch.device) -> Any:
+    """The value that was packed; places are this rank's own."""
+    rest = iter(tensors)
+
+    def build(told: Any) -> Any:
+        match told:
+            case ["tensor", _, _]:
+                return next(rest)
+            case ["plain", value]:
+                return value
+            case ["dict", items]:
+                return {key: build(inner) for key, inner in items}
+            case ["list", items]:
+                return [build(inner) for inner in items]
+            case ["tuple", items]:
+                return tuple(build(inner) for inner in items)
+            case ["dtype", name]:
+                return getattr(torch, name)
+            case _:
+                return device
+
+    return build(description)
 
 
-def send(
-    value: Value, to: int, group: dist.ProcessGroup, device: torch.device
-) -> list[tuple[dist.Work, Tensor]]:
-    """Start sending; what comes back is to be waited for, and holds what is sent until then."""
-    parts = value if isinstance(value, tuple) else (value,)
-    under_way = []
-    for tensor in [header(value, device), *(part.detach().contiguous() for part in parts)]:
+def metas(description: Any) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of the tensors that a description tells of, in their order."""
+    match description:
+        case ["tensor", name, shape]:
+            return [(_DTYPES[name], tuple(shape))]
+        case ["dict", items]:
+            return [meta for _, inner in items for meta in metas(inner)]
+        case ["list" | "tuple", items]:
+            return [meta for inner in items for meta in metas(inner)]
+        case _:
+            return []
+
+
+def send(value: Any, to: int, group: dist.ProcessGroup, device: torch.device) -> UnderWay:
+    """Start sending; what comes back is to be waited for."""
+    tensors, description = pack(value)
+    told = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8).to(device)
+    under_way: UnderWay = []
+    for tensor in [
+        torch.tensor([len(told)], device=device),
+        told,
+        *(t.detach().contiguous() for t in tensors),
+    ]:
         work = dist.isend(tensor, to, group=group)
         assert work is not None
         under_way.append((work, tensor))
     return under_way
 
 
-def receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Value:
+def receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     """The next value from a stage."""
-    told = torch.zeros(_HEADER_NUMBERS, dtype=torch.int64, device=device)
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(length, source, group=group)
+    told = torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.recv(told, source, group=group)
-    value = blank(told, device)
-    for part in value if isinstance(value, tuple) else (value,):
-        dist.recv(part, source, group=group)
-    return value
+    description, tensors = _blank(told, device)
+    for tensor in tensors:
+        dist.recv(tensor, source, group=group)
+    return unpack(tensors, description, device)
 
 
-def share(value: Value | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Value:
+def share(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     """What the rank `source` has, on every rank of the group."""
-    told = (
-        header(value, device)
-        if value is not None
-        else torch.zeros(_HEADER_NUMBERS, dtype=torch.int64, device=device)
-    )
+    is_source = dist.get_rank() == source
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    told, tensors, description = torch.empty(0, dtype=torch.uint8), list[Tensor](), None
+    if is_source:
+        tensors, description = pack(value)
+        told = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8).to(device)
+        length.fill_(len(told))
+    dist.broadcast(length, source, group=group)
+    if not is_source:
+        told = torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(told, source, group=group)
-    if value is None:
-        value = blank(told, device)
-    parts = [part.contiguous() for part in (value if isinstance(value, tuple) else (value,))]
-    for part in parts:
-        dist.broadcast(part, source, group=group)
-    return value
+    if not is_source:
+        description, tensors = _blank(told, device)
+    tensors = [tensor.contiguous() for tensor in tensors]
+    for tensor in tensors:
+        dist.broadcast(tensor, source, group=group)
+    return value if is_source else unpack(tensors, description, device)
+
+
+def _blank(told: Tensor, device: torch.device) -> tuple[Any, list[Tensor]]:
+    description = json.loads(bytes(told.tolist()))
+    return description, [
+        torch.empty(shape, dtype=dtype, device=device) for dtype, shape in metas(description)
+    ]

@@ -36,7 +36,15 @@ class RunningStatistics:
 
     def flat(self) -> Tensor:
         """A copy of all of them."""
-        return torch.cat([buffer.detach().reshape(-1).to(torch.float64) for buffer in self._buffers])
+        return torch.cat(
+            [
+                # Another stage of a pipeline holds it, and tells.
+                torch.zeros(buffer.numel(), dtype=torch.float64)
+                if buffer.is_meta
+                else buffer.detach().reshape(-1).to(torch.float64)
+                for buffer in self._buffers
+            ]
+        )
 
     def write(self, flat: Tensor) -> None:
         """Put values in the order of `flat` back in place. A frozen layer keeps its own: an average would round them."""
