@@ -127,7 +127,8 @@ class ModelParallel(Ddp):
         except RuntimeError as error:
             # A mesh has groups of its own, whose connections may end before those that are watched.
             if not is_broken() and not any(word in str(error) for word in _BROKEN):
-                raise
+                refusal = tensor_cut.refusal(error, self._job.model) if self._axes.tp > 1 else None
+                raise refusal or error from None
         # Whoever holds parts goes with the one that died; the supervisor ends us while we wait.
         self._together.regroup()
         raise PeerLost(rank=self._rank, operation=operation, reason="a connection of the group was closed")

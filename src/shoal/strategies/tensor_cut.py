@@ -9,7 +9,9 @@ holds a part of the sequence, and layers that cannot are given the whole.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,9 +23,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shoal.core.errors import ConfigError
 from shoal.data.tree import Tree, map_tensors
 from shoal.strategies.sharded_tensors import local_part
 from shoal.strategies.tensor_rows import NORMS, Plan
+
+_NO_WAY = re.compile(r"[Oo]perator (?P<operation>\S+) does not have a sharding strategy registered")
 
 SEQUENCE_DIM = 1
 """Of what lies between layers that are cut: (batch, sequence, features), or with the first two swapped, which serves as well."""
@@ -57,6 +62,22 @@ def settle(parameters: Iterable[nn.Parameter]) -> None:
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
         elif isinstance(gradient, DTensor):
             parameter.grad = gradient.full_tensor()
+
+
+def refusal(error: RuntimeError, model: nn.Module) -> ConfigError | None:
+    """Where torch knows no way to run an operation on tensors in parts: which one, and in which layer."""
+    found = _NO_WAY.search(str(error))
+    if found is None:
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    layer = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        layer = names.get(id(frame.f_locals.get("self")), layer)
+    return ConfigError(
+        f"the layer '{layer or type(model).__name__}' uses {found['operation']}, which torch cannot run on a tensor of which each "
+        "rank holds a part. Nothing was trained; leave the layers around it whole with tensor_plan={'"
+        f"{layer}*': 'replicated'}}, leave --sequence-parallel out if it was asked for, or use --strategy fsdp."
+    )
 
 
 class _Cutting:

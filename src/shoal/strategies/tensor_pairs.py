@@ -48,19 +48,22 @@ def pair(plan: Plan, name: str, module: nn.Module, tied: set[int]) -> None:
             continue
         names = [prefix + str(node.target) for node in (*openers, closing)]
         # In a chain of three, the second closes the first and cannot open for the third.
-        if any(plan.is_settled(each) for each in names):
+        is_settled = any(plan.is_settled(each) for each in names)
+        wanted = ["colwise"] * len(openers) + ["rowwise"]
+        if is_settled and [plan.rows[each].style if each in plan.rows else "" for each in names] != wanted:
             continue
         why = _why_not_pair(openers, closing, path, linears, tied, plan.degree)
         if why is None and any(called.count(str(node.target)) > 1 for node in (*openers, closing)):
             why = "it is called more than once"
         if why is not None:
             for each in names:
-                if each not in plan.rows:
-                    plan.rows[each] = Row(each, "replicated", why)
+                plan.add(each, "replicated", why)
             continue
-        for each in names[:-1]:
-            plan.rows[each] = Row(each, "colwise", f"closed by {names[-1]}")
-        plan.rows[names[-1]] = Row(names[-1], "rowwise", f"closes {', '.join(names[:-1])}")
+        plan.closed.update(names[:-1])
+        if not is_settled:
+            for each in names[:-1]:
+                plan.rows[each] = Row(each, "colwise", f"closed by {names[-1]}")
+            plan.rows[names[-1]] = Row(names[-1], "rowwise", f"closes {', '.join(names[:-1])}")
         for node in path:
             if node.op == "call_module":
                 plan.inside.add(prefix + str(node.target))

@@ -41,6 +41,10 @@ def find_plan(
         elif any(isinstance(child, (nn.Linear, nn.Sequential)) for child in module.children()):
             pair(plan, name, module, tied)
     _cut_tied(plan, model, tied)
+    for row in list(plan.rows.values()):
+        if row.style == "colwise" and row.layer not in plan.closed:
+            reason = f"{row.reason}; no rowwise layer closes it, so its output is gathered"
+            plan.rows[row.layer] = Row(row.layer, "colwise alone", reason)
     for name, module in model.named_modules():
         if sequence and isinstance(module, (*NORMS, _DropoutNd)) and name not in plan.inside:
             _run_along(plan, name, module)
@@ -127,6 +131,7 @@ def _pair_transformer(plan: Plan, name: str, module: nn.Module) -> None:
     if why is None:
         plan.add(f"{prefix}linear1", "colwise", f"closed by {prefix}linear2")
         plan.add(f"{prefix}linear2", "rowwise", f"closes {prefix}linear1")
+        plan.closed.add(f"{prefix}linear1")
     for child_name, child in module.named_children():
         if isinstance(child, nn.Dropout) and child_name == "dropout":
             plan.inside.add(prefix + child_name)  # between the two

@@ -37,6 +37,9 @@ class Plan:
     parameters_inside: list[str] = field(default_factory=list)
     """Parameters that a forward uses within a pair."""
 
+    closed: set[str] = field(default_factory=set)
+    """Layers cut by columns whose output, in parts, only goes to one cut by rows."""
+
     fixed: set[str] = field(default_factory=set)
     """Layers that are read past their own forward: nobody may cut them."""
 

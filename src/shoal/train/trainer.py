@@ -410,7 +410,7 @@ class Trainer:
         )
         strategy.prepare(self.train_job)
         fingerprint.watch(model)
-        if self.job.num_workers > 1 and self.rank == 0:
+        if self.num_workers > 1 and self.rank == 0:
             for note in describe_mixing(mixing_layers(model)):
                 print(f"note: {note}", file=sys.stderr, flush=True)
         if self._scheduler_factory is not None and strategy.optimizer is not None:
