@@ -27,6 +27,9 @@ KEPT_BYTES = 512 << 20
 class Holder(Protocol):
     """Somebody whose state a replacement needs: a strategy with its model and optimizer."""
 
+    step: int
+    """Steps committed so far."""
+
     def give(self) -> Part:
         """The state as of the last commit."""
 

@@ -22,7 +22,7 @@ from shoal.collectives.exchanges import open_exchange
 from shoal.collectives.native import Native
 from shoal.collectives.reducer import Reducer
 from shoal.core import job as jobs
-from shoal.core.errors import CallsDiffer, PeerLost
+from shoal.core.errors import CallsDiffer, PeerLost, WaitTimedOut
 from shoal.core.failpoints import failpoint
 from shoal.strategies import heritage
 from shoal.strategies.heritage import Heritage
@@ -41,6 +41,7 @@ class Together(Timeline):
         self._view = 0
         self._is_exchanging = False  # or else, when a view is over, it waits at a call for the others
         self._waited_s = 0.0  # for the others, in the exchange that broke
+        self._waited_in = ""  # which one that was
         self._stands = False  # whether it holds state that counts: from view 1 on, or since a donor gave it
         self._native: Reducer | None = None
         self._patience: Patience | None = None  # of the exchange under way
@@ -96,9 +97,9 @@ class Together(Timeline):
                     patience.begin(self._log.num_finished)
                 self._patience = patience
                 done = attempt(self.native)
-            except PeerLost:
+            except PeerLost as broken:
                 # Nothing here may keep the exception: it holds the old group, and with it everybody that waits on it.
-                pass
+                self._waited_in = broken.operation
             else:
                 failpoint("worker: exchange finished, not committed")
                 result = conclude(done)
@@ -123,8 +124,8 @@ class Together(Timeline):
             began_at = time.monotonic()
             try:
                 return run()
-            except PeerLost:
-                pass  # not kept: it holds the old group
+            except PeerLost as broken:
+                self._waited_in = broken.operation  # not the error itself: it holds the old group
             abandon()
             self._is_exchanging, self._waited_s = True, time.monotonic() - began_at
             self.regroup()
@@ -132,8 +133,9 @@ class Together(Timeline):
 
     # ---- views ----------------------------------------------------------------------------------
 
-    def regroup(self) -> None:
-        """The view is over: form the next one, and let those who are behind catch up."""
+    def regroup(self, broken: str = "") -> None:
+        """The view is over: form the next one, and let those who are behind catch up. `broken`: what ended it, if known."""
+        self._waited_in = broken or self._waited_in
         while True:
             if self._native is not None:
                 self._native.close()
@@ -149,9 +151,14 @@ class Together(Timeline):
     def _enter(self) -> None:
         fresh = not self._stands
         # The view is left even by one that was given nothing in it: to be told of the same view again would help nobody.
-        formed = session.enter_view(
-            view_left=self._view, finished=-1 if fresh else self._log.num_known, waited_s=self._waited_s
-        )
+        try:
+            formed = session.enter_view(
+                view_left=self._view, finished=-1 if fresh else self._log.num_known, waited_s=self._waited_s
+            )
+        except WaitTimedOut as error:
+            if not self._waited_in:
+                raise
+            raise self._who_did_not_come(error) from None
         self._view = formed.view
         form_group(self._job, formed.view)
         torchs_own = Native(
@@ -162,9 +169,19 @@ class Together(Timeline):
             behind = fresh or self._log.num_known < formed.finished
             self._hand_over(native, formed.donor, behind=behind, fresh=fresh)
         # Only now: a process that was given nothing yet enters the next view as fresh as this one.
-        self._stands, self._native = True, native
+        self._stands, self._native, self._waited_in = True, native, ""
         if formed.donor < 0:
             session.live()  # nobody has done anything before it
+
+    def _who_did_not_come(self, error: WaitTimedOut) -> WaitTimedOut:
+        """The same in the words of the script: of which operation of which step it is that a rank is missing."""
+        step = max((holder.step for holder in self._holders.values()), default=-1) + 1
+        return WaitTimedOut(
+            operation=f"{self._waited_in} of step {step}" if step else self._waited_in,
+            waited_s=max(error.waited_s, self._waited_s),
+            missing=error.missing,
+            setting=f"--step-timeout (now {self._job.step_timeout_s:g} s)",
+        )
 
     def _look_around(self) -> bool:
         """Whether the group is broken; asked several times a second by whoever waits."""
