@@ -84,7 +84,6 @@ def test_somebody_is_left_of_a_step() -> None:
         choose("ps:drop=3", 3)
 
 
-def test_stages_whose_layers_are_cut_are_refused() -> None:
+def test_every_product_of_axes_is_a_strategy() -> None:
     assert choose("pp=2,fsdp=2", 4) == "pp=2,fsdp=2"
-    with pytest.raises(ConfigError, match="pp does not go with tp yet"):
-        choose("pp=2,tp=2", 4)
+    assert choose("dp=2,tp=2,pp=2", 8) == "dp=2,tp=2,pp=2"

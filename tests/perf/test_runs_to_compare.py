@@ -21,14 +21,19 @@ class Script:
         self.workers, self.whole, self.slices, self.mixes = workers, whole, slices, mixes
         self.asked: list[tuple[str, bool, int]] = []
 
-    def __call__(self, dtype: str, *, spread: bool, num_slices: int = 1) -> Dump:
-        self.asked.append((dtype, spread, num_slices))
-        weight = self.workers if spread else self.slices if num_slices > 1 else self.whole
+    num_micro: int | None = None
+
+    def __call__(
+        self, dtype: str, *, spread: bool, num_slices: int = 1, num_micro: int | None = None
+    ) -> Dump:
+        self.asked.append((dtype, spread, num_slices * (num_micro or 1)))
+        weight = self.workers if spread else self.slices if self.asked[-1][2] > 1 else self.whole
         return Dump(
             state={"weight": np.array([weight], dtype)},
             losses=(1.0, 0.5),
             mixes=self.mixes if spread else (),
             num_steps=2,
+            num_micro=self.num_micro if spread else None,
         )
 
 
@@ -77,6 +82,14 @@ def test_a_difference_that_nothing_explains_is_shown_against_the_plain_reference
     assert outcome.judged.float64.tensors[0].absolute == 0.5
 
 
+def test_a_pipeline_is_compared_with_its_micro_batches_in_turn() -> None:
+    script = Script(workers=1.0, whole=2.0, slices=1.0, mixes=(BATCH_NORM,))
+    script.num_micro = 4
+    outcome = check(script, num_workers=1, tolerance=1e-9)
+    assert outcome.equal
+    assert script.asked[1] == ("float64", False, 4)
+
+
 def test_named_layers_do_not_excuse_a_difference() -> None:
     outcome = check(
         Script(workers=1.0, whole=1.5, slices=1.7, mixes=(BATCH_NORM,)), num_workers=2, tolerance=1e-9
@@ -87,9 +100,11 @@ def test_named_layers_do_not_excuse_a_difference() -> None:
 
 def test_float32_does_not_decide() -> None:
     class Rounded(Script):
-        def __call__(self, dtype: str, *, spread: bool, num_slices: int = 1) -> Dump:
+        def __call__(
+            self, dtype: str, *, spread: bool, num_slices: int = 1, num_micro: int | None = None
+        ) -> Dump:
             self.workers = 1.001 if dtype == "float32" else 1.0
-            return super().__call__(dtype, spread=spread, num_slices=num_slices)
+            return super().__call__(dtype, spread=spread, num_slices=num_slices, num_micro=num_micro)
 
     outcome = check(Rounded(workers=1.0, whole=1.0, slices=1.0), num_workers=2, tolerance=1e-9)
     assert outcome.equal
@@ -103,8 +118,10 @@ class Noisy(Script):
         super().__init__(workers=1.0, whole=1.0, slices=1.0)
         self.noise = {"float64": float64, "float32": float32}
 
-    def __call__(self, dtype: str, *, spread: bool, num_slices: int = 1) -> Dump:
-        dump = super().__call__(dtype, spread=spread, num_slices=num_slices)
+    def __call__(
+        self, dtype: str, *, spread: bool, num_slices: int = 1, num_micro: int | None = None
+    ) -> Dump:
+        dump = super().__call__(dtype, spread=spread, num_slices=num_slices, num_micro=num_micro)
         bias = np.array([0.2 + (self.noise[dtype] if spread else 0.0)], dtype)
         return replace(dump, state={**dump.state, "bias": bias})
 

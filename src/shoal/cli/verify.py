@@ -142,7 +142,9 @@ class VerifyRuns:
     num_steps: int
     num_runs: int = field(default=0, init=False)
 
-    def __call__(self, dtype: str, *, spread: bool, num_slices: int = 1) -> Dump:
+    def __call__(
+        self, dtype: str, *, spread: bool, num_slices: int = 1, num_micro: int | None = None
+    ) -> Dump:
         """One run. A script that fails ends the verb as it would end `shoal run`."""
         from shoal.cluster.api import launch
         from shoal.perf.equality import read_dump
@@ -154,6 +156,7 @@ class VerifyRuns:
             num_steps=self.num_steps,
             dump_to=str(dump_to),
             num_slices=num_slices,
+            num_micro=num_micro,
             stands_for=1 if spread else self.config.workers,
         )
         config = replace(self.config, name=f"verify-{self.num_runs}", verify=plan)
@@ -184,14 +187,15 @@ class VerifyRuns:
                 "called Trainer.fit nor stepped the optimizer that shoal.setup returned. Nothing was changed; check "
                 "that it trains when it is run with these arguments."
             )
-        typer.echo(f"{dtype}: {dump.num_steps} steps {_how(config, num_slices)}", err=True)
+        typer.echo(f"{dtype}: {dump.num_steps} steps {_how(config, num_slices, num_micro)}", err=True)
         return dump
 
 
-def _how(config: LaunchConfig, num_slices: int) -> str:
+def _how(config: LaunchConfig, num_slices: int, num_micro: int | None) -> str:
     if config.workers > 1:
         return f"with {config.strategy} on {config.workers} workers"
-    return f"in one process, as {num_slices} slices in turn" if num_slices > 1 else "in one process"
+    how = f"in one process, as {num_slices} slices in turn" if num_slices > 1 else "in one process"
+    return f"{how}, in {num_micro} micro-batches" if num_micro is not None and num_micro > 1 else how
 
 
 def table(judged: Judged) -> Table:

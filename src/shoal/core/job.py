@@ -31,6 +31,9 @@ class VerifyPlan:
     num_slices: int = 1
     """In one process: run every batch as the slices of so many workers in turn, with the workers' seeds."""
 
+    num_micro: int | None = None
+    """In one process: run every slice in so many parts, as the micro-batches of a pipeline; None: as the script says."""
+
     stands_for: int = 1
     """In one process: of how many workers it is the reference. What they are given each, it is given for all of them."""
 

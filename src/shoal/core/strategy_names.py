@@ -126,10 +126,5 @@ def choose(strategy: str | None, num_workers: int) -> str:
             f"was started; use more workers, or a smaller K."
         )
     if name.axes is not None:
-        axes = mesh_names.fill(name.axes, num_workers, strategy)
-        if axes.pp > 1 and axes.tp > 1:
-            raise ConfigError(
-                f"'{strategy}' asks for stages whose layers are cut, and pp does not go with tp yet. Nothing was started; use pp "
-                "with dp and fsdp, or tp with them."
-            )
+        mesh_names.fill(name.axes, num_workers, strategy)
     return strategy

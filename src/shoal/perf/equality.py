@@ -35,6 +35,8 @@ class Dump:
     losses: tuple[float, ...]
     mixes: tuple[Mix, ...]
     num_steps: int
+    num_micro: int | None = None
+    """Micro-batches in which a pipeline ran each slice; None where it was none."""
 
 
 def read_dump(directory: Path) -> Dump | None:
@@ -50,13 +52,19 @@ def read_dump(directory: Path) -> Dump | None:
         losses=tuple(report["losses"]),
         mixes=tuple(Mix(mix["layer"], mix["kind"], mix["why"]) for mix in report["mixes"]),
         num_steps=report["steps"],
+        num_micro=report.get("micro_batches"),
     )
 
 
 class Run(Protocol):
-    """Runs the script's first steps once: spread over the workers, or in one process as so many slices in turn."""
+    """Runs the script's first steps once: spread over the workers, or in one process as so many slices in turn.
 
-    def __call__(self, dtype: str, *, spread: bool, num_slices: int = 1) -> Dump:
+    `num_micro`: each slice in so many parts.
+    """
+
+    def __call__(
+        self, dtype: str, *, spread: bool, num_slices: int = 1, num_micro: int | None = None
+    ) -> Dump:
         """Run it and read what it left."""
 
 
@@ -106,22 +114,23 @@ def check(run: Run, *, num_workers: int, tolerance: float) -> Outcome:
     spread64 = run("float64", spread=True)
     spread32: Dump | None = None
 
-    def against(num_slices: int) -> Judged:
+    def against(num_slices: int, num_micro: int | None = None) -> Judged:
         nonlocal spread32
-        reference = run("float64", spread=False, num_slices=num_slices)
+        reference = run("float64", spread=False, num_slices=num_slices, num_micro=num_micro)
         spread32 = spread32 or run("float32", spread=True)
         return judge(
             _compare(spread64, reference),
-            _compare(spread32, run("float32", spread=False, num_slices=num_slices)),
+            _compare(spread32, run("float32", spread=False, num_slices=num_slices, num_micro=num_micro)),
             tolerance=tolerance,
         )
 
     sliced = bool(spread64.mixes)
-    judged, whole = against(num_workers if sliced else 1), None
-    if judged.differing and not sliced and num_workers > 1:
+    in_parts = spread64.num_micro
+    judged, whole = against(num_workers, in_parts) if sliced else against(1), None
+    if judged.differing and not sliced and (num_workers > 1 or in_parts is not None):
         # A loss over pairs of the batch, a layer of the user's own: unnamed, but what the workers compute of their
         # slices may be what one process computes of them.
-        by_slice = against(num_workers)
+        by_slice = against(num_workers, in_parts)
         if not by_slice.differing:
             judged, whole, sliced = by_slice, judged, True
     return Outcome(

@@ -43,6 +43,7 @@ from shoal.strategies.pipeline_stage import Stage
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.strategies.sharded_tensors import CutReader, ties_of, whole_pieces
 from shoal.strategies.state import load_state, state_pieces
+from shoal.strategies.tensor_rows import Plan
 
 _BROKEN = ("gloo", "Connection closed", "Connection reset", "NCCL")
 """What a collective says whose peer is gone."""
@@ -66,6 +67,11 @@ class ModelParallel(Ddp):
         self._pipeline: PipelineRunner | None = None
         self._holding: pipeline_state.Holding | None = None
         self._ties: pipeline_state.Ties | None = None
+
+    @property
+    def num_micro(self) -> int | None:
+        """Micro-batches in which a pipeline runs a slice."""
+        return self._pipeline.num_micro if self._pipeline is not None else None
 
     def prepare(self, job: TrainJob) -> None:
         """Check that all ranks built the same model, give everybody rank 0's weights, then cut it."""
@@ -130,7 +136,7 @@ class ModelParallel(Ddp):
                 refusal = tensor_cut.refusal(error, self._job.model) if self._axes.tp > 1 else None
                 raise refusal or error from None
         # Whoever holds parts goes with the one that died; the supervisor ends us while we wait.
-        self._together.regroup()
+        self._together.regroup(operation)
         raise PeerLost(rank=self._rank, operation=operation, reason="a connection of the group was closed")
 
     def adopt(self, batch: Slice) -> None:
@@ -168,7 +174,7 @@ class ModelParallel(Ddp):
             assert self._holding is not None
             self._ties = pipeline_state.Ties(model, self._holding, mesh["pp"].get_group())
 
-    def _find_stages(self, model: nn.Module, plan: tensor_plan.Plan | None) -> tuple[Flow, pipeline_plan.Cut]:
+    def _find_stages(self, model: nn.Module, plan: Plan | None) -> tuple[Flow, pipeline_plan.Cut]:
         """Where to cut, by what rank 0 measures; refused alike on every rank."""
         job, num_stages = self._job, self._axes.pp * schedule_names.stages_per_worker(self._schedule)
         if job.first_inputs is None:

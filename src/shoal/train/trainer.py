@@ -395,6 +395,7 @@ class Trainer:
         if self.verification is not None:
             self.verification.cast(model)
             settings |= {"autocast": None, "compile": False, "cast_inputs": self.verification.dtype}
+            settings["num_micro"] = self.verification.plan.num_micro or settings["num_micro"]
         given = self._optimizer_or_factory
         self.train_job = TrainJob(
             model=model,

@@ -67,6 +67,7 @@ class Verification:
                 "losses": self._losses,
                 "mixes": [dataclasses.asdict(layer) for layer in self._mixing],
                 "steps": len(self._losses),
+                "micro_batches": getattr(strategy, "num_micro", None),
             }
             (directory / "report.json").write_text(json.dumps(report))
         raise SystemExit(0)
