@@ -26,6 +26,7 @@ def pair(plan: Plan, name: str, module: nn.Module, tied: set[int]) -> None:
     prefix = f"{name}." if name else ""
     try:
         graph = _OneLevel().trace(module)
+        _mark_shapes(graph)
     except Exception as error:  # whatever a user's forward does to a tracer
         for child_name, child in module.named_children():
             if isinstance(child, nn.Linear):
@@ -103,16 +104,24 @@ def _attribute(module: nn.Module, path: str) -> object:
     return getattr(module.get_submodule(owner), key, None)
 
 
+def _mark_shapes(graph: fx.Graph) -> None:
+    """Note of every node whether it is a size, or arithmetic with sizes: those carry no features."""
+    for (
+        node
+    ) in graph.nodes:  # what a node is computed from comes before it: one pass, however many ways lead back
+        inputs = node.all_input_nodes
+        node.meta[_SHAPE] = (
+            (node.op == "call_method" and node.target in ("size", "dim", "numel"))
+            or (node.target is getattr and node.args[1] in ("shape", "device", "dtype"))
+            or (node.op == "call_function" and bool(inputs) and all(each.meta[_SHAPE] for each in inputs))
+        )
+
+
 def _is_shape(node: fx.Node) -> bool:
-    """Sizes, and arithmetic with sizes: they carry no features."""
-    if node.op == "call_method" and node.target in ("size", "dim", "numel"):
-        return True
-    if node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "device", "dtype"):
-        return True
-    tensors = [each for each in node.all_input_nodes if not _is_shape(each)]
-    return node.op == "call_function" and bool(node.all_input_nodes) and not tensors
+    return bool(node.meta[_SHAPE])
 
 
+_SHAPE = "shoal: is a shape"
 _KEEPS_FEATURES = (
     nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Hardswish, nn.Mish, nn.ReLU6,
     nn.Dropout, nn.Identity, nn.Flatten,
