@@ -105,12 +105,17 @@ def _checkpointed(module: nn.Module) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _counted_already(norms: list[_BatchNorm]) -> Iterator[None]:
-    """BatchNorm normalises by its batch and keeps nothing of it."""
-    resting = [norm for norm in norms if norm.training and norm.track_running_stats]
-    for norm in resting:
-        norm.track_running_stats = False
+    """BatchNorm normalises by its batch and keeps nothing of it. It has to save as many tensors as before, so it still looks."""
+    before = [
+        (norm, norm.momentum, None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone())
+        for norm in norms
+    ]
+    for norm in norms:
+        norm.momentum = 0.0
     try:
         yield
     finally:
-        for norm in resting:
-            norm.track_running_stats = True
+        for norm, momentum, count in before:
+            norm.momentum = momentum
+            if norm.num_batches_tracked is not None and count is not None:
+                norm.num_batches_tracked.copy_(count)

@@ -19,6 +19,8 @@ from shoal.core.errors import ConfigError
 from shoal.strategies.tensor_pairs import pair
 from shoal.strategies.tensor_rows import NORMS, Plan, Row, is_tied, tied_parameters, why_not, why_not_along
 
+__all__ = ["ALONE_BYTES", "STYLES", "Plan", "find_plan"]
+
 STYLES = ("colwise", "rowwise", "replicated", "sequence")
 
 ALONE_BYTES = 1 << 20
