@@ -180,13 +180,7 @@ class LaunchConfig:
         is_mesh = strategy_names.parse(chosen).base == "mesh"
         outer_names.check(self.sync_every, self.outer, strategy=chosen, batchnorm=self.batchnorm)
         placement.check(self.device, num_workers=self.workers, strategy=chosen, is_mesh=is_mesh)
-        if compress_names.parse(self.compress)[0] != "none" and strategy_names.choose(
-            self.strategy, self.workers
-        ) not in ("ddp", "single"):
-            raise ConfigError(
-                f"--compress {self.compress} makes the gradients of ddp smaller, and this is --strategy {self.strategy}, which "
-                "sums them another way. Nothing was started; leave one of the two out."
-            )
+        self._check_sums(chosen)
         self._check_servers()
         if self.shard is not None:
             is_relaxed = strategy_names.parse(chosen).mode in ("ssp", "async")
@@ -215,6 +209,20 @@ class LaunchConfig:
     @property
     def _has_servers(self) -> bool:
         return strategy_names.parse(strategy_names.choose(self.strategy, self.workers)).has_servers
+
+    def _check_sums(self, strategy: str) -> None:
+        """How gradients are summed, and made smaller before, is for whoever sums them so."""
+        sums_them = strategy in ("ddp", "single") or strategy.startswith("ps:hybrid")
+        if self.exchange != "auto" and not sums_them:
+            raise ConfigError(
+                f"--exchange {self.exchange} sums the gradients of ddp, and this is --strategy {strategy}, which sums them "
+                "another way. Nothing was started; leave one of the two out."
+            )
+        if compress_names.parse(self.compress)[0] != "none" and strategy not in ("ddp", "single"):
+            raise ConfigError(
+                f"--compress {self.compress} makes the gradients of ddp smaller, and this is --strategy {strategy}, which "
+                "sums them another way. Nothing was started; leave one of the two out."
+            )
 
     def _check_servers(self) -> None:
         strategy = strategy_names.choose(self.strategy, self.workers)

@@ -7,6 +7,7 @@ of it is cut out by the caller. So a replaced worker can be given it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from shoal.core.errors import CallsDiffer
 
 HEADER_BYTES = 192
 """What a rank says of its call: longer shapes are compared by their beginning."""
+
+_CHECK_BYTES = 4
 
 _SUMMED_IN_PLACE = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64}
 
@@ -36,13 +39,23 @@ def described(tensor: Tensor) -> str:
 
 def refuse_different(reducer: Reducer, call: str, number: int) -> None:
     """Compare what every rank is about to do; everybody hears who does something else."""
-    mine = torch.tensor(list(call.encode()[:HEADER_BYTES]), dtype=torch.uint8)
+    mine = call.encode()[: HEADER_BYTES - _CHECK_BYTES]
+    header = crc32(mine).to_bytes(_CHECK_BYTES, "little") + mine
     headers = torch.zeros(reducer.num_workers, HEADER_BYTES, dtype=torch.uint8)
-    headers[reducer.rank, : len(mine)] = mine
+    headers[reducer.rank, : len(header)] = torch.tensor(list(header), dtype=torch.uint8)
     reducer.finish(reducer.start_all_reduce(headers), call)
-    calls = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in headers]
-    if len(set(calls)) > 1:
-        raise CallsDiffer(number=number, calls={rank: f"called {what}" for rank, what in enumerate(calls)})
+    calls = [_heard(bytes(row.tolist())) for row in headers]
+    calls[reducer.rank] = f"called {mine.decode(errors='replace')}"
+    if any(said != calls[reducer.rank] for said in calls):
+        raise CallsDiffer(number=number, calls=dict(enumerate(calls)))
+
+
+def _heard(row: bytes) -> str:
+    """What a rank said; one that is in another exchange has sent something else, and may have spoilt others' words."""
+    said = row[_CHECK_BYTES:].rstrip(b"\0")
+    if not said or crc32(said) != int.from_bytes(row[:_CHECK_BYTES], "little"):
+        return "is at another place (a step of training, or another call)"
+    return f"called {said.decode(errors='replace')}"
 
 
 def all_reduce(reducer: Reducer, tensor: Tensor, op: str, operation: str) -> Tensor:

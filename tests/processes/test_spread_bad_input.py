@@ -1,0 +1,128 @@
+"""What a user can get wrong about spreading a model: one paragraph each, before training wherever that is possible."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+
+import pytest
+from launched import Launched
+
+from shoal.cluster.launch_config import LaunchConfig
+from shoal.core.errors import CallsDiffer, ConfigError, ModelsDiffer, WaitTimedOut
+
+Launch = Callable[..., Launched]
+
+PRELUDE = """
+import time, torch, shoal
+from torch import nn
+from shoal.strategies import fsdp_cut, tensor_plan
+
+fsdp_cut.UNIT_BYTES = tensor_plan.ALONE_BYTES = 100
+rank = shoal.rank()
+torch.manual_seed(0)
+data = shoal.Dataset.from_arrays((torch.randn(20, 6), torch.arange(20) % 4))
+
+def fit(model, **options):
+    trainer = shoal.Trainer(
+        model, loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), seed=0, **options
+    )
+    trainer.fit(data.batch(8))
+    if rank == 0:
+        print("loss", trainer.evaluate(data.batch(8))["loss"])
+    else:
+        trainer.evaluate(data.batch(8))
+
+"""
+
+
+def script(source: str) -> str:
+    return PRELUDE + textwrap.dedent(source)
+
+
+def paragraph(done: Launched, kind: type[Exception], *said: str) -> None:
+    message = str(done.error)
+    assert isinstance(done.error, kind), (done.error, done.stderr)
+    assert "\n" not in message
+    assert "Traceback" not in message
+    for words in said:
+        assert words in message, message
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"strategy": "dp=2,tp=2", "workers": 3}, "4 workers, and 3 were asked for"),
+        ({"strategy": "dp=2048,tp=2", "workers": 4096}, "4096 workers cannot be started"),
+        (
+            {"strategy": "fsdp", "workers": 2, "compress": "bf16"},
+            "--compress bf16 makes the gradients of ddp",
+        ),
+        ({"strategy": "fsdp", "workers": 2, "exchange": "ring"}, "--exchange ring sums the gradients of ddp"),
+        ({"strategy": "ps", "workers": 2, "exchange": "tree"}, "--exchange tree sums the gradients of ddp"),
+        ({"workers": 2, "compress": "topk:ratio=7"}, "ratio"),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+def test_a_launch_that_cannot_be_is_refused_before_anything_starts(
+    options: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        LaunchConfig(script="train.py", **options)  # type: ignore[arg-type]
+    assert "Nothing was started" in str(refused.value)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp", "pp"])
+def test_ranks_with_different_models_are_told_apart(launch_script: Launch, strategy: str) -> None:
+    model = "nn.Sequential(nn.Linear(6, 8 + 4 * (rank == 1)), nn.Tanh(), nn.Linear(8 + 4 * (rank == 1), 4))"
+    done = launch_script(script(f"fit({model})"), workers=2, strategy=strategy)
+    paragraph(done, ModelsDiffer, "rank 1 built another model than rank 0", "'0.weight' is (8, 6)")
+
+
+STUCK = """
+    class Stuck(nn.Linear):
+        calls = 0
+        def forward(self, x):
+            Stuck.calls += 1
+            if rank == 1 and Stuck.calls == 3:
+                time.sleep(1000)
+            return super().forward(x)
+
+    fit(Stuck(6, 4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "operation"),
+    [("ddp", "the exchange of losses and statistics"), ("fsdp", "forward and backward")],
+)
+def test_a_rank_that_does_not_come_is_named_with_the_operation_and_the_step(
+    launch_script: Launch, strategy: str, operation: str
+) -> None:
+    done = launch_script(
+        script(STUCK), workers=3, strategy=strategy, step_timeout_s=3.0, max_restarts=0, grace_s=0.2
+    )
+    paragraph(done, WaitTimedOut, f"{operation} of step 3 waited", "for rank 1", "--step-timeout (now 3 s)")
+
+
+def test_a_rank_that_trains_on_while_the_others_exchange_is_told_so(launch_script: Launch) -> None:
+    done = launch_script(
+        script(
+            """
+            class Sums(shoal.callbacks.Callback):
+                ranks = "every"
+                def on_step_end(self, trainer, logs):
+                    if rank != 1 or trainer.step < 2:
+                        shoal.collectives.all_reduce(torch.ones(3), timeout_s=20.0)
+
+            fit(nn.Linear(6, 4), callbacks=[Sums()])
+            """
+        ),
+        workers=3,
+    )
+    paragraph(
+        done,
+        CallsDiffer,
+        "called all_reduce(float32 [3], op=sum)",
+        "rank 1 is at another place (a step of training",
+    )
