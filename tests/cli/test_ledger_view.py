@@ -102,3 +102,36 @@ def test_who_holds_the_rest_is_said_with_the_worker(tmp_path: Path) -> None:
         "epoch 1: 100 of 1,000 samples trained so far",
         "left of the epoch: 700 samples to hand out, beside what workers hold",
     ]
+
+
+def test_neighbours_are_one_range_and_former_launches_are_told_apart(tmp_path: Path) -> None:
+    leased = {"is_leased": True, "sharding": "dynamic"}
+    first = [
+        RangesTrained(call=1, rank=rank, epoch=0, ranges=[(at, at + 100)])
+        for rank, at in ((2, 300), (0, 0), (0, 100))
+    ]
+    written(tmp_path, began(num_workers=3, **leased), *first)
+    kept = began(start=200, kept=[(0, 300, 350)], **leased)
+    rest = RangesTrained(call=1, rank=1, epoch=0, ranges=[(500, 1000), (200, 300), (300, 500)])
+    found = written(tmp_path, kept, rest, EpochLeased(call=1, epoch=0, num_samples_twice=0))
+    assert list(ledger_view.every_range(found)) == [
+        "epoch 1: all 1,000 samples trained exactly once; 50 trained again after a job had died",
+        "  0..199  launch 1, rank 0",
+        "  200..299  launch 2, rank 1",
+        "  300..349  launch 1, rank 2",
+        "  350..999  launch 2, rank 1",
+        "  350..399  launch 1, rank 2: lost with it, and trained again",
+    ]
+    assert ledger_view.worker(found, 1) == "; 75 batches, 750 samples"
+    assert ledger_view.worker(found, 0) == "", "it did nothing in this launch"
+    assert list(ledger_view.before(found)) == [
+        "launch 1, before: rank 0 20 batches, 200 samples; rank 2 5 batches, 50 samples"
+    ]
+
+
+def test_costs_are_named_without_what_tells_them_apart(tmp_path: Path) -> None:
+    costs = "balanced by an array of costs (0123456789ab)"
+    found = written(tmp_path, began(sharding=costs), reached(0, 1000, is_end=True))
+    assert (
+        "launch 1, balanced by an array of costs over 2 workers: " in list(ledger_view.every_range(found))[1]
+    )

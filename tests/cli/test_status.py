@@ -214,3 +214,20 @@ def test_files_that_hold_nonsense_read_as_nothing(shoal: Shoal, make_run: MakeRu
             (run.path / name).write_text(content)
         assert shoal("status").exit_code == 0
         assert shoal("status", "click").exit_code == 0
+
+
+def test_a_finished_run_whose_batches_were_leased_is_told_with_all_of_its_steps(
+    shoal: Shoal, make_run: MakeRun
+) -> None:
+    run = make_run("relaxed", strategy="ps:async", workers=1, servers=1)
+    write_steps(run, {"step": 88, "epoch": 1, "loss": 0.5, "samples": 8})
+    run.event("server-started", server=0, pid=12, incarnation=0)
+    run.event("server-view", view=1, servers={"0": {"primary": 256, "replica": 0, "filling": 0}})
+    run.event("leases", by_rank={"0": [1, 8], "1": [2, 16]})
+    run.close()
+    (run.path / "summary.json").write_text(json.dumps({"exit": 0, "steps": 90, "leases": {"0": [1, 8]}}))
+    said = shoal("status", "relaxed").output
+    assert "ps:async, 1 worker, 1 server " in said
+    assert "step 90, epoch 2" in said
+    assert "process 12: ended with the job; answered for 256 slots " in said
+    assert "leases  rank 0 1 lease, 8 samples; rank 1 2 leases, 16 samples" in said

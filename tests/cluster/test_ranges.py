@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,4 +21,4 @@ def test_they_are_what_sets_of_their_samples_are(one: list[Range], other: list[R
     joined = list(merged(one))
     assert members(joined) == members(one)
     assert size(joined) == len(members(one))
-    assert all(before[1] < after[0] for before, after in zip(joined, joined[1:], strict=False))
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(joined))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_it_can_be_read_after_every_single_write(
     for start in range(0, 60, 10):
         push(file, start, Outcome.COUNTED if start != 30 else Outcome.KNOWN)
     file.close()
-    assert all(before <= after for before, after in zip(seen, seen[1:], strict=False))
+    assert all(before <= after for before, after in itertools.pairwise(seen))
     assert seen[-1] == set(range(0, 60, 10))
 
 

@@ -67,8 +67,21 @@ def test_leases_are_theirs_who_trained_them_and_what_was_lost_with_a_job_is_coun
         workers=3,
         strategy="ps:async",
         seed=0,
-        args=(str(out), "--samples", str(samples), "--pause-at", "70", "--pause-all", "--save-every", "30")
-        + ("--computed", "--step-s", "0.002", "--die-in", "9"),
+        args=(
+            str(out),
+            "--samples",
+            str(samples),
+            "--pause-at",
+            "70",
+            "--pause-all",
+            "--save-every",
+            "30",
+            "--computed",
+            "--step-s",
+            "0.002",
+            "--die-in",
+            "9",
+        ),
         name="killed",
         quiet=True,
     )

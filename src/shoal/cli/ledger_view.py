@@ -5,13 +5,14 @@ Text and plain values only; the ledger itself is `shoal.cluster.ledger`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.cluster.lease_desk import LeaseDesk
-    from shoal.cluster.ledger import Epoch, Span
+    from shoal.cluster.ledger import Epoch, Had, Span
 
 MAX_RANGES = 4
 """Named in a sentence; more are counted."""
@@ -28,10 +29,11 @@ def read(path: Path, *, is_alive: bool) -> dict[str, Any]:
     if current is None:
         return {}
     return {
-        "workers": {
-            str(rank): {"batches": had.batches, "samples": had.samples}
-            for rank, had in ledger.by_rank.items()
-        },
+        "workers": _workers(ledger.by_rank),
+        "launches": [
+            {"launch": launch, "workers": _workers(by_rank)} for launch, by_rank in ledger.by_launch.items()
+        ],
+        "launch": launches[-1].number,
         "epochs": [_epoch(epoch) for epoch in ledger.epochs.values() if epoch.spans or epoch.again],
         "remainder": _remainder(current, desk_of(launches[-1])) if is_alive else None,
         "replaced": [
@@ -42,6 +44,8 @@ def read(path: Path, *, is_alive: bool) -> dict[str, Any]:
 
 
 def _epoch(epoch: Epoch) -> dict[str, Any]:
+    from shoal.cluster.ledger import joined
+
     return {
         "trainer": epoch.trainer,
         "data": epoch.data,
@@ -56,12 +60,14 @@ def _epoch(epoch: Epoch) -> dict[str, Any]:
         "repeated": epoch.num_repeated,
         "missing": epoch.missing if epoch.end is not None else [],
         "doubled": epoch.doubled,
-        "workers": {
-            str(rank): {"batches": had.batches, "samples": had.samples} for rank, had in epoch.by_rank.items()
-        },
-        "ranges": [_span(span) for span in sorted(epoch.spans, key=lambda span: span.start)],
-        "again": [_span(span) for span in epoch.again],
+        "workers": _workers(epoch.by_rank),
+        "ranges": [_span(span) for span in joined(epoch.spans)],
+        "again": [_span(span) for span in joined(epoch.again)],
     }
+
+
+def _workers(by_rank: Mapping[int, Had]) -> dict[str, dict[str, int]]:
+    return {str(rank): {"batches": had.batches, "samples": had.samples} for rank, had in by_rank.items()}
 
 
 def _span(span: Span) -> dict[str, Any]:
@@ -94,11 +100,20 @@ def _remainder(epoch: Epoch, desk: LeaseDesk) -> dict[str, Any] | None:
 
 
 def worker(ledger: dict[str, Any], rank: int) -> str:
-    """What one worker has done, for its line."""
-    had = ledger.get("workers", {}).get(str(rank))
-    said = f"; {_count(had['batches'], 'batch', 'batches')}, {had['samples']:,} samples" if had else ""
+    """What one worker has done in the newest launch, for its line."""
+    now = [each for each in ledger.get("launches", []) if each["launch"] == ledger["launch"]]
+    had = now[0]["workers"].get(str(rank)) if now else None
+    said = f"; {_had(had)}" if had else ""
     holds = ((ledger.get("remainder") or {}).get("by_rank") or {}).get(str(rank))
     return f"{said}; holds {ranges(holds)}" if holds else said
+
+
+def before(ledger: dict[str, Any]) -> Iterator[str]:
+    """What workers of former launches have done that counts, a line for each launch."""
+    for each in ledger.get("launches", []):
+        if each["launch"] != ledger["launch"] and each["workers"]:
+            by_rank = "; ".join(f"rank {rank} {_had(had)}" for rank, had in each["workers"].items())
+            yield f"launch {each['launch']}, before: {by_rank}"
 
 
 def lines(ledger: dict[str, Any]) -> Iterator[str]:
@@ -137,7 +152,7 @@ def sentence(epoch: dict[str, Any]) -> str:
     notes = {
         "left out with a last batch that is not full": epoch["left_out"],
         "bad and skipped": len(epoch["skipped"]),
-        "handed to two workers, of whom the first counted": epoch["handed_out_twice"],
+        "computed twice, of which the first result counted": epoch["repeated"],
         "trained again after a job had died": again,
     }
     return "; ".join([said, *(f"{number:,} {what}" for what, number in notes.items() if number)])
@@ -151,7 +166,7 @@ def every_range(ledger: dict[str, Any]) -> Iterator[str]:
             yield f"  {_range([span['start'], span['stop']])}  launch {span['launch']}, {_who(span)}"
         for span in epoch["again"]:
             at = _range([span["start"], span["stop"]])
-            yield f"  {at}  launch {span['launch']}, {span['workers']} workers: lost with it, and trained again"
+            yield f"  {at}  launch {span['launch']}, {_who(span)}: lost with it, and trained again"
         for index in epoch["skipped"]:
             yield f"  sample {index:,} skipped"
     for each in ledger.get("replaced", []):
@@ -177,9 +192,12 @@ def _who(span: dict[str, Any]) -> str:
     if len(by_rank) == 1 and span["workers"] != 1:
         return f"rank {next(iter(by_rank))}"
     parts = ", ".join(f"rank {rank} {samples:,}" for rank, samples in by_rank.items())
-    return f"{span['sharding']} over {_count(span['workers'], 'worker', 'workers')}" + (
-        f": {parts}" if parts else ""
-    )
+    how = re.sub(r" \([0-9a-f]{12}\)", "", span["sharding"])  # of costs: for programs
+    return f"{how} over {_count(span['workers'], 'worker', 'workers')}" + (f": {parts}" if parts else "")
+
+
+def _had(had: dict[str, int]) -> str:
+    return f"{_count(had['batches'], 'batch', 'batches')}, {_count(had['samples'], 'sample', 'samples')}"
 
 
 def _count(number: int, one: str, many: str) -> str:

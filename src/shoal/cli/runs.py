@@ -74,7 +74,7 @@ def read(path: Path) -> Run:
     """How a run stands."""
     config, summary = read_json(path / "config.json"), read_json(path / "summary.json")
     metrics = last_lines(path / "metrics.jsonl", 200)
-    last = metrics[-1] if metrics else {}
+    last = last_step(metrics, summary)
     return Run(
         name=path.name,
         state=state(path, summary),
@@ -86,6 +86,14 @@ def read(path: Path) -> Run:
         started=config.get("started"),
         path=str(path),
     )
+
+
+def last_step(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> dict[str, Any]:
+    """The last line of metrics; the lines are rank 0's, and where batches are leased others may have done the last steps."""
+    last = metrics[-1] if metrics else {}
+    if isinstance(last.get("step"), int) and summary.get("leases") and isinstance(summary.get("steps"), int):
+        last = last | {"step": max(last["step"], summary["steps"])}
+    return last
 
 
 def state(path: Path, summary: dict[str, Any]) -> State:

@@ -76,12 +76,12 @@ def status(
 def _details(path: Path) -> dict[str, Any]:
     """Everything the directory tells of one run."""
     run = runs.read(path)
-    metrics = runs.last_lines(path / "metrics.jsonl", 1)
+    metrics, summary = runs.last_lines(path / "metrics.jsonl", 1), runs.read_json(path / "summary.json")
     events = runs.last_lines(path / "events.jsonl")
     return {
         **run.facts(),
         "config": runs.read_json(path / "config.json"),
-        "progress": metrics[0] if metrics else {},
+        "progress": runs.last_step(metrics, summary),
         "processes": runs.processes(events, run.state, num_workers=run.workers),
         "servers": runs.servers(events, run.state),
         "leases": runs.leases(events),
@@ -89,7 +89,7 @@ def _details(path: Path) -> dict[str, Any]:
         "logs": str(path / "logs"),
         "checkpoint": runs.newest_checkpoint(path),
         "events": events[-NUM_EVENTS:],
-        "summary": runs.read_json(path / "summary.json"),
+        "summary": summary,
     }
 
 
@@ -131,8 +131,9 @@ def _show(details: dict[str, Any]) -> None:
     table.add_row("run", f"{details['name']}  ({details['path']})")
     table.add_row("state", _styled(details["state"]).append(_exit(details["summary"])))
     table.add_row("script", " ".join([config.get("script", "-"), *config.get("args", [])]))
-    servers = f", {config['servers']} servers" if config.get("servers") else ""
-    table.add_row("strategy", f"{details['strategy'] or '-'}, {_shown(details['workers'])} workers{servers}")
+    servers = f", {_count(config['servers'], 'server')}" if config.get("servers") else ""
+    workers = _count(details["workers"], "worker")
+    table.add_row("strategy", f"{details['strategy'] or '-'}, {workers}{servers}")
     table.add_row("seed", _shown(config.get("seed")))
     table.add_row("started", _when(details["started"]))
     table.add_row("progress", _progress(progress) or "no step yet")
@@ -144,6 +145,8 @@ def _show(details: dict[str, Any]) -> None:
     table.add_row("restarts", str(sum(process["restarts"] for process in everybody)))
     for index, process in enumerate(details["processes"]):
         table.add_row("workers" if index == 0 else "", _process(process) + _had(details, process["rank"]))
+    for line in ledger_view.before(details["ledger"]):
+        table.add_row("", line)
     for index, server in enumerate(details["servers"]):
         table.add_row("servers" if index == 0 else "", _server(server))
     for index, line in enumerate(ledger_view.lines(details["ledger"])):
@@ -171,6 +174,8 @@ def _event(event: dict[str, Any]) -> str:
         said = {key: value for key, value in said.items() if key not in ("finished", "call")}
         said["donor"] = "none: all begin"
     facts = ", ".join(f"{key} {_shown(value)}" for key, value in said.items())
+    if event.get("event") == "leases" and isinstance(event.get("by_rank"), dict):
+        facts = "; ".join(_finished(rank, done) for rank, done in event["by_rank"].items())
     at = event.get("time")
     clock = time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, float) else "-"
     return f"{clock}  {event.get('event', '-')}  {facts}"
@@ -186,16 +191,26 @@ def _had(details: dict[str, Any], rank: int) -> str:
     if said := ledger_view.worker(details["ledger"], rank):
         return said
     done = details["leases"].get(str(rank))
-    return f"; {done[0]:,} leases, {done[1]:,} samples" if isinstance(done, list) and len(done) == 2 else ""
+    return f"; {_leases(done)}" if isinstance(done, list) and len(done) == 2 else ""
+
+
+def _finished(rank: str, done: Any) -> str:
+    return f"rank {rank} {_leases(done) if isinstance(done, list) and len(done) == 2 else _shown(done)}"
+
+
+def _leases(done: list[int]) -> str:
+    return f"{_count(done[0], 'lease')}, {_count(done[1], 'sample')}"
 
 
 def _server(server: dict[str, Any]) -> str:
     how = f"exited with code {server.get('code')}" if server["state"] == "exited" else server["state"]
-    filling = f", is being filled with {server['filling']}" if server["filling"] else ""
-    return (
-        f"server {server['server']}, process {server['pid']}, incarnation {server['restarts']}: {how}; answers for "
-        f"{server['primary']} slots, keeps {server['replica']} more{filling}"
-    )
+    is_over = server["state"] == "gone"
+    how = "ended with the job" if is_over else how
+    name = f"server {server['server']}, process {server['pid']}"
+    name += f", incarnation {server['restarts']}" if server["restarts"] else ""
+    said = f"{name}: {how}; {'answered' if is_over else 'answers'} for {_count(server['primary'], 'slot')}"
+    said += f", {'kept' if is_over else 'keeps'} {server['replica']} more" if server["replica"] else ""
+    return said + (f", is being filled with {server['filling']}" if server["filling"] else "")
 
 
 _NOT_FACTS = {"time", "monotonic", "event"}
@@ -223,6 +238,10 @@ def _shown(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _count(number: int | None, one: str) -> str:
+    return f"{_shown(number) if number is None else f'{number:,}'} {one if number == 1 else one + 's'}"
 
 
 def _rate(value: float | None) -> str:

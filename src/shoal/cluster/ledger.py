@@ -219,6 +219,14 @@ class Ledger:
         """What each worker had of everything that counts."""
         return _summed(span for epoch in self.epochs.values() for span in epoch.spans)
 
+    @property
+    def by_launch(self) -> dict[int, dict[int, Had]]:
+        """The same, by the launch in which it had it."""
+        spans = sorted(
+            (span for epoch in self.epochs.values() for span in epoch.spans), key=lambda span: span.launch
+        )
+        return {launch: _summed(had) for launch, had in itertools.groupby(spans, lambda span: span.launch)}
+
     def _begin(self, launch: int, began: TrainingBegan) -> None:
         self._settle_before(launch, began)
         before = self._began.get(began.call)
@@ -354,6 +362,25 @@ class Ledger:
         if key not in self.epochs:
             self.epochs[key] = Epoch(*key, began.num_samples, began.num_left_out)
         return self.epochs[key]
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """In order, and neighbours that the same workers trained in the same way as one."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.launch)):
+        last = found[-1] if found else None
+        if last is not None and last.stop == span.start and _is_alike(last, span):
+            found[-1] = replace(last, stop=span.stop, by_rank=_summed([last, span]))
+        else:
+            found.append(span)
+    return found
+
+
+def _is_alike(one: Span, other: Span) -> bool:
+    same = ("launch", "call", "num_workers", "sharding")
+    return all(getattr(one, name) == getattr(other, name) for name in same) and [*one.by_rank] == [
+        *other.by_rank
+    ]
 
 
 def _summed(spans: Iterable[Span]) -> dict[int, Had]:

@@ -49,10 +49,10 @@ class SampleCosts:
             self.name, self._cost_of = f"{name_of(cost)}()", cost
         else:
             self._kept = _as_costs(cost, source.num_samples)
-            self.name = "an array"
+            self.name = "an array of costs"
         self.identity = self.name
         if self._kept is not None:
-            self.identity += f" {hashlib.sha256(self._kept.tobytes()).hexdigest()[:12]}"
+            self.identity += f" ({hashlib.sha256(self._kept.tobytes()).hexdigest()[:12]})"
         elif source.num_samples <= MAX_KEPT:
             self._kept = np.full(source.num_samples, np.nan, dtype=np.float32)
         self._block: tuple[int, int, int, Costs] = (-1, 0, 0, np.empty(0))
