@@ -202,7 +202,7 @@ class ModelParallel(Ddp):
         """This rank's stages, and nothing kept of the others but names."""
         axes, at = self._axes, self._axes.coordinates(self._rank).pp
         everybodys = pipeline_stage.stages_of(
-            self._job, flow, cut, copies_views=self._schedule == "zero-bubble"
+            self._job, flow, cut, gives_copies=self._schedule == "zero-bubble"
         )
         stages = {number: stage for number, stage in enumerate(everybodys) if number % axes.pp == at}
         holding = pipeline_state.holding_of(flow.model, everybodys, axes.pp, at)

@@ -89,14 +89,14 @@ class Stage(nn.Module):
         evaluation: Role,
         *,
         takes_grad: Sequence[bool],
-        copies_views: bool,
+        gives_copies: bool,
     ) -> None:
         """`takes_grad`: of the tensors that come in, which need a gradient."""
         super().__init__()
         targets = [*train.part.targets, *evaluation.part.targets]
         self.held = Holder(flow.model, targets, {**flow.train.constants, **flow.evaluation.constants})
         self._job, self.number, self.train_role, self.evaluation_role = job, number, train, evaluation
-        self.takes_grad, self._copies_views = takes_grad, copies_views
+        self.takes_grad, self._gives_copies = takes_grad, gives_copies
         self.step = Step((), lambda number: 0, {})
         self._batchnorms = [module for module in self.modules() if isinstance(module, _BatchNorm)]
 
@@ -117,10 +117,8 @@ class Stage(nn.Module):
             step.outputs[number] = result
             return tuple(leaf for leaf in leaves(result) if isinstance(leaf, Tensor))
         given = wire.pack(result)[0]
-        if self._copies_views:  # torch lets go of what a stage gave, which it cannot do with a view
-            taken = {id(tensor) for tensor in tensors}
-            given = [t.clone() if t._is_view() or id(t) in taken else t for t in given]
-        return tuple(given)
+        # Torch lets go in place of what a stage gave, which a layer may still need for the gradient of its weights.
+        return tuple(t.clone() for t in given) if self._gives_copies else tuple(given)
 
     def _compute(self, role: Role, piece: Slice, values: Sequence[Any], seed: int) -> Any:
         device = self._job.device
@@ -179,7 +177,7 @@ def roles_of(flow: Flow, cut: Cut, *, training: bool) -> list[Role]:
     ]
 
 
-def stages_of(job: TrainJob, flow: Flow, cut: Cut, *, copies_views: bool) -> list[Stage]:
+def stages_of(job: TrainJob, flow: Flow, cut: Cut, *, gives_copies: bool) -> list[Stage]:
     """All stages of a model, as long as one rank has all of it."""
     train, evaluation = roles_of(flow, cut, training=True), roles_of(flow, cut, training=False)
     return [
@@ -190,7 +188,7 @@ def stages_of(job: TrainJob, flow: Flow, cut: Cut, *, copies_views: bool) -> lis
             train[number],
             evaluation[number],
             takes_grad=train[number - 1].gives_grad if number else (),
-            copies_views=copies_views,
+            gives_copies=gives_copies,
         )
         for number in range(cut.num_stages)
     ]
