@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal import callbacks as callbacks
     from shoal import collectives as collectives
+    from shoal import data as data
     from shoal import features as features
     from shoal import memory as memory
     from shoal import nn as nn
@@ -40,6 +41,7 @@ _HOMES = {
     "Trainer": "shoal.train.trainer",
     "callbacks": "shoal.callbacks",
     "collectives": "shoal.collectives",
+    "data": "shoal.data",
     "features": "shoal.features",
     "mean": "shoal.train.custom",
     "memory": "shoal.memory",
@@ -62,6 +64,7 @@ __all__ = [
     "Trainer",
     "callbacks",
     "collectives",
+    "data",
     "features",
     "mean",
     "memory",

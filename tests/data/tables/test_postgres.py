@@ -173,13 +173,13 @@ def test_a_connection_that_ends_in_the_middle_of_an_answer_is_replaced(people: P
     data = Dataset.from_sql(slow, people.url, key="id", partitions=1)
     happenings.told.clear()
     ended = threading.Event()
+    session = PostgresDatabase(people.url).connect()  # before, for the answer takes only a second
 
     def end() -> None:
         running = (
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'shoal' AND state = 'active' "
             "AND query LIKE '%pg_sleep%ORDER BY%' AND pid <> pg_backend_pid()"
         )
-        session = PostgresDatabase(people.url).connect()
         try:
             if wait_until(lambda: (session.end(), session.values(running))[1] != [], timeout_s=20.0):
                 ended.set()

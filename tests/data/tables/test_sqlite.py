@@ -13,6 +13,7 @@ import torch
 from shoal.core.data_errors import (
     BadSample,
     DatabaseRefused,
+    FileDamaged,
     NoSuchColumn,
     QueryRefused,
     TableChanged,
@@ -238,7 +239,7 @@ def test_databases_that_are_none_are_told(tmp_path: Path) -> None:
     with pytest.raises(DatabaseRefused, match=r"there is no file .*/no\.db"):
         Dataset.from_sql("t", tmp_path / "no.db")
     (tmp_path / "text.db").write_text("not a database, " * 100)
-    with pytest.raises(QueryRefused, match="file is not a database"):
+    with pytest.raises(FileDamaged, match="file is not a database"):
         Dataset.from_sql("t", tmp_path / "text.db")
     for address, said in [
         (":memory:", "in the memory of one connection"),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shoal.core.data_errors import QueryRefused
+from shoal.core.data_errors import FileDamaged, QueryRefused
 from shoal.core.errors import ConfigError
 from shoal.data.tables.database import BadValue, ConnectionGone, SqlColumn, SqlKey
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _BUSY_S = 5.0  # a writer's lock is waited for inside one attempt
+_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 _GONE = {"SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_PROTOCOL"}
 
 
@@ -169,6 +170,8 @@ class SqliteSession:
             name = str(getattr(error, "sqlite_errorname", ""))
             if any(name.startswith(gone) for gone in _GONE):
                 raise ConnectionGone(_said(error)) from None
+            if any(name.startswith(damaged) for damaged in _DAMAGED):
+                raise FileDamaged(url=self._place, problem=_said(error)) from None
             raise QueryRefused(
                 place=self._place, what=f"the query {_short(what)}", reason=_said(error)
             ) from None
