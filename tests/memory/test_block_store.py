@@ -84,6 +84,37 @@ def test_what_could_run_as_code_is_refused(tmp_path: Path) -> None:
         store.put("a", {"x": {1, 2}})
 
 
+def test_what_no_disk_can_take_is_refused_when_it_comes_and_not_when_room_is_made(tmp_path: Path) -> None:
+    with store_of(tmp_path, 64 * KIB) as store:  # all of it would fit in RAM
+        for bad in (object(), {"x": [object()]}, np.array([object()]), {1.5: b"x"}, 1 << 70):
+            with pytest.raises(ConfigError, match="cannot be kept"):
+                store.put("a", bad)
+            with pytest.raises(ConfigError, match="cannot be kept"):
+                store.get("a", lambda key, bad=bad: bad)
+            assert "a" not in store
+        store.put("a", {"x": [b"y" * 100, (1, "z", None)], "t": torch.zeros(3, 4).t()})
+        assert "a" in store
+    with store_of(tmp_path, 64 * KIB, disk_bytes=0) as store:
+        store.put("a", {1, 2})
+        assert store.get("a") == {1, 2}
+
+
+def test_a_full_store_says_what_would_help(tmp_path: Path) -> None:
+    with (
+        store_of(tmp_path, KIB, disk_bytes=0) as store,
+        pytest.raises(
+            StoreFull, match=r"Raise ram_bytes, give the store a disk \(disk_bytes\), or let go of"
+        ),
+    ):
+        store.put("a", block(1, 4 * KIB))
+    with (
+        store_of(tmp_path, KIB, disk_bytes=KIB) as store,
+        pytest.raises(StoreFull, match=r"Raise ram_bytes or disk_bytes, or let go of") as full,
+    ):
+        store.put("a", block(1, 4 * KIB))
+    assert "Free space" not in str(full.value)
+
+
 def test_a_block_is_loaded_once_and_counted(tmp_path: Path) -> None:
     loaded: list[int] = []
 

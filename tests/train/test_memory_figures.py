@@ -29,3 +29,4 @@ def test_each_epoch_tells_how_its_caches_did(tmp_path: Path, monkeypatch: pytest
     assert store["name"] == "arrays > map"
     assert store["ram"]["num_hits"] + store["disk"]["num_hits"] == 128
     assert store["disk"]["bytes_out"] > 0
+    assert store["ram"]["bytes_in"] + store["disk"]["bytes_in"] == 64 * 16, "each row once, and all of them"

@@ -33,9 +33,16 @@ class StoreFull(DataError):
         disk = "" if reason is None else f" The disk ({directory}) says: {reason}."
         super().__init__(
             f"the store '{store}' has no place for {what}: it holds {tiers or 'nothing'}, and what is there is in use or "
-            f"could not be loaded again.{disk} Nothing was lost: every block is as it was before this one. Free space on "
-            "the disk, raise a limit, or give another directory."
+            f"could not be loaded again.{disk} Nothing was lost: every block is as it was before this one. {self._cure()}"
         )
+
+    def _cure(self) -> str:
+        if self.reason is not None:
+            return "Free space on the disk, or give another directory."
+        limited = " or ".join(f"{tier}_bytes" for tier, limit in self.limits.items() if limit is not None)
+        raised = f"Raise {limited}" if limited else "Make the blocks smaller"
+        disk = "" if "disk" in self.limits else ", give the store a disk (disk_bytes)"
+        return f"{raised}{disk}, or let go of blocks that are held and discard those that nobody needs."
 
 
 class BlockDamaged(DataError):

@@ -79,6 +79,26 @@ def encode(tree: Tree) -> tuple[bytes, list[memoryview]]:
     return header, arrays
 
 
+def check(tree: Tree) -> None:
+    """Raise what `encode` would, without looking at the contents of arrays."""
+    _Encoding([]).node(_hollow(tree))
+
+
+def _hollow(tree: Tree) -> Tree:
+    match tree:
+        case torch.Tensor():
+            return torch.empty(0, dtype=tree.dtype)
+        case np.ndarray():
+            return np.empty(0, tree.dtype)
+        case bytes() | bytearray() | memoryview():
+            return b""
+        case dict():
+            return {key: _hollow(part) for key, part in tree.items()}
+        case tuple() | list() if not hasattr(tree, "_fields"):
+            return [_hollow(part) for part in tree]
+    return tree
+
+
 def joined(tree: Tree) -> tuple[bytes, bytes]:
     """Header and body of a tree, each in one piece."""
     header, arrays = encode(tree)

@@ -146,9 +146,11 @@ class BlockStore:
 
         With `can_load` it may be lost under pressure: somebody can make it
         again. StoreFull where no tier can take it; then the block is what it
-        was before.
+        was before. ConfigError where the store has a disk and this could
+        never be written there.
         """
         tier = self._tier(tier)
+        self._check(tree)
         tree = self._contents.as_in(tier, tree)
         with self._entered():
             while can_load and isinstance(self._ask(Discard(key)), Wait):
@@ -269,7 +271,9 @@ class BlockStore:
             if load is None:
                 raise KeyError(action.key)
             with self._outside():
-                tree = self._contents.as_in(tier, load(action.key))
+                tree = load(action.key)
+                self._check(tree)
+                tree = self._contents.as_in(tier, tree)
         except BaseException:
             self._report(Failed(action))
             raise
@@ -397,6 +401,11 @@ class BlockStore:
             counted.num_misses += 1
 
     # ---- the rest ----------------------------------------------------------------------------------
+
+    def _check(self, tree: Tree) -> None:
+        """Refuse now what a disk would refuse in somebody else's call, when room is made for another block."""
+        if self._limits.of(Tier.DISK) != 0:
+            block_format.check(tree)
 
     def _tier(self, tier: Tier | None) -> Tier:
         return self._tiering.fastest if tier is None else tier

@@ -105,6 +105,7 @@ class RowStore:
         self._heaps = (Heap(self._fds[2], is_on_disk=False), Heap(self._fds[3], is_on_disk=True))
         self._locks = _Locks()
         self._counts = {"ram": 0, "disk": 0, "ahead": 0}
+        self._written = np.zeros(2, np.int64)  # rows, to RAM and to disk, by this process
         self.granted_bytes = granted_bytes
         available.grant(self)
         figures.watch(self)
@@ -127,6 +128,7 @@ class RowStore:
             packed = {**columns, **self._keep_lists(columns)} if self.spec.lists else columns
             for tile in self._layout.pack(packed, num_rows):
                 split = min(max(self.spec.num_ram_rows - begin, 0), len(tile))
+                self._written += np.array([split, len(tile) - split])
                 if split:
                     self._ram.write(begin, tile[:split])
                 if split < len(tile):
@@ -144,6 +146,7 @@ class RowStore:
                 chosen = numbers[at : at + len(tile)]
                 at += len(tile)
                 in_ram = chosen < self.spec.num_ram_rows
+                self._written += np.array([np.count_nonzero(in_ram), np.count_nonzero(~in_ram)])
                 if in_ram.any():
                     self._ram.put(chosen[in_ram], tile[in_ram])
                 if not in_ram.all():
@@ -241,11 +244,13 @@ class RowStore:
                 "num_hits": self._counts["ram"],
                 "num_misses": self._counts["disk"],
                 "hit_rate": round(self._counts["ram"] / total, 4) if total else 1.0,
+                "bytes_in": int(self._written[0]) * self.row_bytes,
             },
             "disk": {
                 "num_bytes": self.disk_bytes(),
                 "num_hits": self._counts["disk"],
                 "num_ahead": self._counts["ahead"],
+                "bytes_in": int(self._written[1]) * self.row_bytes,
                 "bytes_out": self._counts["disk"] * self.row_bytes,
             },
         }
