@@ -209,6 +209,7 @@ def _import_everything(more: list[str]) -> float:
     kernels = sys.modules.get("shoal.core.compiled")
     if kernels is not None:
         kernels.warm()  # here and once: no child compiles, nor reads what was compiled from the disk
+        importlib.import_module("shoal.cluster.first_calls").make()
     threads.choose_vector_code()
     # What is imported stays: the collector need not walk it, nor write to its pages, in any child.
     gc.collect()

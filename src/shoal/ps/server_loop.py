@@ -154,6 +154,7 @@ class ServerLoop:
     def _tick(self, now: float) -> None:
         self._listener.tick()
         self._line.tick()
+        self._memory.tick(now)
         self._carry_out(self._core.tick(now))
 
     # ---- who says what ----------------------------------------------------------------------------

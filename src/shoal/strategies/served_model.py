@@ -34,8 +34,8 @@ from shoal.strategies.takeover import Plan, Rule
 from shoal.wire.ps_messages import DeclareDense, DeclareTable
 
 TABLES_PER_MODEL, CHUNKS_PER_MODEL = 1_000, 100_000
-BLOCK_ROWS = 1 << 18
-"""Rows that are written or brought home at a time."""
+BLOCK_BYTES = 4 << 20
+"""Of rows that are written or brought home at a time: what lies in exchange buffers, and in copies on both sides."""
 
 
 class ServedModel:
@@ -151,8 +151,9 @@ class ServedModel:
             write_chunk(self._group, spec, self.dense.flat(spec), chunk)
 
     def _write_rows(self, module: RowModule, keys: Any, values: Any, state: Any, step: int) -> None:
-        for first in range(0, len(keys), BLOCK_ROWS):
-            block = slice(first, first + BLOCK_ROWS)
+        num_rows = _block_rows(module)
+        for first in range(0, len(keys), num_rows):
+            block = slice(first, first + num_rows)
             some = None if state is None else state[block]
             write_rows(self._group, module.spec, keys[block], values[block], some, step)
 
@@ -226,8 +227,9 @@ class ServedModel:
             weight = getattr(module.module, "weight", None)
             if not isinstance(weight, Tensor):
                 continue
-            for first in range(0, len(weight), BLOCK_ROWS):
-                last = min(first + BLOCK_ROWS, len(weight))
+            num_rows = _block_rows(module)
+            for first in range(0, len(weight), num_rows):
+                last = min(first + num_rows, len(weight))
                 keys = np.arange(first, last, dtype=np.int64)
                 pull = RowsPull(
                     module.spec.number, keys, module.dim, module.np_dtype, clock=clock, create=False
@@ -304,3 +306,7 @@ class ServedModel:
         """The model's own tensors; `bring_home` first."""
         for name, tensor in plain_tensors(self._job.model).items():
             yield Piece(MODEL + name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+
+
+def _block_rows(module: RowModule) -> int:
+    return max(1, BLOCK_BYTES // (8 + module.dim * module.np_dtype.itemsize))
