@@ -10,12 +10,15 @@ from shoal.core.shard_names import Words, parse
 def test_words_mean_what_shard_takes() -> None:
     assert parse("equal") == Words("equal")
     assert parse("dynamic") == Words("dynamic")
+    assert parse("dynamic").drain_slower_than == 8.0
+    assert parse("dynamic=4.5") == Words("dynamic", drain_slower_than=4.5)
+    assert parse("dynamic=none") == Words("dynamic", drain_slower_than=None)
     assert parse("balanced=length") == Words("balanced", cost="length")
     assert parse("weighted=2,1,0.5") == Words("weighted", weights=(2.0, 1.0, 0.5))
     assert parse("weighted=measured") == Words("weighted", weights="measured")
 
 
-@pytest.mark.parametrize("text", ["", "even", "equal=2", "balanced", "weighted", "weighted=a,b", "dynamic=1"])
+@pytest.mark.parametrize("text", ["", "even", "equal=2", "balanced", "weighted", "weighted=a,b", "dynamic=1", "dynamic=x", "dynamic=nan"])
 def test_other_words_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="Nothing was started"):
         parse(text)

@@ -6,6 +6,8 @@ importing torch; `shoal.data.sharding` holds what they stand for.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import NamedTuple
 
 from shoal.core.errors import ConfigError
@@ -16,9 +18,14 @@ FORMS = {
     "weighted=W,W,...": "by weights, a number for each worker",
     "weighted=measured": "by how fast the workers turn out to be",
     "dynamic": "relaxed strategies: handed out while the epoch runs",
+    "dynamic=N": "the same, and a worker N times slower than the others is drained (8 unless said; none: nobody is)",
 }
 
 MEASURED = "measured"
+
+DRAIN_SLOWER_THAN = 8.0
+"""How many times slower than the others a worker may be. One four times slower still does a quarter of a worker's work; one
+eight times slower hardly helps, and its gradients are of weights that are long gone."""
 
 
 class Words(NamedTuple):
@@ -27,6 +34,7 @@ class Words(NamedTuple):
     how: str
     cost: str | None = None
     weights: tuple[float, ...] | str | None = None
+    drain_slower_than: float | None = DRAIN_SLOWER_THAN
 
 
 def parse(text: str) -> Words:
@@ -35,15 +43,19 @@ def parse(text: str) -> Words:
     match how:
         case "equal" | "dynamic" if not option:
             return Words(how)
+        case "dynamic" if option == "none":
+            return Words(how, drain_slower_than=None)
+        case "dynamic":
+            with contextlib.suppress(ValueError):
+                if 1 < float(option) < math.inf:
+                    return Words(how, drain_slower_than=float(option))
         case "balanced" if option:
             return Words(how, cost=option)
         case "weighted" if option == MEASURED:
             return Words(how, weights=MEASURED)
         case "weighted" if option:
-            try:
+            with contextlib.suppress(ValueError):
                 return Words(how, weights=tuple(float(weight) for weight in option.split(",")))
-            except ValueError:
-                pass
     forms = ", ".join(FORMS)
     raise ConfigError(
         f"'{text}' is no way to cut batches over workers. Nothing was started; there are: {forms}."

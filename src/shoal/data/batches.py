@@ -18,6 +18,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.seeds import mix
+from shoal.core.shard_names import DRAIN_SLOWER_THAN
 from shoal.data.arguments import flag, function, whole_number
 from shoal.data.feed import Feed, IndexedFeed
 from shoal.data.iterator import DataIterator
@@ -26,7 +27,7 @@ from shoal.data.pinning import pinned, wants_pinning
 from shoal.data.pooled_feed import HoldsProcesses
 from shoal.data.prefetch import prefetched
 from shoal.data.randomness import PrivateGenerators
-from shoal.data.sharding import DRAIN_SLOWER_THAN, Loads, Sharding, ShardPlan
+from shoal.data.sharding import Loads, Sharding, ShardPlan
 from shoal.data.skipping import Skipped
 from shoal.data.slice import Slice
 from shoal.data.sources.source import name_of

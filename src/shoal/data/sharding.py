@@ -16,17 +16,13 @@ from typing import Any, NamedTuple, Protocol
 
 from shoal.core import shard_names
 from shoal.core.errors import ConfigError
-from shoal.core.shard_names import MEASURED
+from shoal.core.shard_names import DRAIN_SLOWER_THAN, MEASURED
 from shoal.data.balancing import Load, balanced_cuts
 from shoal.data.costs import SampleCosts
 from shoal.data.order import Order
 from shoal.data.sources.source import Source
 
 HOWS = ("equal", "balanced", "weighted", "dynamic")
-
-DRAIN_SLOWER_THAN = 8.0
-"""A worker that is four times slower still does a quarter of a worker's work; one eight times slower hardly helps, and its
-gradients are of weights that are long gone."""
 
 _NUM_LOOKED_AT = 64
 """Batches by which a fit says how even its cuts are."""
@@ -272,7 +268,12 @@ class ShardPlan:
     def parse(cls, text: str) -> ShardPlan:
         """What `--shard` says."""
         words = shard_names.parse(text)
-        return cls(how=words.how, cost=words.cost, weights=words.weights)
+        return cls(
+            how=words.how,
+            cost=words.cost,
+            weights=words.weights,
+            drain_slower_than=words.drain_slower_than,
+        )
 
     def of_stream(self) -> Sharding:
         """For what is read from its beginning: by arithmetic alone."""
