@@ -23,9 +23,9 @@ generator = torch.Generator().manual_seed(0)
 x = torch.randn(98, 6, generator=generator, dtype=torch.float64)
 y = (x[:, 0] > x[:, 1] * x[:, 2]).long()
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(6, 33), nn.Dropout(0.0), nn.Tanh(), nn.Linear(33, 7), nn.Tanh(), nn.Linear(7, 2)).double()
+model = nn.Sequential(nn.Linear(6, 33), nn.Dropout(0.0), nn.Tanh(), nn.Sequential(nn.Linear(33, 7), nn.Tanh()), nn.Linear(7, 2)).double()
 trainer = shoal.Trainer(
-    model, loss=nn.CrossEntropyLoss(), optimizer=lambda params: torch.optim.Adam(params, lr=0.02), seed=0,
+    model, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.Adam(model.parameters(), lr=0.02), seed=0,
     clip_norm=0.5, metrics=["accuracy"],
 )
 data = shoal.Dataset.from_arrays((x, y))
@@ -50,18 +50,37 @@ def result(done: Any) -> list[Any]:
     return [float.fromhex(loss), accuracy, float.fromhex(predicted), path]
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [("fsdp", 2), ("fsdp", 3), ("dp=2,fsdp=2", 4)])
+_alone: list[Any] = []
+
+
+def alone_in_one_process(launch_script: Callable[..., Any]) -> list[Any]:
+    if not _alone:
+        _alone.extend(result(launch_script(script())))
+    return _alone
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "options"),
+    [
+        ("fsdp", 2, {"checkpoint_activations": True}),
+        ("fsdp", 3, {"offload": True}),
+        ("dp=2,fsdp=2", 4, {}),
+    ],
+)
 def test_sharded_training_is_that_of_one_process_and_a_kill_takes_all_back(
-    launch_script: Callable[..., Any], strategy: str, workers: int
+    launch_script: Callable[..., Any], strategy: str, workers: int, options: dict[str, Any]
 ) -> None:
-    alone = result(launch_script(script()))
-    undisturbed = result(launch_script(script(), workers=workers, strategy=strategy))
+    alone = alone_in_one_process(launch_script)
+    done = launch_script(script(), workers=workers, strategy=strategy, **options)
+    undisturbed = result(done)
+    assert ("without an accelerator they are there anyway" in done.stderr) == ("offload" in options)
     assert undisturbed[:3] == pytest.approx(alone[:3], rel=1e-9)
     killed = launch_script(
         script(),
         workers=workers,
         strategy=strategy,
         faults=Faults().kill("worker-1", at_step=7, at="worker: before commit"),
+        **options,
     )
     assert result(killed) == undisturbed
     events = [json.loads(line) for line in (killed.run_dir / "events.jsonl").read_text().splitlines()]
@@ -76,11 +95,14 @@ def test_in_single_precision_too(launch_script: Callable[..., Any]) -> None:
     assert result(launch_script(single, workers=3, strategy="fsdp"))[:1] == pytest.approx(alone[:1], rel=1e-3)
 
 
-@pytest.mark.parametrize(("first", "second"), [(("fsdp", 3), ("ddp", 2)), (("single", 1), ("fsdp", 2))])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("fsdp", 3), ("ddp", 2)), (("single", 1), ("fsdp", 2)), (("dp=2,fsdp=2", 4), ("single", 1))],
+)
 def test_a_checkpoint_of_one_strategy_goes_on_under_another(
     launch_script: Callable[..., Any], tmp_path: Path, first: tuple[str, int], second: tuple[str, int]
 ) -> None:
-    whole = result(launch_script(script(epochs=2)))
+    whole = alone_in_one_process(launch_script)
     strategy, workers = first
     saved = result(
         launch_script(script(epochs=1, directory=f"{tmp_path}/there"), strategy=strategy, workers=workers)

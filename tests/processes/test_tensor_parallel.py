@@ -1,4 +1,4 @@
-"""Layers cut over the workers: the result of one process, also together with shards and replicas."""
+"""Layers cut over the workers: the result of one process, dropout included, also together with shards and replicas."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ snapshots.EVERY_STEPS = 3
 class Attention(nn.Module):
     def __init__(self, dim, heads):
         super().__init__()
-        self.heads = heads
+        self.heads, self.warmth = heads, nn.Parameter(torch.ones(1))
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
         self.register_buffer("mask", torch.tril(torch.ones(8, 8)).bool())
     def forward(self, x):
         batch, length, dim = x.shape
         q, k, v = (f(x).view(batch, length, self.heads, dim // self.heads).transpose(1, 2) for f in (self.q, self.k, self.v))
-        scores = (q @ k.transpose(-2, -1) / 2.0).masked_fill(~self.mask[:length, :length], float("-inf"))
-        return self.o((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, dim))
+        scores = (q @ k.transpose(-2, -1) / 2.0 * self.warmth).masked_fill(~self.mask[:length, :length], float("-inf"))
+        return self.o((F.dropout(scores.softmax(-1), DROPOUT, self.training) @ v).transpose(1, 2).reshape(batch, length, dim))
 
 class Block(nn.Module):
-    def __init__(self, dim=12, heads=4 if HEADS else 12):
+    def __init__(self, dim=12, heads=12):
         super().__init__()
         self.norm, self.attention, self.norm2 = nn.LayerNorm(dim), Attention(dim, heads), nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 24), nn.GELU(), nn.Linear(24, dim))
+        self.mlp = nn.Sequential(nn.Linear(dim, 24), nn.GELU(), nn.Dropout(DROPOUT), nn.Linear(24, dim), nn.Dropout(DROPOUT))
     def forward(self, x):
         x = x + self.attention(self.norm(x))
         return x + self.mlp(self.norm2(x))
@@ -44,18 +44,21 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.blocks, self.head = nn.Embedding(12, 12), nn.Sequential(Block(), Block()), nn.Linear(12, 12)
+        self.embed, self.blocks, self.norm = nn.Embedding(12, 12, padding_idx=0), nn.Sequential(Block(), Block()), nn.LayerNorm(12)
+        self.places, self.head = nn.Parameter(torch.randn(6, 12) / 10), nn.Linear(12, 12, bias=False)
+        self.head.weight = self.embed.weight
     def forward(self, ids):
-        return self.head(self.blocks(self.embed(ids))).transpose(1, 2)
+        return self.head(self.norm(self.blocks(self.embed(ids) + self.places))).transpose(1, 2)
 
 ids = torch.randint(0, 12, (41, 7), generator=torch.Generator().manual_seed(0))
 torch.manual_seed(0)
 model = Net().double()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)  # built before anything is cut
 trainer = shoal.Trainer(
-    model, loss=nn.CrossEntropyLoss(), optimizer=lambda params: torch.optim.AdamW(params, lr=0.02), seed=0, clip_norm=0.5,
+    model, loss=nn.CrossEntropyLoss(), optimizer=optimizer, seed=0, clip_norm=0.5, accumulate=2,
 )
 data = shoal.Dataset.from_arrays((ids[:, :-1], ids[:, 1:]))
-trainer.fit(data.shuffle(seed=0).batch(8), epochs=2)
+trainer.fit(data.shuffle(seed=0).batch(8), epochs=1)
 result = trainer.evaluate(data.batch(16))
 predicted = trainer.predict(data.batch(16))
 if shoal.rank() == 0:
@@ -69,32 +72,57 @@ def result(done: Any) -> list[float]:
     return [float.fromhex(each) for each in json.loads(line.removeprefix("result "))]
 
 
-def script(heads: int) -> str:
-    return SCRIPT.replace("HEADS", str(heads))
+SEQUENCE = {"sequence_parallel": True}
+_results: dict[str, list[float]] = {}
+
+
+def run(
+    launch_script: Callable[..., Any], strategy: str, workers: int, *, dropout: float, **options: Any
+) -> Any:
+    """Launches, and keeps the result for whoever compares with it."""
+    done = launch_script(
+        SCRIPT.replace("DROPOUT", str(dropout)), workers=workers, strategy=strategy, **options
+    )
+    if "faults" not in options:
+        _results[f"{strategy} {workers} {dropout}"] = result(done)
+    return done
+
+
+def known(
+    launch_script: Callable[..., Any], strategy: str, workers: int, *, dropout: float, **options: Any
+) -> list[float]:
+    if f"{strategy} {workers} {dropout}" not in _results:
+        run(launch_script, strategy, workers, dropout=dropout, **options)
+    return _results[f"{strategy} {workers} {dropout}"]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "workers", "heads"),
-    [("tp", 2, 4), ("tp", 3, 0), ("tp", 4, 4), ("fsdp=2,tp=2", 4, 4), ("dp=2,tp=2", 4, 4)],
+    ("strategy", "workers", "dropout", "options"),
+    [
+        ("tp", 2, 0.1, {}),
+        ("tp", 3, 0.1, SEQUENCE),
+        ("tp", 4, 0.1, SEQUENCE | {"checkpoint_activations": True}),
+        ("fsdp=2,tp=2", 4, 0.0, SEQUENCE),
+        ("dp=2,tp=2", 4, 0.0, {}),
+    ],
 )
 def test_cut_layers_compute_what_whole_ones_do(
-    launch_script: Callable[..., Any], strategy: str, workers: int, heads: int
+    launch_script: Callable[..., Any], strategy: str, workers: int, dropout: float, options: dict[str, Any]
 ) -> None:
-    alone = result(launch_script(script(heads)))
-    done = launch_script(script(heads), workers=workers, strategy=strategy)
+    alone = known(launch_script, "single", 1, dropout=dropout)
+    done = run(launch_script, strategy, workers, dropout=dropout, **options)
     assert result(done) == pytest.approx(alone, rel=1e-9)
-    assert "blocks.0.attention.q" in done.stderr
-    assert "colwise" in done.stderr
+    table = done.stderr
+    for layer in ("blocks.0.attention.q", "colwise", "rowwise       its weight is also that of head"):
+        assert layer in table
+    assert ("blocks.1.norm2        sequence" in table) == ("sequence_parallel" in options)
+    assert ("a sequence of 6 cannot be divided by 4" in table) == (workers == 4 and strategy == "tp")
 
 
 def test_a_killed_rank_takes_all_back_and_the_bits_are_equal(launch_script: Callable[..., Any]) -> None:
-    undisturbed = result(launch_script(script(4), workers=2, strategy="tp"))
-    killed = launch_script(
-        script(4),
-        workers=2,
-        strategy="tp",
-        faults=Faults().kill("worker-1", at_step=5, at="worker: before commit"),
-    )
+    undisturbed = known(launch_script, "tp", 3, dropout=0.1, **SEQUENCE)
+    faults = Faults().kill("worker-1", at_step=5, at="worker: before commit")
+    killed = run(launch_script, "tp", 3, dropout=0.1, faults=faults, **SEQUENCE)
     assert result(killed) == undisturbed
     assert killed.summary["restarts"] == 1
 

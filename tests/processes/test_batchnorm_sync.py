@@ -1,0 +1,97 @@
+"""BatchNorm over the whole batch: the result of one process with whole batches, and deaths without a trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shoal.cluster.faults import Faults
+
+SCRIPT = """
+import json, torch, shoal
+from torch import nn
+from safetensors.torch import load_file
+from shoal.strategies import fsdp_cut
+from shoal.train import snapshots
+
+fsdp_cut.UNIT_BYTES = 100
+snapshots.EVERY_STEPS = 2
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(38, 3, 4, 4, generator=generator, dtype=torch.float64) * 2 + 5
+y = (x[:, 0, 0, 0] > 5).long()
+torch.manual_seed(0)
+model = nn.Sequential(
+    nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(24, 8), nn.BatchNorm1d(8, momentum=None),
+    nn.Tanh(), nn.Linear(8, 2),
+).double()
+trainer = shoal.Trainer(
+    model, loss=nn.CrossEntropyLoss(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), seed=0,
+)
+data = shoal.Dataset.from_arrays((x, y))
+trainer.fit(data.shuffle(seed=0).batch(9), epochs=2)  # an epoch's last batch has two samples: some worker borrows one
+result = trainer.evaluate(data.batch(16))
+trainer.save("there")
+if shoal.rank() == 0:
+    state = load_file("there/model.safetensors").values()
+    print("result", json.dumps([result["loss"].hex(), *(float((v.double() * (v.double() + 1)).sum()).hex() for v in state)]))
+"""
+
+_results: dict[str, list[float]] = {}
+
+
+def result(done: Any) -> list[float]:
+    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("result")]
+    return [float.fromhex(each) for each in json.loads(line.removeprefix("result "))]
+
+
+def known(launch_script: Callable[..., Any], strategy: str, workers: int, **options: Any) -> list[float]:
+    key = f"{strategy} {workers} {options}"
+    if key not in _results:
+        _results[key] = result(
+            launch_script(SCRIPT, workers=workers, strategy=strategy, batchnorm="sync", **options)
+        )
+    return _results[key]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "options"),
+    [
+        ("ddp", 3, {}),
+        ("ddp", 2, {"shard": "weighted=3,1"}),
+        ("ddp", 4, {"exchange": "ring", "pretend_hosts": 2}),
+        ("fsdp", 3, {}),
+    ],
+)
+def test_the_whole_batch_is_normalised_as_in_one_process(
+    launch_script: Callable[..., Any], strategy: str, workers: int, options: dict[str, Any]
+) -> None:
+    alone = known(launch_script, "single", 1)
+    assert known(launch_script, strategy, workers, **options) == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "at"),
+    [
+        ("ddp", "worker: before forward"),
+        ("ddp", "worker: exchange begun"),
+        ("fsdp", "worker: before forward"),
+    ],
+)
+def test_a_rank_killed_while_others_wait_for_it_within_the_model_leaves_no_trace(
+    launch_script: Callable[..., Any], strategy: str, at: str
+) -> None:
+    undisturbed = known(launch_script, strategy, 3)
+    killed = launch_script(
+        SCRIPT,
+        workers=3,
+        strategy=strategy,
+        batchnorm="sync",
+        faults=Faults().kill("worker-1", at_step=4, at=at),
+    )
+    assert result(killed) == undisturbed
+    assert killed.summary["restarts"] == 1
+    assert "normalises its own slice" not in killed.stderr
