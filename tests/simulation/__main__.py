@@ -10,8 +10,7 @@ from collections import Counter
 from multiprocessing import get_context
 
 from simulation import running
-from simulation.ps_jobs import PS_SCENARIOS
-from simulation.ps_planted import PLANTED_PS
+from simulation.ps_scenarios import PLANTED_PS, PS_SCENARIOS
 from simulation.running import Broken, Scenario, first_broken, run
 
 SCENARIOS: dict[str, type[Scenario]] = {**running.SCENARIOS, **PS_SCENARIOS}

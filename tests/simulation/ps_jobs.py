@@ -331,6 +331,3 @@ class Relaxed(Job):
         for chunk in self.chunks:
             if not np.array_equal(self.primary_chunk(chunk), dense):
                 raise Violated(f"chunk {chunk.number} is {self.primary_chunk(chunk)}, expected {dense}")
-
-
-PS_SCENARIOS: dict[str, type[Job]] = {"ps-exact": Exact, "ps-relaxed": Relaxed}

@@ -30,15 +30,17 @@ from simulation.ps_jobs import Exact, Job, Relaxed
 PLANTED_PS: dict[str, type[Job]] = {}
 
 
-def _plant(name: str, scenario: type[Job]) -> Callable[[type[ServerCore]], type[ServerCore]]:
-    def plant(core: type[ServerCore]) -> type[ServerCore]:
+def plant(name: str, scenario: type[Job]) -> Callable[[type[ServerCore]], type[ServerCore]]:
+    """A scenario in which a server is like this."""
+
+    def planted(core: type[ServerCore]) -> type[ServerCore]:
         PLANTED_PS[name] = type("Planted" + scenario.__name__, (scenario,), {"core_class": core})
         return core
 
-    return plant
+    return planted
 
 
-def _with(
+def altered(
     *,
     state: type[State] = State,
     replication: type[Replication] = Replication,
@@ -61,8 +63,8 @@ def _with(
 # ---- acknowledging ------------------------------------------------------------------------------
 
 
-@_plant("acknowledged before it is replicated", Relaxed)
-@_plant("committed before it is replicated", Exact)
+@plant("acknowledged before it is replicated", Relaxed)
+@plant("committed before it is replicated", Exact)
 class AcknowledgesFirst(ServerCore):
     def _when_safe(self, request: Request, message: Message, frames: Sequence[Frame] = ()) -> list[Action]:
         return [self._reply(request, message, frames)]
@@ -83,7 +85,7 @@ class WaitsForHoldersOnly(Replication):
         return super().view(view, **others)
 
 
-_plant("acknowledged without the copy under way", Relaxed)(_with(replication=WaitsForHoldersOnly))
+plant("acknowledged without the copy under way", Relaxed)(altered(replication=WaitsForHoldersOnly))
 
 
 # ---- marks --------------------------------------------------------------------------------------
@@ -94,10 +96,10 @@ class NoMarks(Marks):
         return np.ones(256, np.bool_)
 
 
-_plant("a push that comes again counts again", Relaxed)(_with(marks=NoMarks))
+plant("a push that comes again counts again", Relaxed)(altered(marks=NoMarks))
 
 
-@_plant("marks are lost at a failover", Relaxed)
+@plant("marks are lost at a failover", Relaxed)
 class LosesMarks(ServerCore):
     def view(self, view: ServerView) -> list[Action]:
         mine = np.array([bool(holders) and holders[0] == self.number for holders in view.holders])
@@ -106,7 +108,7 @@ class LosesMarks(ServerCore):
         return super().view(view)
 
 
-@_plant("versions are lost at a failover", Exact)
+@plant("versions are lost at a failover", Exact)
 class LosesVersions(ServerCore):
     def view(self, view: ServerView) -> list[Action]:
         mine = np.array([bool(holders) and holders[0] == self.number for holders in view.holders])
@@ -123,7 +125,7 @@ class MarksOneSlotForAll(Marks):
         return missing if missing.all() else no_slots()
 
 
-_plant("one mark for all slots", Relaxed)(_with(marks=MarksOneSlotForAll))
+plant("one mark for all slots", Relaxed)(altered(marks=MarksOneSlotForAll))
 
 
 class CountsTwiceOnReplicas(State):
@@ -138,15 +140,15 @@ class CountsTwiceOnReplicas(State):
         return np.ones(256, np.bool_) if self.is_following else super().missing(counted)
 
 
-_plant("a replica lets an update count twice (relaxed)", Relaxed)(_with(state=CountsTwiceOnReplicas))
-_plant("a replica lets an update count twice", Exact)(_with(state=CountsTwiceOnReplicas))
+plant("a replica lets an update count twice (relaxed)", Relaxed)(altered(state=CountsTwiceOnReplicas))
+plant("a replica lets an update count twice", Exact)(altered(state=CountsTwiceOnReplicas))
 
 
 # ---- views --------------------------------------------------------------------------------------
 
 
-@_plant("an old view is accepted", Relaxed)
-@_plant("an old view is accepted in exact steps", Exact)
+@plant("an old view is accepted", Relaxed)
+@plant("an old view is accepted in exact steps", Exact)
 class AcceptsOldViews(ServerCore):
     def hear(self, request: Request, now: float = 0.0) -> list[Action]:
         view = getattr(request.message, "view", None)
@@ -157,7 +159,7 @@ class AcceptsOldViews(ServerCore):
         return super().hear(request, now)
 
 
-@_plant("what is staged survives its view", Exact)
+@plant("what is staged survives its view", Exact)
 class KeepsStaged(ServerCore):
     def _end_waits(self, message: ViewOver) -> list[Action]:
         steps = self.state.steps
@@ -175,13 +177,13 @@ class ForgetsUnanswered(Replication):
         return super().view(view, **others)
 
 
-_plant("what was not answered is forgotten in a new view", Exact)(_with(replication=ForgetsUnanswered))
-_plant("what was not answered is forgotten in a new view (relaxed)", Relaxed)(
-    _with(replication=ForgetsUnanswered)
+plant("what was not answered is forgotten in a new view", Exact)(altered(replication=ForgetsUnanswered))
+plant("what was not answered is forgotten in a new view (relaxed)", Relaxed)(
+    altered(replication=ForgetsUnanswered)
 )
 
 
-@_plant("nothing lost on a connection is sent again", Exact)
+@plant("nothing lost on a connection is sent again", Exact)
 class NeverAgain(ServerCore):
     def tick(self, now: float = 0.0) -> list[Action]:
         return []
@@ -197,8 +199,8 @@ class CopiesAndForgets(Replication):
         return sends
 
 
-_plant("a copy misses the updates after it", Relaxed)(_with(replication=CopiesAndForgets))
-_plant("a copy misses the updates after it (exact)", Exact)(_with(replication=CopiesAndForgets))
+plant("a copy misses the updates after it", Relaxed)(altered(replication=CopiesAndForgets))
+plant("a copy misses the updates after it (exact)", Exact)(altered(replication=CopiesAndForgets))
 
 
 class CopiesWithout(State):
@@ -220,7 +222,7 @@ class CopiesWithout(State):
 
 for _part, _scenario in (("marks", Relaxed), ("version", Exact), ("board", Exact), ("steps", Exact)):
     _state = type("CopiesWithout", (CopiesWithout,), {"without": _part})
-    _plant(f"a slot is copied without its {_part}", _scenario)(_with(state=_state))
+    plant(f"a slot is copied without its {_part}", _scenario)(altered(state=_state))
 
 
 class CopiesNoState(State):
@@ -235,7 +237,7 @@ class CopiesNoState(State):
         return record, frames
 
 
-_plant("rows are copied without their state", Exact)(_with(state=CopiesNoState))
+plant("rows are copied without their state", Exact)(altered(state=CopiesNoState))
 
 
 # ---- sums and steps -----------------------------------------------------------------------------
@@ -247,7 +249,7 @@ class InOrderOfArrival(Steps):
         return list(parts)
 
 
-_plant("summed in the order of arrival", Exact)(_with(steps=InOrderOfArrival))
+plant("summed in the order of arrival", Exact)(altered(steps=InOrderOfArrival))
 
 
 class SumsTooSoon(Steps):
@@ -256,10 +258,10 @@ class SumsTooSoon(Steps):
         return max(self.mode.num_workers - 1, 1)
 
 
-_plant("summed before all are in", Exact)(_with(steps=SumsTooSoon))
+plant("summed before all are in", Exact)(altered(steps=SumsTooSoon))
 
 
-@_plant("a StepEnd is lost", Exact)
+@plant("a StepEnd is lost", Exact)
 class LosesStepEnd(ServerCore):
     """Now and then, without a word."""
 
@@ -269,7 +271,7 @@ class LosesStepEnd(ServerCore):
         return super()._step_end(request, message, name)
 
 
-@_plant("a push is lost", Exact)
+@plant("a push is lost", Exact)
 class LosesPush(ServerCore):
     def _push_rows(self, request: Request, message: Any) -> list[Action]:
         if (request.peer * 7 + request.ticket) % 13 == 0:
@@ -277,7 +279,7 @@ class LosesPush(ServerCore):
         return super()._push_rows(request, message)
 
 
-@_plant("a server commits before the others have summed", Exact)
+@plant("a server commits before the others have summed", Exact)
 class CommitsAlone(ServerCore):
     def _advance(self) -> list[Action]:
         actions = super()._advance()
@@ -288,7 +290,7 @@ class CommitsAlone(ServerCore):
         return actions
 
 
-@_plant("a step is applied again where it counts already", Exact)
+@plant("a step is applied again where it counts already", Exact)
 class AppliesEverywhere(ServerCore):
     def _count_step(self, steps: Steps, factor: float, applies: bool, norm: float) -> list[Action]:
         actions = super()._count_step(steps, factor, applies, norm)
@@ -310,7 +312,7 @@ class AppliesWhatIsLeftOut(State):
         super().count(replace(counted, applies=True))
 
 
-_plant("a step that is left out is applied", Exact)(_with(state=AppliesWhatIsLeftOut))
+plant("a step that is left out is applied", Exact)(altered(state=AppliesWhatIsLeftOut))
 
 
 class ForgetsTheLastStep(State):
@@ -327,7 +329,7 @@ class ForgetsTheLastStep(State):
         self.is_replica = False
 
 
-_plant("a replica does not keep what came of the last step", Exact)(_with(state=ForgetsTheLastStep))
+plant("a replica does not keep what came of the last step", Exact)(altered(state=ForgetsTheLastStep))
 
 
 class ForgetsTheFactor(State):
@@ -336,7 +338,7 @@ class ForgetsTheFactor(State):
         return msgspec.structs.replace(record, factor=1.0), frames
 
 
-_plant("the factor is not replicated", Exact)(_with(state=ForgetsTheFactor))
+plant("the factor is not replicated", Exact)(altered(state=ForgetsTheFactor))
 
 
 class HearsOfChangesOnly(State):
@@ -360,7 +362,7 @@ class HearsOfChangesOnly(State):
         return record, frames
 
 
-_plant("settings are told only where they change", Exact)(_with(state=HearsOfChangesOnly))
+plant("settings are told only where they change", Exact)(altered(state=HearsOfChangesOnly))
 
 
 class CountsEveryStepItself(State):
@@ -371,10 +373,10 @@ class CountsEveryStepItself(State):
         super().count(replace(counted, update=replace(counted.update, step=table.step if table else 0)))
 
 
-_plant("a rule counts its calls, not the steps", Exact)(_with(state=CountsEveryStepItself))
+plant("a rule counts its calls, not the steps", Exact)(altered(state=CountsEveryStepItself))
 
 
-@_plant("a pull does not wait for its step", Exact)
+@plant("a pull does not wait for its step", Exact)
 class NeverWaits(ServerCore):
     def _is_visible(self, request: Request) -> bool:
         return True
@@ -383,7 +385,7 @@ class NeverWaits(ServerCore):
 # ---- who is heard, and the board ----------------------------------------------------------------
 
 
-@_plant("a replaced incarnation is still heard", Exact)
+@plant("a replaced incarnation is still heard", Exact)
 class NeverFences(ServerCore):
     def _fence(self, name: str, incarnation: int) -> list[Action]:
         self._newest[name] = max(incarnation, self._newest.get(name, 0))
@@ -395,7 +397,7 @@ class ClosesTooSoon(Board):
         return super().post(*arguments, num_workers=max(num_workers - 1, 1))
 
 
-_plant("an exchange is over before all have posted", Exact)(_with(board=ClosesTooSoon))
+plant("an exchange is over before all have posted", Exact)(altered(board=ClosesTooSoon))
 
 
 class KeepsNotesToItself(State):
@@ -403,10 +405,10 @@ class KeepsNotesToItself(State):
         return super().write_counted(replace(counted, notes={}), slots)
 
 
-_plant("notes are not replicated", Exact)(_with(state=KeepsNotesToItself))
+plant("notes are not replicated", Exact)(altered(state=KeepsNotesToItself))
 
 
-@_plant("answers of an earlier view count in this one", Relaxed)
+@plant("answers of an earlier view count in this one", Relaxed)
 class NumbersBeginAnew(ServerCore):
     def answered(self, server: int, message: Message) -> list[Action]:
         if hasattr(message, "number"):

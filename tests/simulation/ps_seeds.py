@@ -41,4 +41,13 @@ PS_FINDS: dict[str, int] = {
     "a replaced incarnation is still heard": 274,
     "notes are not replicated": 3,
     "an exchange is over before all have posted": 0,
+    "acknowledged before it is replicated (hurried)": 3,
+    "versions are lost at a failover (hurried)": 27,
+    "only the last step knows who was in it": 21,
+    "what came too late gets into the next step": 1,
+    "a step is summed with fewer than it must have": 5,
+    "what was kept is used once more for slots that came since": 39,
+    "a replica does not know who was in a step": 5,
+    "weights of a later step take the job back": 41,
+    "a replacement waits for a step that nobody makes": 870,
 }

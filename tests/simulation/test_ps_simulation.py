@@ -6,13 +6,12 @@ from collections import Counter
 
 import pytest
 
-from simulation.ps_jobs import PS_SCENARIOS
-from simulation.ps_planted import PLANTED_PS
+from simulation.ps_scenarios import PLANTED_PS, PS_SCENARIOS
 from simulation.ps_seeds import PS_FINDS
 from simulation.running import Broken, first_broken, run
 
 BLOCK = 20
-NUM_BLOCKS = {"ps-exact": 6, "ps-relaxed": 4}
+NUM_BLOCKS = {"ps-exact": 6, "ps-relaxed": 4, "ps-hurried": 3}
 MAX_SEEDS = 600
 
 REACHED = {
@@ -23,6 +22,8 @@ REACHED = {
     "result recalled": 10,
     "batch acknowledged again": 5,
     "back to a checkpoint": 3,
+    "told to be late": 100,
+    "step passed by": 20,
 }
 """Where it hurts: so often at least the schedules of the test run must come there."""
 

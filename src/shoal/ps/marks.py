@@ -67,6 +67,10 @@ class Marks:
             for each in [each for each in self._streams if each < stream]:
                 del self._streams[each]
 
+    def forget_streams(self) -> None:
+        """What they had pushed is not here any more."""
+        self._streams.clear()
+
     def drop(self, slots: Slots) -> None:
         """These slots are held no more."""
         self.version[slots] = 0

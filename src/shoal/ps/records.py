@@ -62,6 +62,7 @@ class StepRecord(_Record, frozen=True, tag="step"):
     model: Count
     table_settings: dict[int, dict[str, float]]
     ranks: list[int]  # whose contributions are in it
+    seqs: list[int]  # and of which of their steps, where that may differ
     applied_norm: float  # of Commit
     exchange: Count
     notes: Notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from shoal.ps.filters import Filter, Push, bend
 from shoal.ps.replication import Change
 from shoal.ps.staging import Contribution, read_vector
 from shoal.ps.state import Counted
-from shoal.ps.summing import LOSSES, Steps
+from shoal.ps.summing import HURRIED, LOSSES, Steps, Sum
 from shoal.ps.waiting import Waiting, expect_frames
 from shoal.ps.whole import answer_whole
 from shoal.wire.ps_messages import Commit, Committed, PushDense, PushRows, StepEnd, Summed
@@ -79,7 +80,7 @@ class Serving(Waiting):
                         f"the vector of rank {message.rank} has {len(vector)} numbers, that of rank {rank} has "
                         f"{len(other.vector)}"
                     )
-            if message.is_spoilt:
+            if message.is_spoilt and steps.mode.kind == "exact":
                 self.staging.forget_name(request.peer, message.stream, message.seq)
                 return self._lose_step(request, message.rank)
             self.state.contents.check_settings(message.model, message.settings, message.table_settings)
@@ -93,21 +94,21 @@ class Serving(Waiting):
 
     def _end_again(self, request: Request, message: StepEnd, steps: Steps) -> list[Action]:
         """The step is over here; tell once more what came of it."""
-        last, is_strict = steps.last, steps.mode.kind == "exact"
-        if last is not None and last.seq == message.seq and (is_strict or message.rank in last.ranks):
-            if steps.mode.two_phase:
-                return [self._reply(request, Summed(message.seq), self._summed_frames(last.vector))]
-            return self._when_safe(request, self._committed(message.seq), [self.state.last_frame()])
-        if is_strict:
+        if steps.mode.kind in HURRIED:
+            return self._when_safe(request, self._hurried(message), [self.state.last_frame()])
+        if steps.last is None or steps.last.seq != message.seq:
             raise Refusal(f"step {message.seq} is over and forgotten: step {self._low} is the last one here")
-        steps.num_late += 1
-        return self._when_safe(request, self._committed(self._high, late=True), [self.state.last_frame()])
+        if steps.mode.two_phase:
+            return [self._reply(request, Summed(message.seq), self._summed_frames(steps.last.vector))]
+        return self._when_safe(request, self._committed(message.seq), [self.state.last_frame()])
 
     def _advance(self) -> list[Action]:
         """Sum the step once all are in; in one phase let it count at once."""
         steps, actions = self.state.steps, list[Action]()
         # Not before the last one is safe: no two holders of a slot are ever more than one step apart.
         if steps is not None and steps.is_full and self.replication.is_met(self._step_need):
+            if steps.mode.kind in HURRIED:
+                return self._count_hurried(steps)
             slots = self.mine & (self.state.marks.version < max(end.end.seq for end in steps.ended.values()))
             step = int(self.state.marks.steps[slots].max(initial=0))
             steps.summed = steps.sum(self.state.contents, slots, mine=self.mine, step=step)
@@ -161,31 +162,50 @@ class Serving(Waiting):
         return [Tell(self._lost)]
 
     def _count_step(self, steps: Steps, factor: float, applies: bool, norm: float) -> list[Action]:
-        summed = steps.summed
-        assert summed is not None
-        summed.update.factor = factor
-        parts = summed.contributions
-        first = parts[min(parts)].end
-        counted = Counted(
-            summed.update,
-            0,
-            summed.seq,
-            True,
-            applies,
-            summed.vector,
-            norm,
-            summed.squares,
-            tuple(sorted(parts)),
-            first.exchange,
-            {rank: (part.end.anchored_at, part.note) for rank, part in parts.items() if part.note},
-        )
+        assert steps.summed is not None
+        counted = _counted(steps.summed, factor, applies, norm)
         actions = self._count(counted)
-        steps.forget()
-        self._step_need = self.replication.need()
-        ended, self._ended = self._ended, []
+        ended = self._end_step(steps)
         for request in ended:
             actions += self._when_safe(request, self._committed(counted.seq), [self.state.last_frame()])
         return actions
+
+    def _count_hurried(self, steps: Steps) -> list[Action]:
+        """Let what is here count in every slot that does not have it.
+
+        After a failover slots may be at different steps, and ranks too, each in its own order: so the slots of one
+        version at a time, those that have the most of it first.
+        """
+        actions, reused, state = list[Action](), steps.reused(), self.state
+        versions = state.marks.version
+        groups = [
+            (int(version), self.mine & (versions == version)) for version in np.unique(versions[self.mine])
+        ]
+        for version, slots in reversed(groups):
+            parts = {rank: part for rank, part in steps.ended.items() if part.end.seq > version}
+            if parts:
+                step = int(state.marks.steps[slots].max(initial=0))
+                summed = steps.sum(state.contents, slots, mine=self.mine, step=step, parts=parts | reused)
+                seqs = tuple(parts[rank].end.seq for rank in sorted(parts))
+                factor, applies = summed.decide(steps.mode.num_workers)
+                actions += self._count(replace(_counted(summed, factor, applies, 0.0), seqs=seqs))
+        for request in self._end_step(steps):
+            assert isinstance(request.message, StepEnd)
+            actions += self._when_safe(request, self._hurried(request.message), [state.last_frame()])
+        return actions
+
+    def _hurried(self, message: StepEnd) -> Committed:
+        """Where not all ranks need be in a step: whether this contribution is in it, in every slot."""
+        late = bool((self.state.marks.missing(message.stream, message.seq) & self.mine).any())
+        self._steps().num_late += late
+        return self._committed(self._high if late else message.seq, late=late)
+
+    def _end_step(self, steps: Steps) -> list[Request]:
+        """It counts; who waits to hear that."""
+        steps.forget()
+        self._step_need = self.replication.need()
+        ended, self._ended = self._ended, []
+        return ended
 
     def _end_push(self, request: Request, message: StepEnd) -> list[Action]:
         """A push of one worker alone: it counts at once, in slots that do not have it."""
@@ -272,3 +292,22 @@ class Serving(Waiting):
         self._after_count()
         actions: list[Action] = [*self.replication.ship(change)]
         return actions + self._when_safe(request, message)
+
+
+def _counted(summed: Sum, factor: float, applies: bool, norm: float) -> Counted:
+    summed.update.factor = factor
+    parts = summed.contributions
+    newest = max(parts.values(), key=lambda part: part.end.seq).end
+    return Counted(
+        summed.update,
+        0,
+        summed.seq,
+        True,
+        applies,
+        summed.vector,
+        norm,
+        summed.squares,
+        tuple(sorted(parts)),
+        exchange=newest.exchange,
+        notes={rank: (part.end.anchored_at, part.note) for rank, part in parts.items() if part.note},
+    )

@@ -36,7 +36,7 @@ from shoal.ps.records import (
 )
 from shoal.ps.replication import Written
 from shoal.ps.slots import slot_of
-from shoal.ps.summing import Steps
+from shoal.ps.summing import HURRIED, Steps
 from shoal.ps.table import Table
 from shoal.wire.ps_messages import DeclareMode
 
@@ -54,6 +54,9 @@ class Counted:
     norm: float = 0.0
     squares: Vector = field(default_factory=lambda: np.zeros(NUM_SLOTS))
     ranks: tuple[int, ...] = ()
+    seqs: tuple[int, ...] = ()
+    """Of their contributions, where not all ranks need be in a step, nor in the same."""
+
     exchange: int = 0
     notes: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     clocks: ClockState = field(default_factory=list)
@@ -124,6 +127,8 @@ class State:
             self.marks.steps[update.slots] += 1
         if counted.is_step:
             self.marks.version[update.slots] = counted.seq
+            for rank, seq in zip(counted.ranks, counted.seqs, strict=False):
+                self.marks.count(rank, seq, update.slots)
             assert self.steps is not None
             self.steps.squares[update.slots] = counted.squares[update.slots]
             if self.steps.last is None or counted.seq >= self.steps.last.seq:
@@ -177,6 +182,7 @@ class State:
             model=update.model,
             table_settings=update.table_settings,
             ranks=list(counted.ranks),
+            seqs=list(counted.seqs),
             applied_norm=counted.norm,
             exchange=counted.exchange,
             notes=[(rank, anchored_at) for rank, (anchored_at, _) in notes],
@@ -220,6 +226,7 @@ class State:
             record.applied_norm,
             squares,
             tuple(record.ranks),
+            tuple(record.seqs),
             record.exchange,
             notes,
             record.clocks,
@@ -306,6 +313,8 @@ class State:
     def set_clock(self, updates: int, slots: Slots) -> None:
         """So many steps were committed, says a checkpoint."""
         self.marks.version[slots] = updates
+        if self.mode is not None and self.mode.kind in HURRIED:
+            self.marks.forget_streams()
         self.updates = updates
         self.clocks.restart(updates)
         if self.steps is not None:

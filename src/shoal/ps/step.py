@@ -77,6 +77,9 @@ class Step:
     was_sent_again: bool = False
     """Then a push before it may have been this one."""
 
+    is_late: bool = False
+    """Whether a server was through with it before this came; strategies that do not wait for all."""
+
     _rows: list[_Rows] = field(default_factory=list)
     _dense: list[_Dense] = field(default_factory=list)
     _end: StepEnd | None = None
@@ -164,6 +167,7 @@ class Step:
         self.committed = min(done, key=lambda answer: answer.updates)
         holder = answers.get(group.owner(0))
         self.is_new = holder.is_new if isinstance(holder, Committed) else True
+        self.is_late = any(answer.late for answer in done)
         self.vector = self._vector_of(min(answers))
 
     def release(self) -> None:

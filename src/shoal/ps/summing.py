@@ -21,6 +21,9 @@ from shoal.wire.ps_messages import DeclareMode
 COUNT, LOSSES = 0, 4
 """Where the count and the first rank's loss are in a step's vector; see strategies/verdict.py."""
 
+HURRIED = ("drop", "stale")
+"""Kinds of steps that do not wait for all ranks. The marks of a slot tell whose contributions are in it."""
+
 
 @dataclass(slots=True)
 class Sum:
@@ -64,7 +67,7 @@ class Steps:
     @property
     def waits_for(self) -> int:
         """So many ranks must have ended the step."""
-        spared = self.mode.bound if self.mode.kind in ("drop", "stale") else 0
+        spared = self.mode.bound if self.mode.kind in HURRIED else 0
         return max(self.mode.num_workers - spared, 1)
 
     @property
@@ -85,21 +88,37 @@ class Steps:
         """The view is over, or the step is."""
         self.ended, self.summed = {}, None
 
-    def sum(self, contents: Contents, slots: Slots, *, mine: Slots, step: int) -> Sum:
-        """Add what was contributed to these slots, all or some of `mine`, in rank order."""
-        parts = dict(self.ended)
-        if self.mode.kind == "stale":
-            reused = {rank: kept for rank, kept in self._kept.items() if rank not in parts}
-            self.num_reused += len(reused)
-            finite = {rank: part for rank, part in parts.items() if np.isfinite(part.vector).all()}
-            self._kept |= {rank: part.copy() for rank, part in finite.items()}
-            parts |= reused
+    def forget_kept(self) -> None:
+        """The view is over: what is kept of the last steps has nothing for slots that came since."""
+        self._kept = {}
+
+    def reused(self) -> dict[int, Contribution]:
+        """What stands in for ranks that have not ended the step; what those that have contribute is kept for the next."""
+        if self.mode.kind != "stale":
+            return {}
+        reused = {rank: kept for rank, kept in self._kept.items() if rank not in self.ended}
+        self.num_reused += len(reused)
+        finite = {rank: part for rank, part in self.ended.items() if np.isfinite(part.vector).all()}
+        self._kept |= {rank: part.copy() for rank, part in finite.items()}
+        return reused
+
+    def sum(
+        self,
+        contents: Contents,
+        slots: Slots,
+        *,
+        mine: Slots,
+        step: int,
+        parts: dict[int, Contribution] | None = None,
+    ) -> Sum:
+        """Add what was contributed to these slots, all or some of `mine`, in rank order; `parts`: of these ranks."""
+        parts = self.ended if parts is None else parts
         ranks = self.order(parts)
         first = parts[ranks[0]]
         vector = first.vector.copy()
         for rank in ranks[1:]:
             vector += parts[rank].vector
-        fresh = {rank: part for rank, part in parts.items() if rank in self.ended}
+        fresh = {rank: part for rank, part in parts.items() if self.ended.get(rank) is part}
         # Not of a contribution that is used once more: its settings were those of its own step.
         end = fresh[min(fresh)].end
         update = Update(

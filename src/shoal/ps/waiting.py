@@ -20,7 +20,7 @@ from shoal.ps.records import PostRecord
 from shoal.ps.replication import Change, Replication, Written
 from shoal.ps.staging import Staging
 from shoal.ps.state import State
-from shoal.ps.summing import Steps
+from shoal.ps.summing import HURRIED, Steps
 from shoal.wire.message import Message
 from shoal.wire.ps_messages import AskNote, Note, Post, Posted, PullDense, Pulled, PullRows, ViewOver
 from shoal.wire.replication_messages import StepLost
@@ -93,7 +93,10 @@ class Waiting:
         if mode.kind == "ssp":
             rank = self._ranks.get(request.peer)
             return self.state.clocks.have_reached(message.clock - mode.bound, besides=rank)
-        return self._low >= message.clock
+        if self._low >= message.clock:
+            return True
+        # Whoever has nothing under way here may have heard of the step elsewhere, and nobody may ever make it here.
+        return mode.kind in HURRIED and self._ranks.get(request.peer) not in self._steps().ended
 
     def _pulled(self, request: Request, keys: Keys | None) -> Reply:
         message, state = request.message, self.state
@@ -221,6 +224,7 @@ class Waiting:
         self.state.board.forget_open()
         if self.state.steps is not None:
             self.state.steps.forget()
+            self.state.steps.forget_kept()
         return [Reply(request.peer, request.ticket, message) for request in waiting]
 
     def _forget(self, peer: int) -> None:

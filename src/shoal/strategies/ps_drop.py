@@ -42,7 +42,7 @@ class PsDrop(Ps):
         self._count = 0.0  # what this worker's loss is a mean over
         self._norm: float | None = None
         self.num_late = 0
-        """Contributions of this worker that came too late to count."""
+        """Contributions of this worker that came too late to count, on one server at least."""
 
         self.num_missed = 0
         """Steps that were over before this worker had begun them."""
@@ -66,11 +66,10 @@ class PsDrop(Ps):
             assert step.committed is not None
             step.release()
             self._last, self._passed = vector, max(self._passed, step.committed.updates)
-            if step.committed.late:
-                self.num_late += 1
-                # The vector is of the servers' newest step; until there this worker knows nothing of its own.
-                if self._served.updates < self._passed:
-                    vector = _neutral(vector, self._num_workers)
+            self.num_late += step.is_late
+            # The vector is of the servers' newest step; until there this worker knows nothing of its own.
+            if self._served.updates < self._passed:
+                vector = _neutral(vector, self._num_workers)
         return self._conclude(vector)
 
     @property

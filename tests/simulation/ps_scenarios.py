@@ -1,0 +1,12 @@
+"""What is simulated of the parameter server, and all that is wrong with it on purpose."""
+
+from __future__ import annotations
+
+from simulation import ps_planted_hurried  # noqa: F401  # plants its own
+from simulation.ps_hurried import Hurried
+from simulation.ps_jobs import Exact, Job, Relaxed
+from simulation.ps_planted import PLANTED_PS
+
+__all__ = ["PLANTED_PS", "PS_SCENARIOS"]
+
+PS_SCENARIOS: dict[str, type[Job]] = {"ps-exact": Exact, "ps-relaxed": Relaxed, "ps-hurried": Hurried}
