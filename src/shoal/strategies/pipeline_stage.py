@@ -117,8 +117,11 @@ class Stage(nn.Module):
             step.outputs[number] = result
             return tuple(leaf for leaf in leaves(result) if isinstance(leaf, Tensor))
         given = wire.pack(result)[0]
-        # Torch lets go in place of what a stage gave, which a layer may still need for the gradient of its weights.
-        return tuple(t.clone() for t in given) if self._gives_copies else tuple(given)
+        # Torch lets go in place of what a stage gave, which a layer may still need for the gradient of its weights. And it
+        # sends only what lies in one piece, which a view (a slice, a transposition) does not.
+        if self._gives_copies:
+            return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in given)
+        return tuple(tensor.contiguous() for tensor in given)
 
     def _compute(self, role: Role, piece: Slice, values: Sequence[Any], seed: int) -> Any:
         device = self._job.device
