@@ -1,7 +1,8 @@
 """A directory for what a job keeps on disk while it runs, and nobody wants afterwards.
 
 All workers of a job share it. The supervisor makes it empty and takes it away
-with the job, however that ends; a plain process removes its own at exit.
+with the job, however that ends; a plain process removes its own at exit, and
+when it makes it, those of processes that were killed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from shoal.core import job as jobs
 
 NAME = "scratch"
 """Of the folder in a run directory."""
+
+_PREFIX = "shoal-scratch-"
+_OWNER = "owner"  # a file that says whose directory it is
 
 _own: tuple[int, Path] | None = None
 
@@ -33,8 +37,11 @@ def _root() -> Path:
     if job.launched:
         return job.run_dir / NAME
     if _own is None:
-        _own = os.getpid(), Path(tempfile.mkdtemp(prefix="shoal-"))
+        place = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        (place / _OWNER).write_text(f"{os.getpid()} {_started(os.getpid())}")
+        _own = os.getpid(), place
         atexit.register(_remove)
+        _sweep(place.parent)
     return _own[1]
 
 
@@ -42,3 +49,23 @@ def _remove() -> None:
     # A forked child inherits the handler, not the directory.
     if _own is not None and _own[0] == os.getpid():
         shutil.rmtree(_own[1], ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Take away what is left of this user's processes that were killed."""
+    for place in parent.glob(f"{_PREFIX}*"):
+        try:
+            pid, started = (place / _OWNER).read_text().split()
+            is_ours = place.lstat().st_uid == os.getuid()
+        except (OSError, ValueError):
+            continue  # it is being made, or taken away, just now
+        if is_ours and _started(int(pid)) != started:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _started(pid: int) -> str:
+    """When a process began, by the kernel's clock, which tells it from a later one of its number; "" without it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
