@@ -121,7 +121,7 @@ def test_a_replica_takes_over_with_its_marks() -> None:
     pair.view = 2
     pair.ask(1, Hello("worker-0", 0))
     pair.push(0, 1, 1.0, stream=1)
-    assert messages(pair.end(0, 1, stream=1)) == [Committed(1, 1, 1)]
+    assert messages(pair.end(0, 1, stream=1)) == [Committed(1, 1, 1, is_new=False)]
     assert pair.rows() == [[-1.0, -1.0]] * 2
     assert pair.chunk() == [0.5] * 4
 
