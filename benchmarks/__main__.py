@@ -10,6 +10,10 @@ from typing import Any
 BENCHMARKS = (
     "trainer_overhead",
     "ddp_step",
+    "exchange_shm",
+    "ddp_shm",
+    "mesh_step",
+    "compress_slow_link",
     "launch",
     "recovery",
     "ps_channel",

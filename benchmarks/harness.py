@@ -39,16 +39,16 @@ def alternate(
     return summarise(pairs)
 
 
-def summarise(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """The figure of some rounds of (ours, theirs) in seconds."""
+def summarise(pairs: Sequence[tuple[float, float]], *, digits: int = 4) -> dict[str, Any]:
+    """The figure of some rounds of (ours, theirs) in seconds, those with so many digits."""
     ratios = sorted(mine / other for mine, other in pairs)
     quarter = len(ratios) // 4
     return {
         "ratio": round(statistics.median(ratios), 4),
         "ratio_spread": [round(ratios[quarter], 4), round(ratios[-1 - quarter], 4)],
         "ratio_of_minima": round(min(m for m, _ in pairs) / min(t for _, t in pairs), 4),
-        "ours_s": round(statistics.median(m for m, _ in pairs), 4),
-        "theirs_s": round(statistics.median(t for _, t in pairs), 4),
+        "ours_s": round(statistics.median(m for m, _ in pairs), digits),
+        "theirs_s": round(statistics.median(t for _, t in pairs), digits),
         "rounds": len(pairs),
     }
 

@@ -27,12 +27,15 @@ class ByName(nn.Module):
 class Job:
     def __init__(self, argv: list[str]) -> None:
         self._kind, self.steps, self._out = argv[1], int(argv[2]), Path(argv[3])
-        self.batch = {"click": 1024, "resnet": 32, "tiny": 32}[self._kind]
+        self.batch = {"click": 1024, "resnet": 32, "tiny": 32, "mlp": 256}[self._kind]
         self._times: list[float] = []
 
     def model(self) -> nn.Module:
         if self._kind == "tiny":
             return ByName(nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10)))
+        if self._kind == "mlp":  # 2.1 M parameters
+            layers = [nn.Linear(784, 1100), nn.ReLU(), nn.Linear(1100, 1100), nn.ReLU(), nn.Linear(1100, 10)]
+            return ByName(nn.Sequential(*layers))
         return ClickModel() if self._kind == "click" else ByName(resnet18())
 
     def loss(self) -> nn.Module:
@@ -47,6 +50,10 @@ class Job:
         if self._kind == "click":
             dense, ids, label = click_arrays(50_000)
             return {"dense": dense, "ids": ids}, label
+        if self._kind == "mlp":
+            generator = torch.Generator().manual_seed(0)
+            labels = torch.randint(0, 10, (4096,), generator=generator)
+            return {"image": torch.randn(4096, 784, generator=generator)}, labels
         images, labels = image_arrays(256)
         return {"image": images}, labels
 

@@ -60,6 +60,10 @@ BENCHES = {
 FROM_SOURCE = {
     "trainer_overhead": "the Trainer against a loop written by hand",
     "ddp_step": "a step of ddp against torch's DDP",
+    "exchange_shm": "all-reduce through shared memory against gloo's, 4 KiB to 256 MiB",
+    "ddp_shm": "a step of ddp with shm against torch's DDP: ResNet-18, an MLP of 2 M parameters",
+    "mesh_step": "a step of fsdp, tp and pp against the same by hand; memory per process against ddp",
+    "compress_slow_link": "compression and --sync-every between two networks at 100 Mbit/s",
     "launch": "launch to first step against torchrun",
     "recovery": "kills under ddp: bits, time to go on, goodput",
     "data_arrays": "a shuffled table in memory against torch's DataLoader and plain indexing",

@@ -16,6 +16,9 @@ from shoal.core import exchange_rule
 JOB = Path(__file__).parent / "bench_exchange_job.py"
 WORKERS = (2, 4)
 
+KEPT_FROM_S = 2.0
+"""What was measured for less says little, and is not kept for `--exchange auto`."""
+
 
 def measure(seconds: float, tell: Callable[[Figure], None]) -> None:
     """Medians by size, the fastest first."""
@@ -35,11 +38,11 @@ def measure(seconds: float, tell: Callable[[Figure], None]) -> None:
                     about = {"workers": workers, "x native": round(medians["native"] / median_s, 2)}
                     what = f"{_shown(int(size))} by {name}"
                     tell(Figure(what, round(median_s * 1e6, 1), "us", about, benchmark="exchange"))
-    kept = exchange_rule.write(exchange_rule.path(), measured)
+    kept = seconds >= KEPT_FROM_S and exchange_rule.write(exchange_rule.path(), measured)
     for workers in WORKERS:
         rule = exchange_rule.choose(measured, num_workers=workers, num_hosts=1, processor=platform.machine())
-        where = exchange_rule.path() if kept else "nowhere: it could not be written"
-        print(f"--exchange auto, {workers} workers: {rule} (kept in {where})", file=sys.stderr)
+        where = f"kept in {exchange_rule.path()}" if kept else "not kept: too short, or no place for it"
+        print(f"--exchange auto, {workers} workers: {rule} ({where})", file=sys.stderr)
 
 
 def _shown(num_bytes: int) -> str:

@@ -1,7 +1,7 @@
 """How the workers of a view find each other: torch's default process group, formed through the coordinator.
 
-Everything it opens listens on loopback. Which collectives run over the group
-is not decided here.
+Everything it opens listens on one interface, loopback. Which collectives run
+over the group is not decided here.
 
 Leaving a group must not take long, whatever became of the others. Gloo ends
 its threads only when their collectives have ended, and one that waits for a
@@ -44,6 +44,9 @@ CONNECT_TIMEOUT_S = 10.0
 BURIAL_S = 0.25
 """How long the end of a group's threads is waited for: they take milliseconds, or all of their time-out."""
 
+interface = "lo"
+"""Network interface of the group's connections. Another one is for workers that do not share this host's network."""
+
 _view: int | None = None
 """The view whose group this process is in."""
 
@@ -78,10 +81,10 @@ def form_group(job: Job, view: int) -> None:
         )
     backend = backend_for(job)
     # Before they look: otherwise they take the interface that the host's name leads to.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # all connections now: they are what is watched
     if "nccl" in backend:
-        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        os.environ["NCCL_SOCKET_IFNAME"] = interface
     # torch names groups by how often it has begun one, counting those that failed: the ranks would look for each other
     # under different names.
     _world.group_count = 0
@@ -249,11 +252,11 @@ def _open_sockets() -> dict[int, str]:
 
 
 def _is_of_the_group(fd: int) -> bool:
-    """Whether it is a connection over loopback. What another thread opened at the same moment leads elsewhere."""
+    """Whether it is a connection over our interface. What another thread opened at the same moment leads elsewhere."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
         is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if sock.family in (socket.AF_INET, socket.AF_INET6) and not is_listening:
-            return ipaddress.ip_address(sock.getpeername()[0]).is_loopback
+            return ipaddress.ip_address(sock.getpeername()[0]).is_loopback == (interface == "lo")
     return False
 
 

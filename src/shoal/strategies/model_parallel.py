@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.cluster.rendezvous import is_broken
 from shoal.collectives.gradients import NothingToSend, Sums
-from shoal.core import mesh_names, schedule_names, strategy_names
+from shoal.core import heap, mesh_names, schedule_names, strategy_names
 from shoal.core.errors import ConfigError, PeerLost
 from shoal.core.job import Job
 from shoal.data.slice import Slice
@@ -90,6 +90,7 @@ class ModelParallel(Ddp):
             names = optimizer_following.names_of(job.model)
             self._cut(job.model)
             self._is_cut = True
+            heap.return_large_blocks()
             if job.given_optimizer is not None:
                 optimizer_following.follow(job.given_optimizer, names, job.model, str(self._axes))
         self._build(job, borrowed_run_back=True)
