@@ -17,6 +17,7 @@ from shoal.core.errors import ConfigError
         ("ps", {"batchnorm": "sync"}, "the workers of 'ps' have no connection to each other"),
         ("ps:async", {"batchnorm": "sync"}, "have no connection to each other"),
         ("pp", {"batchnorm": "sync"}, "run it in micro-batches"),
+        ("ddp", {"batchnorm": "sync", "sync_every": 3}, "they train apart"),
         ("ddp", {"sequence_parallel": True}, "'ddp' has no tp"),
         ("ddp", {"offload": True}, "'ddp' has no fsdp"),
         ("pp", {"checkpoint_activations": True, "schedule": "zero-bubble"}, "takes backward apart"),

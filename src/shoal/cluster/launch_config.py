@@ -175,6 +175,7 @@ class LaunchConfig:
             sequence_parallel=self.sequence_parallel,
             activations=self.checkpoint_activations,
             offload=self.offload,
+            is_apart=self.sync_every is not None,
         )
         chosen = strategy_names.choose(self.strategy, self.workers)
         is_mesh = strategy_names.parse(chosen).base == "mesh"

@@ -19,9 +19,16 @@ BATCHNORMS = {
 
 
 def check(
-    *, strategy: str, schedule: str, batchnorm: str, sequence_parallel: bool, activations: bool, offload: bool
+    *,
+    strategy: str,
+    schedule: str,
+    batchnorm: str,
+    sequence_parallel: bool,
+    activations: bool,
+    offload: bool,
+    is_apart: bool = False,
 ) -> None:
-    """Refuse wishes that mean nothing under this strategy."""
+    """Refuse wishes that mean nothing under this strategy; `is_apart` where workers train apart for some steps."""
     if batchnorm not in BATCHNORMS:
         guess = get_close_matches(batchnorm, BATCHNORMS, n=1)
         hint = f"Did you mean '{guess[0]}'? " if guess else ""
@@ -40,6 +47,11 @@ def check(
         raise ConfigError(
             f"--batchnorm sync normalises a batch as a whole, and the stages of '{strategy}' run it in micro-batches, one after "
             "the other. Nothing was started; use dp, fsdp or tp, or leave --batchnorm out."
+        )
+    if batchnorm == "sync" and is_apart:
+        raise ConfigError(
+            "--batchnorm sync adds up over all workers in every forward, and with --sync-every they train apart. Nothing was started; "
+            "leave one of the two out."
         )
     if sequence_parallel and axes.tp == 1:
         raise ConfigError(
