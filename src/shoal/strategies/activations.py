@@ -30,10 +30,15 @@ def run_again(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:
     names = blocks(model) if wanted is True else _named(model, wanted or ())
     for name in names:
         module = model.get_submodule(name)
-        if _MARK not in module.__dict__:
+        if not is_run_again(module):
             module.__dict__[_MARK] = True
             module.forward = _checkpointed(module)
     return names
+
+
+def is_run_again(module: nn.Module) -> bool:
+    """Whether this very module runs again within backward."""
+    return _MARK in module.__dict__
 
 
 def blocks(model: nn.Module) -> list[str]:

@@ -33,6 +33,7 @@ from shoal.strategies import (
     tensor_cut,
     tensor_plan,
 )
+from shoal.strategies.activations import run_again
 from shoal.strategies.agreement import refuse_different_models
 from shoal.strategies.compute import place
 from shoal.strategies.ddp import Ddp
@@ -67,6 +68,7 @@ class ModelParallel(Ddp):
         self._pipeline: PipelineRunner | None = None
         self._holding: pipeline_state.Holding | None = None
         self._ties: pipeline_state.Ties | None = None
+        self._tied_names: dict[str, str] = {}
 
     @property
     def num_micro(self) -> int | None:
@@ -152,7 +154,10 @@ class ModelParallel(Ddp):
 
     def _cut(self, model: nn.Module) -> None:
         """Cut the model, which is whole and the same on every rank."""
+        if self._job.checkpoint_activations and self._axes.pp > 1:
+            run_again(model, self._job.checkpoint_activations)  # what does so stays whole
         mesh = self._mesh(self._job.device)
+        self._tied_names = ties_of(model, MODEL)
         self._say_what_offload_does()
         plan = None
         if self._axes.tp > 1:
@@ -265,10 +270,15 @@ class ModelParallel(Ddp):
             leaders = range(0, self._num_workers, self._num_workers // self._axes.pp)
             yield from pipeline_state.pieces_on_rank_0(
                 list(
-                    whole_pieces(pipeline_state.own_pieces(pieces, self._holding), keep=self._rank in leaders)
+                    whole_pieces(
+                        pipeline_state.own_pieces(pieces, self._holding),
+                        keep=self._rank in leaders,
+                        ties=self._tied_names,
+                    )
                 ),
                 rank=self._rank,
                 leaders=leaders,
+                ties=self._tied_names,
                 gather=super().gather,
                 device=self._job.device,
             )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -135,6 +136,10 @@ class PipelineRunner:
                         outputs.append(result)
         for work, _ in under_way:
             work.wait()
+        for stage in self._stages.values():
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # the outermost would keep its weights whole for a backward
         return outputs
 
     def _rank_of(self, stage: int) -> int:

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.core.errors import ConfigError
 from shoal.data.tree import Tree, leaves, map_tensors, tensors
+from shoal.strategies.activations import is_run_again
 from shoal.strategies.calling import ModelCall
 from shoal.strategies.compute import evaluating
 from shoal.strategies.pipeline_trace import Traced, Untraceable, attribute, expect, trace, unchanged
@@ -114,6 +115,8 @@ def find_flow(model: nn.Module, inputs: Tree, num_stages: int, user_cut: Sequenc
 
 
 def _can_open(module: nn.Module) -> bool:
+    if is_run_again(module):
+        return False  # as a whole
     hooks = (
         *module._forward_hooks.values(),
         *module._forward_pre_hooks.values(),

@@ -154,20 +154,26 @@ def pieces_on_rank_0(
     *,
     rank: int,
     leaders: Sequence[int],
+    ties: Mapping[str, str],
     gather: Callable[[Tensor], list[Tensor]],
     device: torch.device,
 ) -> Iterator[Piece]:
     """Whole pieces of all stages, on rank 0; the others get empty ones. `leaders`: the rank that tells for each stage.
 
+    `ties`: names under which a tensor is found again, to its first one; it travels once, and is one memory.
+
     Collective: every rank goes through all of them, in the same order.
     """
     about = json.dumps([[piece.name, list(piece.global_shape), str(piece.tensor.dtype)] for piece in pieces])
     everybody = gather(torch.frombuffer(bytearray(about.encode()), dtype=torch.uint8))
+    kept: dict[str, Tensor] = {}
     for leader in leaders:
         for number, (name, shape, dtype) in enumerate(json.loads(bytes(everybody[leader].tolist()))):
             kind = getattr(torch, dtype.removeprefix("torch."))
             tensor = torch.empty(0, dtype=kind)
-            if rank == leader:
+            if ties.get(name) in kept:
+                tensor = kept[ties[name]]
+            elif rank == leader:
                 tensor = pieces[number].tensor
                 if rank != 0:
                     dist.send(tensor.to(device).contiguous(), 0)
@@ -175,6 +181,8 @@ def pieces_on_rank_0(
             elif rank == 0:
                 tensor = torch.empty(shape, dtype=kind, device=device)
                 dist.recv(tensor, leader)
+            if name in ties.values():
+                kept[name] = tensor
             yield Piece(name, tensor, tuple(shape), (0,) * len(shape))
 
 
