@@ -41,14 +41,15 @@ def test_every_skipped_sample_is_in_the_events_once_per_epoch(launch_script: Cal
     assert all("is spoilt" in event["reason"] for event in skipped)
 
 
-def test_more_skips_than_allowed_end_the_job_with_their_number(
+def test_more_skips_than_allowed_over_all_workers_end_the_job_with_their_number(
     launch_script: Callable[..., Launched],
 ) -> None:
+    # Each of the three workers meets one bad sample.
     done = launch_script(
-        PRELUDE + "trainer.fit(data.map(fragile, on_error='skip', max_skips=0).batch(6), epochs=2)", workers=3
+        PRELUDE + "trainer.fit(data.map(fragile, on_error='skip', max_skips=2).batch(6), epochs=2)", workers=3
     )
     assert isinstance(done.error, TooManySkipped), done.error
-    assert "max_skips=0" in str(done.error)
+    assert "3 bad samples were left out, and max_skips=2 allows no more" in str(done.error)
 
 
 def test_an_error_in_map_is_the_users_own_with_sample_and_line(

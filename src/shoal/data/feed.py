@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -171,7 +172,9 @@ class IndexedFeed:
     def __init__(self, reader: Reader, order: Order, cut: Cut) -> None:
         self._reader, self._order, self._cut = reader, order, cut
         self.sharding: Sharding = UNSAID
-        self.seed, self.skips = reader.seed, SkipLog()
+        self.seed = reader.seed
+        source = reader.source
+        self.skips = SkipLog(lambda: json.dumps([source.describe(), order.describe()], default=str))
 
     @property
     def is_endless(self) -> bool:

@@ -6,13 +6,18 @@ writes each of them down here and holds them against the budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from shoal.core import happenings
+from shoal.core import happenings, scratch
+from shoal.core import job as jobs
 from shoal.core.data_errors import BadSample, TooManySkipped
 
+_INDEX = struct.Struct("<q")
 _NUM_KEPT = 10_000  # of skipped samples, in memory: the job's events hold all of them
 
 
@@ -75,16 +80,18 @@ class Skipped:
 class SkipLog:
     """What one process has left out of one dataset, and whether that is still within the budget.
 
-    A budget counts samples, each once, in however many epochs it is met. It
-    is this process's own: w workers may leave out w times as many in all.
+    A budget counts samples, each once, in however many epochs it is met, and
+    by whichever worker of the job: they have a file in common.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: Callable[[], str] | None = None) -> None:
+        """`name` is what all workers of a job call the dataset; without one, each of them meets all samples itself."""
         self.skipped: list[Skipped] = []
         """The first ten thousand, in the order in which they were met."""
 
         self.num_skipped = 0
-        self._seen: dict[tuple[str, int], set[int]] = {}
+        self._name = name
+        self._seen: dict[tuple[str, int], _Seen] = {}
 
     def record(self, skipped: Sequence[Skipped]) -> None:
         """Write these down; raise TooManySkipped where they are more than their stage allows."""
@@ -95,7 +102,40 @@ class SkipLog:
             happenings.tell("sample skipped", **one.facts())
             if one.max_skips is None:
                 continue
-            seen = self._seen.setdefault((one.stage, one.max_skips), set())
-            seen.add(one.index)
-            if len(seen) > one.max_skips:
-                raise TooManySkipped(num_skipped=len(seen), max_skips=one.max_skips, last=one.error)
+            num_seen = self._budget(one.stage, one.max_skips).add(one.index)
+            if num_seen > one.max_skips:
+                raise TooManySkipped(num_skipped=num_seen, max_skips=one.max_skips, last=one.error)
+
+    def _budget(self, stage: str, max_skips: int) -> _Seen:
+        seen = self._seen.get((stage, max_skips))
+        if seen is None:
+            path = None
+            if self._name is not None and jobs.current().launched:
+                said = f"{self._name()} {stage} {max_skips}"
+                path = scratch.directory("skipped") / hashlib.sha256(said.encode()).hexdigest()[:24]
+            seen = self._seen[stage, max_skips] = _Seen(path)
+        return seen
+
+
+class _Seen:
+    """Indices that count against a budget, this process's and those that others have written to the same file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._num_read = path, 0
+        self._indices: set[int] = set()
+
+    def add(self, index: int) -> int:
+        """One more, or one that is there; how many different ones there are by now."""
+        is_new = index not in self._indices
+        self._indices.add(index)
+        if self._path is not None:
+            with self._path.open("ab+") as file:
+                if is_new:
+                    file.write(_INDEX.pack(index))  # to the end, whoever else writes
+                    file.flush()
+                file.seek(self._num_read)
+                data = file.read()
+            whole = len(data) // _INDEX.size * _INDEX.size
+            self._num_read += whole
+            self._indices.update(other for (other,) in _INDEX.iter_unpack(data[:whole]))
+        return len(self._indices)

@@ -76,7 +76,7 @@ class Stages(Constructors):
         numpy or Python are a function of (seed, epoch, position).
 
         Where `fn` raises, the error says for which sample; `on_error="skip"`
-        leaves such samples out, at most `max_skips` of them in each worker,
+        leaves such samples out, at most `max_skips` of them over all workers,
         and writes each down (`Batches.skipped`, and the job's events).
 
         With `workers=4` so many processes beside this one run everything up

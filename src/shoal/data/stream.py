@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
 
+from shoal.core import happenings
+from shoal.core import job as jobs
 from shoal.core.errors import DataError, EmptyDataset
 from shoal.core.seeds import mix
 from shoal.data.collate import Collate
@@ -258,7 +262,18 @@ class _Tail(IterableDataset[Any]):
         self._dataset, self._num_skipped = dataset, num_skipped
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._dataset), self._num_skipped, None)
+        samples, began = iter(self._dataset), time.monotonic()
+        num_read = sum(1 for _ in itertools.islice(samples, self._num_skipped))
+        if num_read:
+            waited_s = time.monotonic() - began
+            happenings.tell("stream read again", num_samples=num_read, seconds=round(waited_s, 3))
+            if jobs.rank() == 0:
+                print(
+                    f"shoal: this is a stream, so its first {num_read:,} samples were read again to go on behind them, in "
+                    f"{waited_s:.1f} s",
+                    file=sys.stderr,
+                )
+        yield from samples
 
 
 class _CutCollate:

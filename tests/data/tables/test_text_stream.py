@@ -82,13 +82,13 @@ def test_it_says_that_it_is_a_stream_and_refuses_what_streams_cannot(
 ) -> None:
     data = Dataset.from_csv(packed(tmp_path / "a.csv.gz", TEXT))
     assert capsys.readouterr().err.startswith(
-        f"shoal: 1 of 1 files are compressed, {tmp_path}/a.csv.gz the first of them"
+        f"shoal: 1 of 1 file is compressed (0.0 MB), {tmp_path}/a.csv.gz the first of them"
     )
     kind, facts = happenings.told[-1]
     assert (kind, facts["format"], facts["reason"]) == (
         "read as a stream",
         "csv",
-        "1 of 1 files are compressed",
+        "1 of 1 file is compressed (0.0 MB)",
     )
     assert "a resumed epoch is read again up to its position" in facts["consequence"]
     with pytest.raises(TypeError, match="a stream has no length"):

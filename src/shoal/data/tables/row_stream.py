@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from shoal.core import job as jobs
 from shoal.core.data_errors import NoSuchColumn
 from shoal.core.errors import DataError
 from shoal.core.user_frames import UserLine, calling_line
+from shoal.data.files import FileInfo
 from shoal.data.skipping import SkipLog, Skipped
 from shoal.data.stream import OwnStream, Stream
 from shoal.data.stream_stages import Open
@@ -42,8 +43,8 @@ def open_row_stream(
     rows: RowStream,
     *,
     format: str,
-    compressed: Sequence[str],
-    num_files: int,
+    files: Sequence[FileInfo],
+    is_compressed: Callable[[FileInfo], bool],
     label: str | Sequence[str] | None,
     on_error: str,
     max_skips: int | None,
@@ -52,15 +53,24 @@ def open_row_stream(
     names = [column.name for column in rows.columns]
     missing = [name for name in label_names(label) if name not in names]
     if missing:
-        raise NoSuchColumn(asked=missing, there=names, where=compressed[0], asked_by="label=")
-    reason = f"{len(compressed)} of {num_files} files are compressed"
+        raise NoSuchColumn(asked=missing, there=names, where=files[0].url, asked_by="label=")
+    packed = [info for info in files if is_compressed(info)]
+    megabytes = sum(info.num_bytes for info in packed) / 1e6
+    reason = (
+        f"{len(packed)} of {len(files)} file{'' if len(files) == 1 else 's'} "
+        f"{'is' if len(packed) == 1 else 'are'} compressed ({megabytes:,.1f} MB)"
+    )
     consequence = "every worker reads all of it, and a resumed epoch is read again up to its position"
     happenings.tell(
-        "read as a stream", format=format, files=list(compressed[:10]), reason=reason, consequence=consequence
+        "read as a stream",
+        format=format,
+        files=[info.url for info in packed[:10]],
+        reason=reason,
+        consequence=consequence,
     )
     if jobs.rank() == 0:
         print(
-            f"shoal: {reason}, {compressed[0]} the first of them, so this is a stream: {consequence}; unpacked, or as "
+            f"shoal: {reason}, {packed[0].url} the first of them, so this is a stream: {consequence}; unpacked, or as "
             "Parquet, it can be shuffled, split and resumed anywhere",
             file=sys.stderr,
         )

@@ -134,8 +134,8 @@ def open_text_stream(
     return open_row_stream(
         TextStream(files, decoder, description),
         format=description["format"],
-        compressed=[info.url for info in files.infos if is_compressed(info.url)],
-        num_files=len(files.infos),
+        files=files.infos,
+        is_compressed=lambda info: is_compressed(info.url),
         label=label,
         on_error=on_error,
         max_skips=max_skips,

@@ -36,8 +36,8 @@ def open_stream(
     return open_row_stream(
         RecordStream(files, tuple(found), features),
         format="tfrecord",
-        compressed=[info.url for info in found if is_gzip(files, info)],
-        num_files=len(found),
+        files=found,
+        is_compressed=lambda info: is_gzip(files, info),
         label=label,
         on_error=on_error,
         max_skips=max_skips,
