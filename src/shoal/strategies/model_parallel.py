@@ -12,10 +12,12 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from shoal.cluster.rendezvous import is_broken
 from shoal.collectives.gradients import NothingToSend, Sums
@@ -64,6 +66,7 @@ class ModelParallel(Ddp):
         self._is_cut = False
         self._speaks = job.rank in self._speakers
         self._tells_buffers = self._axes.coordinates(job.rank).tp == 0
+        self._timeout_s = job.step_timeout_s
         self._schedule, self._sequence, self._offload = job.schedule, job.sequence_parallel, job.offload
         self._pipeline: PipelineRunner | None = None
         self._holding: pipeline_state.Holding | None = None
@@ -245,11 +248,11 @@ class ModelParallel(Ddp):
     def _mesh(self, device: torch.device) -> DeviceMesh:
         _ = self._together.native  # the group is there
         axes = self._axes
-        return init_device_mesh(
-            device.type,
-            (axes.pp, axes.dp, axes.fsdp, axes.tp),
-            mesh_dim_names=("pp", "dp", "fsdp", "tp"),
-        )
+        names = ("pp", "dp", "fsdp", "tp")
+        mesh = init_device_mesh(device.type, (axes.pp, axes.dp, axes.fsdp, axes.tp), mesh_dim_names=names)
+        for name in names:  # groups of their own, which torch would wait in for half an hour
+            _set_pg_timeout(timedelta(seconds=self._timeout_s), mesh.get_group(name))
+        return mesh
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the parts of the batch: of ranks that compute the same part, one speaks."""
