@@ -13,6 +13,8 @@ import torch
 from launched import Launched
 from safetensors.torch import load_file
 
+from shoal.cli import ledger_view
+
 Launch = Callable[..., Launched]
 AtFile = Callable[[Path, Callable[[], object]], None]
 
@@ -104,6 +106,10 @@ def test_loops_over_several_workers_end_with_the_weights_of_one_process(
         (tmp_path / str(workers)).mkdir()
         done = launch_script(LOOPS, workers=workers, args=(str(tmp_path / str(workers)),))
         assert done.exit_code == 0, done.error
+        epochs = ledger_view.read(done.run_dir, is_alive=False)["epochs"]
+        # Two of the first loop, and one of the second; from the last data batches were taken and nothing was made of them.
+        assert [(epoch["trained"], epoch["is_exact"]) for epoch in epochs] == [(33, True)] * 3
+        assert len(epochs[0]["workers"]) == workers
     expected, facts = results(tmp_path / "1", 0)
     assert facts == {"ranks": True, "vector": True, "seen": 66.0, "rate": 0.01 * 0.5**2}
     for workers in (2, 4):

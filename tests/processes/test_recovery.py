@@ -16,6 +16,7 @@ import pytest
 from launched import Launched
 
 from shoal import Faults
+from shoal.cli import ledger_view
 from shoal.core.errors import ScriptFailed, WorkerDied
 from shoal.core.failpoints import POINTS
 
@@ -186,7 +187,10 @@ def test_a_loop_of_the_users_own_goes_on(
     recovers: Callable[..., Launched], rank: int, step: int | None, point: str
 ) -> None:
     faults = Faults().kill(f"worker-{rank}", at_step=step, at=point)
-    assert num_deaths(recovers(faults, script="own_loop")) == 1
+    launched = recovers(faults, script="own_loop")
+    assert num_deaths(launched) == 1
+    epochs = ledger_view.read(launched.run_dir, is_alive=False)["epochs"]
+    assert [(epoch["trained"], epoch["is_exact"], epoch["again"]) for epoch in epochs] == [(70, True, [])] * 3
 
 
 def test_a_paused_worker_is_killed_after_the_step_timeout_and_replaced(

@@ -28,13 +28,15 @@ def read(path: Path, *, is_alive: bool) -> dict[str, Any]:
     current = ledger.current
     if current is None:
         return {}
+    epochs = [epoch for epoch in ledger.epochs.values() if epoch.spans or epoch.again]
+    numbers = sorted({epoch.trainer for epoch in epochs})  # of those that trained
     return {
         "workers": _workers(ledger.by_rank),
         "launches": [
             {"launch": launch, "workers": _workers(by_rank)} for launch, by_rank in ledger.by_launch.items()
         ],
         "launch": launches[-1].number,
-        "epochs": [_epoch(epoch) for epoch in ledger.epochs.values() if epoch.spans or epoch.again],
+        "epochs": [{**_epoch(epoch), "trainer": numbers.index(epoch.trainer)} for epoch in epochs],
         "remainder": _remainder(current, desk_of(launches[-1])) if is_alive else None,
         "replaced": [
             {"launch": launch, "rank": rank, "incarnation": incarnation}
@@ -47,7 +49,6 @@ def _epoch(epoch: Epoch) -> dict[str, Any]:
     from shoal.cluster.ledger import joined
 
     return {
-        "trainer": epoch.trainer,
         "data": epoch.data,
         "epoch": epoch.number,
         "samples": epoch.total,

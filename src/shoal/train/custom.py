@@ -12,10 +12,11 @@ came before it, each rank's weighted by the samples of its slice.
 
 from __future__ import annotations
 
+import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ from shoal.train import custom_anchoring, fingerprint
 from shoal.train.arguments import device_of
 from shoal.train.calls import Call, batches_of, described, next_number
 from shoal.train.interrupts import asked_to_leave
+from shoal.train.ledger_notes import LedgerNotes
+from shoal.train.position import Position
 from shoal.train.sharing import refuse
 from shoal.train.verification import Verification
 
@@ -45,38 +48,75 @@ Model = TypeVar("Model", bound=nn.Module)
 T = TypeVar("T")
 
 
+class _Taken(NamedTuple):
+    """A batch that the script took, without its samples."""
+
+    start: int
+    num_global: int
+    cuts: tuple[int, ...]
+
+
 class WorkerData:
     """This worker's slices; every `for` over it is the next epoch."""
 
-    def __init__(self, loop: CustomLoop, batches: Batches) -> None:
+    def __init__(self, loop: CustomLoop, batches: Batches, *, is_inherited: bool = False) -> None:
         self._loop, self._batches = loop, batches
-        self._number = next_number()
+        self.job, self.rank, self.num_workers = loop.job, loop.job.rank, loop.job.num_workers
+        self.number = next_number()
         self._seed = torch.initial_seed()
+        self.position = Position()
+        self._ledger = LedgerNotes(self, batches)
+        self._ledger.begin(is_inherited=is_inherited, again={})
+        self._pending: list[_Taken] = []  # since the last step
         self.epoch = 0
         self.num_local = 0
         """Samples of this worker's own in the batch given last; 0 where one was borrowed, which nobody should count."""
 
+    @property
+    def data_description(self) -> dict[str, Any]:
+        """Which data it is, for the ledger."""
+        return self._batches.describe()
+
+    def stepped(self) -> None:
+        """A step is committed: what was handed out before it is trained."""
+        pending, self._pending = self._pending, []
+        for part in pending:
+            self.position.next_index = part.start + part.num_global
+            self._ledger.count(part)
+        self._ledger.now_and_then(time.monotonic())
+
     def __iter__(self) -> Iterator[Tree]:
-        job = self._loop.job
+        job = self.job
         epoch, self.epoch = self.epoch, self.epoch + 1
-        start = custom_anchoring.start_of(self._number, epoch, self._loop.strategy, _script.optimizers)
+        place_in = custom_anchoring.start_of(self.number, epoch, self._loop.strategy, _script.optimizers)
+        is_over = False
         try:
-            if start is None:
+            if place_in is None:
                 return  # the others were through with this epoch before this worker came to be
+            start, stretch = place_in
+            self.position = Position(epoch=epoch, next_index=start, stretch=stretch)
             for part in self._batches.slices(
                 epoch=epoch, start=start, rank=job.rank, num_workers=job.num_workers
             ):
                 _script.slice, _script.between = part, None
+                self._pending.append(_Taken(part.start, part.num_global, part.cuts))
+                if self not in _script.data:
+                    _script.data.append(self)
                 self.num_local = part.num_local
                 for loop in _script.loops:
                     loop.about_to_run()
-                custom_anchoring.note(self._number, part, self._loop.strategy, _script.optimizers)
+                custom_anchoring.note(
+                    self.number, part, self._loop.strategy, _script.optimizers, self.position.stretch
+                )
                 if job.num_workers > 1:  # else every worker would draw the same dropout as the others
                     seed_all(mix(self._seed, job.rank, epoch, part.start), self._loop.device)
                 failpoint(BEFORE_FORWARD, self._loop.strategy.step + 1)
                 yield place(part.batch, self._loop.device, self._loop.dtype)
+            is_over = True
         finally:
-            _script.between = f"after epoch {epoch} of {self._number}"
+            _script.between = f"after epoch {epoch} of {self.number}"
+            self._pending.clear()  # nothing was made of them
+            self._ledger.reached(is_end=is_over)
 
     def __len__(self) -> int:
         num_steps = self._batches.num_steps(self._loop.job.num_workers)
@@ -165,6 +205,8 @@ class CustomLoop:
         finally:
             self._committing = False
         _script.ended = _script.ended or verdict.leave
+        for data in _script.data:
+            data.stepped()
         if self._verification is not None:
             self._verification.count(self.strategy, verdict.loss)
 
@@ -176,6 +218,9 @@ class _Script:
     loops: list[CustomLoop] = field(default_factory=list)
     slice: Slice | None = None
     """The one taken last, from whichever data."""
+
+    data: list[WorkerData] = field(default_factory=list)
+    """From which any was taken."""
 
     ended: bool = False
     between: str | None = ""
@@ -213,9 +258,10 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
         )
     else:
         call = Call(number, loop.strategy.timeline)
+    is_inherited = call.is_over  # a replacement passes here, where the others were before
     if not call.is_over:
         call.end(None)
-    return model, optimizer, WorkerData(loop, batches.for_device(loop.device))
+    return model, optimizer, WorkerData(loop, batches.for_device(loop.device), is_inherited=is_inherited)
 
 
 def reduce(value: Tensor | float) -> Any:

@@ -21,8 +21,14 @@ from shoal.strategies.protocol import Strategy
 _schedulers: dict[int, list[Any]] = {}
 
 
-def note(data: int, part: Slice, strategy: Strategy, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """The loop over `data` is before a step."""
+def note(
+    data: int,
+    part: Slice,
+    strategy: Strategy,
+    optimizers: Sequence[torch.optim.Optimizer],
+    stretch: dict[str, Any] | None,
+) -> None:
+    """The loop over `data` is before a step; `stretch` is what each worker had of the epoch so far."""
     if strategy.timeline is None:
         return
     groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in optimizers]
@@ -34,6 +40,7 @@ def note(data: int, part: Slice, strategy: Strategy, optimizers: Sequence[torch.
             "data": data,
             "epoch": part.epoch,
             "next_index": part.start,
+            "stretch": stretch,
             "groups": groups,
             "schedules": [[to_plain(state, "a scheduler") for state in states] for states in schedules],
         }
@@ -42,11 +49,11 @@ def note(data: int, part: Slice, strategy: Strategy, optimizers: Sequence[torch.
 
 def start_of(
     data: int, epoch: int, strategy: Strategy, optimizers: Sequence[torch.optim.Optimizer]
-) -> int | None:
-    """Where an epoch begins: at 0; in a replaced worker at the others' place, or not at all if they are past it."""
+) -> tuple[int, dict[str, Any] | None] | None:
+    """Where an epoch begins, and what was had of it: at 0; in a replaced worker at the others' place, or None if they are past it."""
     waiting = strategy.timeline.waiting_anchor() if strategy.timeline is not None else None
     if strategy.timeline is None or waiting is None or "data" not in waiting:
-        return 0
+        return 0, None
     if (data, epoch) != (waiting["data"], waiting["epoch"]):
         return None
     strategy.timeline.inherited_anchor()
@@ -55,7 +62,7 @@ def start_of(
             group.update(saved)
         for scheduler, state in zip(_schedulers_of(optimizer), states, strict=True):
             scheduler.load_state_dict(from_plain(state))
-    return int(waiting["next_index"])
+    return int(waiting["next_index"]), waiting["stretch"]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Rank 0 tells for all: how a batch is cut over the workers is known to each of
 them. Counted since the last begin of an epoch or a fit, in the position, so a
 replacement goes on counting, and a resumed run knows what was counted before
 it. Where ranges are leased the coordinator knows better, and nothing is told.
+A loop of the user's own tells the same of its data.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ import hashlib
 import itertools
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from shoal.cluster import session
 from shoal.cluster.ledger_facts import Stretch, TrainingBegan, TrainingReached
+from shoal.core.job import Job
 from shoal.data.batches import Batches
-from shoal.data.slice import Slice
-
-if TYPE_CHECKING:
-    from shoal.train.trainer import Trainer
+from shoal.train.position import Position
 
 TELL_EVERY_S = 5.0
 """At most; epochs' ends and checkpoints are told at once. What was trained since is not known of a job that is killed."""
@@ -31,10 +31,49 @@ def data_identity(description: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-class LedgerNotes:
-    """The notes of one fit."""
+class Trains(Protocol):
+    """Whoever trains on some data: a Trainer, or a loop of the user's own."""
 
-    def __init__(self, trainer: Trainer, batches: Batches) -> None:
+    position: Position
+    number: int
+
+    @property
+    def job(self) -> Job:
+        """What this process knows of its job."""
+
+    @property
+    def rank(self) -> int:
+        """Of this worker."""
+
+    @property
+    def num_workers(self) -> int:
+        """That cut a batch among them."""
+
+    @property
+    def data_description(self) -> dict[str, Any]:
+        """Which data it is."""
+
+
+class Part(Protocol):
+    """A batch, and how it was cut over the workers."""
+
+    @property
+    def start(self) -> int:
+        """Of the epoch's samples, its first."""
+
+    @property
+    def num_global(self) -> int:
+        """Samples in it."""
+
+    @property
+    def cuts(self) -> Sequence[int]:
+        """Where each worker's part begins, and the end; empty: all of them had all of it."""
+
+
+class LedgerNotes:
+    """The notes of one fit, or of the epochs of a loop over some data."""
+
+    def __init__(self, trainer: Trains, batches: Batches) -> None:
         self._trainer, self._batches = trainer, batches
         self._call = session.num_calls()
         self._is_on = trainer.job.launched
@@ -72,7 +111,7 @@ class LedgerNotes:
             )
         self._told_at = time.monotonic()
 
-    def count(self, part: Slice) -> None:
+    def count(self, part: Part) -> None:
         """A step is committed; the position is behind it."""
         if not self._is_on:
             return
