@@ -20,6 +20,7 @@ from shoal.ps import kv_line, kv_tables
 from shoal.ps.group import Group
 from shoal.ps.kv import Kv
 from shoal.ps.kv_line import Line
+from shoal.ps.numbering import FIRST_NAMED
 from shoal.wire.ps_messages import DeclareMode
 
 MODE = DeclareMode(num_workers=2, kind="async")
@@ -212,4 +213,4 @@ def test_keys_that_are_no_int64_are_refused(keys: Any) -> None:
 def test_tables_of_names_have_numbers_that_no_model_has_and_differ() -> None:
     numbers = {kv_tables.spec_of(f"table {n}", 1, "add", {}, **DEFAULTS).number for n in range(1000)}
     assert len(numbers) == 1000
-    assert min(numbers) >= kv_tables.FIRST_NUMBER
+    assert min(numbers) >= FIRST_NAMED

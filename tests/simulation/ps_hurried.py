@@ -110,7 +110,7 @@ class Hurried(Job):
                     self._check_own(rank, step, slot, -rows.get(key, 0.0))
 
     def _check_total(self, what: str, slot: int, value: float) -> None:
-        steps = int(self.servers[self.newest.holders[slot][0]].core.state.marks.steps[slot])
+        steps = int(self.servers[self.newest.holders[slot][0]].core.state.marks.steps(0)[slot])
         if value != -WHOLE * steps:
             raise Violated(f"{what} of slot {slot} is {value} after {steps} steps of {-WHOLE} each")
 

@@ -212,7 +212,7 @@ class CopiesWithout(State):
             "marks": {"marks": []},
             "version": {"version": max(record.version - 1, 0)},  # type: ignore[union-attr]
             "board": {"board": None},
-            "steps": {"steps": 0},
+            "steps": {"steps": {}},
         }
         if self.without == "board" and slot == 0:
             number = len(self.board.state()[1])

@@ -18,6 +18,7 @@ from shoal.core.seeds import mix
 from shoal.nn.kernels import sum_back, unique
 from shoal.nn.rules import rule_named
 from shoal.ps.kernels import first_wrong_key
+from shoal.ps.numbering import FIRST_NAMED
 from shoal.wire.ps_messages import TableSpec
 
 Arrays: TypeAlias = ArrayLike | torch.Tensor
@@ -26,8 +27,6 @@ Keys: TypeAlias = NDArray[np.int64]
 Init: TypeAlias = Literal["zeros", "normal", "uniform"]
 Dtype: TypeAlias = Literal["float32", "float64"]
 
-FIRST_NUMBER = 1 << 40
-"""Tables of models are numbered from 0; those declared by name have numbers above, made of the name."""
 
 _INT64 = np.iinfo(np.int64)
 
@@ -53,7 +52,7 @@ def spec_of(
             raise _wrong(name, f"{what} must be one of {', '.join(known)}, got {given!r}")
     if not np.isfinite(scale) or scale < 0:
         raise _wrong(name, f"scale must be a finite number of at least 0, got {scale!r}")
-    number = FIRST_NUMBER + int.from_bytes(hashlib.blake2b(name.encode(), digest_size=5).digest(), "little")
+    number = FIRST_NAMED + int.from_bytes(hashlib.blake2b(name.encode(), digest_size=5).digest(), "little")
     return TableSpec(
         number=number,
         name=name,

@@ -33,8 +33,7 @@ class Marks:
     def __init__(self) -> None:
         self.version = np.zeros(NUM_SLOTS, dtype=np.int64)
         """Steps committed, by slot; strategies whose steps have all ranks in them."""
-        self.steps = np.zeros(NUM_SLOTS, dtype=np.int64)
-        """Updates applied, by slot: what a rule that counts its steps goes by."""
+        self._steps: dict[int, npt.NDArray[np.int64]] = {}
         self.done_below = 0
         """Streams below this are over: nothing of them counts any more."""
         self._streams: dict[int, npt.NDArray[np.int64]] = {}
@@ -43,6 +42,19 @@ class Marks:
     def num_streams(self) -> int:
         """Streams of which something is remembered."""
         return len(self._streams)
+
+    def steps(self, counter: int) -> npt.NDArray[np.int64]:
+        """Updates applied, by slot: what a rule that counts its steps goes by. One counter per model: see numbering.py."""
+        return self._steps.setdefault(counter, np.zeros(NUM_SLOTS, dtype=np.int64))
+
+    def steps_of_slot(self, slot: int) -> dict[int, int]:
+        """The same of one slot, by counter."""
+        return {counter: int(steps[slot]) for counter, steps in sorted(self._steps.items()) if steps[slot]}
+
+    def set_steps(self, slot: int, steps: dict[int, int]) -> None:
+        """It came from another server, with these."""
+        for counter in self._steps.keys() | steps.keys():
+            self.steps(counter)[slot] = steps.get(counter, 0)
 
     def missing(self, stream: int, seq: int) -> Slots:
         """The slots in which this push does not count yet."""
@@ -74,7 +86,8 @@ class Marks:
     def drop(self, slots: Slots) -> None:
         """These slots are held no more."""
         self.version[slots] = 0
-        self.steps[slots] = 0
+        for steps in self._steps.values():
+            steps[slots] = 0
         for marks in self._streams.values():
             marks[slots] = 0
 

@@ -124,7 +124,7 @@ class SlotRecord(_Record, frozen=True, tag="slot"):
     """
 
     version: Count
-    steps: Count
+    steps: dict[int, Count]  # by counter
     marks: list[tuple[int, int]]
     done_below: Count
     tables: list[Count]

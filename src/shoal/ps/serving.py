@@ -11,6 +11,8 @@ from shoal.ps.actions import Action, Request, Tell
 from shoal.ps.board import Result
 from shoal.ps.contents import Refusal, Update, Vector, restrict
 from shoal.ps.filters import Filter, Push, bend
+from shoal.ps.marks import Slots
+from shoal.ps.numbering import counter_of_update
 from shoal.ps.replication import Change
 from shoal.ps.staging import Contribution, read_vector
 from shoal.ps.state import Counted
@@ -110,7 +112,7 @@ class Serving(Waiting):
             if steps.mode.kind in HURRIED:
                 return self._count_hurried(steps)
             slots = self.mine & (self.state.marks.version < max(end.end.seq for end in steps.ended.values()))
-            step = int(self.state.marks.steps[slots].max(initial=0))
+            step = self._step_of(slots, next(iter(steps.ended.values())))
             steps.summed = steps.sum(self.state.contents, slots, mine=self.mine, step=step)
         if steps is None or steps.summed is None:
             return actions
@@ -184,7 +186,7 @@ class Serving(Waiting):
         for version, slots in reversed(groups):
             parts = {rank: part for rank, part in steps.ended.items() if part.end.seq > version}
             if parts:
-                step = int(state.marks.steps[slots].max(initial=0))
+                step = self._step_of(slots, next(iter(parts.values())))
                 summed = steps.sum(state.contents, slots, mine=self.mine, step=step, parts=parts | reused)
                 seqs = tuple(parts[rank].end.seq for rank in sorted(parts))
                 factor, applies = summed.decide(steps.mode.num_workers)
@@ -193,6 +195,11 @@ class Serving(Waiting):
             assert isinstance(request.message, StepEnd)
             actions += self._when_safe(request, self._hurried(request.message), [state.last_frame()])
         return actions
+
+    def _step_of(self, slots: Slots, part: Contribution) -> int:
+        """How many updates of the model there were in these slots."""
+        counter = counter_of_update(part.staged.rows, part.end.model)
+        return int(self.state.marks.steps(counter)[slots].max(initial=0))
 
     def _hurried(self, message: StepEnd) -> Committed:
         """Where not all ranks need be in a step: whether this contribution is in it, in every slot."""
@@ -230,7 +237,7 @@ class Serving(Waiting):
                 staged.dense,
                 message.factor,
                 bend(self._filters, push, new),
-                int(state.marks.steps[new].max(initial=0)),
+                int(state.marks.steps(counter_of_update(staged.rows, message.model))[new].max(initial=0)),
                 message.settings,
                 message.table_settings,
                 message.model,

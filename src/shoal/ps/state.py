@@ -20,6 +20,7 @@ from shoal.ps.board import Board, Result
 from shoal.ps.clocks import Clocks, ClockState
 from shoal.ps.contents import Contents, Keys, Refusal, Update, Vector, as_array, bytes_of, restrict
 from shoal.ps.marks import Marks, Slots, some_slots
+from shoal.ps.numbering import counter_of, counter_of_update
 from shoal.ps.records import (
     ChunkRecord,
     ClockRecord,
@@ -124,7 +125,7 @@ class State:
         update = counted.update
         if counted.applies:
             self.contents.apply(update)
-            self.marks.steps[update.slots] += 1
+            self.marks.steps(counter_of_update(update.rows, update.model))[update.slots] += 1
         if counted.is_step:
             self.marks.version[update.slots] = counted.seq
             for rank, seq in zip(counted.ranks, counted.seqs, strict=False):
@@ -294,7 +295,8 @@ class State:
         """Set rows; their slots count their updates from `step`."""
         keys = self._set(self.contents.table(number), frames[0], frames[1], frames[2], step)
         slots = np.unique(slot_of(number, keys))
-        self.marks.steps[slots] = np.maximum(self.marks.steps[slots], step)
+        steps = self.marks.steps(counter_of(number))
+        steps[slots] = np.maximum(steps[slots], step)
 
     def _set(self, table: Table, keys: Frame, values: Frame, state: Frame, step: int) -> Keys:
         numbers = as_array(keys, np.int64, "keys")
@@ -347,7 +349,7 @@ class State:
         steps = self.steps
         record = SlotRecord(
             version=int(self.marks.version[slot]),
-            steps=int(self.marks.steps[slot]),
+            steps=self.marks.steps_of_slot(slot),
             marks=self.marks.of_slot(slot),
             done_below=self.marks.done_below,
             tables=tables,
@@ -367,13 +369,14 @@ class State:
         for number in record.tables:
             table = contents.table(number)
             keys, values, state = (given.pop(0) for _ in range(3))
-            self._set(table, keys, values, state, record.steps)
+            self._set(table, keys, values, state, record.steps.get(counter_of(number), 0))
         for number, entries in record.chunks:
             pieces = [given.pop(0) for _ in range(1 + len(entries))]
             contents.dense.write(number, pieces[0], entries, pieces[1:])
         if record.board is not None:
             self.board.restore(record.board, given)
-        self.marks.version[slot], self.marks.steps[slot] = record.version, record.steps
+        self.marks.version[slot] = record.version
+        self.marks.set_steps(slot, record.steps)
         self.marks.forget_below(record.done_below)
         self.marks.set_slot(slot, record.marks)
         self.clocks.heard(record.clocks)
@@ -399,7 +402,7 @@ class State:
     def _digest_of_marks(self, slot: int) -> int:
         marks = (
             int(self.marks.version[slot]),
-            int(self.marks.steps[slot]),
+            sorted(self.marks.steps_of_slot(slot).items()),
             [(stream, seq) for stream, seq in self.marks.of_slot(slot) if seq],
             [(number, self.board.log[number].frame) for number in sorted(self.board.log)] if slot == 0 else 0,
             sorted(self.board.notes.items()) if slot == 0 else 0,

@@ -8,6 +8,7 @@ from shoal.cluster.slot_map import NUM_SLOTS
 from shoal.ps.actions import Frame, Request
 from shoal.ps.contents import Refusal, as_array, bytes_of
 from shoal.ps.marks import Slots, some_slots
+from shoal.ps.numbering import counter_of
 from shoal.ps.records import ChunkRecord, ClockRecord, MarksRecord, RowsRecord
 from shoal.ps.replication import Change, Written
 from shoal.ps.slots import slot_of
@@ -36,7 +37,7 @@ def answer_whole(state: State, mine: Slots, request: Request) -> tuple[Message, 
             table = state.contents.table(number)
             _require(slot < NUM_SLOTS and bool(mine[slot]), f"slot {slot} has another primary")
             read = [bytes_of(array) for array in table.read(slot)]
-            return Rows(table.state_dim, int(state.marks.steps[slot])), [*read], None
+            return Rows(table.state_dim, int(state.marks.steps(counter_of(number))[slot])), [*read], None
         case WriteRows() as message:
             return Declared(False), [], _write_rows(state, mine, message, request)
         case ReadChunk(_, number):

@@ -20,6 +20,7 @@ from shoal.nn import HashEmbedding
 from shoal.nn.local_rows import LocalRows
 from shoal.nn.row_table import RowTable
 from shoal.ps.group import Group
+from shoal.ps.numbering import CHUNKS_PER_MODEL, TABLES_PER_MODEL
 from shoal.ps.pulls import RowsPull
 from shoal.ps.step import Step
 from shoal.ps.transfer import read_chunk, read_rows, read_table, write_chunk, write_rows
@@ -33,7 +34,6 @@ from shoal.strategies.state import MODEL
 from shoal.strategies.takeover import Plan, Rule
 from shoal.wire.ps_messages import DeclareDense, DeclareTable
 
-TABLES_PER_MODEL, CHUNKS_PER_MODEL = 1_000, 100_000
 BLOCK_BYTES = 4 << 20
 """Of rows that are written or brought home at a time: what lies in exchange buffers, and in copies on both sides."""
 
