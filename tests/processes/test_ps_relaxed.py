@@ -28,9 +28,7 @@ Counted = Callable[..., dict[str, Any]]
 def counted(launch_script: Launch, tmp_path: Path) -> Counted:
     """Run the counting script; what all ranks say of it."""
 
-    def counted(
-        what: str, *, workers: int, source: str | Path = SCRIPT, steps_differ_by: int = 0, **options: Any
-    ) -> dict[str, Any]:
+    def counted(what: str, *, workers: int, source: str | Path = SCRIPT, **options: Any) -> dict[str, Any]:
         launched = launch_script(
             source, workers=workers, args=(str(tmp_path), what), quiet=True, step_timeout_s=20.0, **options
         )
@@ -38,10 +36,7 @@ def counted(launch_script: Launch, tmp_path: Path) -> Counted:
         ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(workers)]
         for rank in ranks:
             del rank["samples"]
-        steps = [rank.pop("steps") for rank in ranks]
-        assert all(rank == ranks[0] for rank in ranks)
-        assert all(max(counts) - min(counts) <= steps_differ_by for counts in zip(*steps, strict=True)), steps
-        ranks[0]["steps"] = steps[0]
+        assert all(rank == ranks[0] for rank in ranks), [rank["steps"] for rank in ranks]
         return dict(ranks[0])
 
     return counted
@@ -73,10 +68,13 @@ def test_fewer_batches_than_workers_leave_nobody_behind(counted: Counted) -> Non
     assert told["steps"] == [2, 6]
 
 
-@pytest.mark.parametrize(("strategy", "what"), [("ps:async", "late stop"), ("ps:ssp=1", "stop")])
-def test_a_stop_ends_one_fit_and_not_the_next(counted: Counted, strategy: str, what: str) -> None:
-    # After a fit that was stopped halfway, a worker's count of steps may lack one that another made last.
-    told = counted(what, strategy=strategy, workers=3, servers=1, steps_differ_by=1)
+@pytest.mark.parametrize(
+    ("strategy", "what", "servers"), [("ps:async", "late stop", 1), ("ps:ssp=1", "stop", 2)]
+)
+def test_a_stop_ends_one_fit_and_not_the_next(
+    counted: Counted, strategy: str, what: str, servers: int
+) -> None:
+    told = counted(what, strategy=strategy, workers=3, servers=servers)
     first, last = told["steps"]
     assert first < NUM_STEPS or what == "late stop"
     assert min(told["times"]) >= 2

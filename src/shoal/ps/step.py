@@ -77,6 +77,9 @@ class Step:
     was_sent_again: bool = False
     """Then a push before it may have been this one."""
 
+    num_updates: int = 0
+    """As many as any server has made by then: each counts them all, in its own order; relaxed strategies."""
+
     is_late: bool = False
     """Whether a server was through with it before this came; strategies that do not wait for all."""
 
@@ -168,6 +171,7 @@ class Step:
         holder = answers.get(group.owner(0))
         self.is_new = holder.is_new if isinstance(holder, Committed) else True
         self.is_late = any(answer.late for answer in done)
+        self.num_updates = max(answer.updates for answer in done)
         self.vector = self._vector_of(min(answers))
 
     def release(self) -> None:

@@ -248,7 +248,7 @@ class PsRelaxed(Ps):
         # A replacement begins at 0, and is as far as the slowest: servers let it in there.
         self._clock = max(self._clock + 1, committed.slowest)
         self.step += 1
-        self._served.updates = self.updates = committed.updates
+        self._served.updates = self.updates = step.num_updates
         for module in self._model.rows:
             self.staleness.update(max(each, 0) for each in module.staleness)
             module.staleness.clear()

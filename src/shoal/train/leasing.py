@@ -234,12 +234,15 @@ class Leasing:
 
     def epoch_is_over(self, position: Position, *, over: bool) -> bool:
         """No worker goes on with the epoch: all agree where it ended, and whether the fit is over with it."""
-        mine = [self._strategy.updates, int(over), self._naming.done_below]
+        first_update = (
+            self._updates_before - self._steps_before
+        )  # the same everywhere, but for who came halfway
+        mine = [self._strategy.updates, int(over), self._naming.done_below, -first_update]
         told = torch.stack(self._strategy.gather(torch.tensor(mine)))
-        newest, is_over, done_below = told.max(0).values.tolist()
+        newest, is_over, done_below, before = told.max(0).values.tolist()
         self._strategy.updates, self._naming.done_below = newest, done_below
         num_samples = self._asked["num_samples"]
-        num_done = self._steps_before + newest - self._updates_before - self._first_step
+        num_done = newest + before - self._first_step
         if is_over and num_done < (position.epoch + 1 - self._first_epoch) * self._num_batches:
             # Halfway: the next fit hands out again what is not known to be done.
             within = done_below - (position.epoch - self._first_epoch) * self._naming.num_leases
@@ -251,7 +254,8 @@ class Leasing:
         if self._began_whole:
             position.step = self._first_step + (position.epoch + 1 - self._first_epoch) * self._num_batches
         else:
-            position.step = max(position.step, self._steps_before + newest - self._updates_before)
+            # Not what this worker has counted: a batch that another had pushed before it was no update.
+            position.step = newest + before
         position.samples = self._samples_before + (position.epoch + 1 - self._epoch_before) * num_samples
         position.next_index = num_samples
         return bool(is_over)
