@@ -309,20 +309,35 @@ import torch, shoal
 model = torch.nn.Linear(2, 1)
 shoal.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Dataset.from_arrays(torch.zeros(8, 2)).batch(4))
 """
-PLATEAU = """
-import torch, shoal
-trainer = shoal.Trainer(torch.nn.Linear(2, 1), loss=torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-                        scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
-trainer.fit(shoal.Dataset.from_arrays((torch.zeros(8, 2), torch.zeros(8, 1))).batch(4))
+REFUSED = """
+import sys, torch, shoal
+class Saves(shoal.callbacks.Callback):
+    ranks = "every"
+    def on_step_end(self, trainer, logs):
+        trainer.save_checkpoint()
+how = sys.argv[1]
+trainer = shoal.Trainer(
+    torch.nn.Linear(2, 1), loss=torch.nn.MSELoss(),
+    optimizer=lambda p: torch.optim.SGD(p, lr=1e38 if how == "spoilt" else 0.1),
+    scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau if how == "plateau" else None,
+    callbacks=[Saves()] if how == "saves" else [],
+)
+trainer.fit(shoal.Dataset.from_arrays((torch.ones(8, 2), torch.full((8, 1), 1e3))).batch(4))
 """
 
 
 @pytest.mark.parametrize(
-    ("source", "says"), [(OWN_LOOP, "does not say where it ends"), (PLATEAU, "use scheduler_every='epoch'")]
+    ("source", "how", "exit_code", "says"),
+    [
+        (OWN_LOOP, "", 2, "does not say where it ends"),
+        (REFUSED, "plateau", 2, "use scheduler_every='epoch'"),
+        (REFUSED, "saves", 2, "call trainer.wish_checkpoint() instead"),
+        (REFUSED, "spoilt", 3, "are not finite at step 1 ('weight' first)"),
+    ],
 )
-def test_what_workers_apart_cannot_do_is_refused_before_training(
-    launch_script: Launch, source: str, says: str
+def test_what_workers_apart_cannot_do_is_refused_by_name(
+    launch_script: Launch, source: str, how: str, exit_code: int, says: str
 ) -> None:
-    refused = launch_script(source, workers=2, sync_every=4)
-    assert refused.exit_code == 2
+    refused = launch_script(source, workers=2, sync_every=1 if how == "spoilt" else 4, args=(how,))
+    assert refused.exit_code == exit_code
     assert says in str(refused.error)
