@@ -1,7 +1,7 @@
 """What the matrix expects of each cell: equality, unless it is listed here with words of the refusal.
 
-A refusal is right when it names the layer or the kind of model and the
-reason. Rows are by strategy, at any number of workers unless one is given.
+A refusal is right when it names the layers and the reason, in one paragraph
+that also says that nothing was trained. By strategy and number of workers.
 """
 
 from __future__ import annotations
@@ -16,39 +16,37 @@ from matrix_models import CASES
 from safetensors.torch import load_file
 
 from shoal.core import mesh_names
+from shoal.core.mesh_names import Axes
 
 TOLERANCE = 1e-9
 
 Words = tuple[str, ...]
 
-NO_SEQUENCE: Words = ("cannot be cut into", "only a model that is an nn.Sequential")
-
-REFUSED: dict[str, dict[str, Words]] = {
-    "pp": dict.fromkeys(("lstm", "resnet", "vae", "bert", "gpt", "tree", "clicks"), NO_SEQUENCE),
+REFUSED: dict[tuple[str, int], dict[str, Words]] = {
+    ("pp", 4): {"lstm": ("cannot be cut into 4 stages: of its 3 layers in a row",)},
 }
 
 
-def expected_refusals(strategy: str) -> Mapping[str, Words]:
-    """By model, for a strategy or a product of several: whatever one of them refuses is refused."""
-    axes = [part.partition("=")[0] for part in strategy.split(",")]
-    return {name: words for axis in axes for name, words in REFUSED.get(axis, {}).items()}
-
-
 class OneProcess:
-    """What one process computes, each model once for every number of slices that is asked for."""
+    """What one process computes, each model once for every way of running a batch that matters to it."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int, int], matrix_job.Trained] = {}
+        self._known: dict[tuple[str, int, int, int], matrix_job.Trained] = {}
 
-    def __call__(self, name: str, *, num_slices: int, num_steps: int) -> matrix_job.Trained:
-        """Where layers do not care how a batch is cut, the whole batch at once is the reference for every cut."""
-        num_slices = num_slices if CASES[name].sees_its_slice else 1
-        key = name, num_slices, num_steps
+    def __call__(self, name: str, axes: Axes, *, num_steps: int) -> matrix_job.Trained:
+        """The reference for a model that is cut over `axes`."""
+        case = CASES[name]
+        # Where layers do not care how a batch is cut, the whole batch at once is the reference for every cut.
+        num_slices = axes.num_data_ranks if case.mixes or case.draws else 1
+        num_micro = 2 * axes.pp if case.draws and axes.pp > 1 else 1
+        key = name, num_slices, num_micro, num_steps
         if key not in self._known:
             num_threads = torch.get_num_threads()
             torch.set_num_threads(1)
             try:
-                self._known[key] = matrix_job.train(name, num_slices=num_slices, num_steps=num_steps)
+                self._known[key] = matrix_job.train(
+                    name, num_slices=num_slices, num_micro=num_micro, num_steps=num_steps
+                )
             finally:
                 torch.set_num_threads(num_threads)
         return self._known[key]
@@ -61,23 +59,21 @@ def problems(
     workers: int,
     names: Sequence[str] = tuple(CASES),
     *,
-    num_steps: int = 3,
+    num_steps: int = 2,
 ) -> dict[str, str]:
     """What is wrong with the cells of a launch, by model; nothing is how it should be."""
     reports = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(workers)]
     tensors = load_file(folder / "tensors.safetensors")
-    refusals = expected_refusals(strategy)
-    axes = mesh_names.parse(strategy)
-    num_slices = mesh_names.fill(axes, workers, strategy).num_data_ranks if axes is not None else workers
+    refusals = REFUSED.get((strategy, workers), {})
+    named = mesh_names.parse(strategy)
+    axes = mesh_names.fill(named, workers, strategy) if named is not None else Axes(dp=workers)
     found: dict[str, str] = {}
     for name in names:
         said = [report[name] for report in reports]
         wrong = (
             _wrong_refusal(said, refusals[name])
             if name in refusals
-            else _difference(
-                said, _of(name, tensors), one_process(name, num_slices=num_slices, num_steps=num_steps)
-            )
+            else _difference(said, _of(name, tensors), one_process(name, axes, num_steps=num_steps))
         )
         if wrong is not None:
             found[name] = wrong

@@ -37,7 +37,7 @@ class Trained:
     """Losses while it trained and afterwards; the same on every rank."""
 
 
-def trainer_of(name: str) -> shoal.Trainer:
+def trainer_of(name: str, num_micro: int) -> shoal.Trainer:
     """A fresh one, with everything that a step may hold: clipping, a schedule, an optimizer with state."""
     case = CASES[name]
     torch.manual_seed(3)
@@ -45,21 +45,29 @@ def trainer_of(name: str) -> shoal.Trainer:
         case.build().double(),
         loss=case.loss,
         optimizer=case.optimizer,
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
         seed=5,
         clip_norm=1.0,
+        accumulate=num_micro,
         progress=False,
     )
 
 
 def train(
-    name: str, *, num_slices: int = 1, num_steps: int = 3, resume: str | None = None, keep: Path | None = None
+    name: str,
+    *,
+    num_slices: int = 1,
+    num_micro: int = 1,
+    num_steps: int = 2,
+    resume: str | None = None,
+    keep: Path | None = None,
 ) -> Trained:
     """Train one model up to a step, from the beginning or from a checkpoint; `keep`: where to write one then.
 
-    `num_slices`: in one process, run batches as the slices of so many workers in turn.
+    In one process: run batches as the slices of so many workers in turn, and
+    those as so many micro-batches.
     """
-    trainer = trainer_of(name)
+    trainer = trainer_of(name, num_micro)
     if num_slices > 1:
         trainer._strategy = Single(num_slices=num_slices)
     data = shoal.Dataset.from_arrays(CASES[name].arrays)
@@ -100,7 +108,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="write a checkpoint of each model here")
     parser.add_argument("--resume", type=Path, help="go on from those that another job kept here")
     given = parser.parse_args()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-NUM_SAMPLES = 19
+NUM_SAMPLES = 11
 """In batches of 8: a last one of 3, in which a fourth worker has nothing."""
 
 CLASSES, TOKENS, LENGTH, WIDTH, HEADS = 12, 24, 6, 24, 12
@@ -286,8 +286,11 @@ class Case:
     arrays: Any
     loss: Any
     optimizer: Callable[[Any], torch.optim.Optimizer]
-    sees_its_slice: bool = False
-    """Its layers mix the batch or draw random numbers: one process has to run the workers' slices in turn."""
+    mixes: bool = False
+    """Its layers mix the batch: one process has to run the workers' slices in turn."""
+
+    draws: bool = False
+    """It draws random numbers: one process has to run the workers' slices, and a pipeline's micro-batches, in turn."""
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -327,12 +330,12 @@ _CLICKED = (_DENSE[:, 0] > 0).double()
 CASES: dict[str, Case] = {
     "mlp": Case(_mlp, (_X, _LABELS), nn.CrossEntropyLoss(), _adam),
     "lstm": Case(Lstm, (_TEXT, _LABELS), nn.CrossEntropyLoss(), _sgd),
-    "resnet": Case(ResNet18, (_IMAGES, _LABELS), nn.CrossEntropyLoss(), _sgd, sees_its_slice=True),
+    "resnet": Case(ResNet18, (_IMAGES, _LABELS), nn.CrossEntropyLoss(), _sgd, mixes=True),
     "vgg": Case(lambda: vgg(0.0), (_IMAGES[..., :16, :16], _LABELS), nn.CrossEntropyLoss(), _sgd),
     "vgg with dropout": Case(
-        lambda: vgg(0.3), (_IMAGES[..., :16, :16], _LABELS), nn.CrossEntropyLoss(), _sgd, sees_its_slice=True
+        lambda: vgg(0.3), (_IMAGES[..., :16, :16], _LABELS), nn.CrossEntropyLoss(), _sgd, draws=True
     ),
-    "vae": Case(Vae, (_X, _X), negative_elbo, _adam, sees_its_slice=True),
+    "vae": Case(Vae, (_X, _X), negative_elbo, _adam, draws=True),
     "bert": Case(Bert, _masked_words(), nn.CrossEntropyLoss(), _adam),
     "gpt": Case(Gpt, (_TEXT[:, :-1], _TEXT[:, 1:]), nn.CrossEntropyLoss(), _adam),
     "tree": Case(TreeLstm, (*random_trees(), _LABELS), nn.CrossEntropyLoss(), _sgd),

@@ -15,7 +15,6 @@ from shoal.core.exchange_names import EXCHANGES
 LAUNCHES = [
     ("native", 2),
     ("shm", 3),
-    ("shm", 4),
     ("ring", 3),
     ("hierarchical", 4),
     ("tree", 3),

@@ -1,0 +1,54 @@
+"""Every model cut over workers in every way: what one process computes, or a refusal that names the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import matrix_job
+import pytest
+from launched import Launched
+from matrix_expected import OneProcess, problems
+from matrix_models import CASES
+
+ALL = tuple(CASES)
+SOME = ("lstm", "resnet", "vgg with dropout", "gpt", "clicks")
+OTHERS = ("mlp", "vgg", "vae", "bert", "tree")
+
+LAUNCHES: list[tuple[str, int, tuple[str, ...]]] = [
+    ("fsdp", 2, ALL),
+    ("fsdp", 3, OTHERS),
+    ("fsdp", 4, SOME),
+    ("tp", 2, ALL),
+    ("tp", 3, SOME),
+    ("tp", 4, OTHERS),
+    ("pp", 2, ALL),
+    ("pp", 3, OTHERS),
+    ("pp", 4, SOME),
+    ("dp=2,fsdp=2", 4, ALL),
+    ("fsdp=2,tp=2", 4, ALL),
+    ("dp=2,pp=2", 4, ALL),
+    ("pp=2,tp=2", 4, OTHERS),
+]
+
+
+@pytest.mark.parametrize(("strategy", "workers", "names"), LAUNCHES)
+def test_every_model_is_trained_as_in_one_process_or_refused(
+    launch_script: Callable[..., Launched],
+    one_process: OneProcess,
+    tmp_path: Path,
+    strategy: str,
+    workers: int,
+    names: tuple[str, ...],
+) -> None:
+    done = launch_script(
+        Path(matrix_job.__file__), workers=workers, strategy=strategy, args=(str(tmp_path), *names)
+    )
+    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+    assert problems(tmp_path, one_process, strategy, workers, names) == {}
+
+
+def test_every_model_meets_every_strategy_at_several_sizes() -> None:
+    for strategy in ("fsdp", "tp", "pp"):
+        met = [name for each, _, names in LAUNCHES if each == strategy for name in names]
+        assert sorted(met) == sorted([*ALL, *ALL]), strategy
