@@ -44,6 +44,10 @@ BEFORE_SCRIPT = (
     "--replicas",
     "--soft-placement",
     "--sync-every",
+    "--batchnorm",
+    "--sequence-parallel",
+    "--checkpoint-activations",
+    "--offload",
 )
 """Options that change what runs. Meant for shoal, and written behind the script, they would silently do nothing."""
 

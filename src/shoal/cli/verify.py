@@ -187,6 +187,13 @@ class VerifyRuns:
                 "called Trainer.fit nor stepped the optimizer that shoal.setup returned. Nothing was changed; check "
                 "that it trains when it is run with these arguments."
             )
+        if spread and config.batchnorm == "sync" and dump.mixes:
+            drawing = ", ".join(f"{mix.layer} ({mix.kind})" for mix in dump.mixes[:3])
+            raise ConfigError(
+                f"this cannot be verified: {drawing} draws other numbers on every worker, so one process would have to run the workers' "
+                "slices in turn, and --batchnorm sync normalises all of them at once. Nothing was changed; verify with dropout set "
+                "to 0, or without --batchnorm sync."
+            )
         typer.echo(f"{dtype}: {dump.num_steps} steps {_how(config, num_slices, num_micro)}", err=True)
         return dump
 
