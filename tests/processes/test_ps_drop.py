@@ -29,7 +29,10 @@ class Straight(nn.Module):
     def __init__(self):
         super().__init__()
         self.rows, self.weight = nn.Embedding(5, 3, sparse=True), nn.Parameter(torch.ones(4))
+        self.register_buffer("level", torch.ones(()))
     def forward(self, ids, bent):
+        if self.training:
+            self.level.fill_(7.0)
         root = (bent + bent * (self.weight - self.weight.detach()).sum()).sqrt()  # of 0: its gradient is no number
         return self.rows(ids).sum(1) * 30 + (self.weight * 40).sum() + root - root.detach()
 
@@ -80,6 +83,8 @@ def test_no_step_is_longer_than_the_clip_whoever_is_in_it(
     ratio = moved["rows.weight"][2][0] / moved["weight"][0]
     assert ratio == pytest.approx(30 / 40.5, rel=1e-3)
     assert moved["rows.weight"][0] == [0.0] * 3
+    # Buffers, and so BatchNorm's statistics, are a mean of the parts that are in the step, however few those are.
+    assert moved["level"] == pytest.approx(6.0, rel=1e-6)
 
 
 @pytest.mark.parametrize(("strategy", "workers", "servers"), STRATEGIES)

@@ -64,12 +64,18 @@ class ChangingBuffers:
             parts.append(buffer.reshape(-1).to(torch.float64) * weight)
         return torch.cat(parts)
 
-    def write(self, numbers: Sequence[int], flat: Tensor) -> None:
-        """Give these buffers the values all ranks agreed on."""
+    def write(
+        self, numbers: Sequence[int], flat: Tensor, *, total_share: float = 1.0, has_first: bool = True
+    ) -> None:
+        """Give these buffers the values all ranks agreed on; without the first of them, numbers that it tells stay."""
         at = 0
         for number in numbers:
             buffer = self._buffer(number)
-            buffer.copy_(flat[at : at + buffer.numel()].view(buffer.shape))
+            value = flat[at : at + buffer.numel()].view(buffer.shape)
+            if buffer.is_floating_point():
+                buffer.copy_(value / total_share)
+            elif has_first:
+                buffer.copy_(value)
             at += buffer.numel()
         self._have_changed.update(numbers)
 

@@ -291,7 +291,7 @@ class Ps:
         norm = told[1] if self._wants_norm and verdict.applied else None
         verdict = dataclasses.replace(verdict, applied=bool(told[0]), grad_norm=norm)
         if verdict.applied:
-            self._travelling.conclude(flat[at:-2], self.reduce, share=self._share, rank=self._rank)
+            self._conclude_travelling(flat[at:-2])
         if not verdict.applied:
             self._travelling.restore()
         if self._model is not None:
@@ -302,6 +302,10 @@ class Ps:
         self._travelling.forget()
         self.step += 1
         return verdict
+
+    def _conclude_travelling(self, flat: Tensor) -> None:
+        """Statistics and buffers, as the ranks' vectors sum up to."""
+        self._travelling.conclude(flat, self.reduce, share=self._share, rank=self._rank)
 
     # ---- beside the steps -----------------------------------------------------------------------
 

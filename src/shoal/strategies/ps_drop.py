@@ -18,6 +18,7 @@ import math
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shoal.cluster import session
 from shoal.core.errors import TrainingError
@@ -82,6 +83,8 @@ class PsDrop(Ps):
 
     def _contribute(self, loss: LossSum) -> None:
         super()._contribute(loss)
+        # Statistics are a mean of those that are in the step: how much of the batch that was, only the sum can tell.
+        self._vector = np.append(self._vector, [self._share, float(self._rank == 0)])
         self._count, self._norm = loss.count, None
         if self._looks_at_its_own:
             assert self._model is not None
@@ -124,6 +127,20 @@ class PsDrop(Ps):
     def _conclude(self, vector: NDArray[np.float64]) -> Verdict:
         norm, self._norm = self._norm, None
         return dataclasses.replace(super()._conclude(vector), grad_norm=norm)
+
+    def _conclude_travelling(self, flat: Tensor) -> None:
+        total_share, has_first = flat[-2:].tolist()
+        if total_share:
+            self._travelling.conclude(
+                flat[:-2],
+                self.reduce,
+                share=self._share,
+                rank=self._rank,
+                total_share=total_share,
+                has_first=bool(has_first),
+            )
+        else:
+            self._travelling.restore()
 
     def bring_home(self) -> None:
         """Have what was trained, and tell what was left out of it."""

@@ -75,8 +75,20 @@ class Travelling:
             parts.append(torch.tensor(flags, dtype=torch.float64))
         return parts
 
-    def conclude(self, flat: Tensor, late: Callable[[Tensor], Tensor], *, share: float, rank: int) -> None:
-        """Write what the ranks agreed on. `late` sums a tensor over the ranks: for buffers that changed for the first time."""
+    def conclude(
+        self,
+        flat: Tensor,
+        late: Callable[[Tensor], Tensor],
+        *,
+        share: float,
+        rank: int,
+        total_share: float = 1.0,
+        has_first: bool = True,
+    ) -> None:
+        """Write what the ranks agreed on. `late` sums a tensor over the ranks: for buffers that changed for the first time.
+
+        Where not all ranks are in the sum: `total_share` of those that are, and whether the first one is.
+        """
         at = 0
         counts, self._counts_after = self._counts_after, []
         is_elsewhere, self._is_elsewhere = self._is_elsewhere, False
@@ -84,14 +96,15 @@ class Travelling:
             self._statistics.write_counts([torch.tensor(count) for count in counts])
         if self._statistics:
             size = self._statistics.flat().numel()
-            self._statistics.write(flat[:size])
+            self._statistics.write(flat[:size] / total_share)
             at = size
         if not self._changing:
             return
         flags = flat[len(flat) - len(self._changing) :].tolist()
         changed = [number for number, flag in enumerate(flags) if flag]
         if changed and self._numbers:
-            self._changing.write(self._numbers, flat[at : len(flat) - len(self._changing)])
+            agreed = flat[at : len(flat) - len(self._changing)]
+            self._changing.write(self._numbers, agreed, total_share=total_share, has_first=has_first)
         new = [number for number in changed if number not in self._numbers]
         if new:
             mine = self._changing.contribution(new, share=share, rank=rank)
