@@ -86,7 +86,7 @@ def main(out: Path, names: list[str], *, num_steps: int, keep: Path | None, resu
     """Train all of them and write one file for each rank."""
     torch.set_num_threads(1)
     # So that there is something to cut in models this small.
-    fsdp_cut.UNIT_BYTES = tensor_plan.ALONE_BYTES = 100
+    fsdp_cut.UNIT_BYTES, tensor_plan.ALONE_BYTES = 3000, 100
     tensors: dict[str, Tensor] = {}
     report: dict[str, dict[str, float] | str] = {}
     for name in names or list(CASES):

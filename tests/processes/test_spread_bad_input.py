@@ -126,3 +126,72 @@ def test_a_rank_that_trains_on_while_the_others_exchange_is_told_so(launch_scrip
         "called all_reduce(float32 [3], op=sum)",
         "rank 1 is at another place (a step of training",
     )
+
+
+CAST = """
+    class Cast(nn.Module):
+        def __init__(self, dtype):
+            super().__init__()
+            self.dtype = dtype
+        def forward(self, x):
+            return x.to(self.dtype)
+"""
+
+MIXED = """
+    middle = nn.Sequential(Cast(torch.float64), nn.Linear(8, 8).double(), nn.LayerNorm(8).double(), Cast(torch.float32))
+    fit(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), middle, nn.Linear(8, 4)))
+"""
+
+
+def test_layers_of_different_dtypes_are_trained_by_every_strategy(launch_script: Launch) -> None:
+    losses = []
+    for strategy, workers in (("single", 1), ("ddp", 2), ("fsdp", 2), ("tp", 2), ("pp", 2)):
+        done = launch_script(
+            script(CAST) + textwrap.dedent(MIXED), workers=workers, strategy=strategy, name=strategy
+        )
+        assert done.exit_code == 0, f"{strategy}: {done.error}"
+        losses.append(float(done.stdout.split("loss")[1]))
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+
+
+SCALED = """
+    class Scaled(nn.Module):
+        def __init__(self, dtype):
+            super().__init__()
+            self.up, self.scale, self.down = nn.Linear(6, 8), nn.Parameter(torch.ones(8, dtype=dtype)), nn.Linear(8, 4)
+        def forward(self, x):
+            return self.down((self.up(x).tanh() * self.scale).float())
+"""
+
+
+def test_a_parameter_of_another_dtype_than_its_neighbours_is_refused_by_name(launch_script: Launch) -> None:
+    source = SCALED + "    fsdp_cut.UNIT_BYTES = 1 << 20\n    fit(Scaled(torch.float64))"
+    done = launch_script(script(source), workers=2, strategy="fsdp")
+    paragraph(
+        done,
+        ConfigError,
+        "'scale' is torch.float64",
+        "is torch.float32",
+        "Nothing was trained",
+        "--strategy ddp",
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4))", "{'0': 'colwise'}"),
+        ("nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))", "{'2': 'rowwise'}"),
+        ("Scaled(torch.float32)", "None"),
+    ],
+    ids=["nobody closes", "nobody opens", "a parameter between"],
+)
+def test_a_layer_no_plan_covers_is_given_what_it_needs(launch_script: Launch, model: str, plan: str) -> None:
+    source = script(SCALED + f"    fit({model}, tensor_plan={plan})")
+    alone, cut = (
+        launch_script(source, name="alone"),
+        launch_script(source, workers=2, strategy="tp", name="tp"),
+    )
+    assert cut.exit_code == 0, f"{cut.error}\n{cut.stderr}"
+    losses = [float(done.stdout.split("loss")[1]) for done in (alone, cut)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -7,6 +7,8 @@ large enough to be worth a collective.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,9 +21,13 @@ UNIT_BYTES = 1 << 20
 """A module with fewer bytes of parameters travels with the one around it."""
 
 
-def units(model: nn.Module, *, unit_bytes: int = UNIT_BYTES) -> list[tuple[str, nn.Module]]:
-    """Modules that are sharded on their own, inner ones first: members of lists and sequences, and large layers."""
+def units(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that are sharded on their own, inner ones first: members of lists and sequences, and large layers.
+
+    And layers of another dtype than most: torch gathers a unit in one piece.
+    """
     found: list[tuple[str, nn.Module]] = []
+    usual = _usual_dtype(model)
 
     def visit(name: str, module: nn.Module) -> None:
         for child_name, child in module.named_children():
@@ -29,16 +35,18 @@ def units(model: nn.Module, *, unit_bytes: int = UNIT_BYTES) -> list[tuple[str, 
             visit(path, child)
             is_block = isinstance(module, (nn.ModuleList, nn.Sequential)) or not list(child.children())
             own = sum(parameter.numel() * parameter.element_size() for parameter in child.parameters())
-            if is_block and own >= unit_bytes and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            is_large = (
+                is_block and own >= UNIT_BYTES and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            )
+            is_leaf = not any(True for inner in child.children() for _ in inner.parameters())
+            if is_large or (is_leaf and _dtypes(child.parameters()) not in (set(), {usual})):
                 found.append((path, child))
 
     visit("", model)
     return found
 
 
-def shard(
-    model: nn.Module, mesh: DeviceMesh, *, offload: bool = False, unit_bytes: int = UNIT_BYTES
-) -> list[str]:
+def shard(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> list[str]:
     """Shard `model` in place over `mesh` (one axis, or replicas and shards); returns the names of the units.
 
     Gradients are summed and not averaged: they were divided by the global batch before.
@@ -48,18 +56,19 @@ def shard(
     pinned = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     policy: OffloadPolicy = pinned if offload else OffloadPolicy()
     shared = _shared(model)
-    names = []
-    for name, module in units(model, unit_bytes=unit_bytes):
-        # A weight that two units share belongs to the one around both.
-        if not any(id(parameter) in shared for parameter in module.parameters()):
-            fully_shard(module, mesh=mesh, offload_policy=policy)
-            names.append(name)
+    # A weight that two units share belongs to the one around both.
+    alone = [
+        (n, m) for n, m in units(model) if not any(id(parameter) in shared for parameter in m.parameters())
+    ]
+    _refuse_mixed([*alone, ("", model)])
+    for _, module in alone:
+        fully_shard(module, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor in it
-    return names
+    return [name for name, _ in alone]
 
 
 def refuse(model: nn.Module) -> None:
@@ -78,6 +87,36 @@ def refuse(model: nn.Module) -> None:
                     f"the parameter '{name}.{parameter_name}' is a single number, which fsdp cannot shard. Nothing was "
                     "trained; give it the shape (1,)."
                 )
+
+
+def _refuse_mixed(found: list[tuple[str, nn.Module]]) -> None:
+    """Parameters of two dtypes in one unit, inner units first: torch would gather them as one."""
+    taken: set[int] = set()
+    for name, module in found:
+        own = [(key, p) for key, p in module.named_parameters() if id(p) not in taken and p.requires_grad]
+        taken |= {id(parameter) for _, parameter in own}
+        by_dtype = {parameter.dtype: key for key, parameter in own}
+        if len(by_dtype) > 1:
+            said = " and ".join(
+                f"'{f'{name}.' if name else ''}{key}' is {dtype}" for dtype, key in list(by_dtype.items())[:2]
+            )
+            raise ConfigError(
+                f"parameters of different dtypes would be sharded as one: {said}, and fsdp gathers a layer and what it shares "
+                "in one piece. Nothing was trained; give that parameter the dtype of the others, or a module of its own, or "
+                "use --strategy ddp."
+            )
+
+
+def _usual_dtype(model: nn.Module) -> torch.dtype | None:
+    """That of most numbers."""
+    num_of: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        num_of[parameter.dtype] = num_of.get(parameter.dtype, 0) + parameter.numel()
+    return max(num_of, key=lambda dtype: num_of[dtype], default=None)
+
+
+def _dtypes(parameters: Iterable[nn.Parameter]) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in parameters}
 
 
 def _shared(model: nn.Module) -> set[int]:
