@@ -205,6 +205,13 @@ class ModelParallel(Ddp):
         pipeline_stage.refuse_wrong(flow, cut, inputs)
         if self._rank == 0:
             print(cut.table(), file=sys.stderr, flush=True)
+            if flow.mixes and job.num_micro == 1:
+                print(
+                    "note: samples of a batch depend on each other, so it is not run in micro-batches and stages wait for one "
+                    "another; accumulate=4 would run it in 4, here and in one process",
+                    file=sys.stderr,
+                    flush=True,
+                )
         return flow, cut
 
     def _take_stages(self, flow: Flow, cut: pipeline_plan.Cut, mesh: DeviceMesh) -> Iterable[Stage]:
