@@ -90,3 +90,11 @@ def test_what_is_no_entry_ends_the_reading_and_launches_of_another_journal_are_f
     assert path.exists()
     trained_file.forget_from(tmp_path, 3)
     assert not path.exists()
+
+
+def test_a_disk_that_takes_nothing_ends_no_job(job: Job, tmp_path: Path) -> None:
+    (tmp_path / trained_file.FOLDER).write_text("where a folder should be")
+    file = TrainedFile(job)
+    push(file, 0, Outcome.COUNTED)
+    file.close()
+    assert trained_file.read(tmp_path) == []

@@ -175,7 +175,10 @@ def _event(event: dict[str, Any]) -> str:
         said["donor"] = "none: all begin"
     facts = ", ".join(f"{key} {_shown(value)}" for key, value in said.items())
     if event.get("event") == "leases" and isinstance(event.get("by_rank"), dict):
-        facts = "; ".join(_finished(rank, done) for rank, done in event["by_rank"].items())
+        facts = "; ".join(
+            _finished(rank, done)
+            for rank, done in sorted(event["by_rank"].items(), key=lambda item: (len(item[0]), item))
+        )
     at = event.get("time")
     clock = time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, float) else "-"
     return f"{clock}  {event.get('event', '-')}  {facts}"

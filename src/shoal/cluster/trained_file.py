@@ -10,6 +10,7 @@ entry, so there are about as many as leases; a batch costs two small writes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from collections.abc import Iterator
@@ -48,13 +49,15 @@ class Trained(NamedTuple):
 
 
 class TrainedFile:
-    """One worker's, for as long as it lives."""
+    """One worker's, for as long as it lives. A disk that takes no more does not end a job: what it lacks is the finishers'."""
 
     def __init__(self, job: Job) -> None:
-        self._path = job.run_dir / FOLDER / f"{job.launch}-{job.rank}-{job.incarnation}"
-        self._path.parent.mkdir(exist_ok=True)
-        self._fd = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        self._num = os.fstat(self._fd).st_size // _ENTRY.size  # whole ones
+        path = job.run_dir / FOLDER / f"{job.launch}-{job.rank}-{job.incarnation}"
+        self._fd = self._num = -1
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            self._fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            self._num = os.fstat(self._fd).st_size // _ENTRY.size  # whole ones
         self._last: tuple[int, int, int, int, Outcome] | None = None
         self._now: tuple[int, int, int, int] | None = None
 
@@ -84,10 +87,13 @@ class TrainedFile:
 
     def close(self) -> None:
         """Let go of the file."""
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def _write(self, number: int, entry: tuple[int, int, int, int, Outcome]) -> None:
-        os.pwrite(self._fd, _ENTRY.pack(*entry), number * _ENTRY.size)
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._fd, _ENTRY.pack(*entry), number * _ENTRY.size)
 
 
 def forget_from(run: Path, launch: int) -> None:
