@@ -33,6 +33,9 @@ def counted(launch_script: Launch, tmp_path: Path) -> Counted:
             source, workers=workers, args=(str(tmp_path), what), quiet=True, step_timeout_s=20.0, **options
         )
         assert launched.exit_code == 0, f"{launched.error}\n{launched.stderr}"
+        # Segments of 16 MiB to each server, one or two of them; what is told is what was reserved, over all workers.
+        reserved = launched.summary["exchange_bytes"]
+        assert 0 < reserved <= workers * options["servers"] * (64 << 20)
         ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(workers)]
         for rank in ranks:
             del rank["samples"]

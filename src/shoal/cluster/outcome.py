@@ -183,14 +183,14 @@ def summary_of(outcome: Outcome, *, started: float, ended: float, **facts: Any) 
 
 
 def _bent(finished: Sequence[Finished]) -> dict[str, Any]:
-    """What a relaxed strategy counted, over all workers; nothing where nothing was bent."""
+    """What a strategy with servers counted, over all workers; nothing where there is nothing of it."""
     staleness: Counter[int] = Counter()
     for each in finished:
         staleness.update(each.staleness)
     counted: dict[str, Any] = {}
     if staleness:
         counted["staleness"] = {str(ahead): staleness[ahead] for ahead in sorted(staleness)}
-    for name in ("num_late", "num_missed"):
+    for name in ("num_late", "num_missed", "exchange_bytes"):
         total = sum(getattr(each, name) for each in finished)
         if total:
             counted[name.removeprefix("num_")] = total

@@ -59,6 +59,7 @@ class _Session:
     staleness: Counter[int] = field(default_factory=Counter)
     num_late: int = 0
     num_missed: int = 0
+    exchange_bytes: int = 0
     at_end: list[Callable[[], None]] = field(default_factory=list)
     sending: threading.Lock = field(default_factory=threading.Lock)
     pid: int = field(default_factory=os.getpid)
@@ -253,6 +254,11 @@ def bent(*, staleness: Mapping[int, int], num_late: int, num_missed: int) -> Non
     _session.num_missed += num_missed
 
 
+def shared(num_bytes: int) -> None:
+    """So much memory is reserved for what is exchanged with servers; the most there was is told at the end."""
+    _session.exchange_bytes = max(_session.exchange_bytes, num_bytes)
+
+
 def failed(failure: Failed) -> None:
     """Tell why this worker cannot go on."""
     _send(failure)
@@ -270,6 +276,7 @@ def finished() -> None:
             staleness=dict(_session.staleness),
             num_late=_session.num_late,
             num_missed=_session.num_missed,
+            exchange_bytes=_session.exchange_bytes,
         )
     )
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.cluster import session
 from shoal.core import strategy_names
 from shoal.core.job import Job
 from shoal.data.tree import Tree, leaves
@@ -221,6 +222,7 @@ class ServedModel:
     @torch.no_grad()
     def bring_home(self, clock: int) -> None:
         """Put what the servers hold into the model of this process, but for rows that have no end."""
+        session.shared(self._group.bytes_shared)
         self.dense.refresh(self._group, clock)
         for module in self.rows:
             module.clock, module.is_training = clock, False

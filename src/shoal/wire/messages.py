@@ -378,6 +378,7 @@ class Finished(Message, frozen=True, tag="finished"):
     )  # pulls by how far they ran ahead; relaxed
     num_late: Count = 0  # contributions that came too late to count
     num_missed: Count = 0  # steps that were over before this rank began them
+    exchange_bytes: Count = 0  # memory reserved for what it exchanged with servers
 
 
 MESSAGES: tuple[type[Message], ...] = (
