@@ -47,7 +47,7 @@ def test_in_any_nesting_of_dicts_and_tuples() -> None:
     assert inputs["ids"].tolist() == [[1, -1], [1, 2]]
     assert isinstance(pair, Pair)
     assert (pair.ids.tolist(), pair.y.tolist()) == ([[-1], [5]], [1, 2])
-    assert names == ("a", "b")
+    assert names.tolist() == ["a", "b"]
 
 
 @pytest.mark.parametrize("other", [torch.zeros(2, 2), torch.zeros(3, 1), torch.zeros(3, dtype=torch.float64)])

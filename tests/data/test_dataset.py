@@ -77,7 +77,7 @@ def test_map_before_batch_sees_single_samples() -> None:
     batch = next(iter(mapped.batch(4)))
     assert batch["sum"].tolist() == [1.0, 5.0, 9.0, 13.0]
     assert batch["label"].tolist() == [0, 1, 2, 3]
-    assert batch["name"] == ("n",) * 4
+    assert batch["name"].tolist() == ["n"] * 4
 
 
 def test_maps_are_applied_in_the_order_they_are_written() -> None:

@@ -58,6 +58,10 @@ class Constructors:
     `shoal.memory.CacheConfig(ram_bytes=..., directory=...)`; or None, which
     keeps only the blocks read last, for a table that is read once and in
     order.
+
+    A row that cannot be read is an error that names it, when it is asked for;
+    `on_error="skip"` leaves such rows out, at most `max_skips` different ones
+    over all workers and epochs of a launch, and writes each down.
     """
 
     def __init__(self, source: Source | Stream) -> None:

@@ -166,17 +166,22 @@ def column_samples(column: Column, values: torch.Tensor | Ragged) -> Sequence[An
     if isinstance(values, torch.Tensor):
         return values.unbind(0)
     if column.kind == "text" and not column.is_list:
-        return [str(text) for text in _objects(column, values)]
+        # Not through an array, whose strings end before zeros.
+        return [piece.decode() for piece in _pieces(values)]
     if column.kind != "number":
         return list(_objects(column, values))
     return torch.split_with_sizes(torch.from_numpy(values.values), np.diff(values.offsets).tolist())
 
 
 def _objects(column: Column, values: Ragged) -> Any:
-    raw, offsets = values.values.tobytes(), values.offsets.tolist()
-    pieces = [raw[begin:end] for begin, end in itertools.pairwise(offsets)]
+    pieces = _pieces(values)
     if column.is_list:
         return as_objects([unpacked(piece, is_text=column.kind == "text") for piece in pieces])
     if column.kind == "text":
         return np.array([piece.decode() for piece in pieces], dtype=np.str_)
     return as_objects(pieces)
+
+
+def _pieces(values: Ragged) -> list[bytes]:
+    raw, offsets = values.values.tobytes(), values.offsets.tolist()
+    return [raw[begin:end] for begin, end in itertools.pairwise(offsets)]
