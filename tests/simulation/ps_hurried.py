@@ -125,8 +125,9 @@ class Hurried(Job):
             raise Violated(
                 f"step {step} of rank {rank} is {found} in slot {slot}, once is one of {sorted(once)}"
             )
-        if self.mode.kind == "stale" and not min(once) <= found <= max(once) * self.num_steps:
-            raise Violated(f"step {step} of rank {rank} is {found} in slot {slot}: no steps add up to it")
+        twice = {first + again for first in once for again in once}
+        if self.mode.kind == "stale" and found not in once | twice:
+            raise Violated(f"step {step} of rank {rank} is {found} in slot {slot}: no two steps add up to it")
 
     def _once(self, rank: int) -> set[float]:
         """What a contribution gives in one step, by who may be in it with it."""

@@ -68,6 +68,16 @@ class KeepsWhereItLies(Steps):
 plant("what may be used once more stays in the worker's memory", Hurried)(altered(steps=KeepsWhereItLies))
 
 
+class ReusesForEver(Steps):
+    def reused(self) -> dict[int, Contribution]:
+        reused = super().reused()
+        self._kept = reused | self._kept
+        return reused
+
+
+plant("what stands in for a rank does so again and again", Hurried)(altered(steps=ReusesForEver))
+
+
 class KeepsOverViews(Steps):
     def forget_kept(self) -> None:
         pass

@@ -99,7 +99,8 @@ class Steps:
         reused = {rank: kept for rank, kept in self._kept.items() if rank not in self.ended}
         self.num_reused += len(reused)
         finite = {rank: part for rank, part in self.ended.items() if np.isfinite(part.vector).all()}
-        self._kept |= {rank: part.copy() for rank, part in finite.items()}
+        # Once: who is away for long would steer every step with what it saw at first.
+        self._kept = {rank: part.copy() for rank, part in finite.items()}
         return reused
 
     def sum(
