@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -245,3 +246,22 @@ def test_measuring_finds_the_dear_layer_and_leaves_no_trace() -> None:
     assert min(costs) > 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Elsewhere(ByData):
+    """While it is traced, somebody else makes a tensor."""
+
+    made: list[object]
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = threading.Thread(target=lambda: self.made.append(torch.zeros(2)))
+        other.start()
+        other.join()
+        return self.second(self.first(x) + torch.zeros(x.shape[1]))  # type: ignore[no-any-return]
+
+
+def test_tensors_of_other_threads_are_not_part_of_a_forward() -> None:
+    model = Elsewhere()
+    model.made = []
+    cut_of(model, 2)
+    assert all(isinstance(tensor, Tensor) for tensor in model.made)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -237,11 +238,12 @@ class _Factories(TorchFunctionMode):
 
 def trace(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bool]) -> Traced:
     """The model's forward on such inputs, in the mode it is in; raises Untraceable. Leaves buffers and generators alone."""
-    tracer = _Tracer(inputs, is_open)
+    tracer, own_thread = _Tracer(inputs, is_open), threading.get_ident()
 
     def recorded(factory: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> Any:
-            if tracer.is_concrete:
+            # Other threads go on meanwhile: batches are read, tensors are sent.
+            if tracer.is_concrete or threading.get_ident() != own_thread:
                 return factory(*args, **kwargs)
             return tracer.create_proxy("call_function", factory, args, kwargs)
 
