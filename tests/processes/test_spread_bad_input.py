@@ -195,3 +195,23 @@ def test_a_layer_no_plan_covers_is_given_what_it_needs(launch_script: Launch, mo
     assert cut.exit_code == 0, f"{cut.error}\n{cut.stderr}"
     losses = [float(done.stdout.split("loss")[1]) for done in (alone, cut)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_rank_that_leaves_out_a_sum_of_its_loop_is_found_out_at_the_deadline(launch_script: Launch) -> None:
+    done = launch_script(
+        script(
+            """
+            model = nn.Linear(6, 4)
+            model, optimizer, batches = shoal.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), data.batch(8))
+            for number, (x, y) in enumerate(batches):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if rank != 1 or number != 1:
+                    shoal.reduce(1.0)
+            """
+        ),
+        workers=3,
+        step_timeout_s=2.0,
+    )
+    paragraph(done, CallsDiffer, "rank 0 waits in a sum over the workers, rank 1 waits in a step")

@@ -177,7 +177,7 @@ class Ddp:
     def commit(self) -> Verdict:
         """Finish the exchange, then clip, decide and update alike on every rank."""
         verdict: Verdict = self._together.exchange(
-            self._finish, self._exchange_again, conclude=self._update, abandon=self._abandon
+            self._finish, self._exchange_again, conclude=self._update, abandon=self._abandon, kind="a step"
         )
         return verdict
 
@@ -187,12 +187,16 @@ class Ddp:
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in rank order."""
-        summed: torch.Tensor = self._together.exchange(lambda native: sum_in_rank_order(native, values))
+        summed: torch.Tensor = self._together.exchange(
+            lambda native: sum_in_rank_order(native, values), kind="a sum over the workers"
+        )
         return summed
 
     def gather(self, value: torch.Tensor | None) -> list[torch.Tensor]:
         """Every rank's tensor, in rank order."""
-        gathered: list[torch.Tensor] = self._together.exchange(lambda native: gather_any(native, value))
+        gathered: list[torch.Tensor] = self._together.exchange(
+            lambda native: gather_any(native, value), kind="a gathering"
+        )
         return gathered
 
     def state(self) -> Iterator[Piece]:

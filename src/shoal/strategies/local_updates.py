@@ -158,7 +158,11 @@ class LocalUpdates(Ddp):
         total = torch.tensor(mine.loss_total, dtype=torch.float64)
         self._contribute(LossSum(total, mine.count, None), mine.num_local / mine.num_global)
         verdict: Verdict = self._together.exchange(
-            self._finish, self._exchange_again, conclude=self._update, abandon=self._abandon
+            self._finish,
+            self._exchange_again,
+            conclude=self._update,
+            abandon=self._abandon,
+            kind="a step",
         )
         wishes.checkpoint = False
         return verdict

@@ -31,6 +31,9 @@ from shoal.strategies.timeline import Timeline
 
 T = TypeVar("T")
 
+KINDS = ("an exchange", "a step", "a sum over the workers", "a gathering", "a call of shoal.collectives")
+"""What an exchange may be for: ranks whose scripts went apart are found out by it."""
+
 
 class Together(Timeline):
     """The group of this process's job, through all its views."""
@@ -42,6 +45,7 @@ class Together(Timeline):
         self._is_exchanging = False  # or else, when a view is over, it waits at a call for the others
         self._waited_s = 0.0  # for the others, in the exchange that broke
         self._waited_in = ""  # which one that was
+        self._kind = 0  # what it was for
         self._stands = False  # whether it holds state that counts: from view 1 on, or since a donor gave it
         self._native: Reducer | None = None
         self._patience: Patience | None = None  # of the exchange under way
@@ -73,6 +77,7 @@ class Together(Timeline):
         conclude: Callable[[T], Any] = lambda result: result,
         abandon: Callable[[], None] = lambda: None,
         patience: Patience | None = None,
+        kind: str = KINDS[0],
     ) -> Any:
         """Run the next exchange to its end, through however many views; returns what `conclude` made of it.
 
@@ -82,8 +87,10 @@ class Together(Timeline):
         from the donor is not concluded, the donor's state came with it.
         `abandon` drops every reference to the group that broke. `patience`
         ends a wait for ranks that do not come before the job's own time-out.
+        `kind` is one of KINDS.
         """
         attempt = first
+        self._kind = KINDS.index(kind)
         self._be_there()
         while True:
             known, result = self._log.recall()
@@ -117,8 +124,9 @@ class Together(Timeline):
     def within(self, run: Callable[[], T], *, abandon: Callable[[], None]) -> T:
         """Run what sums over the group without being an exchange: in the next view from its beginning, should this one end.
 
-        Every rank does so that has not finished the exchange after it.
+        Every rank does so that has not finished the exchange after it, which is a step's.
         """
+        self._kind = KINDS.index("a step")
         self._be_there()
         while True:
             began_at = time.monotonic()
@@ -194,7 +202,9 @@ class Together(Timeline):
     def _hand_over(self, native: Reducer, donor: int, *, behind: bool, fresh: bool) -> None:
         # Where a process is that runs towards the state it was given says nothing about where that state is.
         runs_up = fresh or self._heritage is not None or self._log.is_catching_up
-        standing = torch.tensor([int(behind), self._log.num_known, int(self._is_exchanging), int(runs_up)])
+        standing = torch.tensor(
+            [int(behind), self._log.num_known, int(self._is_exchanging), int(runs_up), self._kind]
+        )
         everybody = [place.tolist() for place in native.all_gather(standing)]
         self._refuse_different_scripts(everybody)
         needy = [rank for rank, place in enumerate(everybody) if place[0]]
@@ -229,17 +239,16 @@ class Together(Timeline):
 
     def _refuse_different_scripts(self, everybody: list[list[int]]) -> None:
         """A rank that waits at a call has run all its exchanges: nobody can be in one that it does not know of."""
-        furthest = max((known for _, known, _, runs_up in everybody if not runs_up), default=-1)
+        furthest = max((place[1] for place in everybody if not place[3]), default=-1)
         there = {rank: place for rank, place in enumerate(everybody) if not place[3] and place[1] == furthest}
         exchanging = {rank for rank, place in there.items() if place[2]}
-        if exchanging and exchanging != set(there):
+        kinds = {there[rank][4] for rank in exchanging}
+        if exchanging and (exchanging != set(there) or len(kinds) > 1):
             raise CallsDiffer(
                 number=session.num_calls(),
                 calls={
-                    rank: "waits in an exchange (a step, a reduction)"
-                    if rank in exchanging
-                    else "went on without it"
-                    for rank in there
+                    rank: f"waits in {KINDS[place[4]]}" if rank in exchanging else "went on without it"
+                    for rank, place in there.items()
                 },
             )
 

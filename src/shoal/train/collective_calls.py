@@ -149,7 +149,9 @@ def collectively(call: str, run: Callable[[Reducer], T], timeout_s: float | None
         timeline = strategy.timeline
         if isinstance(timeline, Together):
             patience = Patience(call, timeout_s) if timeout_s is not None else None
-            return timeline.exchange(alike, patience=patience)  # type: ignore[no-any-return]
+            return timeline.exchange(  # type: ignore[no-any-return]
+                alike, patience=patience, kind="a call of shoal.collectives"
+            )
         return alike(Gathered(job.rank, job.num_workers, strategy.gather))
 
     return remembered(call.partition("(")[0], exchange)
