@@ -61,7 +61,7 @@ def _own_sockets() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm_parent(_own_sockets: None) -> Iterator[WarmParent]:
-    with WarmParent("tests", preload=["shoal.train.metrics"]) as warm:
+    with WarmParent("tests", preload=["shoal.train.metrics", "shoal.strategies.model_parallel"]) as warm:
         warm.wait_ready()
         yield warm
 

@@ -368,4 +368,6 @@ def _entries(folder: str) -> list[str]:
 
 
 def _warm_parent(run: RunDirectory, described: RunConfig) -> WarmParent:
-    return WarmParent(run.name, preload=preload_for(described.script, with_servers=bool(described.servers)))
+    is_mesh = strategy_names.parse(described.strategy).base == "mesh"
+    modules = preload_for(described.script, with_servers=bool(described.servers), with_mesh=is_mesh)
+    return WarmParent(run.name, preload=modules)

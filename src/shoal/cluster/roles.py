@@ -44,9 +44,14 @@ PRELOAD_WITH_SERVERS = ("numba", "shoal.ps.server_process", "shoal.ps.core", "sh
 """What servers, and workers that have servers, need besides; as far as there is such a module."""
 
 
-def preload_for(script: str, *, with_servers: bool = False) -> tuple[str, ...]:
+PRELOAD_WITH_MESH = "shoal.strategies.model_parallel"
+"""With torch's own sharding, which takes each worker almost two seconds to import (measured)."""
+
+
+def preload_for(script: str, *, with_servers: bool = False, with_mesh: bool = False) -> tuple[str, ...]:
     """What else to import before forking for this script. A wrong guess costs time, nothing else."""
     servers = tuple(name for name in PRELOAD_WITH_SERVERS if with_servers and _exists(name))
+    servers += (PRELOAD_WITH_MESH,) if with_mesh else ()
     try:
         with open(script, encoding="utf-8", errors="replace") as file:
             text = file.read()
