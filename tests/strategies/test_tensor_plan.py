@@ -161,11 +161,37 @@ def test_the_users_plan_comes_first() -> None:
         ({"0": "diagonal"}, "says 'diagonal'"),
         ({"block.*": "colwise"}, "no layer of the model is called so"),
         ({"1": "colwise"}, "it is a ReLU"),
+        ({"1": "sequence"}, "it is a ReLU, and dropout, LayerNorm and RMSNorm"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(patterns: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         find_plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 2, patterns)
+
+
+def test_between_pairs_norms_and_dropout_run_on_a_part_of_the_sequence() -> None:
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8), nn.Dropout(0.1))
+    rows = find_plan(model, 2, sequence=True).rows
+    assert {name: row.style for name, row in rows.items()} == {
+        "1": "colwise",
+        "3": "rowwise",
+        "0": "sequence",
+        "4": "sequence",  # and not "2", which works on a part of the features
+    }
+    by_hand = find_plan(model, 2, {"0": "sequence"})
+    assert by_hand.is_sequence
+    assert [name for name, row in by_hand.rows.items() if row.style == "sequence"] == ["0"]
+
+
+def test_a_large_table_is_cut_by_rows_with_the_layer_that_scores_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tensor_plan, "ALONE_BYTES", 100)
+    model = nn.Sequential(nn.Embedding(50, 8), nn.LayerNorm(8), nn.Linear(8, 50, bias=False))
+    model[2].weight = model[0].weight
+    assert styles(model) == {"0": "rowwise", "1": "replicated", "2": "colwise alone"}
+    with pytest.raises(ConfigError, match="its weight is shared with another layer"):
+        find_plan(model, 2, {"0": "rowwise"})
 
 
 def test_torchs_own_transformer_layers_are_cut_where_they_can_be() -> None:
