@@ -237,7 +237,8 @@ class ModelParallel(Ddp):
             data_groups=[mesh[axis].get_group() for axis in ("dp", "fsdp") if getattr(axes, axis) > 1],
             num_data_ranks=axes.num_data_ranks,
         )
-        model = flow.model  # and not the flow, which holds what every layer gave
+        flow.forget()
+        model = flow.model
         self._norm_of = lambda: pipeline_state.norm_over_stages(
             dict(model.named_parameters()), holding, group, self._job.device
         )

@@ -65,6 +65,12 @@ class Flow:
 
     mixes_in_evaluation: bool = False
 
+    def forget(self) -> None:
+        """Let go of what every layer gave, and with it of weights: nodes are in circles, which nobody clears at once."""
+        for traced in (self.train, self.evaluation):
+            for node in traced.graph.nodes:
+                node.meta.clear()
+
 
 def sample(inputs: Tree, num: int) -> Tree:
     """So many samples of the inputs, repeated where there are fewer."""
