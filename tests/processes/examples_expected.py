@@ -128,5 +128,12 @@ WITH_SERVERS = [
 ]
 """Those that speak to the servers themselves: they are launched with some."""
 
-WITH_OWN_TESTS = {"map_reduce", "map_reduce_training", "ordered_updates", "from_anywhere", "matmul", "spirals"}
+WITH_OWN_TESTS = {
+    "map_reduce",
+    "map_reduce_training",
+    "ordered_updates",
+    "from_anywhere",
+    "matmul",
+    "spirals",
+}
 """Those that show something else than one training, in tests of their own: test_<name>_example.py."""
