@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.cluster.roles import PRELOAD_WITH_SERVERS
+from shoal.cluster.roles import PRELOAD_WITH_MESH, PRELOAD_WITH_SERVERS
 from shoal.cluster.warm_client import WarmParent
 
 _shared: list[WarmParent] = []
@@ -18,7 +18,9 @@ def warm_parent() -> Iterator[WarmParent]:
     if _shared:
         yield _shared[0]
         return
-    with WarmParent("tests-ps", preload=["shoal.train.metrics", *PRELOAD_WITH_SERVERS]) as warm:
+    with WarmParent(
+        "tests-ps", preload=["shoal.train.metrics", PRELOAD_WITH_MESH, *PRELOAD_WITH_SERVERS]
+    ) as warm:
         warm.wait_ready()
         _shared.append(warm)
         yield warm

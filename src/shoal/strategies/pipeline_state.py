@@ -129,6 +129,9 @@ class Ties:
         for parameter, (first, *others) in self._shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                # Stages that use a weight in different ways leave its gradient cut in different ways.
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
             gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             if self._rank != first:
                 dist.send(gradient.contiguous(), self._ranks[first], group=self._group)
