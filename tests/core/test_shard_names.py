@@ -18,7 +18,10 @@ def test_words_mean_what_shard_takes() -> None:
     assert parse("weighted=measured") == Words("weighted", weights="measured")
 
 
-@pytest.mark.parametrize("text", ["", "even", "equal=2", "balanced", "weighted", "weighted=a,b", "dynamic=1", "dynamic=x", "dynamic=nan"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "even", "equal=2", "balanced", "weighted", "weighted=a,b", "dynamic=1", "dynamic=x", "dynamic=nan"],
+)
 def test_other_words_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="Nothing was started"):
         parse(text)

@@ -85,7 +85,8 @@ def chaos(
         )
         if not Path(script).is_file():
             launch(config)  # refuses it, before a warm parent is started for nothing
-        with WarmParent(preload=preload_for(script, with_servers=config.num_servers > 0)) as warm:
+        preload = preload_for(script, with_servers=config.num_servers > 0, with_mesh=config.is_mesh)
+        with WarmParent(preload=preload) as warm:
             warm.wait_ready()
             exit_code = _compare(config, warm, seed=seed, every_s=every_s, for_s=for_s)
     raise typer.Exit(exit_code)

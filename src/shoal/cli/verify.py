@@ -118,7 +118,8 @@ def verify(
         )
         if not Path(script).is_file():
             launch(config)  # refuses it, before a warm parent is started for nothing
-        with WarmParent(preload=preload_for(script, with_servers=config.num_servers > 0)) as warm:
+        preload = preload_for(script, with_servers=config.num_servers > 0, with_mesh=config.is_mesh)
+        with WarmParent(preload=preload) as warm:
             outcome = check(
                 VerifyRuns(config, warm, num_steps=steps),
                 num_workers=strategy_names.num_slices(chosen, workers),

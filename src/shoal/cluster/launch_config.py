@@ -194,6 +194,11 @@ class LaunchConfig:
             self.faults.check(num_workers=self.workers, num_servers=self.num_servers)
 
     @property
+    def is_mesh(self) -> bool:
+        """Whether the model is cut over the workers."""
+        return strategy_names.parse(strategy_names.choose(self.strategy, self.workers)).base == "mesh"
+
+    @property
     def num_servers(self) -> int:
         """How many servers there will be."""
         if self.servers is not None:

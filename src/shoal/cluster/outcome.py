@@ -30,7 +30,10 @@ class Outcome:
     """The newest of each rank."""
 
     checkpoint: Saved | None = None
-    """The newest that is whole."""
+    """The newest that is whole, be it a snapshot that goes with the job."""
+
+    lasting: Saved | None = None
+    """The newest that is whole and stays."""
 
     last_lines: dict[int, list[str]] = field(default_factory=dict)
     """Of each rank's log, once it is gone."""
@@ -60,7 +63,7 @@ class Outcome:
 def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | None:
     """Why the job did not end well, as its user should read it; `run` is what `shoal resume` would be given."""
     cause = outcome.fate.cause
-    checkpoint = outcome.checkpoint.path if outcome.checkpoint else None
+    checkpoint = outcome.lasting.path if outcome.lasting else None
     match cause:
         case None:
             return None
@@ -176,7 +179,7 @@ def summary_of(outcome: Outcome, *, started: float, ended: float, **facts: Any) 
         ),
         **({"sharding": outcome.sharding} if outcome.sharding else {}),
         **({"exchange": outcome.exchange} if outcome.exchange else {}),
-        "checkpoint": outcome.checkpoint.path if outcome.checkpoint else None,
+        "checkpoint": outcome.lasting.path if outcome.lasting else None,
         "started": started,
         "ended": ended,
     }
@@ -204,7 +207,7 @@ def _interrupted(outcome: Outcome, signum: signal.Signals, late: tuple[int, ...]
     error = Interrupted(
         signal_name=signum.name,
         step=facts.get("step") or (last.step if last else None),
-        checkpoint=facts.get("checkpoint") or (outcome.checkpoint.path if outcome.checkpoint else None),
+        checkpoint=facts.get("checkpoint") or (outcome.lasting.path if outcome.lasting else None),
         run=run,
     )
     if late:

@@ -14,6 +14,7 @@ import selectors
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
@@ -36,6 +37,7 @@ from shoal.cluster.signals import SignalInbox
 from shoal.cluster.warm_client import WarmParent
 from shoal.cluster.worker import WorkerSpec
 from shoal.cluster.worker_process import Worker
+from shoal.core import scratch
 from shoal.core.errors import ClusterError
 from shoal.core.happenings import RESULTS_LET_GO
 from shoal.wire.ledger_messages import Noted
@@ -234,6 +236,8 @@ class Supervisor:
                 if self.outcome.checkpoint is None or message.step > self.outcome.checkpoint.step:
                     self._feed(fate_events.Advanced())
                 self.outcome.checkpoint = message
+                if not Path(message.path).is_relative_to(self._run.path / scratch.NAME):
+                    self.outcome.lasting = message
                 self._run.event("saved", rank=message.rank, path=message.path, step=message.step)
                 self._coordinator.tell(message)
             case Happened(rank, kind, facts):

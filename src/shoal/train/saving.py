@@ -62,8 +62,8 @@ def load_model(trainer: Trainer, path: str) -> None:
     _load(trainer, open_checkpoint(path), with_optimizer=False)
 
 
-def save_checkpoint(trainer: Trainer, directory: str | None) -> str:
-    """Everything needed to go on, at any number of workers."""
+def save_checkpoint(trainer: Trainer, directory: str | None, *, is_snapshot: bool = False) -> str:
+    """Everything needed to go on, at any number of workers. A snapshot goes with the job: nobody is told to go on from it."""
     home = directory or _homes(trainer)[0]
     path = step_path(home, trainer.step)
     pieces = [*own_parts.state(trainer, path), *_metric_pieces(trainer)]
@@ -75,7 +75,8 @@ def save_checkpoint(trainer: Trainer, directory: str | None) -> str:
         if moved is not None:
             print(f"checkpoints of an earlier run were moved to {moved}", file=sys.stderr, flush=True)
         session.saved(path, trainer.step)
-    trainer.newest_checkpoint = path
+    if not is_snapshot:
+        trainer.newest_checkpoint = path
     return path
 
 

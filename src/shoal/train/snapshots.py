@@ -39,7 +39,7 @@ class Snapshots:
         if getattr(trainer.strategy, "is_apart", False):
             return  # when the workers have one model again
         self._seen_step = step
-        self._taken.append(saving.save_checkpoint(trainer, str(directory())))
+        self._taken.append(saving.save_checkpoint(trainer, str(directory()), is_snapshot=True))
         while len(self._taken) > 2:
             oldest = self._taken.pop(0)
             own_parts.remove(trainer, oldest)
