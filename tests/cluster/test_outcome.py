@@ -25,7 +25,7 @@ def progress(rank: int, step: int) -> Progress:
 def test_a_death_is_told_with_what_is_known_of_the_worker() -> None:
     seen = outcome(Exited(1, -signal.SIGKILL))
     seen.progress = {0: progress(0, 31), 1: progress(1, 30)}
-    seen.checkpoint = Saved(0, "runs/x/checkpoints/step-20", 20)
+    seen.checkpoint = seen.lasting = Saved(0, "runs/x/checkpoints/step-20", 20)
     seen.last_lines = {1: ["out of memory"]}
     error = error_of(seen, num_workers=2, run="runs/x")
     assert isinstance(error, WorkerDied)
