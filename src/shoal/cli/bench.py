@@ -140,7 +140,7 @@ def _list(as_json: bool) -> None:
         return
     typer.echo("Measured by `shoal bench NAME`:")
     for name, each in BENCHES.items():
-        typer.echo(f"  {name:<18}{each.measures}")
+        typer.echo(f"  {name:<20}{each.measures}")
     typer.echo("\nMeasured in a checkout of the source, by `python -m benchmarks NAME`:")
     for name, measures in FROM_SOURCE.items():
-        typer.echo(f"  {name:<18}{measures}")
+        typer.echo(f"  {name:<20}{measures}")
