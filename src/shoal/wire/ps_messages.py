@@ -248,7 +248,9 @@ class Committed(Message, frozen=True, tag="ps-committed"):
     slowest: Count
     late: bool = False
     wishes: Count = 0  # or-ed over all workers: 1 stop, 2 checkpoint, 4 leave; relaxed strategies
-    is_new: bool = True  # relaxed strategies, the holder of slot 0: it counts there by this push, and not by one before
+    is_new: bool = (
+        True  # relaxed strategies, the holder of slot 0: it counts there by this push, and not by one before
+    )
 
 
 class Rest(Message, frozen=True, tag="ps-rest"):
