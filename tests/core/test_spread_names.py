@@ -16,10 +16,11 @@ from shoal.core.errors import ConfigError
         ("ddp", {"batchnorm": "synced"}, "Did you mean 'sync'"),
         ("ps", {"batchnorm": "sync"}, "the workers of 'ps' have no connection to each other"),
         ("ps:async", {"batchnorm": "sync"}, "have no connection to each other"),
-        ("pp", {"batchnorm": "sync"}, "run it in micro-batches"),
+        ("pp", {"batchnorm": "sync"}, "run theirs at different times"),
         ("ddp", {"batchnorm": "sync", "sync_every": 3}, "they train apart"),
         ("ddp", {"sequence_parallel": True}, "'ddp' has no tp"),
         ("ddp", {"offload": True}, "'ddp' has no fsdp"),
+        ("fsdp", {"schedule": "gpipe"}, "'fsdp' has no pp"),
         ("pp", {"checkpoint_activations": True, "schedule": "zero-bubble"}, "takes backward apart"),
     ],
 )
@@ -35,6 +36,7 @@ def test_wishes_that_do_not_go_with_a_strategy_are_refused(
     [
         ("ddp", {"batchnorm": "sync", "checkpoint_activations": True}),
         ("tp", {"sequence_parallel": True}),
+        ("dp=1,pp=2", {"schedule": "gpipe"}),
         ("fsdp", {"offload": True, "batchnorm": "sync"}),
     ],
 )

@@ -115,6 +115,25 @@ MaxRestarts = Annotated[
     ),
 ]
 
+Exchange = Annotated[
+    str,
+    typer.Option(
+        "--exchange",
+        metavar="EXCHANGE",
+        help="How gradients are summed: auto, native (gloo, NCCL), shm (shared memory on one host), ring, hierarchical, "
+        "tree, halving, broadcast, allgather, chain, mapreduce.",
+    ),
+]
+
+Schedule = Annotated[
+    str,
+    typer.Option(
+        "--schedule",
+        metavar="SCHEDULE",
+        help="Of a pipeline (pp): 1f1b, gpipe, interleaved, zero-bubble.",
+    ),
+]
+
 BatchNorm = Annotated[
     str,
     typer.Option(

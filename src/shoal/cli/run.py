@@ -11,11 +11,13 @@ from shoal.cli.options import (
     BatchNorm,
     CheckpointActivations,
     Device,
+    Exchange,
     Grace,
     MaxRestarts,
     Offload,
     Replicas,
     RunDir,
+    Schedule,
     Script,
     SequenceParallel,
     Servers,
@@ -88,15 +90,7 @@ def run(
             help="What is to go wrong, on purpose: 'kill worker-1 at step 60; kill coordinator after 5 s'.",
         ),
     ] = None,
-    exchange: Annotated[
-        str,
-        typer.Option(
-            "--exchange",
-            metavar="EXCHANGE",
-            help="How gradients are summed: auto, native (gloo, NCCL), shm (shared memory on one host), ring, hierarchical, "
-            "tree, halving, broadcast, allgather, chain, mapreduce.",
-        ),
-    ] = "auto",
+    exchange: Exchange = "auto",
     sync_every: Annotated[
         int | None,
         typer.Option(
@@ -114,14 +108,7 @@ def run(
             help="With --sync-every: average, or nesterov:lr=0.7,momentum=0.9 (DiLoCo).",
         ),
     ] = "average",
-    schedule: Annotated[
-        str,
-        typer.Option(
-            "--schedule",
-            metavar="SCHEDULE",
-            help="Of a pipeline (pp): 1f1b, gpipe, interleaved, zero-bubble.",
-        ),
-    ] = "1f1b",
+    schedule: Schedule = "1f1b",
     compress: Annotated[
         str,
         typer.Option(

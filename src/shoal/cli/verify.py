@@ -18,8 +18,10 @@ import typer
 from shoal.cli.options import (
     BatchNorm,
     CheckpointActivations,
+    Exchange,
     Offload,
     Replicas,
+    Schedule,
     Script,
     SequenceParallel,
     Servers,
@@ -65,6 +67,8 @@ def verify(
     strategy: Strategy = None,
     servers: Servers = None,
     replicas: Replicas = None,
+    exchange: Exchange = "auto",
+    schedule: Schedule = "1f1b",
     batchnorm: BatchNorm = "local",
     sequence_parallel: SequenceParallel = False,
     checkpoint_activations: CheckpointActivations = False,
@@ -108,6 +112,8 @@ def verify(
             strategy=chosen,
             servers=servers,
             replicas=replicas,
+            exchange=exchange,
+            schedule=schedule,
             batchnorm=batchnorm,
             sequence_parallel=sequence_parallel,
             checkpoint_activations=checkpoint_activations,
@@ -168,6 +174,8 @@ class VerifyRuns:
                 strategy="single",
                 servers=None,
                 replicas=None,
+                exchange="auto",
+                schedule="1f1b",
                 batchnorm="local",
                 sequence_parallel=False,
                 checkpoint_activations=False,
@@ -201,9 +209,16 @@ class VerifyRuns:
 
 def _how(config: LaunchConfig, num_slices: int, num_micro: int | None) -> str:
     if config.workers > 1:
-        return f"with {config.strategy} on {config.workers} workers"
+        return f"with {_spread(config)} on {config.workers} workers"
     how = f"in one process, as {num_slices} slices in turn" if num_slices > 1 else "in one process"
     return f"{how}, in {num_micro} micro-batches" if num_micro is not None and num_micro > 1 else how
+
+
+def _spread(config: LaunchConfig) -> str:
+    """The strategy, and what of its ways was chosen."""
+    by_default = {"auto", "1f1b"}
+    chosen = [way for way in (config.exchange, config.schedule) if way not in by_default]
+    return f"{config.strategy} ({', '.join(chosen)})" if chosen else f"{config.strategy}"
 
 
 def table(judged: Judged) -> Table:
@@ -263,7 +278,7 @@ def verdict(outcome: Outcome, config: LaunchConfig, *, asked_steps: int, toleran
             "the difference shrinks with the precision, as rounding does and a mistake does not. Their gradient is "
             "zero but for rounding (a bias before a BatchNorm, say), and the optimizer enlarges what is left."
         )
-    spread = f"{config.strategy} on {config.workers} worker{'s' if config.workers > 1 else ''}"
+    spread = f"{_spread(config)} on {config.workers} worker{'s' if config.workers > 1 else ''}"
     if outcome.equal:
         explained = {found.name for found in outcome.judged.rounding}
         yield (

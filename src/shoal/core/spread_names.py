@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from shoal.core import strategy_names
+from shoal.core import schedule_names, strategy_names
 from shoal.core.errors import ConfigError
 from shoal.core.mesh_names import Axes
 
@@ -45,8 +45,9 @@ def check(
         )
     if batchnorm == "sync" and axes.pp != 1:
         raise ConfigError(
-            f"--batchnorm sync normalises a batch as a whole, and the stages of '{strategy}' run it in micro-batches, one after "
-            "the other. Nothing was started; use dp, fsdp or tp, or leave --batchnorm out."
+            f"--batchnorm sync adds up over all workers within a forward, and the stages of '{strategy}' run theirs at different "
+            "times. Nothing was started; use dp, fsdp or tp, or leave --batchnorm out: pp alone gives a batch to BatchNorm "
+            "whole anyway."
         )
     if batchnorm == "sync" and is_apart:
         raise ConfigError(
@@ -67,6 +68,11 @@ def check(
         raise ConfigError(
             f"--offload keeps the shards of fsdp in the host's memory, and '{strategy}' has no fsdp. Nothing was started; use "
             "--strategy fsdp, or leave it out."
+        )
+    if schedule != schedule_names.DEFAULT and axes.pp == 1:
+        raise ConfigError(
+            f"--schedule {schedule} orders what the stages of a pipeline do, and '{strategy}' has no pp. Nothing was started; use "
+            "--strategy pp, or leave it out."
         )
     if activations and axes.pp != 1 and schedule == "zero-bubble":
         raise ConfigError(

@@ -123,16 +123,28 @@ def find_flow(model: nn.Module, inputs: Tree, num_stages: int, user_cut: Sequenc
 def _can_open(module: nn.Module) -> bool:
     if is_run_again(module):
         return False  # as a whole
+    if _has_hooks(module):
+        return False  # a hook of the user's wants the module itself
+    if type(module).forward is nn.Sequential.forward or isinstance(module, _OPENS_AS_USERS):
+        return True
+    return not type(module).__module__.startswith(("torch.nn", "torch.ao"))
+
+
+def _has_hooks(module: nn.Module) -> bool:
     hooks = (
         *module._forward_hooks.values(),
         *module._forward_pre_hooks.values(),
         *module._backward_hooks.values(),
     )
-    if any(not getattr(hook, "__module__", "").startswith("shoal.") for hook in hooks):
-        return False  # a hook of the user's wants the module itself
-    if type(module).forward is nn.Sequential.forward or isinstance(module, _OPENS_AS_USERS):
-        return True
-    return not type(module).__module__.startswith(("torch.nn", "torch.ao"))
+    return any(not getattr(hook, "__module__", "").startswith("shoal.") for hook in hooks)
+
+
+def _why_closed(model: nn.Module) -> str:
+    if _has_hooks(model):
+        return "it has hooks of its own, which no stage would run"
+    if is_run_again(model):
+        return "checkpoint_activations runs all of it again as one block"
+    return "it is one layer of torch's own, which has no parts"
 
 
 def _traced_flow(
@@ -147,7 +159,7 @@ def _traced_flow(
     while True:
         try:
             if not _can_open(model):
-                raise Untraceable("", "it has hooks of its own, which no stage would run")
+                raise Untraceable("", _why_closed(model))
             # BatchNorm takes no batch of one, and a synchronised one would wait for other ranks.
             with evaluating(module for module in model.modules() if isinstance(module, _BatchNorm)):
                 train = _twice(model, inputs, is_open)

@@ -156,4 +156,6 @@ def _leave(plan: Plan, name: str, module: nn.Module, tied: set[int]) -> None:
             return
         plan.add(name, "replicated", why or "no partner, and too small to cut alone")
         return
-    plan.add(name, "replicated", f"a {type(module).__name__} is not cut")
+    own = [f"'{key}'" for key, _ in module.named_parameters(recurse=False)] if not name else []
+    what = f"{', '.join(own[:3])} of the model itself" if own else f"a {type(module).__name__}"
+    plan.add(name, "replicated", f"{what} is not cut")

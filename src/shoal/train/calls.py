@@ -74,9 +74,10 @@ def batches_of(data: Any, *, what: str, seed: int, may_be_endless: bool = False)
     # By costs only what is trained: other data may lack the column.
     if shard is not None and (what in ("fit", "setup") or not shard.startswith("balanced")):
         batches = batches.shard_unless_said(shard)
-    size = batches.batch_size(jobs.num_workers())
-    if 0 < size < jobs.num_workers():
-        raise BatchTooSmall(batch_size=size, num_workers=jobs.num_workers())
+    num_parts = jobs.current().num_data_ranks  # the ranks of tp and pp compute the same part
+    size = batches.batch_size(num_parts)
+    if 0 < size < num_parts:
+        raise BatchTooSmall(batch_size=size, num_workers=num_parts)
     return batches
 
 
