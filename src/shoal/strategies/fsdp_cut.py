@@ -7,6 +7,8 @@ large enough to be worth a collective.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -52,6 +54,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> list[
     Gradients are summed and not averaged: they were divided by the global batch before.
     """
     refuse(model)
+    _quieten()
     # Pinned memory is of use to an accelerator alone; without one, shards are in the host's memory anyway.
     pinned = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     policy: OffloadPolicy = pinned if offload else OffloadPolicy()
@@ -69,6 +72,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> list[
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor in it
     return [name for name, _ in alone]
+
+
+def _quieten() -> None:
+    """Torch's words about what is no concern of the user's, from every rank."""
+    # A loss that writes into the model's output is refused before training: it does not recombine.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    # Shards of fsdp and tp are gathered one axis after the other, in checkpoints alone.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def refuse(model: nn.Module) -> None:

@@ -300,4 +300,11 @@ class UnevenStage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Gradients of what one micro-batch was given, zeros where there is none."""
         self._stage_meta.input_grads = _derive_grad_metas(self._takes[bwd_chunk_id] or ())
+        if (
+            bwd_chunk_id in self.bwd_cache
+        ):  # only what lies in one piece is sent, and the gradient of a mean does not
+            grads = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                grad.contiguous() if isinstance(grad, Tensor) else grad for grad in grads
+            )
         return super().get_bwd_send_ops(bwd_chunk_id)

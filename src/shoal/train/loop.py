@@ -338,7 +338,10 @@ class FitLoop:
         now = time.monotonic()
         if now - self._reported_at >= _REPORT_EVERY_S:
             self._reported_at = now
-            self._report(now, verdict.loss)
+            if (
+                position.step != self._num_steps()
+            ):  # the last one is told with the loss and metrics of its epoch
+                self._report(now, verdict.loss)
             if self._ledger is not None:
                 self._ledger.now_and_then(now)
 
