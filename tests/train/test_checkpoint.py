@@ -182,6 +182,16 @@ def test_without_a_manifest_there_is_no_checkpoint(directory: str) -> None:
         open_checkpoint(f"{directory}/one")
 
 
+def test_a_directory_of_checkpoints_is_told_from_one(directory: str) -> None:
+    write_checkpoint(
+        f"{directory}/run/checkpoints/step-000000005", [whole("model/w", torch.ones(5))], progress={}
+    )
+    with pytest.raises(NoCheckpoint, match="the newest is step-000000005"):
+        open_checkpoint(f"{directory}/run/checkpoints")
+    with pytest.raises(NoCheckpoint, match="it is the directory of a run"):
+        open_checkpoint(f"{directory}/run")
+
+
 def raw(directory: str, name: str) -> bytes:
     with fsspec.open(f"{directory}/one/{name}", "rb") as file:
         return bytes(file.read())

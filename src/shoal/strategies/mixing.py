@@ -43,10 +43,11 @@ def mixing_layers(model: nn.Module) -> list[MixingLayer]:
     return found
 
 
-def describe_mixing(layers: list[MixingLayer]) -> Iterator[str]:
+def describe_mixing(layers: list[MixingLayer], *, sync_every: int | None = None) -> Iterator[str]:
     """A line for each kind of mixing, naming the first layers."""
+    when = "at every step" if sync_every is None else "with the models"
     for why, means in (
-        (MIXES, "each worker normalises its own slice; running statistics are averaged at every step"),
+        (MIXES, f"each worker normalises its own slice; running statistics are averaged {when}"),
         (DRAWS, "each worker draws its own numbers, a function of seed, rank and step"),
     ):
         named = [f"{layer.layer} ({layer.kind})" for layer in layers if layer.why == why]

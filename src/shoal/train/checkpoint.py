@@ -83,6 +83,16 @@ def write_checkpoint(
         raise CheckpointWriteFailed(path=place.url, reason=reason, previous=previous) from error
 
 
+def _why_none(names: list[str]) -> str:
+    """Why a directory that holds `names` is no checkpoint."""
+    steps = [name for name in names if name.startswith("step-")]
+    if steps:
+        return f"it holds checkpoints and is none itself; name one of them, the newest is {steps[-1]}"
+    if "checkpoints" in names:
+        return "it is the directory of a run; name one of those in its checkpoints directory"
+    return f"it has no {manifest.NAME}, so it was never finished" if names else "it does not exist"
+
+
 def open_checkpoint(url: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
     """The checkpoint at `url`, once every file has the size and the hash that were written.
 
@@ -91,12 +101,7 @@ def open_checkpoint(url: str | os.PathLike[str], *, verify: bool = True) -> Chec
     """
     place = Place.at(url)
     if not place.has(manifest.NAME):
-        reason = (
-            "it does not exist"
-            if not place.names()
-            else f"it has no {manifest.NAME}, so it was never finished"
-        )
-        raise NoCheckpoint(path=place.url, reason=reason)
+        raise NoCheckpoint(path=place.url, reason=_why_none(place.names()))
     try:
         with place.open(manifest.NAME) as source:
             text = source.read()

@@ -412,7 +412,7 @@ class Trainer:
         strategy.prepare(self.train_job)
         fingerprint.watch(model)
         if self.num_workers > 1 and self.rank == 0:
-            for note in describe_mixing(mixing_layers(model)):
+            for note in describe_mixing(mixing_layers(model), sync_every=self.job.sync_every):
                 print(f"note: {note}", file=sys.stderr, flush=True)
         if self._scheduler_factory is not None and strategy.optimizer is not None:
             self._scheduler = self._scheduler_factory(strategy.optimizer)
