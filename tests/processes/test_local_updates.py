@@ -291,7 +291,7 @@ def test_what_is_not_finite_is_left_out_where_it_was_or_ends_the_job_by_name(lau
         ({"sync_every": 4, "strategy": "fsdp"}, "whose workers share what they train at every step"),
         ({"sync_every": 4, "strategy": "ps", "servers": 1}, "whose workers share what they train"),
         ({"sync_every": 4, "workers": 1}, "one process, which has nobody to average with"),
-        ({"sync_every": 4, "batchnorm": "sync"}, "normalises over all workers' slices within every step"),
+        ({"sync_every": 4, "batchnorm": "sync"}, "with --sync-every they train apart"),
         ({"outer": "nesterov"}, "add --sync-every 10"),
         ({"sync_every": 4, "outer": "nestrov"}, "Did you mean 'nesterov'"),
         ({"sync_every": 4, "outer": "nesterov:lr=50"}, "lr from 1e-06 to 10"),

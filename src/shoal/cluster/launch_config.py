@@ -179,7 +179,7 @@ class LaunchConfig:
         )
         chosen = strategy_names.choose(self.strategy, self.workers)
         is_mesh = strategy_names.parse(chosen).base == "mesh"
-        outer_names.check(self.sync_every, self.outer, strategy=chosen, batchnorm=self.batchnorm)
+        outer_names.check(self.sync_every, self.outer, strategy=chosen)
         placement.check(self.device, num_workers=self.workers, strategy=chosen, is_mesh=is_mesh)
         self._check_sums(chosen)
         self._check_servers()

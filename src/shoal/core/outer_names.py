@@ -38,7 +38,7 @@ def parse(said: str) -> Outer:
     return Outer(**settings)
 
 
-def check(sync_every: int | None, outer: str, *, strategy: str, batchnorm: str = "local") -> None:
+def check(sync_every: int | None, outer: str, *, strategy: str) -> None:
     """Refuse what cannot be meant, or not together."""
     parse(outer)
     if sync_every is None:
@@ -62,11 +62,6 @@ def check(sync_every: int | None, outer: str, *, strategy: str, batchnorm: str =
         raise ConfigError(
             f"--sync-every {sync_every} lets workers train whole models apart and averages them, and this is {others}. Nothing "
             "was started; use it with --strategy ddp and -n 2 or more, or leave it out."
-        )
-    if batchnorm != "local":
-        raise ConfigError(
-            f"--batchnorm {batchnorm} normalises over all workers' slices within every step, and --sync-every {sync_every} has them "
-            "meet every so many steps only. Nothing was started; leave one of the two out."
         )
 
 
