@@ -183,3 +183,10 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 def test_config_is_plain_json(tmp_path: Path) -> None:
     with claim(tmp_path) as run:
         assert msgspec.json.decode((run.path / "config.json").read_bytes())["args"] == ["--lr", "0.1"]
+
+
+def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
+    with claim(tmp_path) as run:
+        assert run.last_step() == 0
+        (run.path / "metrics.jsonl").write_bytes(b'{"step": 28}\n{"step": 29, "loss": null}\n{"st')
+        assert run.last_step() == 29

@@ -32,6 +32,9 @@ import msgspec
 from shoal.cluster import journal, trained_file
 from shoal.core.errors import RunDirectoryError
 
+_TAIL_BYTES = 1 << 16
+"""Of metrics.jsonl: more than a line of it is long."""
+
 
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
     """What a run's bits depend on besides its own configuration."""
@@ -170,6 +173,16 @@ class RunDirectory:
     def journal_path(self) -> Path:
         """Where the coordinator keeps what it promises."""
         return self.path / journal.FILE_NAME
+
+    def last_step(self) -> int:
+        """Of the newest line in metrics.jsonl; 0 where there is none."""
+        try:
+            with open(self.path / "metrics.jsonl", "rb") as source:
+                source.seek(max(source.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+                whole = source.read().split(b"\n")[:-1]
+            return int(msgspec.json.decode(whole[-1])["step"])
+        except (OSError, IndexError, KeyError, TypeError, ValueError, msgspec.DecodeError):
+            return 0
 
     def event(self, kind: str, /, **facts: Any) -> None:
         """Add a line to events.jsonl. A disk that takes no more lines does not end a job."""

@@ -368,6 +368,8 @@ class Supervisor:
 
     def _go_back(self, lost: fate_events.StateLost) -> None:
         checkpoint, reached = self.outcome.checkpoint, self._furthest[2]
+        if reached:  # progress is told now and then, every step is written down
+            reached = max(reached, self._run.last_step())
         self.outcome.num_went_back += 1
         self._run.event(
             "went-back", servers=lost.servers, to_step=checkpoint.step if checkpoint else 0, from_step=reached
