@@ -28,17 +28,16 @@ from shoal.collectives.native import Native
 from shoal.core.errors import PeerLost, WireError
 from shoal.wire import memfd
 
-CHUNK_BYTES = 512 << 10
-"""Copied and added at once: it stays in a core's cache between the two."""
+CHUNK_BYTES = 1 << 20
+"""Copied and added at once: it stays in a cache between the two, and is large against what Python costs per chunk."""
 
-NUM_CHUNKS = 32
+NUM_CHUNKS = 16
 """Of each ring: as far as one rank may be ahead of the others."""
 
 SHARE_FROM = 4
 """From so many ranks on they share the adding: reading everybody's part costs more than one more copy."""
 
 _LINE = 8  # int64 of a cache line: counters of two ranks never share one
-_AT_ONCE = 2
 _SPINS = 200  # looks before the first nap, where every rank has a core of its own
 _LOOK_AROUND_S = 0.25  # between looks at the connections
 
@@ -86,6 +85,7 @@ class Shm:
         rings = torch.frombuffer(self._memory, dtype=torch.uint8, offset=at)
         size = NUM_CHUNKS * CHUNK_BYTES
         self._rings = [rings[rank * size : (rank + 1) * size] for rank in range(num)]
+        self._rings[self.rank].zero_()  # pages are made now, not under the first steps
         self._results = rings[num * size : (num + 1) * size] if self._must_share else None
         self._others = [rank for rank in range(num) if rank != self.rank]
         self._next = 0  # number of the next chunk, counted over all tensors
@@ -174,16 +174,14 @@ class Shm:
         if work.put == work.num_chunks:
             return False
         # A place is free once everybody has taken what lay there.
-        # A few at a time: what was just put is still in the cache when it is added up, unless the others are late.
-        end = min(work.num_chunks, int(self._taken.min()) + NUM_CHUNKS - work.first, work.put + _AT_ONCE)
-        if end <= work.put:
+        # One at a time: what was just put is still in the cache when it is added up, unless the others are late.
+        if work.first + work.put >= int(self._taken.min()) + NUM_CHUNKS:
             return False
-        for number in range(work.put, end):
-            chunk = work.chunk(number)
-            self._place(self._rings[self.rank], work.first + number, chunk).copy_(chunk)
-            # x86 and torch's copies keep the order of stores: who reads the new count reads the chunk behind it.
-            self._put[self.rank] = work.first + number + 1
-        work.put = end
+        number, chunk = work.first + work.put, work.chunk(work.put)
+        self._place(self._rings[self.rank], number, chunk).copy_(chunk)
+        # x86 and torch's copies keep the order of stores: who reads the new count reads the chunk behind it.
+        self._put[self.rank] = number + 1
+        work.put += 1
         return True
 
     def _sum_chunks(self, work: _Work) -> bool:
@@ -224,6 +222,8 @@ class Shm:
 
     def _sum(self, number: int, chunk: Tensor, out: Tensor, begin: int = 0, stop: int | None = None) -> None:
         parts = [self._place(ring, number, chunk)[begin:stop] for ring in self._rings]
+        if self.rank < 2:
+            parts[self.rank] = chunk[begin:stop]  # the same numbers, one place less for the cache to hold
         out = out[begin:stop]
         if len(parts) == 1:
             out.copy_(parts[0])
