@@ -215,3 +215,22 @@ def test_a_rank_that_leaves_out_a_sum_of_its_loop_is_found_out_at_the_deadline(l
         step_timeout_s=2.0,
     )
     paragraph(done, CallsDiffer, "rank 0 waits in a sum over the workers, rank 1 waits in a step")
+
+
+def test_a_rank_that_leaves_out_a_collective_is_found_out_with_the_operation(launch_script: Launch) -> None:
+    done = launch_script(
+        script(
+            """
+            for number in range(4):
+                if rank != 1 or number != 2:
+                    shoal.collectives.all_reduce(torch.ones(3))
+            """
+        ),
+        workers=3,
+        step_timeout_s=2.0,
+    )
+    paragraph(
+        done,
+        CallsDiffer,
+        "rank 0 waits in all_reduce(float32 [3], op=sum), its call 4 of shoal.collectives, rank 1 went on",
+    )

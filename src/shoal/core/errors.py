@@ -337,9 +337,9 @@ class CallsDiffer(ClusterError):
         self.number, self.calls = number, dict(calls)
         listed = ", ".join(f"rank {rank} {call}" for rank, call in sorted(calls.items()))
         super().__init__(
-            f"the ranks disagree about call {number} into shoal: {listed}. Nothing of that call was done. Every rank runs "
-            "the whole script: keep fit, evaluate, predict, save and load out of `if shoal.rank() == 0`, and give every rank "
-            "the same data."
+            f"the ranks disagree about {f'call {number} into shoal' if number else 'what comes next'}: {listed}. Nothing of it was done. Every rank runs "
+            "the whole script: keep fit, evaluate, predict, save, load and shoal.collectives out of `if shoal.rank() == 0`, and "
+            "give every rank the same data."
         )
 
 

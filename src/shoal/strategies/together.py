@@ -19,6 +19,7 @@ import torch
 from shoal.cluster import session
 from shoal.cluster.rendezvous import form_group, is_broken, leave_group
 from shoal.collectives.exchanges import open_exchange
+from shoal.collectives.gather import gather_any
 from shoal.collectives.native import Native
 from shoal.collectives.reducer import Reducer
 from shoal.core import job as jobs
@@ -45,7 +46,7 @@ class Together(Timeline):
         self._is_exchanging = False  # or else, when a view is over, it waits at a call for the others
         self._waited_s = 0.0  # for the others, in the exchange that broke
         self._waited_in = ""  # which one that was
-        self._kind = 0  # what it was for
+        self._kind, self._doing = 0, ""  # what it was for
         self._stands = False  # whether it holds state that counts: from view 1 on, or since a donor gave it
         self._native: Reducer | None = None
         self._patience: Patience | None = None  # of the exchange under way
@@ -78,6 +79,7 @@ class Together(Timeline):
         abandon: Callable[[], None] = lambda: None,
         patience: Patience | None = None,
         kind: str = KINDS[0],
+        doing: str = "",
     ) -> Any:
         """Run the next exchange to its end, through however many views; returns what `conclude` made of it.
 
@@ -87,10 +89,10 @@ class Together(Timeline):
         from the donor is not concluded, the donor's state came with it.
         `abandon` drops every reference to the group that broke. `patience`
         ends a wait for ranks that do not come before the job's own time-out.
-        `kind` is one of KINDS.
+        `kind` is one of KINDS, `doing` the same in the words of the script.
         """
         attempt = first
-        self._kind = KINDS.index(kind)
+        self._kind, self._doing = KINDS.index(kind), doing
         self._be_there()
         while True:
             known, result = self._log.recall()
@@ -126,7 +128,7 @@ class Together(Timeline):
 
         Every rank does so that has not finished the exchange after it, which is a step's.
         """
-        self._kind = KINDS.index("a step")
+        self._kind, self._doing = KINDS.index("a step"), ""
         self._be_there()
         while True:
             began_at = time.monotonic()
@@ -206,7 +208,7 @@ class Together(Timeline):
             [int(behind), self._log.num_known, int(self._is_exchanging), int(runs_up), self._kind]
         )
         everybody = [place.tolist() for place in native.all_gather(standing)]
-        self._refuse_different_scripts(everybody)
+        self._refuse_different_scripts(native, everybody)
         needy = [rank for rank, place in enumerate(everybody) if place[0]]
         if self._has_let_go and self._job.rank == donor and any(everybody[rank][3] for rank in needy):
             # The supervisor learns of it by now, and takes everybody back.
@@ -237,20 +239,25 @@ class Together(Timeline):
         with native.during("agreeing that everybody has what it needs"):
             native.all_gather(standing)
 
-    def _refuse_different_scripts(self, everybody: list[list[int]]) -> None:
+    def _refuse_different_scripts(self, native: Reducer, everybody: list[list[int]]) -> None:
         """A rank that waits at a call has run all its exchanges: nobody can be in one that it does not know of."""
         furthest = max((place[1] for place in everybody if not place[3]), default=-1)
         there = {rank: place for rank, place in enumerate(everybody) if not place[3] and place[1] == furthest}
         exchanging = {rank for rank, place in there.items() if place[2]}
         kinds = {there[rank][4] for rank in exchanging}
-        if exchanging and (exchanging != set(there) or len(kinds) > 1):
-            raise CallsDiffer(
-                number=session.num_calls(),
-                calls={
-                    rank: f"waits in {KINDS[place[4]]}" if rank in exchanging else "went on without it"
-                    for rank, place in there.items()
-                },
-            )
+        if not exchanging or (exchanging == set(there) and len(kinds) == 1):
+            return
+        said = gather_any(native, torch.tensor(list(self._doing.encode()), dtype=torch.uint8))
+        doing = [bytes(words.tolist()).decode() for words in said]
+        raise CallsDiffer(
+            number=session.num_calls(),
+            calls={
+                rank: f"waits in {doing[rank] or KINDS[place[4]]}"
+                if rank in exchanging
+                else "went on without it"
+                for rank, place in there.items()
+            },
+        )
 
     def _give(self) -> Heritage:
         parts = {**self._unclaimed, **{number: holder.give() for number, holder in self._holders.items()}}

@@ -150,7 +150,10 @@ def collectively(call: str, run: Callable[[Reducer], T], timeout_s: float | None
         if isinstance(timeline, Together):
             patience = Patience(call, timeout_s) if timeout_s is not None else None
             return timeline.exchange(  # type: ignore[no-any-return]
-                alike, patience=patience, kind="a call of shoal.collectives"
+                alike,
+                patience=patience,
+                kind="a call of shoal.collectives",
+                doing=f"{call}, its call {number} of shoal.collectives",
             )
         return alike(Gathered(job.rank, job.num_workers, strategy.gather))
 
