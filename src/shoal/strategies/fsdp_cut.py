@@ -22,29 +22,35 @@ from shoal.core.errors import ConfigError
 UNIT_BYTES = 1 << 20
 """A module with fewer bytes of parameters travels with the one around it."""
 
+LAYER_BYTES = 64 << 20
+"""A single layer with fewer travels with the block it is in: each unit costs a collective and a wait."""
+
 
 def units(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that are sharded on their own, inner ones first: members of lists and sequences, and large layers.
+    """Modules that are sharded on their own, inner ones first: members of lists and sequences, and layers in none of those.
 
     And layers of another dtype than most: torch gathers a unit in one piece.
     """
     found: list[tuple[str, nn.Module]] = []
     usual = _usual_dtype(model)
 
-    def visit(name: str, module: nn.Module) -> None:
+    def visit(name: str, module: nn.Module, *, in_unit: bool) -> None:
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
-            visit(path, child)
-            is_block = isinstance(module, (nn.ModuleList, nn.Sequential)) or not list(child.children())
+            is_layer = not list(child.children())
             own = sum(parameter.numel() * parameter.element_size() for parameter in child.parameters())
-            is_large = (
-                is_block and own >= UNIT_BYTES and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
-            )
+            if is_layer:
+                is_unit = own >= (LAYER_BYTES if in_unit else UNIT_BYTES)
+            else:
+                is_member = isinstance(module, (nn.ModuleList, nn.Sequential))
+                is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))  # which is never called itself
+                is_unit = is_member and own >= UNIT_BYTES and not is_list
+            visit(path, child, in_unit=in_unit or is_unit)
             is_leaf = not any(True for inner in child.children() for _ in inner.parameters())
-            if is_large or (is_leaf and _dtypes(child.parameters()) not in (set(), {usual})):
+            if is_unit or (is_leaf and _dtypes(child.parameters()) not in (set(), {usual})):
                 found.append((path, child))
 
-    visit("", model)
+    visit("", model, in_unit=False)
     return found
 
 
