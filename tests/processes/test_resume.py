@@ -43,11 +43,12 @@ class Job:
             (self._folder / file.replace("_", "-")).unlink()
         return done
 
-    def resume(self, name: str, *, workers: int | None = None) -> Launched:
-        config = resume_config(self._folder / "runs" / name, workers=workers)
+    def resume(self, name: str, *, workers: int | None = None, strategy: str | None = None) -> Launched:
+        config = resume_config(self._folder / "runs" / name, workers=workers, strategy=strategy)
         return self._launch(
             Path(config.script),
             workers=config.workers,
+            strategy=config.strategy,
             name=name,
             args=config.args,
             resume=True,
@@ -82,14 +83,16 @@ def test_at_the_same_number_of_workers_the_bits_are_those_of_an_undisturbed_job(
     assert json.loads((resumed.run_dir / "config.json").read_text())["resumed"] is True
 
 
-@pytest.mark.parametrize(("before", "after", "stop"), [(3, 2, 3), (2, 4, 6), (4, 1, 9)])
+@pytest.mark.parametrize(
+    ("before", "after", "strategy", "stop"), [(3, 2, None, 3), (2, 4, "ps", 6), (4, 1, None, 9)]
+)
 def test_at_another_number_of_workers_it_ends_where_one_process_ends(
-    launch_script: Launch, tmp_path: Path, before: int, after: int, stop: int
+    launch_script: Launch, tmp_path: Path, before: int, after: int, strategy: str | None, stop: int
 ) -> None:
     job = Job(launch_script, tmp_path, "plain")
     assert job.run("one", workers=1).exit_code == 0
     assert job.run("cut", workers=before, stop=stop).exit_code == 0
-    resumed = job.resume("cut", workers=after)
+    resumed = job.resume("cut", workers=after, strategy=strategy)
     assert resumed.exit_code == 0, resumed.stderr
     assert resumed.summary["workers"] == after
     (weights, report), (expected, whole) = job.results("cut"), job.results("one")

@@ -15,6 +15,7 @@ EXAMPLES = (
     "Examples:\n"
     "  shoal resume click            with as many workers as before\n"
     "  shoal resume click -n 2       with two\n"
+    "  shoal resume click -n 4 --strategy fsdp   spread another way: every strategy reads every checkpoint\n"
     "  shoal resume out/runs/click   by its directory"
 )
 
@@ -29,15 +30,27 @@ def resume(
             "-n", "--workers", metavar="WORKERS", min=1, help="Worker processes.", show_default="as before"
         ),
     ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STRATEGY",
+            help="How to spread training from now on, without the options of the former strategy.",
+            show_default="as before",
+        ),
+    ] = None,
+    servers: Annotated[
+        int | None,
+        typer.Option(metavar="SERVERS", min=1, help="Server processes of ps.", show_default="as before"),
+    ] = None,
     shard: Shard = None,
     run_dir: RunDir = Path("runs"),
 ) -> None:
-    """Go on with a run from its newest checkpoint. Script, arguments and strategy are its own."""
+    """Go on with a run from its newest checkpoint. Script and arguments are its own."""
     from shoal.cli.runs import find, newest_checkpoint
     from shoal.cluster.api import launch, resume_config
 
     path = find(run, run_dir)
-    config = resume_config(path, workers=workers, shard=shard)
+    config = resume_config(path, workers=workers, shard=shard, strategy=strategy, servers=servers)
     if newest_checkpoint(path) is None:
         # A script may give its checkpoints another place; only the script knows.
         typer.echo(

@@ -128,21 +128,45 @@ def run(
 
 
 def resume_config(
-    run: str | os.PathLike[str], *, workers: int | None = None, shard: str | None = None
+    run: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    shard: str | None = None,
+    strategy: str | None = None,
+    servers: int | None = None,
 ) -> LaunchConfig:
-    """How to go on with the job of a run directory, with other workers where a number is given, or other shares."""
+    """How to go on with the job of a run directory: as before, but for what is given."""
     path = Path(run).absolute()
     before = read_config(path)
     num_workers = before.workers if workers is None else workers
+    spread: dict[str, Any] = {}
+    if strategy is None or strategy == before.strategy:
+        spread = {
+            # What was chosen by the number of workers is chosen again.
+            "strategy": None if before.strategy == "single" else before.strategy,
+            "servers": before.servers or None,
+            "replicas": before.replicas if before.servers else None,
+            "exchange": before.exchange,
+            # Sums are added in the same order, unless other workers make them.
+            "exchange_rule": before.exchange_rule or None if num_workers == before.workers else None,
+            "sync_every": before.sync_every,
+            "outer": before.outer,
+            "schedule": before.schedule,
+            "batchnorm": before.batchnorm,
+            "sequence_parallel": before.sequence_parallel,
+            "checkpoint_activations": before.checkpoint_activations,
+            "offload": before.offload,
+            "compress": before.compress,
+        }
+    else:  # what was said of the one strategy need not go with the other
+        spread = {"strategy": strategy}
+    if servers is not None:
+        spread["servers"] = servers
     return LaunchConfig(
         script=before.script,
         args=tuple(before.args),
         workers=num_workers,
-        # What was chosen by the number of workers is chosen again.
-        strategy=None if before.strategy == "single" else before.strategy,
         shard=before.shard if shard is None else shard,
-        servers=before.servers or None,
-        replicas=before.replicas if before.servers else None,
         name=path.name,
         run_dir=str(path.parent),
         seed=before.seed,
@@ -150,22 +174,12 @@ def resume_config(
         join_timeout_s=before.join_timeout_s,
         grace_s=before.grace_s,
         max_restarts=before.max_restarts,
-        exchange=before.exchange,
-        sync_every=before.sync_every,
-        outer=before.outer,
-        # Sums are added in the same order, unless other workers make them.
-        exchange_rule=before.exchange_rule or None if num_workers == before.workers else None,
-        schedule=before.schedule,
-        batchnorm=before.batchnorm,
-        sequence_parallel=before.sequence_parallel,
-        checkpoint_activations=before.checkpoint_activations,
-        offload=before.offload,
-        compress=before.compress,
         device=before.device,
         soft_placement=before.soft_placement,
-        pretend_hosts=min(before.pretend_hosts, before.workers if workers is None else workers),
+        pretend_hosts=min(before.pretend_hosts, num_workers),
         resume=True,
         cwd=before.cwd,
+        **spread,
     )
 
 

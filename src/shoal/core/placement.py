@@ -11,6 +11,7 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from shoal.core.errors import ConfigError
 from shoal.core.job import Job
@@ -18,6 +19,8 @@ from shoal.core.placement_errors import DeviceMissing
 
 AUTO = "auto"
 CPU = "cpu"
+
+KINDS = (AUTO, CPU, "cuda", "xpu", "mps", "mtia", "hpu", "npu")
 
 FORMS = {
     AUTO: "an accelerator for every worker where there are enough of them, else the CPU for all",
@@ -67,6 +70,13 @@ def parse(said: str, num_workers: int) -> list[tuple[str, int | None]]:
             f"'{said}' names no device. Nothing was started; --device takes {', '.join(FORMS)}."
         )
     wanted = [(match["kind"], int(match["index"]) if match["index"] else None) for match in found if match]
+    for (
+        kind,
+        _,
+    ) in wanted:  # other backends bring names of their own, so only what is almost a known one is refused
+        guess = get_close_matches(kind, KINDS, n=1) if kind not in KINDS else []
+        if guess:
+            raise ConfigError(f"'{said}' names no device. Did you mean '{guess[0]}'? Nothing was started.")
     if len(wanted) == 1:
         return wanted * num_workers
     if len(wanted) != num_workers or any(kind == AUTO for kind, _ in wanted):
