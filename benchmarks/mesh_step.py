@@ -52,7 +52,7 @@ def memory_of(strategy: str, *, steps: int) -> dict[str, float]:
 def main(quick: bool = False) -> None:
     report = Report("mesh_step")
     for strategy, schedule in SIDES:
-        compare(report, strategy, schedule, steps=2 if quick else 24, rounds=2 if quick else 8)
+        compare(report, strategy, schedule, steps=2 if quick else 16, rounds=2 if quick else 6)
     whole = memory_of("ddp", steps=3)
     report.add("ddp, memory per process", whole, workers=2)
     for strategy in ("fsdp", "pp"):
