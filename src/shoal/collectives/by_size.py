@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.collectives.native import Native
+from shoal.collectives.native import Native, OverNative
 from shoal.collectives.reducer import Reducer
 
 
@@ -17,7 +16,7 @@ class _Work(NamedTuple):
     under: Any
 
 
-class BySize:
+class BySize(OverNative):
     """Sums by the first of `parts` whose limit in bytes a tensor keeps; on a device, and all else, by torch's own.
 
     A function of the size alone, so that every rank takes the same one.
@@ -35,18 +34,6 @@ class BySize:
     def finish(self, work: Any, operation: str) -> None:
         """Wait until the sum is there."""
         work.by.finish(work.under, operation)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Give everybody rank 0's values, in place."""
-        self._native.broadcast(tensor)
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor."""
-        return self._native.all_gather(tensor)
-
-    def during(self, operation: str) -> contextlib.AbstractContextManager[None]:
-        """Name the operation in whatever breaks inside."""
-        return self._native.during(operation)
 
     def close(self) -> None:
         """Its view is over."""

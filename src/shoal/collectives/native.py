@@ -72,3 +72,21 @@ class Native:
         except RuntimeError as error:
             # `from None`: a kept exception holds the old group, and with it every peer that waits on it.
             raise PeerLost(rank=self.rank, operation=operation, reason=str(error).splitlines()[0]) from None
+
+
+class OverNative:
+    """What exchanges that sum in a way of their own leave to torch."""
+
+    _native: Native
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give everybody rank 0's values, in place."""
+        self._native.broadcast(tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor; all of one shape and dtype."""
+        return self._native.all_gather(tensor)
+
+    def during(self, operation: str) -> contextlib.AbstractContextManager[None]:
+        """Name the operation in whatever breaks inside."""
+        return self._native.during(operation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shoal.collectives.native import LOOK_AROUND_EVERY, Native
+from shoal.collectives.native import LOOK_AROUND_EVERY, Native, OverNative
 from shoal.core.errors import PeerLost
 
 Scheme: TypeAlias = Callable[[Tensor], None]
@@ -27,7 +26,7 @@ class _Work:
         self.lost: str | None = None
 
 
-class Relayed:
+class Relayed(OverNative):
     """All-reduce by a scheme; everything else, and tensors that are not plain memory, by torch's own.
 
     One thread, in the order of starting: ranks can never wait for each other
@@ -66,18 +65,6 @@ class Relayed:
             raise PeerLost(rank=self.rank, operation=operation, reason=work.lost)
         if work.flat.data_ptr() != work.target.data_ptr():
             work.target.copy_(work.flat.view(work.target.shape))
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Give everybody rank 0's values, in place."""
-        self._native.broadcast(tensor)
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor."""
-        return self._native.all_gather(tensor)
-
-    def during(self, operation: str) -> contextlib.AbstractContextManager[None]:
-        """Name the operation in whatever breaks inside."""
-        return self._native.during(operation)
 
     def close(self) -> None:
         """Let the thread go, once what it has begun is over."""

@@ -13,7 +13,6 @@ after its view is over writes into what nobody reads.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import time
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.collectives.native import Native
+from shoal.collectives.native import Native, OverNative
 from shoal.core.errors import PeerLost, WireError
 from shoal.wire import memfd
 
@@ -57,7 +56,7 @@ class _Work:
         return self.flat[number * self.per_chunk : (number + 1) * self.per_chunk]
 
 
-class Shm:
+class Shm(OverNative):
     """All-reduce through shared memory; everything else, and tensors that are not plain CPU memory, by torch's own."""
 
     def __init__(
@@ -113,18 +112,6 @@ class Shm:
             self._wait(work, operation)
         if work.flat.data_ptr() != work.target.data_ptr():
             work.target.copy_(work.flat.view(work.target.shape))
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Give everybody rank 0's values, in place."""
-        self._native.broadcast(tensor)
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor."""
-        return self._native.all_gather(tensor)
-
-    def during(self, operation: str) -> contextlib.AbstractContextManager[None]:
-        """Name the operation in whatever breaks inside."""
-        return self._native.during(operation)
 
     def close(self) -> None:
         """Nothing runs on; the memory goes with the last reference to it."""
