@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import Report, summarise
+from benchmarks.harness import Report, in_turn, summarise
 
 SCRIPTS = Path(__file__).parent / "scripts"
 BIN = Path(sys.executable).parent
@@ -83,12 +83,9 @@ def compare_launches(report: Report, kind: str, *, workers: int, rounds: int) ->
             str(SCRIPTS / "with_torch.py"), kind, "2", str(out),
         ]  # fmt: skip
         for number in range(rounds):
-            if number % 2:
-                mine = seconds_to_first_step(ours, out)
-                other = seconds_to_first_step(theirs, out)
-            else:
-                other = seconds_to_first_step(theirs, out)
-                mine = seconds_to_first_step(ours, out)
+            mine, other = in_turn(
+                lambda: seconds_to_first_step(ours, out), lambda: seconds_to_first_step(theirs, out), number
+            )
             pairs.append((mine, other))
     report.add(
         f"{kind}, launch to first step: shoal run / torchrun with DDP",

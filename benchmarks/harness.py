@@ -27,16 +27,16 @@ def alternate(
     for _ in range(warmup):
         theirs()
         ours()
-    pairs = []
-    for number in range(rounds):
-        if number % 2:
-            mine = ours()
-            other = theirs()
-        else:
-            other = theirs()
-            mine = ours()
-        pairs.append((mine, other))
-    return summarise(pairs)
+    return summarise([in_turn(ours, theirs, number) for number in range(rounds)])
+
+
+def in_turn(ours: Callable[[], float], theirs: Callable[[], float], number: int) -> tuple[float, float]:
+    """Both sides of round `number`; who goes first changes from round to round."""
+    if number % 2:
+        mine = ours()
+        return mine, theirs()
+    other = theirs()
+    return ours(), other
 
 
 def summarise(pairs: Sequence[tuple[float, float]], *, digits: int = 4) -> dict[str, Any]:

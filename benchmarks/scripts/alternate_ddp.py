@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
+from benchmarks.harness import in_turn
 from benchmarks.scripts.job import Job
 
 job = Job(sys.argv)
@@ -60,14 +62,6 @@ def timed(side: Callable[[], None]) -> float:
 
 theirs()
 ours()
-pairs = []
-for number in range(int(sys.argv[4])):
-    if number % 2:
-        mine = timed(ours)
-        other = timed(theirs)
-    else:
-        other = timed(theirs)
-        mine = timed(ours)
-    pairs.append((mine, other))
+pairs = [in_turn(partial(timed, ours), partial(timed, theirs), number) for number in range(int(sys.argv[4]))]
 if shoal.rank() == 0:
     Path(sys.argv[3]).write_text(json.dumps(pairs))

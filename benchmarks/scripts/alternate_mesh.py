@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
+from benchmarks.harness import in_turn
 from benchmarks.scripts import by_hand, mesh_job
 
 strategy, schedule, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -50,14 +52,6 @@ def timed(side: Callable[[], None]) -> float:
 
 theirs()
 ours()
-pairs = []
-for number in range(int(sys.argv[5])):
-    if number % 2:
-        mine = timed(ours)
-        other = timed(theirs)
-    else:
-        other = timed(theirs)
-        mine = timed(ours)
-    pairs.append((mine, other))
+pairs = [in_turn(partial(timed, ours), partial(timed, theirs), number) for number in range(int(sys.argv[5]))]
 if shoal.rank() == 0:
     Path(sys.argv[4]).write_text(json.dumps(pairs))

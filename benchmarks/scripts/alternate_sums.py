@@ -10,11 +10,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import in_turn
 from shoal.strategies.together import together
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -49,14 +52,9 @@ for size in SIZES:
     pairs: list[tuple[float, float]] = []
     until = time.monotonic() + seconds
     for number in range(MOST_ROUNDS):
-        if number % 2:
-            mine = timed(ours, tensor)
-            other = timed(theirs, tensor)
-        else:
-            other = timed(theirs, tensor)
-            mine = timed(ours, tensor)
+        pair = in_turn(partial(timed, ours, tensor), partial(timed, theirs, tensor), number)
         if number:  # the first touches memory for the first time
-            pairs.append((mine, other))
+            pairs.append(pair)
         over = torch.tensor([float(time.monotonic() > until and number > 3)])
         dist.broadcast(over, 0)  # rank 0's clock decides for all
         if over.item():
