@@ -45,7 +45,7 @@ class OneProcess:
             torch.set_num_threads(1)
             try:
                 self._known[key] = matrix_job.train(
-                    name, num_slices=num_slices, num_micro=num_micro, num_steps=num_steps
+                    name, num_slices=num_slices, num_micro=num_micro, num_steps=num_steps, device="cpu"
                 )
             finally:
                 torch.set_num_threads(num_threads)

@@ -37,7 +37,7 @@ class Trained:
     """Losses while it trained and afterwards; the same on every rank."""
 
 
-def trainer_of(name: str, num_micro: int) -> shoal.Trainer:
+def trainer_of(name: str, num_micro: int, device: str | None = None) -> shoal.Trainer:
     """A fresh one, with everything that a step may hold: clipping, a schedule, an optimizer with state."""
     case = CASES[name]
     torch.manual_seed(3)
@@ -49,6 +49,7 @@ def trainer_of(name: str, num_micro: int) -> shoal.Trainer:
         seed=5,
         clip_norm=1.0,
         accumulate=num_micro,
+        device=device,
         progress=False,
     )
 
@@ -61,22 +62,23 @@ def train(
     num_steps: int = 2,
     resume: str | None = None,
     keep: Path | None = None,
+    device: str | None = None,
 ) -> Trained:
     """Train one model up to a step, from the beginning or from a checkpoint; `keep`: where to write one then.
 
     In one process: run batches as the slices of so many workers in turn, and
     those as so many micro-batches.
     """
-    trainer = trainer_of(name, num_micro)
+    trainer = trainer_of(name, num_micro, device)
     if num_slices > 1:
         trainer._strategy = Single(num_slices=num_slices)
     data = shoal.Dataset.from_arrays(CASES[name].arrays)
     history = trainer.fit(data.shuffle(seed=4).batch(BATCH), max_steps=num_steps, resume=resume)
     evaluated = trainer.evaluate(data.batch(BATCH))
     predicted = trainer.predict(data.batch(BATCH))
-    tensors = {piece.name: piece.tensor.detach().clone() for piece in trainer.strategy.state()}
+    tensors = {piece.name: piece.tensor.detach().to("cpu", copy=True) for piece in trainer.strategy.state()}
     for number, tensor in enumerate(predicted if isinstance(predicted, tuple) else (predicted,)):
-        tensors[f"predicted/{number}"] = tensor.clone()
+        tensors[f"predicted/{number}"] = tensor.to("cpu", copy=True)
     if keep is not None:
         trainer.save_checkpoint(str(keep))
     return Trained(tensors, {"trained": history["loss"][-1], "evaluated": evaluated["loss"]})
