@@ -59,11 +59,11 @@ def test_more_workers_than_open_files_allow_are_refused(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Room for what launch itself opens, above what this process holds already; too little for 100 workers.
+    # Room for what launch itself opens, above what this process holds already; too little for 60 workers.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 64, hard))
     try:
         with pytest.raises(ConfigError, match="ulimit -n"):
-            launch(LaunchConfig(script=str(script), workers=100, run_dir=str(tmp_path / "runs")))
+            launch(LaunchConfig(script=str(script), workers=60, run_dir=str(tmp_path / "runs")))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not (tmp_path / "runs").exists()

@@ -79,24 +79,6 @@ def test_promises_that_are_not_kept_yet_are_counted(monkeypatch: pytest.MonkeyPa
     assert available.for_caches() == before
 
 
-def test_the_limit_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = tmp_path / "job"
-    group.mkdir()
-    (group / "memory.max").write_text("1000000\n")
-    (group / "memory.current").write_text("400000\n")
-    (group / "memory.stat").write_text("anon 300000\ninactive_file 50000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    monkeypatch.setattr(available, "_CGROUPS", tmp_path)
-    read = Path.read_text
-
-    def read_text(path: Path, *args: object, **kwargs: object) -> str:
-        return "0::/job\n" if str(path) == "/proc/self/cgroup" else read(path)
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert available._cgroup_rooms() == [650_000]
-    assert available.available_bytes() == 650_000
-
-
 def test_the_disk_of_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
     there = os.statvfs(tmp_path)
     free = available.free_disk_bytes(tmp_path / "a" / "b")

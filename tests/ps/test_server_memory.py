@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.core.free_memory import available_bytes
 from shoal.ps import server_memory
-from shoal.ps.server_memory import MemoryGuard, available_bytes, private_bytes
+from shoal.ps.server_memory import MemoryGuard, private_bytes
 from shoal.wire.ps_messages import PullRows, ReadRows
 
 

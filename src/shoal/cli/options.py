@@ -167,4 +167,12 @@ Offload = Annotated[
     ),
 ]
 
+Oversubscribe = Annotated[
+    bool,
+    typer.Option(
+        "--oversubscribe",
+        help="Start the job also where this machine seems too small for it: over 32 processes per core, or too little memory.",
+    ),
+]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.options import RunDir, Shard, complete_run
+from shoal.cli.options import Oversubscribe, RunDir, Shard, complete_run
 from shoal.cli.verb import leave
 
 EXAMPLES = (
@@ -43,6 +43,7 @@ def resume(
         typer.Option(metavar="SERVERS", min=1, help="Server processes of ps.", show_default="as before"),
     ] = None,
     shard: Shard = None,
+    oversubscribe: Oversubscribe = False,
     run_dir: RunDir = Path("runs"),
 ) -> None:
     """Go on with a run from its newest checkpoint. Script and arguments are its own."""
@@ -50,7 +51,9 @@ def resume(
     from shoal.cluster.api import launch, resume_config
 
     path = find(run, run_dir)
-    config = resume_config(path, workers=workers, shard=shard, strategy=strategy, servers=servers)
+    config = resume_config(
+        path, workers=workers, shard=shard, strategy=strategy, servers=servers, oversubscribe=oversubscribe
+    )
     if newest_checkpoint(path) is None:
         # A script may give its checkpoints another place; only the script knows.
         typer.echo(

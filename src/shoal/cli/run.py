@@ -15,6 +15,7 @@ from shoal.cli.options import (
     Grace,
     MaxRestarts,
     Offload,
+    Oversubscribe,
     Replicas,
     RunDir,
     Schedule,
@@ -50,6 +51,7 @@ BEFORE_SCRIPT = (
     "--sequence-parallel",
     "--checkpoint-activations",
     "--offload",
+    "--oversubscribe",
 )
 """Options that change what runs. Meant for shoal, and written behind the script, they would silently do nothing."""
 
@@ -129,6 +131,7 @@ def run(
     sequence_parallel: SequenceParallel = False,
     checkpoint_activations: CheckpointActivations = False,
     offload: Offload = False,
+    oversubscribe: Oversubscribe = False,
     pretend_hosts: Annotated[
         int,
         typer.Option(
@@ -161,6 +164,7 @@ def run(
         grace_s=grace,
         max_restarts=max_restarts,
         pretend_hosts=pretend_hosts,
+        oversubscribe=oversubscribe,
         exchange=exchange,
         sync_every=sync_every,
         outer=outer,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import resource
 import secrets
 import shutil
 import sys
@@ -31,8 +30,8 @@ from shoal.cluster.fate import Fate, Patience
 from shoal.cluster.launch_config import LaunchConfig
 from shoal.cluster.outcome import Outcome, error_of, summary_of
 from shoal.cluster.roles import preload_for
+from shoal.cluster.room import refuse_without_room
 from shoal.cluster.run_directory import RunConfig, RunDirectory, Versions, read_config
-from shoal.cluster.server_keeper import max_servers
 from shoal.cluster.signals import SignalInbox
 from shoal.cluster.supervisor import Supervisor
 from shoal.cluster.threads import available_cores, threads_per_worker
@@ -41,18 +40,6 @@ from shoal.cluster.worker import WorkerSpec
 from shoal.core import compress_names, exchange_rule, scratch, strategy_names
 from shoal.core.errors import ClusterError, ConfigError, ScriptNotFound, ShoalError
 from shoal.core.job import Job
-
-FILES_PER_WORKER = 5
-"""A worker's stdout, stderr, status and log, and a replacement's silent output."""
-
-FILES_PER_SERVER = 3
-"""A server's stdout, stderr and log."""
-
-FILES_PER_SERVER_ADDRESS = 2
-"""A listening socket and a way to it, for every server there may be."""
-
-SPARE_FILES = 32
-"""For what does not grow with the workers, and the other ends while one of them is started."""
 
 __all__ = ["LaunchConfig", "RunResult", "launch", "resume_config", "run"]
 
@@ -92,13 +79,15 @@ def launch(
     """
     cores = available_cores()
     described = _describe(config, cores)
-    _refuse_more_than_can_be_opened(config.workers, config.num_servers)
+    refuse_without_room(config, cores)
     with _open_run(config, described) as run:
         display = open_display(stdout or binary(sys.stdout), stderr or binary(sys.stderr), quiet=config.quiet)
         if set_title:
             setproctitle(f"shoal supervisor [{run.name}]")
         if not config.quiet:
             display.note(_first_words(run, described, cores))
+            for note in config.notes():
+                display.note(note)
         return _run_job(config, described, run, display, warm)
 
 
@@ -134,6 +123,7 @@ def resume_config(
     shard: str | None = None,
     strategy: str | None = None,
     servers: int | None = None,
+    oversubscribe: bool = False,
 ) -> LaunchConfig:
     """How to go on with the job of a run directory: as before, but for what is given."""
     path = Path(run).absolute()
@@ -178,6 +168,7 @@ def resume_config(
         soft_placement=before.soft_placement,
         pretend_hosts=min(before.pretend_hosts, num_workers),
         resume=True,
+        oversubscribe=oversubscribe or num_workers <= before.workers,  # as before
         cwd=before.cwd,
         **spread,
     )
@@ -323,17 +314,6 @@ def _exchange_rule(config: LaunchConfig) -> str:
     if config.exchange_rule is not None:
         return config.exchange_rule
     return exchange_rule.for_job(num_workers=config.workers, num_hosts=config.pretend_hosts)
-
-
-def _refuse_more_than_can_be_opened(num_workers: int, num_servers: int) -> None:
-    needed = len(os.listdir("/proc/self/fd")) + FILES_PER_WORKER * num_workers + SPARE_FILES
-    needed += (FILES_PER_SERVER + FILES_PER_SERVER_ADDRESS) * max_servers(num_servers)
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != resource.RLIM_INFINITY and needed > allowed:
-        raise ConfigError(
-            f"{num_workers} workers {f'and {num_servers} servers ' if num_servers else ''}take {needed} open files, and this "
-            f"process may have {allowed}. Nothing was started; raise the limit with `ulimit -n {needed}`, or use fewer."
-        )
 
 
 def _open_run(config: LaunchConfig, described: RunConfig) -> RunDirectory:

@@ -117,6 +117,9 @@ class LaunchConfig:
     pretend_hosts: int = 1
     """As how many hosts this machine is treated where hosts hold data of their own."""
 
+    oversubscribe: bool = False
+    """Start it also where this machine seems too small for so many processes."""
+
     resume: bool = False
     """Go on from the newest checkpoint of the run directory, which must exist. See `resume_config`."""
 
@@ -192,6 +195,18 @@ class LaunchConfig:
                     f"faults must be a shoal.Faults(), got {self.faults!r}. Nothing was started."
                 )
             self.faults.check(num_workers=self.workers, num_servers=self.num_servers)
+
+    def notes(self) -> list[str]:
+        """What was asked for and does nothing in one process, where a sweep over -n begins, or a resumed run ends."""
+        asked = [f"--exchange {self.exchange}"] if self.exchange != "auto" else []
+        asked += [f"--compress {self.compress}"] if self.compress != "none" else []
+        chosen = strategy_names.choose(self.strategy, self.workers)
+        if not asked or self.workers > 1 or strategy_names.parse(chosen).has_servers:
+            return []
+        what = "does" if len(asked) == 1 else "do"
+        return [
+            f"note: {' and '.join(asked)} {what} nothing here: one worker has nobody to sum gradients with"
+        ]
 
     @property
     def is_mesh(self) -> bool:

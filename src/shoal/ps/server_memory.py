@@ -8,12 +8,12 @@ written in blocks of 16 MB, 35 MB stayed for as long as the server lived.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import time
 from pathlib import Path
 
+from shoal.core.free_memory import available_bytes
 from shoal.wire.message import Message
 from shoal.wire.ps_messages import (
     DeclareDense,
@@ -104,14 +104,3 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others do so by themselves, or cannot
     if trim is not None:
         trim(0)
-
-
-def available_bytes() -> int:
-    """What the machine can give without swapping, or the control group where that is less."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        found = min(found, max(0, limit - used))
-    return found
