@@ -165,8 +165,9 @@ def test_the_users_plan_comes_first() -> None:
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(patterns: dict[str, str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=says) as refused:
         find_plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 2, patterns)
+    assert "Nothing was trained; " in str(refused.value)
 
 
 def test_between_pairs_norms_and_dropout_run_on_a_part_of_the_sequence() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -65,10 +66,19 @@ def _take_users(plan: Plan, model: nn.Module, patterns: Mapping[str, str], tied:
     layers = {name: module for name, module in model.named_modules() if name}
     for pattern, style in patterns.items():
         if style not in STYLES:
-            raise ConfigError(f"tensor_plan says '{style}' for '{pattern}'; a layer is {', '.join(STYLES)}.")
+            raise ConfigError(
+                f"tensor_plan says '{style}' for '{pattern}', which is no way to cut a layer. Nothing was trained; a layer is "
+                f"{', '.join(STYLES)}."
+            )
         found = [name for name in layers if fnmatch.fnmatchcase(name, pattern)]
         if not found:
-            raise ConfigError(f"tensor_plan names '{pattern}', and no layer of the model is called so.")
+            close = get_close_matches(pattern, layers, n=1)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            some = ", ".join(f"'{name}'" for name in list(layers)[:5]) + (", ..." if len(layers) > 5 else "")
+            raise ConfigError(
+                f"tensor_plan names '{pattern}', and no layer of the model is called so.{hint} Nothing was trained; its layers are "
+                f"{some or 'none: the model is one layer itself'}, and a pattern may hold * and ?."
+            )
         for name in found:
             module = layers[name]
             if style != "replicated":
@@ -76,7 +86,10 @@ def _take_users(plan: Plan, model: nn.Module, patterns: Mapping[str, str], tied:
                 if reason is None and style != "sequence" and is_tied(module, tied):
                     reason = "its weight is shared with another layer, and is cut with it or not at all"
                 if reason:
-                    raise ConfigError(f"tensor_plan cuts '{name}' {style}, which cannot be: {reason}.")
+                    raise ConfigError(
+                        f"tensor_plan cuts '{name}' {style} over {plan.degree} ranks, which cannot be: {reason}. Nothing was trained; "
+                        f"leave '{pattern}' out of it, or say 'replicated'."
+                    )
             plan.add(name, style, f"tensor_plan: '{pattern}'")
 
 
