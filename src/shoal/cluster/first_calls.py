@@ -26,6 +26,10 @@ def make() -> None:
     import torch
 
     _length(np.zeros(1, np.int64))
+    if any(getattr(torch.version, kind, None) for kind in ("cuda", "hip", "xpu")):
+        # Built for an accelerator: an optimizer's first step asks whether there is one, and the driver that answers
+        # starts a thread. After that nothing could be forked, and no child could use the device.
+        return
     for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam):
         one = torch.zeros(1)
         one.grad = torch.ones(1)

@@ -33,6 +33,9 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
     if told.env:
         os.environb.clear()
         os.environb.update(told.env)
+    # What it holds is in the host's memory; torch's optimizers would ask for a device at their first step all the same,
+    # which takes the driver a while to answer.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     threads.use(told.num_threads)
     failpoints.arm(told.faults, process=name, incarnation=told.incarnation)
     faulthandler.enable()
