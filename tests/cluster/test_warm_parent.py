@@ -19,7 +19,7 @@ from shoal.core.errors import WireError
 MESSAGES = [
     Fork("worker", "shoal worker 0 [x]", ["spec", "stdout"]),
     Signal(12, signal.SIGTERM),
-    Ready(2.5),
+    Ready(2.5, 7),
     Forked(12),
     NotForked("no"),
     Exited(12, -9),

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 import shoal
-from shoal.cluster import warm_messages
+from shoal.cluster import dialect, warm_messages
 from shoal.cluster.warm_messages import Exited, Fork, Forked, NotForked, Ready, Signal
 from shoal.core.errors import ClusterError, WaitTimedOut
 
@@ -183,6 +183,8 @@ class WarmParent:
             case None:
                 raise self._gone()
             case Ready():
+                if report.dialect != dialect.dialect():
+                    raise _from_other_files()
                 self._ready = report
             case Exited():
                 self._exited.append(report)
@@ -205,6 +207,14 @@ class WarmParent:
             f"the warm parent (process {self.pid}), which forks the workers, {how}; its children ended with it. "
             f"Start the job again; if it happens at once, try `python -c 'import torch'`.{quoted}"
         )
+
+
+def _from_other_files() -> ClusterError:
+    home = os.path.dirname(os.path.abspath(shoal.__file__))
+    return ClusterError(
+        f"the files of shoal in {home} were replaced while the job started: the process that forks the workers has other "
+        "ones than this process, and the two would not understand each other. Nothing was started; start the job again."
+    )
 
 
 def _timed_out(operation: str, waited_s: float) -> WaitTimedOut:

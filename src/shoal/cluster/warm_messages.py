@@ -48,6 +48,7 @@ class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True, frozen=True
     """ "I have imported everything and can fork." Said once."""
 
     import_s: float
+    dialect: int  # of what was imported: the supervisor's own files may have been replaced since it started
 
 
 class Forked(msgspec.Struct, tag="forked", forbid_unknown_fields=True, frozen=True):

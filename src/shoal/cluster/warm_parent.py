@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
-from shoal.cluster import roles, threads, warm_messages
+from shoal.cluster import dialect, roles, threads, warm_messages
 from shoal.cluster.warm_messages import Exited, Fork, Forked, NotForked, Ready, Signal
 
 FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
@@ -223,7 +223,8 @@ def main(argv: list[str]) -> None:
     commands.set_inheritable(False)
     _leave_with(supervisor=int(argv[2]))
     _set_title(f"shoal warm-parent [{argv[3]}]" if argv[3] else "shoal warm-parent")
-    warm_messages.send(commands, Ready(_import_everything(argv[4:])))
+    import_s = _import_everything(argv[4:])
+    warm_messages.send(commands, Ready(import_s, dialect.dialect()))
     WarmParentLoop(commands).run()
 
 
