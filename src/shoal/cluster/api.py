@@ -37,9 +37,10 @@ from shoal.cluster.supervisor import Supervisor
 from shoal.cluster.threads import available_cores, threads_per_worker
 from shoal.cluster.warm_client import WarmParent
 from shoal.cluster.worker import WorkerSpec
-from shoal.core import compress_names, exchange_rule, scratch, strategy_names
+from shoal.core import exchange_rule, scratch, spread_names, strategy_names
 from shoal.core.errors import ClusterError, ConfigError, ScriptNotFound, ShoalError
 from shoal.core.job import Job
+from shoal.core.spread import as_typed, kept_of, options_of
 
 __all__ = ["LaunchConfig", "RunResult", "launch", "resume_config", "run"]
 
@@ -129,34 +130,26 @@ def resume_config(
     path = Path(run).absolute()
     before = read_config(path)
     num_workers = before.workers if workers is None else workers
-    spread: dict[str, Any] = {}
     if strategy is None or strategy == before.strategy:
-        spread = {
+        said = {
             # What was chosen by the number of workers is chosen again.
             "strategy": None if before.strategy == "single" else before.strategy,
             "servers": before.servers or None,
             "replicas": before.replicas if before.servers else None,
-            "exchange": before.exchange,
-            # Sums are added in the same order, unless other workers make them.
-            "exchange_rule": before.exchange_rule or None if num_workers == before.workers else None,
-            "sync_every": before.sync_every,
-            "outer": before.outer,
-            "schedule": before.schedule,
-            "batchnorm": before.batchnorm,
-            "sequence_parallel": before.sequence_parallel,
-            "checkpoint_activations": before.checkpoint_activations,
-            "offload": before.offload,
-            "compress": before.compress,
+            **options_of(before),
         }
-    else:  # what was said of the one strategy need not go with the other
-        spread = {"strategy": strategy}
+        if num_workers != before.workers:
+            said["exchange_rule"] = ""  # other workers make the sums, so the order they had need not be kept
+    else:
+        said = {"strategy": strategy, **kept_of(before)}
+    if shard is not None:
+        said["shard"] = shard
     if servers is not None:
-        spread["servers"] = servers
+        said["servers"] = servers
     return LaunchConfig(
         script=before.script,
         args=tuple(before.args),
         workers=num_workers,
-        shard=before.shard if shard is None else shard,
         name=path.name,
         run_dir=str(path.parent),
         seed=before.seed,
@@ -164,13 +157,11 @@ def resume_config(
         join_timeout_s=before.join_timeout_s,
         grace_s=before.grace_s,
         max_restarts=before.max_restarts,
-        device=before.device,
-        soft_placement=before.soft_placement,
         pretend_hosts=min(before.pretend_hosts, num_workers),
         resume=True,
         oversubscribe=oversubscribe or num_workers <= before.workers,  # as before
         cwd=before.cwd,
-        **spread,
+        **said,
     )
 
 
@@ -187,7 +178,6 @@ def _run_job(
             num_servers=described.servers,
             num_replicas=described.replicas,
             strategy=described.strategy,
-            shard=described.shard,
             launched=True,
             resume=config.resume,
             seed=described.seed,
@@ -195,21 +185,10 @@ def _run_job(
             join_timeout_s=described.join_timeout_s,
             can_recover=described.max_restarts > 0,
             num_hosts=described.pretend_hosts,
-            exchange=described.exchange,
-            sync_every=described.sync_every,
-            outer=described.outer,
-            exchange_rule=described.exchange_rule,
-            schedule=described.schedule,
-            batchnorm=described.batchnorm,
-            sequence_parallel=described.sequence_parallel,
-            checkpoint_activations=described.checkpoint_activations,
-            offload=described.offload,
-            compress=described.compress,
-            device=described.device,
-            soft_placement=described.soft_placement,
             verify=config.verify,
             faults=config.faults.planned if config.faults else (),
             fingerprints=config.fingerprints,
+            **options_of(described),
         ),
         env=dict(os.environb),
         cwd=described.cwd,
@@ -220,9 +199,7 @@ def _run_job(
     patience = Patience(
         grace_s=config.grace_s,
         max_restarts=config.max_restarts,
-        all_hold_parts=strategy_names.parse(described.strategy).base == "mesh"
-        or compress_names.remembers(described.compress)
-        or described.sync_every is not None,
+        all_hold_parts=spread_names.holds_parts(described, described.strategy),
     )
     outcome = Outcome(Fate(num_workers=described.workers, patience=patience))
     error: ShoalError | None = None
@@ -277,7 +254,6 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         args=list(config.args),
         cwd=cwd,
         strategy=strategy_names.choose(config.strategy, config.workers),
-        shard=config.shard,
         workers=config.workers,
         servers=config.num_servers,
         replicas=config.num_replicas,
@@ -288,30 +264,19 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         grace_s=config.grace_s,
         max_restarts=config.max_restarts,
         pretend_hosts=config.pretend_hosts,
-        exchange=config.exchange,
-        sync_every=config.sync_every,
-        outer=config.outer,
-        exchange_rule=_exchange_rule(config),
-        schedule=config.schedule,
-        batchnorm=config.batchnorm,
-        sequence_parallel=config.sequence_parallel,
-        checkpoint_activations=config.checkpoint_activations,
-        offload=config.offload,
-        compress=config.compress,
-        device=config.device,
-        soft_placement=config.soft_placement,
         versions=Versions(
             python=platform.python_version(), torch=metadata.version("torch"), shoal=shoal.__version__
         ),
         started=time.time(),
         resumed=config.resume,
+        **(options_of(config) | {"exchange_rule": _exchange_rule(config)}),
     )
 
 
 def _exchange_rule(config: LaunchConfig) -> str:
     if config.exchange != "auto":
         return ""
-    if config.exchange_rule is not None:
+    if config.exchange_rule:
         return config.exchange_rule
     return exchange_rule.for_job(num_workers=config.workers, num_hosts=config.pretend_hosts)
 
@@ -328,8 +293,9 @@ def _first_words(run: RunDirectory, described: RunConfig, cores: int) -> str:
     workers, threads = _count(described.workers, "worker"), _count(described.threads, "thread")
     each = " each" if described.workers > 1 else ""
     servers = f"{_count(described.servers, 'server')}, " if described.servers else ""
-    apart = f" synced every {_count(described.sync_every, 'step')}" if described.sync_every else ""
-    words = f"{_shown(run.path)}: {workers}, {servers}{described.strategy}{apart}, {threads}{each}"
+    words = (
+        f"{_shown(run.path)}: {workers}, {servers}{described.strategy}{as_typed(described)}, {threads}{each}"
+    )
     if described.workers > cores:
         words += f"; they share {_count(cores, 'core')} and take turns"
     return words

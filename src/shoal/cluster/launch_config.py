@@ -9,18 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.cluster.faults import Faults
-from shoal.core import (
-    compress_names,
-    exchange_names,
-    outer_names,
-    placement,
-    schedule_names,
-    shard_names,
-    spread_names,
-    strategy_names,
-)
+from shoal.core import spread_names, strategy_names
 from shoal.core.errors import ConfigError
 from shoal.core.job import VerifyPlan
+from shoal.core.spread import Spread
 
 MAX_WORKERS = 1024
 """On one host. Beyond it a number is a slip of the hand."""
@@ -33,7 +25,7 @@ MAX_RESTARTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(Spread):
     """One job, as its user asked for it. Refuses at birth what cannot be meant."""
 
     script: str
@@ -47,45 +39,6 @@ class LaunchConfig:
 
     strategy: str | None = None
     """How the model is spread. None: "single" for one worker, "ddp" for more."""
-
-    compress: str = "none"
-    """How gradients are made smaller before they are summed."""
-
-    exchange: str = "auto"
-    """How gradients are summed where no servers do it."""
-
-    sync_every: int | None = None
-    """Steps that each worker of ddp makes with its own optimizer before their models are averaged. None: no step apart."""
-
-    outer: str = "average"
-    """With `sync_every`: what becomes of the average, see `shoal.core.outer_names`."""
-
-    exchange_rule: str | None = None
-    """What "auto" means: see `shoal.core.exchange_rule`. None: as was measured on this machine, or is built in."""
-
-    schedule: str = schedule_names.DEFAULT
-    """In which order the stages of a pipeline run forwards and backwards."""
-
-    batchnorm: str = "local"
-    """Over what BatchNorm normalises: each worker's slice, or with "sync" the whole batch."""
-
-    sequence_parallel: bool = False
-    """With tp: what lies between the layers that are cut holds a part of the sequence."""
-
-    checkpoint_activations: bool = False
-    """Blocks of the model keep their inputs only, and run again within backward: less memory, more time."""
-
-    offload: bool = False
-    """With fsdp: shards and the optimizer's state stay in the host's memory."""
-
-    device: str = placement.AUTO
-    """Where workers compute: see `shoal.core.placement`."""
-
-    soft_placement: bool = False
-    """Whether a worker whose device is missing computes on the CPU instead."""
-
-    shard: str | None = None
-    """How batches are cut over the workers, where the script does not say: see `shoal.core.shard_names`."""
 
     servers: int | None = None
     """How many servers hold the weights. None: one for the strategies of the parameter server, none for others."""
@@ -168,27 +121,13 @@ class LaunchConfig:
                 "a path or an argument of this job is not valid UTF-8, so it cannot be written down in config.json. "
                 "Nothing was started; rename it."
             ) from None
-        strategy_names.choose(self.strategy, self.workers)
-        exchange_names.check(self.exchange, self.pretend_hosts)
-        schedule_names.check(self.schedule)
         spread_names.check(
+            self,
             strategy=strategy_names.choose(self.strategy, self.workers),
-            schedule=self.schedule,
-            batchnorm=self.batchnorm,
-            sequence_parallel=self.sequence_parallel,
-            activations=self.checkpoint_activations,
-            offload=self.offload,
-            is_apart=self.sync_every is not None,
+            num_workers=self.workers,
+            num_hosts=self.pretend_hosts,
         )
-        chosen = strategy_names.choose(self.strategy, self.workers)
-        is_mesh = strategy_names.parse(chosen).base == "mesh"
-        outer_names.check(self.sync_every, self.outer, strategy=chosen)
-        placement.check(self.device, num_workers=self.workers, strategy=chosen, is_mesh=is_mesh)
-        self._check_sums(chosen)
         self._check_servers()
-        if self.shard is not None:
-            is_relaxed = strategy_names.parse(chosen).mode in ("ssp", "async")
-            shard_names.check(self.shard, num_workers=self.workers, strategy=chosen, is_relaxed=is_relaxed)
         if self.faults is not None:
             if not isinstance(self.faults, Faults):
                 raise ConfigError(
@@ -230,20 +169,6 @@ class LaunchConfig:
     @property
     def _has_servers(self) -> bool:
         return strategy_names.parse(strategy_names.choose(self.strategy, self.workers)).has_servers
-
-    def _check_sums(self, strategy: str) -> None:
-        """How gradients are summed, and made smaller before, is for whoever sums them so."""
-        sums_them = strategy in ("ddp", "single") or strategy.startswith("ps:hybrid")
-        if self.exchange != "auto" and not sums_them:
-            raise ConfigError(
-                f"--exchange {self.exchange} sums the gradients of ddp, and this is --strategy {strategy}, which sums them "
-                "another way. Nothing was started; leave one of the two out."
-            )
-        if compress_names.parse(self.compress)[0] != "none" and strategy not in ("ddp", "single"):
-            raise ConfigError(
-                f"--compress {self.compress} makes the gradients of ddp smaller, and this is --strategy {strategy}, which "
-                "sums them another way. Nothing was started; leave one of the two out."
-            )
 
     def _check_servers(self) -> None:
         strategy = strategy_names.choose(self.strategy, self.workers)

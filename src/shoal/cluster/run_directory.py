@@ -23,6 +23,7 @@ import errno
 import fcntl
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -31,6 +32,7 @@ import msgspec
 
 from shoal.cluster import journal, trained_file
 from shoal.core.errors import RunDirectoryError
+from shoal.core.spread import Spread
 
 _TAIL_BYTES = 1 << 16
 """Of metrics.jsonl: more than a line of it is long."""
@@ -44,14 +46,14 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
     shoal: str
 
 
-class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """config.json: what was launched."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig(Spread):
+    """config.json: what was launched. What an earlier version did not write there has its default."""
 
     script: str  # absolute
     args: list[str]
     cwd: str
     strategy: str
-    shard: str | None = None
     workers: int
     servers: int = 0
     replicas: int = 1
@@ -62,18 +64,6 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float
     max_restarts: int = 3
     pretend_hosts: int = 1
-    exchange: str = "auto"
-    sync_every: int | None = None
-    outer: str = "average"
-    exchange_rule: str = ""
-    schedule: str = "1f1b"
-    batchnorm: str = "local"
-    sequence_parallel: bool = False
-    checkpoint_activations: bool = False
-    offload: bool = False
-    compress: str = "none"
-    device: str = "auto"
-    soft_placement: bool = False
     versions: Versions
     started: float  # seconds since 1970
     resumed: bool = False

@@ -13,6 +13,7 @@ from pathlib import Path
 from shoal.core import mesh_names
 from shoal.core.failpoints import Fault
 from shoal.core.mesh_names import Axes
+from shoal.core.spread import Spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class VerifyPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(Spread):
     """What a process knows of its job from birth."""
 
     name: str
@@ -65,45 +66,6 @@ class Job:
 
     strategy: str = "single"
     """As given to --strategy."""
-
-    compress: str = "none"
-    """As given to --compress."""
-
-    exchange: str = "auto"
-    """As given to --exchange."""
-
-    sync_every: int | None = None
-    """As given to --sync-every: steps that workers make apart before their models are averaged."""
-
-    outer: str = "average"
-    """As given to --outer."""
-
-    exchange_rule: str = ""
-    """What "auto" means in this job: see `shoal.core.exchange_rule`. Empty: what is built in."""
-
-    schedule: str = "1f1b"
-    """As given to --schedule."""
-
-    batchnorm: str = "local"
-    """As given to --batchnorm."""
-
-    sequence_parallel: bool = False
-    """--sequence-parallel: what lies between layers cut by tp holds a part of the sequence."""
-
-    checkpoint_activations: bool = False
-    """--checkpoint-activations: blocks keep their inputs only, and run again within backward."""
-
-    offload: bool = False
-    """--offload: shards of fsdp stay in the host's memory."""
-
-    device: str = "auto"
-    """As given to --device: see `shoal.core.placement`."""
-
-    soft_placement: bool = False
-    """Whether a worker whose device is missing computes on the CPU instead."""
-
-    shard: str | None = None
-    """As given to --shard: how batches are cut over the workers where the script does not say."""
 
     launched: bool = False
     """True under `shoal run`: there is a supervisor, a coordinator and a run directory."""

@@ -1,16 +1,25 @@
-"""What may be asked beside a strategy: BatchNorm over all workers, cut sequences, activations computed again, offload.
+"""What goes with what of the options beside a strategy: the one place that refuses a `Spread`.
 
-Names and what goes with what, so that a launch can be refused before torch is
-imported; `shoal.strategies` does it.
+Names only, so that a launch can be refused before torch is imported;
+`shoal.strategies` does what is asked.
 """
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 
-from shoal.core import schedule_names, strategy_names
+from shoal.core import (
+    compress_names,
+    exchange_names,
+    outer_names,
+    placement,
+    schedule_names,
+    shard_names,
+    strategy_names,
+)
 from shoal.core.errors import ConfigError
 from shoal.core.mesh_names import Axes
+from shoal.core.spread import Spread
 
 BATCHNORMS = {
     "local": "each worker normalises its own slice; running statistics are averaged at every step",
@@ -18,64 +27,100 @@ BATCHNORMS = {
 }
 
 
-def check(
-    *,
-    strategy: str,
-    schedule: str,
-    batchnorm: str,
-    sequence_parallel: bool,
-    activations: bool,
-    offload: bool,
-    is_apart: bool = False,
-) -> None:
-    """Refuse wishes that mean nothing under this strategy; `is_apart` where workers train apart for some steps."""
-    if batchnorm not in BATCHNORMS:
-        guess = get_close_matches(batchnorm, BATCHNORMS, n=1)
+def check(spread: Spread, *, strategy: str, num_workers: int, num_hosts: int) -> None:
+    """Refuse wishes that mean nothing, or nothing under this strategy."""
+    name = strategy_names.parse(strategy)
+    exchange_names.check(spread.exchange, num_hosts)
+    schedule_names.check(spread.schedule)
+    _check_batchnorm(spread, strategy)
+    _check_cuts(spread, strategy)
+    outer_names.check(spread.sync_every, spread.outer, strategy=strategy)
+    placement.check(spread.device, num_workers=num_workers, strategy=strategy, is_mesh=name.base == "mesh")
+    _check_sums(spread, strategy)
+    if spread.shard is not None:
+        is_relaxed = name.mode in ("ssp", "async")
+        shard_names.check(spread.shard, num_workers=num_workers, strategy=strategy, is_relaxed=is_relaxed)
+
+
+def holds_parts(spread: Spread, strategy: str) -> bool:
+    """Whether every worker holds something that no other has, so that none can be replaced from the others alone."""
+    return (
+        strategy_names.parse(strategy).base == "mesh"
+        or compress_names.remembers(spread.compress)
+        or spread.sync_every is not None
+    )
+
+
+def _check_batchnorm(spread: Spread, strategy: str) -> None:
+    if spread.batchnorm not in BATCHNORMS:
+        guess = get_close_matches(spread.batchnorm, BATCHNORMS, n=1)
         hint = f"Did you mean '{guess[0]}'? " if guess else ""
         raise ConfigError(
-            f"there is no BatchNorm '{batchnorm}'. {hint}Nothing was started; there are {', '.join(BATCHNORMS)}."
+            f"there is no BatchNorm '{spread.batchnorm}'. {hint}Nothing was started; there are {', '.join(BATCHNORMS)}."
         )
+    if spread.batchnorm != "sync":
+        return
     name = strategy_names.parse(strategy)
     axes = name.axes or Axes()
-    if batchnorm == "sync" and name.has_servers:
+    if name.has_servers:
         raise ConfigError(
             f"--batchnorm sync adds up over all workers within a forward, and the workers of '{strategy}' have no connection to "
             "each other. Nothing was started; use --strategy ddp or fsdp, or leave --batchnorm out: then each worker normalises "
             "its own slice."
         )
-    if batchnorm == "sync" and axes.pp != 1:
+    if axes.pp != 1:
         raise ConfigError(
             f"--batchnorm sync adds up over all workers within a forward, and the stages of '{strategy}' run theirs at different "
             "times. Nothing was started; use dp, fsdp or tp, or leave --batchnorm out: pp alone gives a batch to BatchNorm "
             "whole anyway."
         )
-    if batchnorm == "sync" and is_apart:
+    if spread.sync_every is not None:
         raise ConfigError(
             "--batchnorm sync adds up over all workers in every forward, and with --sync-every they train apart. Nothing was started; "
             "leave one of the two out."
         )
-    if sequence_parallel and axes.tp == 1:
+
+
+def _check_cuts(spread: Spread, strategy: str) -> None:
+    """What is said of an axis is for whoever has it."""
+    axes = strategy_names.parse(strategy).axes or Axes()
+    if spread.sequence_parallel and axes.tp == 1:
         raise ConfigError(
             f"--sequence-parallel cuts what lies between the layers that tp cuts, and '{strategy}' has no tp. Nothing was started; "
             "use --strategy tp, or leave it out."
         )
-    if sequence_parallel and axes.pp != 1:
+    if spread.sequence_parallel and axes.pp != 1:
         raise ConfigError(
             f"--sequence-parallel cuts what passes between layers, and the stages of '{strategy}' send it whole. Nothing was "
             "started; use tp with dp and fsdp, or leave it out."
         )
-    if offload and axes.fsdp == 1:
+    if spread.offload and axes.fsdp == 1:
         raise ConfigError(
             f"--offload keeps the shards of fsdp in the host's memory, and '{strategy}' has no fsdp. Nothing was started; use "
             "--strategy fsdp, or leave it out."
         )
-    if schedule != schedule_names.DEFAULT and axes.pp == 1:
+    if spread.schedule != schedule_names.DEFAULT and axes.pp == 1:
         raise ConfigError(
-            f"--schedule {schedule} orders what the stages of a pipeline do, and '{strategy}' has no pp. Nothing was started; use "
+            f"--schedule {spread.schedule} orders what the stages of a pipeline do, and '{strategy}' has no pp. Nothing was started; use "
             "--strategy pp, or leave it out."
         )
-    if activations and axes.pp != 1 and schedule == "zero-bubble":
+    if spread.checkpoint_activations and axes.pp != 1 and spread.schedule == "zero-bubble":
         raise ConfigError(
             "--checkpoint-activations runs a forward again within backward, and --schedule zero-bubble takes backward apart. "
             "Nothing was started; use another schedule, or leave one of the two out."
+        )
+
+
+def _check_sums(spread: Spread, strategy: str) -> None:
+    """How gradients are summed, and made smaller before, is for whoever sums them so."""
+    sums_them = strategy in ("ddp", "single") or strategy.startswith("ps:hybrid")
+    if spread.exchange != "auto" and not sums_them:
+        raise ConfigError(
+            f"--exchange {spread.exchange} sums the gradients of ddp, and this is --strategy {strategy}, which sums them "
+            "another way. Nothing was started; leave one of the two out."
+        )
+    if compress_names.parse(spread.compress)[0] != "none" and strategy not in ("ddp", "single"):
+        raise ConfigError(
+            f"--compress {spread.compress} makes the gradients of ddp smaller, and this is --strategy {strategy}, which "
+            "sums them another way. Nothing was started; leave one of the two out."
         )
