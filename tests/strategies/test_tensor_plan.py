@@ -197,7 +197,7 @@ def test_a_large_table_is_cut_by_rows_with_the_layer_that_scores_them(
 
 def test_torchs_own_transformer_layers_are_cut_where_they_can_be() -> None:
     cut = styles(nn.TransformerEncoderLayer(16, 4, 32))
-    assert (cut["linear1"], cut["linear2"], cut["self_attn"]) == ("colwise", "rowwise", "replicated")
+    assert (cut["linear1"], cut["linear2"], cut["self_attn"]) == ("colwise", "rowwise", "heads")
     assert torch.backends.mha.get_fastpath_enabled()  # finding a plan changes nothing
 
 

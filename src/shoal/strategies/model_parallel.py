@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
@@ -46,6 +47,7 @@ from shoal.strategies.pipeline_stage import Stage
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.strategies.sharded_tensors import CutReader, ties_of, whole_pieces
 from shoal.strategies.state import load_state, state_pieces
+from shoal.strategies.tensor_packing import Packing
 from shoal.strategies.tensor_rows import Plan
 
 _BROKEN = ("gloo", "Connection closed", "Connection reset", "NCCL")
@@ -72,6 +74,7 @@ class ModelParallel(Ddp):
         self._holding: pipeline_state.Holding | None = None
         self._ties: pipeline_state.Ties | None = None
         self._tied_names: dict[str, str] = {}
+        self._packing = Packing()
 
     @property
     def num_micro(self) -> int | None:
@@ -132,6 +135,7 @@ class ModelParallel(Ddp):
     @contextlib.contextmanager
     def _unless_broken(self, operation: str) -> Iterator[None]:
         """A collective inside the model that breaks because a rank died is no error of the user's."""
+        began_at = time.monotonic()
         try:
             with tensor_cut.running() if self._axes.tp > 1 else contextlib.nullcontext():
                 yield
@@ -142,7 +146,7 @@ class ModelParallel(Ddp):
                 refusal = tensor_cut.refusal(error, self._job.model) if self._axes.tp > 1 else None
                 raise refusal or error from None
         # Whoever holds parts goes with the one that died; the supervisor ends us while we wait.
-        self._together.regroup(operation)
+        self._together.regroup(operation, time.monotonic() - began_at)
         raise PeerLost(rank=self._rank, operation=operation, reason="a connection of the group was closed")
 
     def adopt(self, batch: Slice) -> None:
@@ -167,6 +171,7 @@ class ModelParallel(Ddp):
             plan = tensor_plan.find_plan(model, self._axes.tp, self._job.tensor_plan, sequence=self._sequence)
         found = self._find_stages(model, plan) if self._axes.pp > 1 else None
         if plan is not None:
+            self._packing = plan.packing_of(model)
             tensor_cut.apply(plan, model, mesh["tp"])
             if self._rank == 0:
                 print(plan.table(), file=sys.stderr, flush=True)
@@ -276,7 +281,12 @@ class ModelParallel(Ddp):
         with self._unless_broken("gathering the state"):
             pieces = state_pieces(self._job.model, self.optimizer)
             if self._pipeline is None or self._holding is None:
-                yield from whole_pieces(pieces, keep=self._rank == 0, ties=ties_of(self._job.model, MODEL))
+                yield from whole_pieces(
+                    pieces,
+                    keep=self._rank == 0,
+                    packing=self._packing,
+                    ties=ties_of(self._job.model, MODEL),
+                )
                 return
             leaders = range(0, self._num_workers, self._num_workers // self._axes.pp)
             yield from pipeline_state.pieces_on_rank_0(
@@ -284,6 +294,7 @@ class ModelParallel(Ddp):
                     whole_pieces(
                         pipeline_state.own_pieces(pieces, self._holding),
                         keep=self._rank in leaders,
+                        packing=self._packing,
                         ties=self._tied_names,
                     )
                 ),
@@ -312,5 +323,6 @@ class ModelParallel(Ddp):
                 name: held for name, held in settings["numbers"].items() if MODEL + name not in elsewhere
             }
             settings = {**settings, "numbers": numbers}
-        tensors = pipeline_state.OwnReader(CutReader(pieces.tensors, like), elsewhere)
+        in_order = self._packing.reading(pieces.tensors)
+        tensors = pipeline_state.OwnReader(CutReader(in_order, like), elsewhere)
         load_state(self._job.model, self.optimizer, PieceReader(tensors, settings, pieces.path))

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shoal.strategies.protocol import Piece
+from shoal.strategies.tensor_packing import Packing
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ def ties_of(model: nn.Module, prefix: str) -> dict[str, str]:
 
 
 def whole_pieces(
-    pieces: Iterable[Piece], *, keep: bool, ties: Mapping[str, str] | None = None
+    pieces: Iterable[Piece], *, keep: bool, packing: Packing, ties: Mapping[str, str] | None = None
 ) -> Iterator[Piece]:
     """The pieces with whole tensors, gathered one at a time; without `keep` they are let go of at once.
 
@@ -40,7 +41,7 @@ def whole_pieces(
     for piece in pieces:
         tensor = gathered.get(ties.get(piece.name, ""))
         if tensor is None:
-            tensor = whole(piece.tensor)
+            tensor = packing.as_users(piece.name, whole(piece.tensor))
         shape = tuple(piece.tensor.shape)
         if not keep:
             tensor = torch.empty(0, dtype=tensor.dtype)

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.core.errors import ConfigError
 from shoal.data.tree import Tree, map_tensors
+from shoal.strategies import tensor_attention
 from shoal.strategies.sharded_tensors import local_part
 from shoal.strategies.tensor_rows import NORMS, Plan
 
@@ -88,6 +89,8 @@ class _Cutting:
         self._cut: dict[int, nn.Parameter] = {}  # tied weights stay tied
         self._kept: list[nn.Parameter] = []  # alive, or their ids would be used again
         self._told = False
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._packing = plan.packing_of(model)
 
     def run(self) -> None:
         """Parameters first, then what happens around each layer."""
@@ -100,6 +103,8 @@ class _Cutting:
             elif row.style == "colwise alone":
                 self._colwise(module)
                 self._after(module, self._between)
+            elif isinstance(module, nn.MultiheadAttention) and row.style == "heads":
+                self._by_heads(module)
         for name in self._plan.parameters_inside:
             owner, _, key = name.rpartition(".")
             self._place(self._model.get_submodule(owner), key, Replicate())
@@ -112,6 +117,14 @@ class _Cutting:
         for key in dict(module.named_parameters(recurse=False)):
             self._place(module, key, Shard(dim))
         self._before(module, lambda tensor: self._as(tensor, Replicate()))
+
+    def _by_heads(self, module: nn.MultiheadAttention) -> None:
+        for key in tensor_attention.BY_ROWS:
+            self._place(module, key, Shard(0))
+        self._place(module.out_proj, "weight", Shard(1))
+        self._place(module.out_proj, "bias", Replicate())
+        ranks = tensor_attention.HeadRanks(self._mesh, self._between, self._plan.is_sequence)
+        tensor_attention.become(module, ranks)
 
     def _rowwise(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding):
@@ -202,7 +215,8 @@ class _Cutting:
             return
         if id(parameter) not in self._cut:
             self._kept.append(parameter)
-            cut = distribute_tensor(parameter.detach(), self._mesh, [placement], src_data_rank=None)
+            whole = self._packing.as_cut(self._names[id(parameter)], parameter.detach())
+            cut = distribute_tensor(whole, self._mesh, [placement], src_data_rank=None)
             self._cut[id(parameter)] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
         module.register_parameter(key, self._cut[id(parameter)])
 

@@ -17,12 +17,13 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.core.errors import ConfigError
+from shoal.strategies.tensor_attention import PACKED, why_not_by_heads
 from shoal.strategies.tensor_pairs import pair
 from shoal.strategies.tensor_rows import NORMS, Plan, Row, is_tied, tied_parameters, why_not, why_not_along
 
 __all__ = ["ALONE_BYTES", "STYLES", "Plan", "find_plan"]
 
-STYLES = ("colwise", "rowwise", "replicated", "sequence")
+STYLES = ("colwise", "rowwise", "heads", "replicated", "sequence")
 
 ALONE_BYTES = 1 << 20
 """A linear layer or embedding without a partner is cut from this size on: its output has to be gathered then."""
@@ -34,10 +35,12 @@ def find_plan(
     """A plan for every layer; the user's patterns first. Refuses a model of which nothing can be cut."""
     plan = Plan(degree, is_sequence=sequence or "sequence" in (user_plan or {}).values())
     tied = tied_parameters(model)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            _fix_attention(plan, name)
+    attentions = {n: each for n, each in model.named_modules() if isinstance(each, nn.MultiheadAttention)}
+    for name in attentions:
+        plan.fixed |= {name, _out_of(name)}
     _take_users(plan, model, user_plan or {}, tied)
+    for name, module in attentions.items():
+        _cut_by_heads(plan, name, module, tied)
     for name, module in model.named_modules():
         if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             _pair_transformer(plan, name, module)
@@ -82,7 +85,7 @@ def _take_users(plan: Plan, model: nn.Module, patterns: Mapping[str, str], tied:
         for name in found:
             module = layers[name]
             if style != "replicated":
-                reason = plan.rows[name].reason if name in plan.fixed else why_not(module, style, plan.degree)
+                reason = _why_not_users(plan, name, module, style)
                 if reason is None and style != "sequence" and is_tied(module, tied):
                     reason = "its weight is shared with another layer, and is cut with it or not at all"
                 if reason:
@@ -98,15 +101,38 @@ def _run_along(plan: Plan, name: str, module: nn.Module) -> None:
     plan.add(name, "replicated" if why else "sequence", why or "runs on a part of the sequence")
 
 
-def _fix_attention(plan: Plan, name: str) -> None:
-    """Its forward reads the weights of its projections, past the layers that hold them."""
-    prefix = f"{name}." if name else ""
-    for layer, reason in (
-        (name, "nn.MultiheadAttention keeps its projections in one piece"),
-        (f"{prefix}out_proj", "belongs to an nn.MultiheadAttention, which reads its weight past it"),
-    ):
-        plan.add(layer, "replicated", reason)
-        plan.fixed.add(layer)
+def _why_not_users(plan: Plan, name: str, module: nn.Module, style: str) -> str | None:
+    if style == "heads":
+        if isinstance(module, nn.MultiheadAttention):
+            return why_not_by_heads(module, plan.degree)
+        return f"it is a {type(module).__name__}, and an nn.MultiheadAttention can be cut by heads"
+    if name in plan.fixed:
+        return "an nn.MultiheadAttention is cut by heads with all its projections, or not at all"
+    return why_not(module, style, plan.degree)
+
+
+def _out_of(attention: str) -> str:
+    return f"{attention}.out_proj" if attention else "out_proj"
+
+
+def _cut_by_heads(plan: Plan, name: str, module: nn.MultiheadAttention, tied: set[int]) -> None:
+    """All of an attention, or nothing of it: its forward reads the weights of its projections past the layers that hold them."""
+    out, prefix = _out_of(name), f"{name}." if name else ""
+    why = why_not_by_heads(module, plan.degree)
+    if any(is_tied(each, tied) for each in module.modules()):
+        why = "its weight is shared with another layer"
+    users = next((plan.rows[each] for each in (name, out) if each in plan.rows), None)
+    if users is not None and users.style != "heads":
+        why = users.reason
+    if why is None:
+        share = f"{module.num_heads // plan.degree} of its {module.num_heads} heads on each rank"
+        plan.add(name, "heads", share)
+        plan.rows[out] = Row(out, "heads", f"closes {name or 'the attention'}")
+        parameters = dict(module.named_parameters(recurse=False))
+        plan.packed |= {prefix + key: 3 for key in PACKED if key in parameters}
+        return
+    plan.add(name, "replicated", why)
+    plan.add(out, "replicated", f"belongs to {name or 'an attention'}, which is not cut")
 
 
 def _cut_tied(plan: Plan, model: nn.Module, tied: set[int]) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from shoal.strategies.tensor_packing import Packing
+
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 """Treat each position of a sequence alone, where they normalise over the last dim."""
 
@@ -17,7 +19,7 @@ class Row:
 
     layer: str
     style: str
-    """colwise, rowwise, colwise alone (its output is gathered), sequence (runs on a part of it), or replicated."""
+    """colwise, rowwise, heads (an attention), colwise alone (its output is gathered), sequence (runs on a part of it), or replicated."""
 
     reason: str
 
@@ -37,11 +39,20 @@ class Plan:
     parameters_inside: list[str] = field(default_factory=list)
     """Parameters that a forward uses within a pair."""
 
+    packed: dict[str, int] = field(default_factory=dict)
+    """Parameters that hold so many blocks of rows (q, k and v, say), of each of which every rank has a part."""
+
+    taken_apart: set[str] = field(default_factory=set)
+    """Modules whose forward takes the output of a layer with blocks apart."""
+
+    given_inside: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules whose inputs of these names, such as a mask, are used within a pair; or whose result has a part of it."""
+
     closed: set[str] = field(default_factory=set)
     """Layers cut by columns whose output, in parts, only goes to one cut by rows."""
 
     fixed: set[str] = field(default_factory=set)
-    """Layers that are read past their own forward: nobody may cut them."""
+    """Layers that are read past their own forward: they are cut by heads, with the attention they belong to, or not at all."""
 
     def add(self, layer: str, style: str, reason: str) -> None:
         """Decide about a layer, once."""
@@ -58,6 +69,11 @@ class Plan:
     def num_cut(self) -> int:
         """Layers of which each rank holds a part."""
         return sum(row.style not in ("replicated", "sequence") for row in self.rows.values())
+
+    def packing_of(self, model: nn.Module) -> Packing:
+        """What follows for the state of the model."""
+        rows = {name: parameter.shape[0] for name, parameter in model.named_parameters()}
+        return Packing(self.degree, dict(self.packed), {name: rows[name] for name in self.packed})
 
     def table(self) -> str:
         """For people: a line per layer."""

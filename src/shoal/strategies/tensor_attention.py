@@ -1,0 +1,218 @@
+"""nn.MultiheadAttention by heads: each rank of `tp` computes some of them, from its rows of the projections to its part of the output.
+
+Inside, tensors are plain and each rank's own; torch's kernels for attention
+run on them as in one process. What enters is the whole of queries, keys,
+values and masks; what leaves is summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+PACKED = ("in_proj_weight", "in_proj_bias")
+"""Parameters that hold q, k and v one below the other."""
+
+BY_ROWS = (*PACKED, "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+_KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def why_not_by_heads(module: nn.MultiheadAttention, degree: int) -> str | None:
+    """Why an attention cannot be cut by heads; None where it can."""
+    if type(module).forward is not nn.MultiheadAttention.forward or "forward" in vars(module):
+        return (
+            f"a {type(module).__name__} has a forward of its own, which may read the projections in one piece"
+        )
+    if module.bias_k is not None or module.add_zero_attn:
+        setting = "add_bias_kv" if module.bias_k is not None else "add_zero_attn"
+        return f"{setting}=True adds a key that belongs to no part of the sequence"
+    if module.num_heads % degree:
+        return f"its {module.num_heads} heads cannot be divided by {degree}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRanks:
+    """The ranks that share an attention's heads."""
+
+    mesh: DeviceMesh
+    between: Callable[[Tensor], Tensor]
+    """What becomes of a sum over the ranks where it leaves the layer."""
+
+    is_sequence: bool
+    """Whether tensors outside know how they are cut."""
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """The whole tensor, of whose gradient each rank has a part of the sum."""
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
+        return tensor.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    def own(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part of a whole tensor."""
+        length = tensor.shape[dim] // self.mesh.size()
+        return tensor.narrow(dim, self.mesh.get_local_rank() * length, length)
+
+    def joined(self, tensor: Tensor, placement: Placement) -> Tensor:
+        """The whole of what the ranks have parts of."""
+        whole = self.spread(tensor, placement).redistribute(placements=[Replicate()])
+        return whole if self.is_sequence else whole.to_local()
+
+    def spread(self, tensor: Tensor, placement: Placement) -> DTensor:
+        """A tensor of which this rank has a part."""
+        return DTensor.from_local(tensor.contiguous(), self.mesh, [placement], run_check=False)
+
+
+class AttentionByHeads(nn.MultiheadAttention):
+    """An nn.MultiheadAttention whose parameters are cut by heads. A whole one becomes it in place: see `become`."""
+
+    ranks: HeadRanks
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As torch's own; the fast path for inference is not taken, since it takes weights in one piece."""
+        is_batched: bool = F._mha_shape_check(  # type: ignore[attr-defined]  # private, and says what torch says
+            query, key, value, key_padding_mask, attn_mask, self.num_heads
+        )
+        # Once for each tensor, not for each use: it is gathered before and its gradient summed after.
+        given = {id(each): self._batch_first(each, is_batched) for each in (query, key, value)}
+        q, k, v = self._heads(given[id(query)], given[id(key)], given[id(value)])
+        mask = self._mask(q, k, attn_mask, key_padding_mask, query.dtype)
+        if is_causal and attn_mask is None:
+            raise RuntimeError(
+                "Need attn_mask if specifying the is_causal hint. You may use the Transformer module method "
+                "`generate_square_subsequent_mask` to create this mask."
+            )
+        keep = self._drawn(q, k)
+        weights = None
+        if need_weights or keep is not None:
+            # A position that may look at nothing: torch gives no number where weights are asked for, else nothing.
+            softmax = torch.softmax if need_weights else torch.ops.aten._safe_softmax
+            weights = self._weights(q, k, mask, softmax)
+            weights = weights if keep is None else weights * keep
+            mixed = weights @ v
+        else:
+            # A hint, which holds for the mask without padding.
+            takes_hint = is_causal and key_padding_mask is None
+            with sdpa_kernel(_KERNELS):
+                mixed = F.scaled_dot_product_attention(
+                    q, k, v, None if takes_hint else mask, is_causal=takes_hint
+                )
+        out = self._joined(mixed.transpose(1, 2).flatten(-2), is_batched)
+        if weights is None or not need_weights:
+            return out, None
+        if average_attn_weights:
+            weights = self.ranks.joined(weights.sum(1) / self.num_heads, Partial())
+        else:
+            weights = self.ranks.joined(weights, Shard(1))
+        return out, weights if is_batched else weights.squeeze(0)
+
+    def _batch_first(self, tensor: Tensor, is_batched: bool) -> Tensor:
+        tensor = self.ranks.shared(tensor)
+        if not is_batched:
+            return tensor.unsqueeze(0)
+        return tensor if self.batch_first else tensor.transpose(0, 1)
+
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's heads of the three, as (batch, heads, length, features of a head)."""
+        bias = None if self.in_proj_bias is None else _local(self.in_proj_bias)
+        if self._qkv_same_embed_dim and query is key and key is value:
+            parts = F.linear(query, _local(self.in_proj_weight), bias).chunk(3, -1)
+        else:
+            weights = (
+                _local(self.in_proj_weight).chunk(3)
+                if self._qkv_same_embed_dim
+                else [_local(each) for each in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
+            )
+            biases = [None] * 3 if bias is None else bias.chunk(3)
+            parts = tuple(map(F.linear, (query, key, value), weights, biases))
+        q, k, v = (part.view(*part.shape[:-1], -1, self.head_dim).transpose(1, 2) for part in parts)
+        return q, k, v
+
+    def _mask(
+        self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """What is added to the scores of this rank's heads."""
+        size, shape = q.shape[0], (q.shape[2], k.shape[2])
+        added = F._canonical_mask(attn_mask, "attn_mask", None, "", dtype, check_other=False)
+        if added is not None:
+            wanted = shape if added.dim() == 2 else (size * self.num_heads, *shape)
+            if tuple(added.shape) != wanted:
+                raise RuntimeError(
+                    f"The shape of the {added.dim()}D attn_mask is {tuple(added.shape)}, but should be {wanted}."
+                )
+            added = self.ranks.shared(added)
+            added = (
+                self.ranks.own(added.view(size, self.num_heads, *shape), 1)
+                if added.dim() == 3
+                else added[None, None]
+            )
+        other = F._none_or_dtype(attn_mask)
+        hidden = F._canonical_mask(padding, "key_padding_mask", other, "attn_mask", dtype)
+        if hidden is not None:
+            hidden = self.ranks.shared(hidden).view(size, 1, 1, shape[1])
+            return hidden if added is None else added + hidden
+        return added
+
+    def _drawn(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """What dropout multiplies weights with. Drawn whole on every rank, as one process does; each takes its heads."""
+        if not self.training or self.dropout == 0:
+            return None
+        shape = q.shape[0], self.num_heads, q.shape[2], k.shape[2]
+        whole = torch.empty(shape, dtype=q.dtype, device=q.device)
+        if self.dropout == 1:  # torch draws nothing then
+            return self.ranks.own(whole.zero_(), 1)
+        return self.ranks.own(whole.bernoulli_(1 - self.dropout), 1).div(1 - self.dropout)
+
+    def _weights(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, softmax: Callable[[Tensor, int], Tensor]
+    ) -> Tensor:
+        scores = (q * math.sqrt(1 / self.head_dim)) @ k.transpose(-2, -1)
+        return softmax(scores if mask is None else scores + mask, -1)
+
+    def _joined(self, mixed: Tensor, is_batched: bool) -> Tensor:
+        """The output of all heads, from those of this rank."""
+        part = F.linear(mixed, _local(self.out_proj.weight))
+        if not is_batched:
+            part = part.squeeze(0)
+        elif not self.batch_first:
+            part = part.transpose(0, 1)
+        out = self.ranks.between(self.ranks.spread(part, Partial()))
+        bias: Tensor | None = self.out_proj.bias
+        if bias is None:
+            return out
+        return out + (bias if isinstance(out, DTensor) else _local(bias)).to(out.dtype)
+
+
+def become(module: nn.MultiheadAttention, ranks: HeadRanks) -> None:
+    """An attention whose parameters have been cut computes by heads from now on."""
+    module.__class__ = AttentionByHeads
+    module.__dict__["ranks"] = ranks
+
+
+def _local(parameter: Tensor) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()
