@@ -54,11 +54,12 @@ class ChangingBuffers:
 
     def contribution(self, numbers: Sequence[int], *, share: float, rank: int) -> Tensor:
         """What this rank adds to the new values of these buffers."""
+        buffers = [self._buffer(number).detach() for number in numbers]
+        here = next((buffer.device for buffer in buffers if not buffer.is_meta), None)
         parts = []
-        for number in numbers:
-            buffer = self._buffer(number).detach()
+        for buffer in buffers:
             if buffer.is_meta:  # another stage of a pipeline holds it
-                parts.append(torch.zeros(buffer.numel(), dtype=torch.float64))
+                parts.append(torch.zeros(buffer.numel(), dtype=torch.float64, device=here))
                 continue
             weight = share if buffer.is_floating_point() else float(rank == 0)
             parts.append(buffer.reshape(-1).to(torch.float64) * weight)

@@ -35,11 +35,12 @@ class RunningStatistics:
         return bool(self._buffers)
 
     def flat(self) -> Tensor:
-        """A copy of all of them."""
+        """A copy of all of them, where they are."""
+        here = next((buffer.device for buffer in self._buffers if not buffer.is_meta), None)
         return torch.cat(
             [
                 # Another stage of a pipeline holds it, and tells.
-                torch.zeros(buffer.numel(), dtype=torch.float64)
+                torch.zeros(buffer.numel(), dtype=torch.float64, device=here)
                 if buffer.is_meta
                 else buffer.detach().reshape(-1).to(torch.float64)
                 for buffer in self._buffers

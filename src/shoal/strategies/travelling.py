@@ -60,8 +60,8 @@ class Travelling:
     # ---- in the vector --------------------------------------------------------------------------
 
     def contribution(self, *, share: float, rank: int) -> list[Tensor]:
-        """What this rank adds to the vector; the same length on every rank."""
-        parts = [self._statistics.flat() * share] if self._statistics else []
+        """What this rank adds to the vector, in the host's memory; the same length on every rank."""
+        parts = [self._statistics.flat().cpu() * share] if self._statistics else []
         if self._changing:
             flags = self._changing.flags()
             for number, flag in enumerate(flags):
@@ -71,7 +71,7 @@ class Travelling:
                         "travel with a step of the parameter server. Nothing was updated; use --strategy ddp."
                     )
             if self._numbers:
-                parts.append(self._changing.contribution(self._numbers, share=share, rank=rank))
+                parts.append(self._changing.contribution(self._numbers, share=share, rank=rank).cpu())
             parts.append(torch.tensor(flags, dtype=torch.float64))
         return parts
 
