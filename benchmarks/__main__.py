@@ -9,6 +9,7 @@ from typing import Any
 
 BENCHMARKS = (
     "trainer_overhead",
+    "on_device",
     "ddp_step",
     "exchange_shm",
     "ddp_shm",
