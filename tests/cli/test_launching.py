@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from shoal.cli.run import run
 from shoal.cluster import api
 from shoal.cluster.api import LaunchConfig, RunResult
 from shoal.core.errors import ScriptFailed
+from shoal.core.spread import Spread, as_typed
 
 
 @pytest.fixture
@@ -53,6 +55,20 @@ def test_every_option_of_run_reaches_the_launch(shoal: Shoal, launched: list[Lau
             grace_s=2.0,
         )
     ]
+
+
+def test_every_option_beside_a_strategy_is_a_flag_of_run() -> None:
+    shown = {name: parameter.default for name, parameter in inspect.signature(run).parameters.items()}
+    for option in fields(Spread):
+        if option.name != "exchange_rule":  # what "auto" came to is measured, not asked
+            assert shown[option.name] == option.default
+
+
+def test_options_beside_a_strategy_reach_the_launch(shoal: Shoal, launched: list[LaunchConfig]) -> None:
+    said = "--exchange ring --compress bf16 --device cpu --soft-placement --sync-every 4 --shard equal --checkpoint-activations"
+    assert shoal("run", "-n", "3", *said.split(), "t.py").exit_code == 0
+    (config,) = launched
+    assert sorted(as_typed(config).split()) == sorted(said.split())
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])

@@ -8,10 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shoal.cluster.run_config import RunConfig, Versions
 from shoal.cluster.run_directory import (
-    RunConfig,
     RunDirectory,
-    Versions,
     is_alive,
     read_config,
     write_atomically,

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from shoal.core import placement
 from shoal.core.shard_names import FORMS
 from shoal.core.strategy_names import STRATEGIES
 
@@ -29,15 +28,6 @@ def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file to run.", show_default=False)]
-
-Device = Annotated[
-    str,
-    typer.Option(
-        "--device",
-        metavar="DEVICE",
-        help=f"Where workers compute: {', '.join(placement.FORMS)}.",
-    ),
-]
 
 Workers = Annotated[
     int,
@@ -112,58 +102,6 @@ MaxRestarts = Annotated[
         metavar="N",
         min=0,
         help="How often a worker that dies is replaced without the job getting ahead; 0: its death ends the job.",
-    ),
-]
-
-Exchange = Annotated[
-    str,
-    typer.Option(
-        "--exchange",
-        metavar="EXCHANGE",
-        help="How gradients are summed: auto, native (gloo, NCCL), shm (shared memory on one host), ring, hierarchical, "
-        "tree, halving, broadcast, allgather, chain, mapreduce.",
-    ),
-]
-
-Schedule = Annotated[
-    str,
-    typer.Option(
-        "--schedule",
-        metavar="SCHEDULE",
-        help="Of a pipeline (pp): 1f1b, gpipe, interleaved, zero-bubble.",
-    ),
-]
-
-BatchNorm = Annotated[
-    str,
-    typer.Option(
-        "--batchnorm",
-        metavar="HOW",
-        help="Over what BatchNorm normalises: local (each worker its own slice) or sync (the whole batch, as one process does).",
-    ),
-]
-
-SequenceParallel = Annotated[
-    bool,
-    typer.Option(
-        "--sequence-parallel",
-        help="With tp: norms and dropout between the layers that are cut run on a part of the sequence each.",
-    ),
-]
-
-CheckpointActivations = Annotated[
-    bool,
-    typer.Option(
-        "--checkpoint-activations",
-        help="Keep only the inputs of the model's blocks, and run them again within backward: less memory, more time.",
-    ),
-]
-
-Offload = Annotated[
-    bool,
-    typer.Option(
-        "--offload",
-        help="With fsdp on GPUs: shards and the optimizer's state stay in the host's memory. Without GPUs they are there anyway.",
     ),
 ]
 

@@ -8,26 +8,20 @@ from typing import Annotated
 import typer
 
 from shoal.cli.options import (
-    BatchNorm,
-    CheckpointActivations,
-    Device,
-    Exchange,
     Grace,
     MaxRestarts,
-    Offload,
     Oversubscribe,
     Replicas,
     RunDir,
-    Schedule,
     Script,
-    SequenceParallel,
     Servers,
-    Shard,
     StepTimeout,
     Strategy,
     Workers,
 )
+from shoal.cli.spread_options import takes_spread
 from shoal.cli.verb import leave
+from shoal.core.spread import Spread, options_of
 
 EXAMPLES = (
     "\b\n"
@@ -56,6 +50,7 @@ BEFORE_SCRIPT = (
 """Options that change what runs. Meant for shoal, and written behind the script, they would silently do nothing."""
 
 
+@takes_spread()
 def run(
     script: Script,
     args: Annotated[
@@ -64,7 +59,6 @@ def run(
     ] = None,
     workers: Workers = 1,
     strategy: Strategy = None,
-    shard: Shard = None,
     servers: Servers = None,
     replicas: Replicas = None,
     name: Annotated[
@@ -92,45 +86,8 @@ def run(
             help="What is to go wrong, on purpose: 'kill worker-1 at step 60; kill coordinator after 5 s'.",
         ),
     ] = None,
-    exchange: Exchange = "auto",
-    sync_every: Annotated[
-        int | None,
-        typer.Option(
-            "--sync-every",
-            metavar="K",
-            help="For slow networks: each worker of ddp makes K steps with its own optimizer, then their models are averaged.",
-            show_default="gradients are summed at every step",
-        ),
-    ] = None,
-    outer: Annotated[
-        str,
-        typer.Option(
-            "--outer",
-            metavar="OUTER",
-            help="With --sync-every: average, or nesterov:lr=0.7,momentum=0.9 (DiLoCo).",
-        ),
-    ] = "average",
-    schedule: Schedule = "1f1b",
-    compress: Annotated[
-        str,
-        typer.Option(
-            "--compress",
-            metavar="COMPRESS",
-            help="Make gradients smaller before they are summed: none, bf16, fp16, int8, topk:ratio=0.01, powersgd:rank=4.",
-        ),
-    ] = "none",
-    device: Device = "auto",
-    soft_placement: Annotated[
-        bool,
-        typer.Option(
-            "--soft-placement",
-            help="A worker whose device is missing computes on the CPU, and says so; else the job is refused.",
-        ),
-    ] = False,
-    batchnorm: BatchNorm = "local",
-    sequence_parallel: SequenceParallel = False,
-    checkpoint_activations: CheckpointActivations = False,
-    offload: Offload = False,
+    *,
+    spread: Spread,
     oversubscribe: Oversubscribe = False,
     pretend_hosts: Annotated[
         int,
@@ -154,7 +111,6 @@ def run(
         args=tuple(args or ()),
         workers=workers,
         strategy=strategy,
-        shard=shard,
         servers=servers,
         replicas=replicas,
         name=name,
@@ -165,18 +121,8 @@ def run(
         max_restarts=max_restarts,
         pretend_hosts=pretend_hosts,
         oversubscribe=oversubscribe,
-        exchange=exchange,
-        sync_every=sync_every,
-        outer=outer,
-        schedule=schedule,
-        batchnorm=batchnorm,
-        sequence_parallel=sequence_parallel,
-        checkpoint_activations=checkpoint_activations,
-        offload=offload,
-        compress=compress,
-        device=device,
-        soft_placement=soft_placement,
         faults=Faults.parse(faults) if faults else None,
+        **options_of(spread),
     )
     misplaced = [option for option in BEFORE_SCRIPT if option in config.args]
     if misplaced and workers == 1 and strategy is None:

@@ -16,22 +16,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli.options import (
-    BatchNorm,
-    CheckpointActivations,
-    Exchange,
-    Offload,
     Replicas,
-    Schedule,
     Script,
-    SequenceParallel,
     Servers,
     Strategy,
     Workers,
 )
+from shoal.cli.spread_options import takes_spread
 from shoal.cli.verb import console, leave
 from shoal.core import strategy_names
 from shoal.core.errors import ClusterError, ConfigError
 from shoal.core.job import VerifyPlan
+from shoal.core.spread import Spread, as_typed, options_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +52,11 @@ MAX_ROWS = 12
 MAX_LOG_CHARS = 4000
 """Of the coordinator's last words, where a run ended with it."""
 
+NOT_VERIFIED = ("shard", "compress", "sync_every", "outer", "device", "soft_placement")
+"""Options that compute something else than one process and say so, or that say where and not what."""
 
+
+@takes_spread(but_not=NOT_VERIFIED)
 def verify(
     script: Script,
     args: Annotated[
@@ -67,12 +67,8 @@ def verify(
     strategy: Strategy = None,
     servers: Servers = None,
     replicas: Replicas = None,
-    exchange: Exchange = "auto",
-    schedule: Schedule = "1f1b",
-    batchnorm: BatchNorm = "local",
-    sequence_parallel: SequenceParallel = False,
-    checkpoint_activations: CheckpointActivations = False,
-    offload: Offload = False,
+    *,
+    spread: Spread,
     steps: Annotated[int, typer.Option("--steps", metavar="STEPS", min=1, help="Steps to compare.")] = 20,
     tolerance: Annotated[
         float,
@@ -112,15 +108,10 @@ def verify(
             strategy=chosen,
             servers=servers,
             replicas=replicas,
-            exchange=exchange,
-            schedule=schedule,
-            batchnorm=batchnorm,
-            sequence_parallel=sequence_parallel,
-            checkpoint_activations=checkpoint_activations,
-            offload=offload,
             run_dir=directory,
             seed=seed,
             quiet=True,
+            **options_of(spread),
         )
         if not Path(script).is_file():
             launch(config)  # refuses it, before a warm parent is started for nothing
@@ -168,19 +159,8 @@ class VerifyRuns:
         )
         config = replace(self.config, name=f"verify-{self.num_runs}", verify=plan)
         if not spread:
-            config = replace(
-                config,
-                workers=1,
-                strategy="single",
-                servers=None,
-                replicas=None,
-                exchange="auto",
-                schedule="1f1b",
-                batchnorm="local",
-                sequence_parallel=False,
-                checkpoint_activations=False,
-                offload=False,
-            )
+            alone = options_of(Spread())
+            config = replace(config, workers=1, strategy="single", servers=None, replicas=None, **alone)
         with open(Path(self.config.run_dir) / "output", "wb") as said:
             result = launch(config, warm=self.warm, stdout=said, stderr=said)
         if result.exit_code:
@@ -215,10 +195,8 @@ def _how(config: LaunchConfig, num_slices: int, num_micro: int | None) -> str:
 
 
 def _spread(config: LaunchConfig) -> str:
-    """The strategy, and what of its ways was chosen."""
-    by_default = {"auto", "1f1b"}
-    chosen = [way for way in (config.exchange, config.schedule) if way not in by_default]
-    return f"{config.strategy} ({', '.join(chosen)})" if chosen else f"{config.strategy}"
+    """The strategy, and what was said beside it."""
+    return f"{config.strategy}{as_typed(config)}"
 
 
 def table(judged: Judged) -> Table:

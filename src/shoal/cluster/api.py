@@ -31,7 +31,8 @@ from shoal.cluster.launch_config import LaunchConfig
 from shoal.cluster.outcome import Outcome, error_of, summary_of
 from shoal.cluster.roles import preload_for
 from shoal.cluster.room import refuse_without_room
-from shoal.cluster.run_directory import RunConfig, RunDirectory, Versions, read_config
+from shoal.cluster.run_config import RunConfig, Versions
+from shoal.cluster.run_directory import RunDirectory, read_config
 from shoal.cluster.signals import SignalInbox
 from shoal.cluster.supervisor import Supervisor
 from shoal.cluster.threads import available_cores, threads_per_worker

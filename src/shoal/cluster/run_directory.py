@@ -23,7 +23,6 @@ import errno
 import fcntl
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -31,42 +30,11 @@ from typing import Any, BinaryIO
 import msgspec
 
 from shoal.cluster import journal, trained_file
+from shoal.cluster.run_config import RunConfig
 from shoal.core.errors import RunDirectoryError
-from shoal.core.spread import Spread
 
 _TAIL_BYTES = 1 << 16
 """Of metrics.jsonl: more than a line of it is long."""
-
-
-class Versions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run's bits depend on besides its own configuration."""
-
-    python: str
-    torch: str
-    shoal: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig(Spread):
-    """config.json: what was launched. What an earlier version did not write there has its default."""
-
-    script: str  # absolute
-    args: list[str]
-    cwd: str
-    strategy: str
-    workers: int
-    servers: int = 0
-    replicas: int = 1
-    seed: int
-    threads: int  # of each worker
-    step_timeout_s: float
-    join_timeout_s: float
-    grace_s: float
-    max_restarts: int = 3
-    pretend_hosts: int = 1
-    versions: Versions
-    started: float  # seconds since 1970
-    resumed: bool = False
 
 
 class RunDirectory:
