@@ -45,7 +45,10 @@ class Native:
                     # Gloo may miss that a connection is closed, and wait for its whole time-out (measured: one kill
                     # in a hundred on a loaded machine, from 3 workers on).
                     if work.is_completed():
-                        raise
+                        # Broken; or done between the end of this look and the question, and then there is nothing to
+                        # complain of. The wait itself tells which.
+                        work.wait()
+                        return
                     if self.is_broken():
                         raise RuntimeError("a connection of the group was closed") from None
 
