@@ -481,7 +481,7 @@ PARTS = Patience(max_restarts=1, all_hold_parts=True)
 
 def test_where_all_hold_parts_a_death_takes_everybody_back() -> None:
     job = running(3, PARTS)
-    lost = StateLost((), 1, 1, holds_parts=True)
+    lost = StateLost((), 1, 1, holds_parts=True, died=Died(1, -9))
     assert job.handle(Exited(1, -9), 1.0) == [GoBack(lost), Kill((0, 2)), KillServers(())]
     assert job.handle(Exited(0, -9), 1.0) == []
     assert job.handle(Exited(2, -9), 1.0) == [StartAnew({0: 1, 1: 1, 2: 1}, {})]
@@ -509,7 +509,7 @@ def test_once_results_were_let_go_a_death_takes_everybody_back_and_only_until_th
     job = running(2, Patience(max_restarts=3))
     assert job.handle(LetGo(0), 0.5) == []
     assert job.handle(LetGo(1), 0.5) == []
-    lost = StateLost((), 1, 1, has_let_go=True)
+    lost = StateLost((), 1, 1, has_let_go=True, died=Died(1, -9))
     assert job.handle(Exited(1, -9), 1.0) == [GoBack(lost), Kill((0,)), KillServers(())]
     assert job.handle(Exited(0, -9), 1.0) == [StartAnew({0: 1, 1: 1}, {})]
     for rank in range(2):

@@ -183,6 +183,13 @@ def test_whoever_keeps_survivors_waiting_is_suspected_by_name(rig: Rig) -> None:
     assert len(rig.feed(Tick(25.0))) == 1  # they still wait: said again
 
 
+def test_where_an_exchange_was_given_up_it_is_named(rig: Rig) -> None:
+    rig.feed(Entered(0, 0, 1, 8, 1, at=5.0, waited_in="a sum of step 9"), left(2, 1, 8, at=6.0))
+    [suspect] = rig.feed(Tick(15.0))
+    assert isinstance(suspect, Suspect)
+    assert suspect.why == "ranks 0, 2 waited 10.0 s for rank 1 in a sum of step 9"
+
+
 def test_time_spent_in_the_broken_exchange_counts_but_leaves_a_moment_to_come(rig: Rig) -> None:
     rig.feed(Entered(0, 0, 1, 8, 1, at=50.0, waited_s=10.0))
     assert rig.views.deadline == 52.0

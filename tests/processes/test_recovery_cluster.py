@@ -346,7 +346,7 @@ def test_a_script_that_is_too_slow_again_and_again_ends_the_job_with_the_setting
     )
     assert isinstance(done.error, WorkerDied)
     assert "2 times" in str(done.error)
-    assert "raise step_timeout_s or join_timeout_s" in str(done.error)
+    assert "raise --step-timeout, or join_timeout_s of shoal.run" in str(done.error)
 
 
 def test_a_crash_loop_ends_the_job_and_says_how_often_it_died(launch_script: Launch) -> None:

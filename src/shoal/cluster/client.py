@@ -159,14 +159,16 @@ class CoordinatorClient:
         """Return once all ranks have reached the end of their scripts, after as many calls. Raises Regrouping too."""
         self._wait(ScriptEnded(self.rank, num_calls), Leave)
 
-    def enter_view(self, *, view_left: int, finished: int, call: int, waited_s: float = 0.0) -> ViewFormed:
+    def enter_view(
+        self, *, view_left: int, finished: int, call: int, waited_s: float = 0.0, waited_in: str = ""
+    ) -> ViewFormed:
         """Wait until every rank has come to the next view, and return it.
 
         `view_left` is 0 and `finished` -1 for a process that was in no view yet;
         `call` is the newest call it has begun, `waited_s` how long it waited for
-        the others in the exchange that broke.
+        the others in the exchange that broke, and `waited_in` which one that was.
         """
-        enter = EnterView(self.rank, self.incarnation, view_left, finished, call, waited_s)
+        enter = EnterView(self.rank, self.incarnation, view_left, finished, call, waited_s, waited_in)
         return self._wait(enter, ViewFormed)
 
     def close(self) -> None:

@@ -415,6 +415,7 @@ def _entered(message: EnterView, now: float) -> views.Entered:
         message.call,
         now,
         message.waited_s,
+        message.waited_in,
     )
 
 

@@ -274,7 +274,7 @@ class Fate:
         self._unrecovered = died
         if takes_all_back:
             parts = self._patience.all_hold_parts
-            lost = StateLost((), num_times, rank, holds_parts=parts, has_let_go=not parts)
+            lost = StateLost((), num_times, rank, holds_parts=parts, has_let_go=not parts, died=died)
             return self._begin_anew(lost, {rank: incarnation})
         self.num_restarts += 1
         return [Replace(died, incarnation + 1)]

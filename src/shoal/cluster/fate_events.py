@@ -97,6 +97,7 @@ class StateLost:
     )
     holds_parts: bool = False  # or it alone held parts of the weights, as every worker does
     has_let_go: bool = False  # or the others no longer keep what a replacement would need
+    died: Died | None = None  # how that worker ended
 
 
 @dataclass(frozen=True, slots=True)

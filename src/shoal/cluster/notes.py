@@ -35,9 +35,8 @@ def going_back(lost: fate_events.StateLost, checkpoint: Saved | None, reached: i
     """Everybody begins anew; the steps that are repeated."""
     what = lost_state(lost)
     if checkpoint is None:
-        return (
-            f"{what}. No checkpoint was written by this launch: "
-            f"the job begins anew, and repeats up to {reached} steps"
+        return f"{what}. No checkpoint was written by this launch: the job begins anew" + (
+            f", and repeats up to {reached} steps" if reached else ""
         )
     steps = (
         f"steps {checkpoint.step + 1} to {reached} are" if reached > checkpoint.step + 1 else "one step is"

@@ -76,7 +76,11 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
                 how=("had finished its script, then " if finished else "")
                 + how_it_ended(code, finished=finished)
                 + again
-                + (f" ({why}; if it is only slow, raise step_timeout_s or join_timeout_s)" if why else ""),
+                + (
+                    f" ({why}; if it is only slow, raise --step-timeout, or join_timeout_s of shoal.run)"
+                    if why
+                    else ""
+                ),
                 step=outcome.progress[rank].step if rank in outcome.progress else None,
                 checkpoint=checkpoint,
                 log=outcome.last_lines.get(rank, []),
@@ -84,7 +88,7 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
             )
         case ServerDied(number, code, why, num_times):
             again = f" {num_times} times without the job getting ahead" if num_times > 1 else ""
-            because = f" ({why}; if it is only slow, raise step_timeout_s)" if why else ""
+            because = f" ({why}; if it is only slow, raise --step-timeout)" if why else ""
             last_lines = outcome.server_last_lines.get(number, [])
             return ClusterError(
                 f"server {number} {how_it_ended(code, finished=True)}{again}{because}, so the job was stopped. "
@@ -120,10 +124,13 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
 
 def lost_state(lost: StateLost) -> str:
     """What is gone, and with whom."""
+    how = "died" if lost.died is None else how_it_ended(lost.died.code)
+    if lost.died is not None and lost.died.why:
+        how += f" ({lost.died.why})"
     if lost.holds_parts:
-        return f"worker {lost.rank} died, and nobody else held its part of the model"
+        return f"worker {lost.rank} {how}, and nobody else held its part of the model"
     if lost.has_let_go:
-        return f"worker {lost.rank} died, and results that its replacement would need had become too large to be kept"
+        return f"worker {lost.rank} {how}, and results that its replacement would need had become too large to be kept"
     if lost.rank is not None:
         return f"worker {lost.rank} and a server died in the same step, and what it had pushed to that server is lost"
     who = ("server " if len(lost.servers) == 1 else "servers ") + ", ".join(map(str, lost.servers))

@@ -129,16 +129,21 @@ def at_end(act: Callable[[], None]) -> None:
     _session.at_end.append(act)
 
 
-def enter_view(*, view_left: int, finished: int, waited_s: float = 0.0) -> ViewFormed:
+def enter_view(*, view_left: int, finished: int, waited_s: float = 0.0, waited_in: str = "") -> ViewFormed:
     """Wait for all ranks at the next view. In a plain process there is one view, and nobody to wait for.
 
     `waited_s` is how long this rank waited for the others in the exchange
-    that broke: whoever is to blame for it has used up so much of their patience.
+    that broke (`waited_in`): whoever is to blame for it has used up so much of
+    their patience.
     """
     if (client := _session.client) is None:
         return ViewFormed(view=view_left + 1, donor=-1, finished=-1, call=0, incarnations=[0])
     return client.enter_view(
-        view_left=view_left, finished=finished, call=_session.num_begun, waited_s=waited_s
+        view_left=view_left,
+        finished=finished,
+        call=_session.num_begun,
+        waited_s=waited_s,
+        waited_in=waited_in,
     )
 
 

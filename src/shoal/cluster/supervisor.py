@@ -379,6 +379,7 @@ class Supervisor:
     def _start_anew(self, ranks: dict[int, int], servers: dict[int, int]) -> None:
         job = replace(self._spec.job, resume=True)
         self._spec = msgspec.structs.replace(self._spec, job=job)
+        self._incarnations = []  # that all of them are new was said when they went
         self._servers.start_anew(servers)
         for rank, incarnation in sorted(ranks.items()):
             self._start_worker(rank, incarnation)

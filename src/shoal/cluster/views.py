@@ -59,6 +59,7 @@ class Entered:
     call: int
     at: float
     waited_s: float = 0.0  # already, in the exchange that broke
+    waited_in: str = ""  # which one that was
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +262,7 @@ class Views:
                 rank, since=since, patience_s=self._patience_s, now=at, may_be_busy=nothing_hangs
             )
             if late is not None:
-                why = (
-                    f"{waiters} waited {waited_s:.1f} s for {self._describe(rank)} to enter {self._operation}"
-                )
+                why = f"{waiters} waited {waited_s:.1f} s for {self._describe(rank)} {self._where}"
                 actions.append(Suspect(late, why, waited_s))
         return actions
 
@@ -287,6 +286,12 @@ class Views:
         """Since when the most patient of them waits. Time spent in a broken exchange counts, save a moment to come."""
         most_s = max(0.0, self._patience_s - TIME_TO_COME_S)
         return min(each.at - min(each.waited_s, most_s) for each in self._waiting.values())
+
+    @property
+    def _where(self) -> str:
+        """Where the others are missed: in the exchange that the lowest rank gave up, or else at the view."""
+        broken = [each.waited_in for _, each in sorted(self._waiting.items()) if each.waited_in]
+        return f"in {broken[0]}" if broken else f"to enter {self._operation}"
 
     @property
     def _operation(self) -> str:

@@ -143,9 +143,12 @@ class Together(Timeline):
 
     # ---- views ----------------------------------------------------------------------------------
 
-    def regroup(self, broken: str = "") -> None:
-        """The view is over: form the next one, and let those who are behind catch up. `broken`: what ended it, if known."""
-        self._waited_in = broken or self._waited_in
+    def regroup(self, broken: str = "", waited_s: float = 0.0) -> None:
+        """The view is over: form the next one, and let those who are behind catch up.
+
+        `broken` is what ended it, if known, after `waited_s` in it.
+        """
+        self._waited_in, self._waited_s = broken or self._waited_in, waited_s or self._waited_s
         while True:
             if self._native is not None:
                 self._native.close()
@@ -163,7 +166,10 @@ class Together(Timeline):
         # The view is left even by one that was given nothing in it: to be told of the same view again would help nobody.
         try:
             formed = session.enter_view(
-                view_left=self._view, finished=-1 if fresh else self._log.num_known, waited_s=self._waited_s
+                view_left=self._view,
+                finished=-1 if fresh else self._log.num_known,
+                waited_s=self._waited_s,
+                waited_in=self._missed_in(),
             )
         except WaitTimedOut as error:
             if not self._waited_in:
@@ -185,13 +191,17 @@ class Together(Timeline):
 
     def _who_did_not_come(self, error: WaitTimedOut) -> WaitTimedOut:
         """The same in the words of the script: of which operation of which step it is that a rank is missing."""
-        step = max((holder.step for holder in self._holders.values()), default=-1) + 1
         return WaitTimedOut(
-            operation=f"{self._waited_in} of step {step}" if step else self._waited_in,
+            operation=self._missed_in(),
             waited_s=max(error.waited_s, self._waited_s),
             missing=error.missing,
             setting=f"--step-timeout (now {self._job.step_timeout_s:g} s)",
         )
+
+    def _missed_in(self) -> str:
+        """The exchange that broke, and its step; empty where none did."""
+        step = max((holder.step for holder in self._holders.values()), default=-1) + 1
+        return f"{self._waited_in} of step {step}" if self._waited_in and step else self._waited_in
 
     def _look_around(self) -> bool:
         """Whether the group is broken; asked several times a second by whoever waits."""

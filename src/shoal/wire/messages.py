@@ -125,6 +125,7 @@ class EnterView(Message, frozen=True, tag="enter-view"):
     waited_s: Seconds = (
         0.0  # for the others, in the exchange that broke: their patience with it is used up by so much
     )
+    waited_in: str = ""  # what that exchange was, in words: "forward and backward of step 5"
 
 
 class ViewFormed(Message, frozen=True, tag="view-formed"):
