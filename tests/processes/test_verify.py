@@ -187,6 +187,20 @@ def test_fewer_steps_than_asked_for_are_said(verify: Verify) -> None:
     assert "The script trains for 2 steps; 10 were asked for." in told(result)
 
 
+@pytest.mark.parametrize("option", [("--compress", "int8"), ("--sync-every", "3")])
+def test_what_is_meant_to_differ_is_refused_with_the_reason(verify: Verify, option: tuple[str, str]) -> None:
+    result = verify(f"train({MLP})", "-n", "3", *option)
+    assert result.exit_code == 2
+    for words in (" ".join(option), "are not those of one process", "Nothing was started", "metrics.jsonl"):
+        assert words in " ".join(result.stderr.split())
+
+
+def test_both_sides_compute_where_they_are_told_to(verify: Verify) -> None:
+    result = verify(f"train({MLP}, batch=103)", "-n", "2", "--device", "cuda:7,cpu", "--soft-placement")
+    assert result.exit_code == 0, result.stderr
+    assert "--soft-placement on 2 workers computes what one process does" in " ".join(result.stdout.split())
+
+
 def test_a_tolerance_below_rounding_finds_rounding(verify: Verify) -> None:
     result = verify(f"train({MLP})", "-n", "3", "--tolerance", "0")
     assert result.exit_code == 1

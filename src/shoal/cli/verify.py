@@ -24,7 +24,7 @@ from shoal.cli.options import (
 )
 from shoal.cli.spread_options import takes_spread
 from shoal.cli.verb import console, leave
-from shoal.core import strategy_names
+from shoal.core import compress_names, strategy_names
 from shoal.core.errors import ClusterError, ConfigError
 from shoal.core.job import VerifyPlan
 from shoal.core.spread import Spread, as_typed, options_of
@@ -52,8 +52,8 @@ MAX_ROWS = 12
 MAX_LOG_CHARS = 4000
 """Of the coordinator's last words, where a run ended with it."""
 
-NOT_VERIFIED = ("shard", "compress", "sync_every", "outer", "device", "soft_placement")
-"""Options that compute something else than one process and say so, or that say where and not what."""
+NOT_VERIFIED = ("shard",)
+"""One process that runs the workers' slices in turn cuts a batch evenly."""
 
 
 @takes_spread(but_not=NOT_VERIFIED)
@@ -100,6 +100,7 @@ def verify(
             f"'{chosen}' does not compute what one process does, and says so: it trades that for speed, so there is nothing to "
             "verify. Nothing was started; verify the script with --strategy ps, and compare the relaxed one by its metrics."
         )
+    _refuse_what_is_meant_to_differ(spread)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as directory:
         config = LaunchConfig(
             script=script,
@@ -159,7 +160,8 @@ class VerifyRuns:
         )
         config = replace(self.config, name=f"verify-{self.num_runs}", verify=plan)
         if not spread:
-            alone = options_of(Spread())
+            first, soft = self.config.device.split(",")[0], self.config.soft_placement
+            alone = options_of(Spread(device=first, soft_placement=soft))
             config = replace(config, workers=1, strategy="single", servers=None, replicas=None, **alone)
         with open(Path(self.config.run_dir) / "output", "wb") as said:
             result = launch(config, warm=self.warm, stdout=said, stderr=said)
@@ -183,8 +185,36 @@ class VerifyRuns:
                 "slices in turn, and --batchnorm sync normalises all of them at once. Nothing was changed; verify with dropout set "
                 "to 0, or without --batchnorm sync."
             )
+        if (
+            spread
+            and len({each.strip().partition(":")[0] for each in config.device.split(",")}) > 1
+            and dump.mixes
+        ):
+            named = ", ".join(f"{mix.layer} ({mix.kind})" for mix in dump.mixes[:3])
+            raise ConfigError(
+                f"this cannot be verified: {named} sees the slice of a worker and not the batch, and with --device {config.device} "
+                "slices are as large as each device is fast, and random numbers those of its kind. Nothing was changed; verify on "
+                "devices of one kind."
+            )
         typer.echo(f"{dtype}: {dump.num_steps} steps {_how(config, num_slices, num_micro)}", err=True)
         return dump
+
+
+def _refuse_what_is_meant_to_differ(spread: Spread) -> None:
+    """What gives up the result of one process on purpose has no right answer to be held to."""
+    if compress_names.parse(spread.compress)[0] != "none":
+        why = f"--compress {spread.compress} sends gradients rounded or in part"
+        what = "--compress"
+    elif spread.sync_every is not None:
+        why = f"--sync-every {spread.sync_every} lets workers train apart and averages their models"
+        what = "--sync-every"
+    else:
+        return
+    raise ConfigError(
+        f"{why}: the weights are not those of one process, by no tolerance that holds for every model and "
+        f"optimizer. Nothing was started; verify the script without {what}, then run it both ways with `shoal run` and compare the "
+        "losses, a line for each step in metrics.jsonl of both runs."
+    )
 
 
 def _how(config: LaunchConfig, num_slices: int, num_micro: int | None) -> str:
