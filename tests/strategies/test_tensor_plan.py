@@ -113,7 +113,7 @@ def test_two_layers_that_meet_are_closed_by_one() -> None:
         (
             nn.Sequential(Gated(), Packed()),
             "1.all",
-            "viewed in 3 parts or heads, which cannot be divided by 8",
+            "viewed in 2 parts or heads, which cannot be divided by 8",
         ),
         (nn.Sequential(Gated(), Branching()), "1.first", "cannot be traced"),
         (nn.Sequential(Gated(), Residual()), "1.first", "its output is also used by add"),

@@ -9,10 +9,12 @@ holds a part of the sequence, and layers that cannot are given the whole.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from shoal.core.errors import ConfigError
 from shoal.data.tree import Tree, map_tensors
 from shoal.strategies import tensor_attention
 from shoal.strategies.sharded_tensors import local_part
+from shoal.strategies.tensor_blocks import in_blocks, take_apart
 from shoal.strategies.tensor_rows import NORMS, Plan
 
 _NO_WAY = re.compile(r"[Oo]perator (?P<operation>\S+) does not have a sharding strategy registered")
@@ -98,6 +101,9 @@ class _Cutting:
             module = self._model.get_submodule(row.layer)
             if row.style == "colwise":
                 self._colwise(module)
+                num_blocks = self._plan.packed.get(f"{row.layer}.weight")
+                if num_blocks:
+                    self._after(module, functools.partial(in_blocks, num_blocks=num_blocks))
             elif row.style == "rowwise":
                 self._rowwise(module)
             elif row.style == "colwise alone":
@@ -108,6 +114,10 @@ class _Cutting:
         for name in self._plan.parameters_inside:
             owner, _, key = name.rpartition(".")
             self._place(self._model.get_submodule(owner), key, Replicate())
+        for name in self._plan.taken_apart:
+            take_apart(self._model.get_submodule(name))
+        for name, inputs in self._plan.given_inside.items():
+            self._given_inside(self._model.get_submodule(name), inputs)
         if self._plan.is_sequence:
             self._cut_sequences()
         self._after(self._model, self._plain)
@@ -141,6 +151,22 @@ class _Cutting:
                 self._place(module, "bias", Replicate())
             self._before(module, lambda tensor: self._as(tensor, Shard(tensor.dim() - 1)))
         self._after(module, self._between)
+
+    def _given_inside(self, module: nn.Module, inputs: Sequence[str]) -> None:
+        """What a module is given for the inside of a pair: of its gradient, each rank has a part of the sum."""
+        signature = inspect.signature(module.forward)
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = signature.bind(*args, **kwargs)
+            for name in inputs:
+                value = given.arguments.get(name)
+                if isinstance(value, Tensor) and value.requires_grad:
+                    given.arguments[name] = self._as(value, Replicate())
+            return given.args, given.kwargs
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        if not self._plan.is_sequence:
+            self._after(module, self._plain)  # weights of an attention, say
 
     def _cut_sequences(self) -> None:
         """All that is left of the model, as tensors that know how they are cut."""
