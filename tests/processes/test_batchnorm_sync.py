@@ -95,3 +95,29 @@ def test_a_rank_killed_while_others_wait_for_it_within_the_model_leaves_no_trace
     assert result(killed) == undisturbed
     assert killed.summary["restarts"] == 1
     assert "normalises its own slice" not in killed.stderr
+
+
+FALSE_ALARM = """
+from shoal.core.errors import PeerLost
+from shoal.strategies.batchnorm_ranks import BatchNormRanks
+
+enter = BatchNormRanks.enter
+
+def enter_and_lose(self, view):
+    enter(self, view)
+    if shoal.rank() == 1 and view == 1:
+        raise PeerLost(rank=1, operation="a sum", reason="nobody is lost")
+
+BatchNormRanks.enter = enter_and_lose
+"""
+
+
+def test_a_rank_that_leaves_the_others_of_a_mesh_alone_is_noticed_where_they_wait_for_it(
+    launch_script: Callable[..., Any],
+) -> None:
+    script = SCRIPT.replace("generator =", FALSE_ALARM + "generator =", 1)
+    done = launch_script(script, workers=2, strategy="fsdp", batchnorm="sync", step_timeout_s=120.0)
+    assert done.exit_code == 3
+    assert "the connections of 'fsdp=2' were lost at step 1 though every worker lives" in str(done.error)
+    began_at, ended_at = done.events[0]["monotonic"], done.events[-1]["monotonic"]
+    assert ended_at - began_at < 60.0, "the other sat out the step's time-out"

@@ -19,6 +19,7 @@ import select
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -52,6 +53,9 @@ _view: int | None = None
 
 _sockets: dict[int, str] = {}
 """What forming the group opened: descriptor -> which socket it was then."""
+
+_sockets_within: dict[int, str] = {}
+"""The same of groups within the group. Not watched, for they may be let go of before it; they end with it at the latest."""
 
 _store: ShoalStore | None = None
 """Kept as long as the group: torch holds the C++ half of it alone."""
@@ -104,11 +108,7 @@ def form_group(job: Job, view: int) -> None:
         )
         sys.excepthook = excepthook  # it wraps one more around it for every group
         _set_pg_timeout(timedelta(seconds=job.step_timeout_s))
-        _sockets = {
-            fd: which
-            for fd, which in _open_sockets().items()
-            if before.get(fd) != which and _is_of_the_group(fd)
-        }
+        _sockets = _new_connections(before)
         if len(_sockets) < job.num_workers - 1:
             # Closed before we could look: nothing would tell us later.
             raise RuntimeError("a connection of the group was closed as soon as it was made")
@@ -121,6 +121,19 @@ def form_group(job: Job, view: int) -> None:
         raise
     leave_group()
     raise PeerLost(rank=job.rank, operation=f"forming the group of view {view}", reason=reason)
+
+
+@contextlib.contextmanager
+def forming_within() -> Iterator[None]:
+    """Groups that are formed in here (those of a mesh) end with the view, like the group they are within.
+
+    Else a rank that leaves the view would let down those who wait for it in one of them: they would sit out the time-out.
+    """
+    before = _open_sockets()
+    try:
+        yield
+    finally:
+        _sockets_within.update(_new_connections(before))
 
 
 def is_broken() -> bool:
@@ -164,8 +177,9 @@ def leave_group() -> None:
     Takes milliseconds, whether the others are there, dead or stopped.
     """
     global _store, _view, _sockets
-    _shut(_sockets)
+    _shut(_sockets | _sockets_within)
     _sockets, _view = {}, None
+    _sockets_within.clear()
     if dist.is_initialized():
         held = [dist.group.WORLD]
         dist.destroy_process_group()
@@ -249,6 +263,13 @@ def _open_sockets() -> dict[int, str]:
             if which.startswith("socket:"):
                 found[int(fd)] = which
     return found
+
+
+def _new_connections(before: dict[int, str]) -> dict[int, str]:
+    """Those of groups that came to be since then."""
+    return {
+        fd: which for fd, which in _open_sockets().items() if before.get(fd) != which and _is_of_the_group(fd)
+    }
 
 
 def _is_of_the_group(fd: int) -> bool:

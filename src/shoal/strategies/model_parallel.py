@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from shoal.cluster.rendezvous import is_broken
+from shoal.cluster.rendezvous import forming_within, is_broken
 from shoal.collectives.gradients import NothingToSend, Sums
 from shoal.core import heap, mesh_names, schedule_names, strategy_names
-from shoal.core.errors import ConfigError, PeerLost
+from shoal.core.errors import ClusterError, ConfigError
 from shoal.core.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
@@ -66,6 +66,7 @@ class ModelParallel(Ddp):
         self._speakers = self._axes.speakers()
         self._data_rank = self._axes.data_rank(job.rank)
         self._is_cut = False
+        self._view_of_mesh = 0
         self._speaks = job.rank in self._speakers
         self._tells_buffers = self._axes.coordinates(job.rank).tp == 0
         self._timeout_s = job.step_timeout_s
@@ -147,7 +148,19 @@ class ModelParallel(Ddp):
                 raise refusal or error from None
         # Whoever holds parts goes with the one that died; the supervisor ends us while we wait.
         self._together.regroup(operation, time.monotonic() - began_at)
-        raise PeerLost(rank=self._rank, operation=operation, reason="a connection of the group was closed")
+        raise self._mesh_is_lost()
+
+    def _run(self, batch: Slice) -> LossSum:
+        if self._together.view != self._view_of_mesh:
+            raise self._mesh_is_lost()
+        return super()._run(batch)
+
+    def _mesh_is_lost(self) -> ClusterError:
+        """The groups of a mesh are those of the view it was made in, and that is over."""
+        return ClusterError(
+            f"the connections of '{self._axes}' were lost at step {self.step + 1} though every worker lives, and with them the "
+            "ways between the parts of the model. Checkpoints are whole: go on from the newest with `shoal resume`."
+        )
 
     def adopt(self, batch: Slice) -> None:
         """A loop of the user's own has run backward, and with it the exchange, before anybody knew its weight."""
@@ -178,7 +191,7 @@ class ModelParallel(Ddp):
         parts: list[nn.Module] = [model]
         if found is not None:
             parts = list(self._take_stages(*found, mesh))
-        if self._axes.num_data_ranks > 1:
+        if self._axes.num_data_ranks > 1 or self._offload:  # one rank has nothing to shard, but perhaps to keep elsewhere
             for part in parts:
                 with pipeline_state.following(model, part):
                     fsdp_cut.shard(
@@ -262,7 +275,9 @@ class ModelParallel(Ddp):
         _ = self._together.native  # the group is there
         axes = self._axes
         names = ("pp", "dp", "fsdp", "tp")
-        mesh = init_device_mesh(device.type, (axes.pp, axes.dp, axes.fsdp, axes.tp), mesh_dim_names=names)
+        self._view_of_mesh = self._together.view
+        with forming_within():
+            mesh = init_device_mesh(device.type, (axes.pp, axes.dp, axes.fsdp, axes.tp), mesh_dim_names=names)
         for name in names:  # groups of their own, which torch would wait in for half an hour
             _set_pg_timeout(timedelta(seconds=self._timeout_s), mesh.get_group(name))
         return mesh

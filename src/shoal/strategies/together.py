@@ -44,6 +44,7 @@ class Together(Timeline):
         self._job = jobs.current()
         self._view = 0
         self._is_exchanging = False  # or else, when a view is over, it waits at a call for the others
+        self._is_between = False  # or broken off where it waited for some of the others, within its model
         self._waited_s = 0.0  # for the others, in the exchange that broke
         self._waited_in = ""  # which one that was
         self._kind, self._doing = 0, ""  # what it was for
@@ -146,9 +147,10 @@ class Together(Timeline):
     def regroup(self, broken: str = "", waited_s: float = 0.0) -> None:
         """The view is over: form the next one, and let those who are behind catch up.
 
-        `broken` is what ended it, if known, after `waited_s` in it.
+        `broken` is what ended it, where that was no exchange, after `waited_s` in it.
         """
         self._waited_in, self._waited_s = broken or self._waited_in, waited_s or self._waited_s
+        self._is_between = bool(broken)
         while True:
             if self._native is not None:
                 self._native.close()
@@ -212,8 +214,9 @@ class Together(Timeline):
         return False
 
     def _hand_over(self, native: Reducer, donor: int, *, behind: bool, fresh: bool) -> None:
-        # Where a process is that runs towards the state it was given says nothing about where that state is.
-        runs_up = fresh or self._heritage is not None or self._log.is_catching_up
+        # Where a process is that runs towards the state it was given says nothing about where that state is; nor does one
+        # tell what it would do next that was in no exchange and at no call.
+        runs_up = fresh or self._heritage is not None or self._log.is_catching_up or self._is_between
         standing = torch.tensor(
             [int(behind), self._log.num_known, int(self._is_exchanging), int(runs_up), self._kind]
         )
