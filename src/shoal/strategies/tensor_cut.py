@@ -164,7 +164,8 @@ class _Cutting:
                     given.arguments[name] = self._as(value, Replicate())
             return given.args, given.kwargs
 
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        if inputs:
+            module.register_forward_pre_hook(hook, with_kwargs=True)
         if not self._plan.is_sequence:
             self._after(module, self._plain)  # weights of an attention, say
 

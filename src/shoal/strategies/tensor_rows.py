@@ -46,7 +46,7 @@ class Plan:
     """Modules whose forward takes the output of a layer with blocks apart."""
 
     given_inside: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Modules whose inputs of these names, such as a mask, are used within a pair; or whose result has a part of it."""
+    """Modules whose inputs of these names, such as a mask, are used within a pair; or whose result may hold a part of it."""
 
     closed: set[str] = field(default_factory=set)
     """Layers cut by columns whose output, in parts, only goes to one cut by rows."""

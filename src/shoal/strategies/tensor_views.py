@@ -8,11 +8,30 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx, nn
 
+_SHAPE = "shoal: is a shape"
 _VIEWS = ("view", "reshape", "unflatten")
 _SPLITS = ("chunk", "split")
 _SPLIT_FUNCTIONS = (torch.chunk, torch.split)
 _SOFTMAX = (torch.softmax, nn.functional.softmax)
 _DROPOUT = (torch.dropout, nn.functional.dropout)
+
+
+def mark_shapes(graph: fx.Graph) -> None:
+    """Note of every node whether it is a size, or arithmetic with sizes: those carry no features."""
+    for (
+        node
+    ) in graph.nodes:  # what a node is computed from comes before it: one pass, however many ways lead back
+        inputs = node.all_input_nodes
+        node.meta[_SHAPE] = (
+            (node.op == "call_method" and node.target in ("size", "dim", "numel"))
+            or (node.target is getattr and node.args[1] in ("shape", "device", "dtype"))
+            or (node.op == "call_function" and bool(inputs) and all(each.meta[_SHAPE] for each in inputs))
+        )
+
+
+def is_shape(node: fx.Node) -> bool:
+    """Whether it was marked as a size."""
+    return bool(node.meta[_SHAPE])
 
 
 def is_view(node: fx.Node) -> bool:
@@ -85,10 +104,11 @@ def _blocks_split(split: fx.Node, num_features: int, likely: int) -> int | None:
         return len(what) if is_even else None
     if not isinstance(what, int) or num_features % what:
         return None
-    return num_features // what if _name(split) == "split" else what
+    return num_features // what if name_of(split) == "split" else what
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
+    """What is called."""
     return str(getattr(node.target, "__name__", node.target))
 
 
