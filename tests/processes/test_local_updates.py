@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import shoal
 from shoal.cluster.api import resume_config
 from shoal.cluster.faults import Faults
 from shoal.cluster.launch_config import LaunchConfig
-from shoal.core.errors import ConfigError, NonFiniteLoss
+from shoal.core.errors import ConfigError, Interrupted, NonFiniteLoss
 from shoal.train.checkpoint import open_checkpoint
 
 SCRIPT = """
@@ -267,6 +269,40 @@ def goes_on_alone(path: Path) -> float:
 def torch_tensors(path: Path) -> dict[str, torch.Tensor]:
     found = open_checkpoint(str(path)).pieces
     return {name: found[name] for name in found}
+
+
+def test_asked_to_leave_they_meet_and_save_before_the_round_is_over(
+    launch_script: Launch, at_file: Callable[..., None], tmp_path: Path
+) -> None:
+    at_file(tmp_path / "at-work", lambda: os.kill(os.getpid(), signal.SIGINT))
+    done = launch_script(
+        """
+        import pathlib, time, torch, shoal
+        from torch import nn
+
+        class Uneven(nn.Linear):
+            def forward(self, x):
+                time.sleep(0.001 * shoal.rank())
+                if self.calls == 5 and shoal.rank() == 2:
+                    pathlib.Path("at-work").touch()
+                self.calls += 1
+                return super().forward(x)
+
+        torch.manual_seed(0)
+        model = Uneven(6, 2)
+        model.calls = 0
+        data = shoal.Dataset.from_arrays((torch.randn(60, 6), torch.arange(60) % 2))
+        trainer = shoal.Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), seed=0)
+        trainer.fit(data.repeat(100_000).batch(12), epochs=1)
+        """,
+        workers=3,
+        sync_every=1_000_000,
+    )
+    assert isinstance(done.error, Interrupted), done.error
+    assert done.exit_code == 130
+    assert 5 < done.error.step < 500_000
+    assert str(done.error.checkpoint).endswith(f"step-{done.error.step:09}")
+    assert json.loads((Path(str(done.error.checkpoint)) / "manifest.json").read_text())
 
 
 def test_what_is_not_finite_is_left_out_where_it_was_or_ends_the_job_by_name(launch_script: Launch) -> None:

@@ -171,6 +171,11 @@ def not_waiting(where: str) -> list[int]:
         return []
 
 
+def kept_for_view() -> tuple[ShoalStore, str] | None:
+    """What the workers of this view can write down for each other at the coordinator, and how its keys begin."""
+    return (_store, prefix_of(_view)) if _store is not None and _view is not None else None
+
+
 def leave_group() -> None:
     """Take the group down: its threads, its sockets, its connection to the coordinator. Not collective.
 

@@ -26,6 +26,7 @@ from shoal.core.job import Job
 from shoal.data.slice import Slice
 from shoal.strategies import own_optimizers, residuals
 from shoal.strategies.ddp import Ddp
+from shoal.strategies.early_meeting import EarlyMeeting
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict, Wishes
 from shoal.strategies.state import state_pieces
 from shoal.strategies.update import update
@@ -61,6 +62,7 @@ class LocalUpdates(Ddp):
         self._sync_every = job.sync_every
         self._outer_step = outer_names.parse(job.outer)
         self._round = Round()
+        self._meeting: EarlyMeeting
         self._trained: list[nn.Parameter] = []
         self._anchor: list[Tensor] = []
         self._outer: torch.optim.Optimizer | None = None
@@ -89,10 +91,11 @@ class LocalUpdates(Ddp):
         if not self.is_apart:
             self._changing.look()
             self._keep_anchor()
+            self._meeting = self._next_meeting()
         self._keep_buffers()
         self._batch = batch
         self._mine = self._compute.forward_backward(batch, rank=self._data_rank, step=self.step)
-        if self._job.on_nonfinite == "skip" and not math.isfinite(float(self._mine.total)):
+        if self._job.on_nonfinite == "skip" and not math.isfinite(self._mine.read()):
             return dataclasses.replace(self._mine, outputs=None)  # left out: nor do metrics count it
         return self._mine
 
@@ -104,7 +107,7 @@ class LocalUpdates(Ddp):
         vector = contribution(
             rank=self._rank,
             num_workers=self._num_workers,
-            loss_total=float(self._mine.total),
+            loss_total=self._mine.read(),
             count=self._mine.count,
             wishes=Wishes(),  # those are heard when all meet
         )
@@ -114,9 +117,10 @@ class LocalUpdates(Ddp):
             if self._job.on_nonfinite == "raise":
                 return alone  # which ends the job: nobody waits to meet
         self._count(alone)
-        if mine.num_steps < self._sync_every:
+        if not self._meeting.is_now(mine.num_steps):
             # The others go on whatever happened here; sums are told once all are known.
             return dataclasses.replace(alone, loss_total=0.0, count=0.0, applied=True, nonfinite=())
+        wishes.leave |= mine.num_steps < self._sync_every  # or nobody would meet by now
         return dataclasses.replace(self._meet(), grad_norm=alone.grad_norm)
 
     def _count(self, alone: Verdict) -> None:
@@ -131,6 +135,14 @@ class LocalUpdates(Ddp):
             mine.num_skipped += 1
         self._buffers_before = {}
         self.step += 1
+
+    def _next_meeting(self) -> EarlyMeeting:
+        return EarlyMeeting(
+            name=f"leaving/{self._job.number}/{self.step}",
+            rank=self._rank,
+            num_workers=self._num_workers,
+            last_step=self._sync_every,
+        )
 
     def _keep_anchor(self) -> None:
         with torch.no_grad():
@@ -162,6 +174,7 @@ class LocalUpdates(Ddp):
             self._exchange_again,
             conclude=self._update,
             abandon=self._abandon,
+            patience=self._meeting,
             kind="a step",
         )
         wishes.checkpoint = False

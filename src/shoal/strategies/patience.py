@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Protocol
 
 from shoal.cluster import rendezvous
 from shoal.core.errors import WaitTimedOut
 
 GRACE_S = 0.75
 """Between the deadline and the verdict: who came just before it has said so by then (it looks around four times a second)."""
+
+
+class Waits(Protocol):
+    """What is done while an exchange waits for the others."""
+
+    def begin(self, number: int) -> None:
+        """Exchange `number` begins, or begins again in another view."""
+
+    def look(self) -> None:
+        """Still waiting."""
 
 
 class Patience:

@@ -27,7 +27,7 @@ from shoal.core.errors import CallsDiffer, PeerLost, WaitTimedOut
 from shoal.core.failpoints import failpoint
 from shoal.strategies import heritage
 from shoal.strategies.heritage import Heritage
-from shoal.strategies.patience import Patience
+from shoal.strategies.patience import Waits
 from shoal.strategies.timeline import Timeline
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Together(Timeline):
         self._kind, self._doing = 0, ""  # what it was for
         self._stands = False  # whether it holds state that counts: from view 1 on, or since a donor gave it
         self._native: Reducer | None = None
-        self._patience: Patience | None = None  # of the exchange under way
+        self._patience: Waits | None = None  # of the exchange under way
         session.regroup_through(self.regroup)
 
     # ---- exchanges ------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Together(Timeline):
         *,
         conclude: Callable[[T], Any] = lambda result: result,
         abandon: Callable[[], None] = lambda: None,
-        patience: Patience | None = None,
+        patience: Waits | None = None,
         kind: str = KINDS[0],
         doing: str = "",
     ) -> Any:
