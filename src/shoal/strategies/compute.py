@@ -90,8 +90,12 @@ class Compute:
                 count += piece_count
                 outputs.append(map_tensors(lambda tensor: tensor.detach(), output))
             if number == len(pieces) - 1:
+                whole = _sum(totals, total)
                 contributed = LossSum(
-                    total=_sum(totals, total), count=count, outputs=concatenate(outputs) if outputs else None
+                    total=whole,
+                    count=count,
+                    outputs=concatenate(outputs) if outputs else None,
+                    on_its_way=_start_reading(whole),
                 )
                 if before_backward is not None:
                     before_backward(contributed)
@@ -169,6 +173,16 @@ def place(batch: Tree, device: torch.device, dtype: torch.dtype | None = None) -
     if device.type == "cpu":
         return batch
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def _start_reading(total: Tensor) -> tuple[Tensor, torch.Event] | None:
+    """Have a device copy this number to the host before it begins what it is asked for next."""
+    if total.device.type == "cpu":
+        return None
+    there = torch.empty((), dtype=total.dtype, pin_memory=True).copy_(total, non_blocking=True)
+    event = torch.Event(total.device)
+    event.record(torch.accelerator.current_stream(total.device))
+    return there, event
 
 
 def _sum(totals: list[Tensor], like: Tensor) -> Tensor:

@@ -242,7 +242,7 @@ class Ddp:
             rank=self._rank,
             num_workers=self._num_workers,
             # Of those that compute the same part of a batch, one speaks.
-            loss_total=float(loss.total) if self._speaks else 0.0,
+            loss_total=loss.read() if self._speaks else 0.0,
             count=loss.count if self._speaks else 0.0,
             wishes=self._job.wishes,
         )

@@ -191,7 +191,9 @@ class ModelParallel(Ddp):
         parts: list[nn.Module] = [model]
         if found is not None:
             parts = list(self._take_stages(*found, mesh))
-        if self._axes.num_data_ranks > 1 or self._offload:  # one rank has nothing to shard, but perhaps to keep elsewhere
+        if (
+            self._axes.num_data_ranks > 1 or self._offload
+        ):  # one rank has nothing to shard, but perhaps to keep elsewhere
             for part in parts:
                 with pipeline_state.following(model, part):
                     fsdp_cut.shard(

@@ -95,6 +95,17 @@ class LossSum:
     outputs: Tree | None
     """In the order of the slice; None when all of it was borrowed."""
 
+    on_its_way: tuple[torch.Tensor, torch.Event] | None = None
+    """Of a total on a device: where in the host's memory it will be, and when."""
+
+    def read(self) -> float:
+        """The total as a number. On a device this waits for the forward alone: backward may still run."""
+        if self.on_its_way is None:
+            return float(self.total)
+        there, event = self.on_its_way
+        event.synchronize()
+        return float(there)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:

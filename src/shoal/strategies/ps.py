@@ -212,7 +212,7 @@ class Ps:
         vector = contribution(
             rank=self._rank,
             num_workers=self._num_workers,
-            loss_total=float(loss.total),
+            loss_total=loss.read(),
             count=loss.count,
             wishes=self._job.wishes,
         )

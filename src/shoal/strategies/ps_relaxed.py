@@ -189,7 +189,7 @@ class PsRelaxed(Ps):
         assert self._current is not None
         self._loss = loss
         vector = contribution(
-            rank=0, num_workers=1, loss_total=float(loss.total), count=loss.count, wishes=self._job.wishes
+            rank=0, num_workers=1, loss_total=loss.read(), count=loss.count, wishes=self._job.wishes
         )
         self._verdict = decide(vector)
         self._vector = vector.numpy()

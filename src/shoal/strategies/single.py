@@ -74,7 +74,7 @@ class Single:
         vector = contribution(
             rank=0,
             num_workers=1,
-            loss_total=float(contributed.total),
+            loss_total=contributed.read(),
             count=contributed.count,
             wishes=job.wishes,
         )

@@ -216,7 +216,7 @@ class FitLoop:
         failpoint(BEFORE_FORWARD, position.step + 1)
         contributed = strategy.forward_backward(part)
         if self._sharing is not None and self._sharing.measures:
-            self._sharing.ran(part, contributed, time.monotonic() - began_at)
+            self._sharing.ran(part, contributed, began_at)
         failpoint("worker: before commit")
         verdict = strategy.commit()
         failpoint("worker: committed")

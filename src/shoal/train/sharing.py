@@ -126,10 +126,12 @@ class Sharing:
             self._read_s = time.monotonic() - began
             yield part
 
-    def ran(self, part: Slice, contributed: LossSum, seconds: float) -> None:
-        """A step's forward and backward took this rank so long."""
+    def ran(self, part: Slice, contributed: LossSum, began_at: float) -> None:
+        """This rank has called a step's forward and backward since then."""
         if self._measured is not None and part.num_local and contributed.outputs is not None:
-            self._pace_s.append((seconds + self._read_s) / part.num_local)
+            if contributed.total.device.type != "cpu":  # it has only been told to compute
+                torch.accelerator.synchronize(contributed.total.device)
+            self._pace_s.append((time.monotonic() - began_at + self._read_s) / part.num_local)
 
     def _agree(self) -> None:
         trainer, position = self._trainer, self._trainer.position
