@@ -120,6 +120,14 @@ def test_chunks_equal_torch_on_whole_parameters_to_the_bit(
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_parts_that_were_one_parameter_may_come_to_differ(name: str, options: dict[str, Any]) -> None:
+    pair = Pair(name, options, chunk_bytes=1 << 20, dtype=torch.float32)
+    for number in range(4):
+        pair.step(number, unused="short" if number == 2 else None)
+    assert pair.is_equal()
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
 def test_state_goes_on_under_another_chunking(name: str, options: dict[str, Any]) -> None:
     pair = Pair(name, options, chunk_bytes=3000, dtype=torch.float32)
     for number in range(3):

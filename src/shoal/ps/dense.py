@@ -1,8 +1,7 @@
-"""Dense parameters on a server: chunks, and the user's own torch.optim class over their parts.
+"""Dense parameters on a server: its chunks, what is summed for them, and how they are read and written.
 
-Every chunk has an optimizer object of its own, so slots come, go and are
-restored alone. What torch does with groups, steps and parameters without
-gradient is what happens here. How parameters are cut is in dense_plan.py.
+How parameters are cut is in dense_plan.py; one chunk and its optimizer in
+dense_chunk.py.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ import numpy as np
 import torch
 
 from shoal.core.errors import ConfigError
+from shoal.ps.dense_chunk import Chunk
 from shoal.ps.dense_memory import DenseMemory
-from shoal.ps.dense_plan import num_elements, optimizer_class, torch_dtype
+from shoal.ps.dense_plan import optimizer_class, torch_dtype
 from shoal.wire.ps_messages import ChunkSpec, Settings
 
 StateEntry: TypeAlias = tuple[int, str, str, list[int]]
@@ -34,7 +34,7 @@ class DenseStore:
     """
 
     def __init__(self) -> None:
-        self._chunks: dict[int, _Chunk] = {}
+        self._chunks: dict[int, Chunk] = {}
         self.memory = DenseMemory()
 
     def declare(self, chunks: Sequence[ChunkSpec], optimizer: str, groups: Sequence[Settings]) -> None:
@@ -48,7 +48,7 @@ class DenseStore:
                     "It was not declared."
                 )
             if spec.number not in self._chunks:
-                self._chunks[spec.number] = _Chunk(spec, kind, list(groups), self.memory)
+                self._chunks[spec.number] = Chunk(spec, kind, list(groups), self.memory)
 
     def drop(self, chunk: int) -> None:
         """Forget a chunk and its state."""
@@ -131,7 +131,7 @@ class DenseStore:
                 )
             state.setdefault(part, {})[key] = as_flat(given, torch_dtype(dtype)).reshape(shape).clone()
         flat = self._as_tensor(chunk, elements)
-        renewed = _Chunk(spec, kept.kind, kept.groups, (kept.flat, kept.place))
+        renewed = Chunk(spec, kept.kind, kept.groups, (kept.flat, kept.place))
         renewed.flat.copy_(flat)
         renewed.take_settings(kept)
         renewed.set_state(state)
@@ -158,81 +158,6 @@ class DenseStore:
         return flat
 
 
-class _Chunk:
-    """Elements in one piece, parts as views of it, and an optimizer over them."""
-
-    def __init__(
-        self,
-        spec: ChunkSpec,
-        kind: type[torch.optim.Optimizer],
-        groups: Sequence[Settings],
-        memory: DenseMemory | tuple[torch.Tensor, tuple[int, int]],
-    ) -> None:
-        """In new memory, or in that of the chunk it stands for from now on."""
-        self.spec, self.kind, self.groups = spec, kind, groups
-        sizes = [num_elements(part) for part in spec.parts]
-        self.flat, self.place = (
-            memory.alloc(sum(sizes), torch_dtype(spec.dtype)) if isinstance(memory, DenseMemory) else memory
-        )
-        views = torch.split(self.flat, sizes)
-        self.parts = [view.view(part.shape) for view, part in zip(views, spec.parts, strict=True)]
-        self._sizes = sizes
-        self._sum: torch.Tensor | None = None
-        # Groups without a part in this chunk are left out, so the optimizer's own list is shorter.
-        self._numbers = sorted({part.group for part in spec.parts})
-        make: Any = kind  # every class of torch.optim has defaults for the rest
-        self.optimizer: torch.optim.Optimizer = make(
-            [
-                {
-                    "params": [
-                        view
-                        for view, part in zip(self.parts, spec.parts, strict=True)
-                        if part.group == number
-                    ],
-                    **_plain(groups[number]),
-                }
-                for number in self._numbers
-            ]
-        )
-
-    def sum_memory(self) -> torch.Tensor:
-        """Where gradients are added."""
-        if self._sum is None:
-            self._sum = torch.empty_like(self.flat)
-        return self._sum
-
-    def update(self, grad: torch.Tensor, unused: Sequence[int], settings: Mapping[int, Settings]) -> None:
-        for number, group in zip(self._numbers, self.optimizer.param_groups, strict=True):
-            if number in settings:
-                group.update(_plain(settings[number]))
-        without = frozenset(unused)
-        pieces = torch.split(grad, self._sizes)
-        for number, (part, piece) in enumerate(zip(self.parts, pieces, strict=True)):
-            part.grad = None if number in without else piece.view(part.shape)
-        try:
-            self.optimizer.step()
-        finally:
-            for part in self.parts:
-                part.grad = None
-
-    def state(self) -> list[tuple[int, str, torch.Tensor]]:
-        """(part, key, tensor), by part and key."""
-        return [
-            (number, key, value)
-            for number, part in enumerate(self.parts)
-            for key, value in sorted(self.optimizer.state.get(part, {}).items())
-            if isinstance(value, torch.Tensor)
-        ]
-
-    def set_state(self, state: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        for number, tensors in state.items():
-            self.optimizer.state[self.parts[number]] = dict(tensors)
-
-    def take_settings(self, other: _Chunk) -> None:
-        for mine, theirs in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
-
-
 def as_flat(elements: Elements, dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor over the same memory. What cannot be written must not be: torch does not look."""
     if isinstance(elements, torch.Tensor):
@@ -253,11 +178,6 @@ def as_flat(elements: Elements, dtype: torch.dtype) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it must not be written: it is not
         return torch.from_numpy(raw).view(dtype)
-
-
-def _plain(settings: Settings) -> dict[str, Any]:
-    # Pairs such as betas travel as lists; optimizers unpack either, but compare and save tuples.
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
 
 
 def _name(dtype: torch.dtype) -> str:
