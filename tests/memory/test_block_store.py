@@ -187,9 +187,8 @@ def test_released_blocks_leave_memory_and_are_still_there(tmp_path: Path) -> Non
         assert files_in(tmp_path) == []
 
 
-def test_a_full_disk_is_one_paragraph_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on only short writes, of the store's own notes, still fit."""
     write = os.write
 
     def full(fd: int, data: Any) -> int:
@@ -197,10 +196,16 @@ def test_a_full_disk_is_one_paragraph_and_nothing_is_lost(
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(fd, data)
 
+    monkeypatch.setattr(os, "write", full)
+
+
+def test_a_full_disk_is_one_paragraph_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with store_of(tmp_path, 2 * KIB + 500, name="full") as store:
         store.put("a", block(1))
         store.put("b", block(2))
-        monkeypatch.setattr(os, "write", full)
+        fill_the_disk(monkeypatch)
         with pytest.raises(StoreFull, match="No space left on device") as caught:
             store.put("c", block(3))
         assert "'full'" in str(caught.value)
@@ -224,16 +229,9 @@ def test_a_full_disk_is_one_paragraph_and_nothing_is_lost(
 def test_a_disk_that_was_full_takes_blocks_again_once_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = os.write
-
-    def full(fd: int, data: Any) -> int:
-        if len(data) > 100:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(fd, data)
-
     with store_of(tmp_path, KIB + 500) as store:
         store.put("a", block(1))
-        monkeypatch.setattr(os, "write", full)
+        fill_the_disk(monkeypatch)
         for _ in range(2):  # and says each time what is wrong with the disk
             with pytest.raises(StoreFull, match="No space left on device"):
                 store.put("b", block(2))
