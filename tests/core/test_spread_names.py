@@ -21,6 +21,8 @@ from shoal.core.errors import ConfigError
         ("ddp", {"sequence_parallel": True}, "'ddp' has no tp"),
         ("ddp", {"offload": True}, "'ddp' has no fsdp"),
         ("fsdp", {"schedule": "gpipe"}, "'fsdp' has no pp"),
+        ("fsdp", {"snapshot_every": -1}, "no number of steps between two snapshots"),
+        ("ddp", {"snapshot_every": 10}, "under 'ddp' one that dies is replaced from the others"),
         ("pp", {"checkpoint_activations": True, "schedule": "zero-bubble"}, "takes backward apart"),
     ],
 )
@@ -37,7 +39,8 @@ def test_wishes_that_do_not_go_with_a_strategy_are_refused(
         ("ddp", {"batchnorm": "sync", "checkpoint_activations": True}),
         ("tp", {"sequence_parallel": True}),
         ("dp=1,pp=2", {"schedule": "gpipe"}),
-        ("fsdp", {"offload": True, "batchnorm": "sync"}),
+        ("fsdp", {"offload": True, "batchnorm": "sync", "snapshot_every": 0}),
+        ("ddp", {"compress": "topk", "snapshot_every": 10}),
     ],
 )
 def test_others_are_taken(strategy: str, options: dict[str, Any]) -> None:

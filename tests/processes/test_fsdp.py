@@ -15,10 +15,8 @@ SCRIPT = """
 import sys, torch, shoal
 from torch import nn
 from shoal.strategies import fsdp_cut
-from shoal.train import snapshots
 
 fsdp_cut.UNIT_BYTES = 100
-snapshots.EVERY_STEPS = 4
 generator = torch.Generator().manual_seed(0)
 x = torch.randn(98, 6, generator=generator, dtype=torch.float64)
 y = (x[:, 0] > x[:, 1] * x[:, 2]).long()
@@ -80,6 +78,7 @@ def test_sharded_training_is_that_of_one_process_and_a_kill_takes_all_back(
         workers=workers,
         strategy=strategy,
         faults=Faults().kill("worker-1", at_step=7, at="worker: before commit"),
+        snapshot_every=4,
         **options,
     )
     assert result(killed) == undisturbed

@@ -15,9 +15,7 @@ SCRIPT = """
 import json, torch, shoal
 import torch.nn.functional as F
 from torch import nn
-from shoal.train import snapshots
 
-snapshots.EVERY_STEPS = 4
 
 class Block(nn.Module):
     def __init__(self):
@@ -65,7 +63,7 @@ known = torch.rand(45, 5, generator=generator, dtype=torch.float64) - 0.2
 torch.manual_seed(0)
 model = MODEL().double()
 trainer = shoal.Trainer(
-    model, loss=loss, optimizer=lambda params: torch.optim.Adam(params, lr=0.02), seed=0, clip_norm=0.5, OPTIONS
+    model, loss=loss, optimizer=lambda params: torch.optim.Adam(params, lr=0.02), seed=0, clip_norm=0.5, snapshot_every=4, OPTIONS
 )
 data = shoal.Dataset.from_arrays((ids, known, ids.roll(-1, 1)))
 trainer.fit(data.shuffle(seed=0).batch(14, drop_last=isinstance(model, Normed)), epochs=EPOCHS, resume=RESUME)

@@ -54,6 +54,15 @@ OPTIONS: dict[str, Any] = {
             help="Make gradients smaller before they are summed: none, bf16, fp16, int8, topk:ratio=0.01, powersgd:rank=4.",
         ),
     ],
+    "snapshot_every": Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Where each worker holds a part (fsdp, tp, pp, --sync-every): steps between the snapshots to which all go back "
+            "when one dies. 0: none, they go back to the newest checkpoint.",
+            show_default="50, or as the script says",
+        ),
+    ],
     "device": Annotated[
         str,
         typer.Option(metavar="DEVICE", help=f"Where workers compute: {', '.join(placement.FORMS)}."),

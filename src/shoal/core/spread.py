@@ -52,6 +52,9 @@ class Spread:
     offload: bool = False
     """With fsdp: shards and the optimizer's state stay in the host's memory."""
 
+    snapshot_every: int | None = None
+    """Steps between two snapshots, where each worker holds a part: see `shoal.train.snapshots`. 0: none. None: as it has it."""
+
     device: str = "auto"
     """Where workers compute: see `shoal.core.placement`."""
 

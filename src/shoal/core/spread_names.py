@@ -26,6 +26,9 @@ BATCHNORMS = {
     "sync": "mean and variance are those of the whole batch, as in one process",
 }
 
+MAX_SNAPSHOT_EVERY = 1_000_000
+"""Beyond it a number is a slip of the hand, or means 0."""
+
 
 def check(spread: Spread, *, strategy: str, num_workers: int, num_hosts: int) -> None:
     """Refuse wishes that mean nothing, or nothing under this strategy."""
@@ -37,6 +40,7 @@ def check(spread: Spread, *, strategy: str, num_workers: int, num_hosts: int) ->
     outer_names.check(spread.sync_every, spread.outer, strategy=strategy)
     placement.check(spread.device, num_workers=num_workers, strategy=strategy, is_mesh=name.base == "mesh")
     _check_sums(spread, strategy)
+    _check_snapshots(spread, strategy)
     if spread.shard is not None:
         is_relaxed = name.mode in ("ssp", "async")
         shard_names.check(spread.shard, num_workers=num_workers, strategy=strategy, is_relaxed=is_relaxed)
@@ -49,6 +53,21 @@ def holds_parts(spread: Spread, strategy: str) -> bool:
         or compress_names.remembers(spread.compress)
         or spread.sync_every is not None
     )
+
+
+def _check_snapshots(spread: Spread, strategy: str) -> None:
+    if spread.snapshot_every is None:
+        return
+    if not 0 <= spread.snapshot_every <= MAX_SNAPSHOT_EVERY:
+        raise ConfigError(
+            f"--snapshot-every {spread.snapshot_every} is no number of steps between two snapshots: give one from 1 to "
+            f"{MAX_SNAPSHOT_EVERY}, or 0 for none. Nothing was started."
+        )
+    if not holds_parts(spread, strategy):
+        raise ConfigError(
+            f"--snapshot-every {spread.snapshot_every} keeps what all workers go back to where each holds a part of its own, and under "
+            f"'{strategy}' one that dies is replaced from the others, at the step at which they are. Nothing was started; leave it out."
+        )
 
 
 def _check_batchnorm(spread: Spread, strategy: str) -> None:

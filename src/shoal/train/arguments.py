@@ -83,7 +83,8 @@ def check_callable(name: str, value: Any, hint: str, kind: type) -> None:
         raise ConfigError(f"{name} must be {hint}, got {value!r}.")
 
 
-def check_limit(name: str, value: int | None) -> None:
-    """Refuse a count that is not positive."""
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{name} must be a positive integer, got {value!r}.")
+def check_limit(name: str, value: int | None, *, least: int = 1) -> None:
+    """Refuse a count that is not positive, or less than another least."""
+    if value is not None and (not isinstance(value, int) or value < least):
+        what = "a positive integer" if least else "a positive integer, or 0"
+        raise ConfigError(f"{name} must be {what}, got {value!r}.")

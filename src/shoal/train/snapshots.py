@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
 
 EVERY_STEPS = 50
-"""Steps between two: at most so many are repeated after a death."""
+"""Steps between two where neither the script nor --snapshot-every says: at most so many are repeated after a death."""
 
 
 class Snapshots:
@@ -27,14 +27,17 @@ class Snapshots:
         job = trainer.job
         holds_parts = getattr(trainer.strategy, "holds_parts", False)
         self._trainer = trainer
-        self._is_on = job.launched and job.can_recover and job.verify is None and holds_parts
+        said = trainer.snapshot_every if trainer.snapshot_every is not None else job.snapshot_every
+        self._every = EVERY_STEPS if said is None else said
+        is_of_use = job.launched and job.can_recover and job.verify is None and holds_parts
+        self._is_on = is_of_use and self._every > 0
         self._taken: list[str] = []
         self._seen_step = trainer.step
 
     def after_step(self) -> None:
         """Take one if it is time. Collective."""
         trainer, step = self._trainer, self._trainer.step
-        if not self._is_on or step // EVERY_STEPS == self._seen_step // EVERY_STEPS:
+        if not self._is_on or step // self._every == self._seen_step // self._every:
             return
         if getattr(trainer.strategy, "is_apart", False):
             return  # when the workers have one model again

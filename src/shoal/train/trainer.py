@@ -82,6 +82,7 @@ class Trainer:
         tensor_plan: Mapping[str, str] | None = None,
         pipeline_cut: Sequence[str] | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
+        snapshot_every: int | None = None,
         device: str | torch.device | None = None,
         progress: bool = True,
     ) -> None:
@@ -106,6 +107,8 @@ class Trainer:
             pipeline_cut: where pp cuts, where it should not find out by itself: names of the layers at which the second
                 stage and those after it begin.
             on_nonfinite: "raise", or "skip" steps whose loss or gradient is not finite.
+            snapshot_every: steps between the snapshots to which workers that hold parts of the model go back when one dies, or
+                0 for none; by default as `--snapshot-every` says, else 50.
             device: where the model lives; by default as `--device` says.
             progress: show how far it is, in a plain python process; `shoal run` shows it anyway.
         """
@@ -116,16 +119,16 @@ class Trainer:
         if optimizer is not None:
             hint = "a function such as lambda params: torch.optim.Adam(params), or a torch optimizer"
             check_callable("optimizer", optimizer, hint, torch.optim.Optimizer)
-        if not isinstance(accumulate, int) or accumulate < 1:
-            raise ConfigError(f"accumulate must be a positive integer, got {accumulate!r}.")
+        check_limit("accumulate", accumulate or 0)
+        check_limit("snapshot_every", snapshot_every, least=0)
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(f"clip_norm must be positive, got {clip_norm!r}; leave it out for no clipping.")
         self.job = jobs.current()
         self.rank = self.job.rank
         # A batch is cut over those that compute different parts of it.
         self.data_rank, self.num_workers = self.job.data_rank, self.job.num_data_ranks
-        self.position = Position()
-        self.wishes = Wishes()
+        self.position, self.wishes = Position(), Wishes()
+        self.snapshot_every = snapshot_every
         self.num_skipped_steps = 0
         self.last_line: dict[str, Any] | None = None
         self.newest_checkpoint: str | None = None
