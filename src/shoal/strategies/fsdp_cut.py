@@ -37,7 +37,9 @@ def units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     def visit(name: str, module: nn.Module, *, in_unit: bool) -> None:
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
-            is_layer = not list(child.children())
+            # It reads the weight of a layer inside past that layer's forward, which would gather it.
+            is_one = isinstance(child, nn.MultiheadAttention)
+            is_layer = is_one or not list(child.children())
             own = sum(parameter.numel() * parameter.element_size() for parameter in child.parameters())
             if is_layer:
                 is_unit = own >= (LAYER_BYTES if in_unit else UNIT_BYTES)
@@ -45,8 +47,9 @@ def units(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 is_member = isinstance(module, (nn.ModuleList, nn.Sequential))
                 is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))  # which is never called itself
                 is_unit = is_member and own >= UNIT_BYTES and not is_list
-            visit(path, child, in_unit=in_unit or is_unit)
-            is_leaf = not any(True for inner in child.children() for _ in inner.parameters())
+            if not is_one:
+                visit(path, child, in_unit=in_unit or is_unit)
+            is_leaf = is_one or not any(True for inner in child.children() for _ in inner.parameters())
             if is_unit or (is_leaf and _dtypes(child.parameters()) not in (set(), {usual})):
                 found.append((path, child))
 

@@ -40,6 +40,7 @@ from shoal.strategies.activations import run_again
 from shoal.strategies.agreement import refuse_different_models
 from shoal.strategies.compute import place
 from shoal.strategies.ddp import Ddp
+from shoal.strategies.encoder_padding import leave_short_cut
 from shoal.strategies.hashed_rows import MODEL, plain_tensors
 from shoal.strategies.pipeline_cut import PipelineRunner
 from shoal.strategies.pipeline_flow import Flow, find_flow
@@ -199,6 +200,7 @@ class ModelParallel(Ddp):
                     fsdp_cut.shard(
                         part, mesh["dp", "fsdp"] if self._axes.dp > 1 else mesh["fsdp"], offload=self._offload
                     )
+        leave_short_cut(model)
         if found is not None:
             assert self._holding is not None
             self._ties = pipeline_state.Ties(model, self._holding, mesh["pp"].get_group())

@@ -41,8 +41,6 @@ SEQUENCE_DIM = 1
 def apply(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut `model` in place. Every rank holds the same weights, so each takes its part without a word to the others."""
     _Cutting(plan, model, mesh).run()
-    # Its short cut for inference reads the weights of a layer past the layer.
-    torch.backends.mha.set_fastpath_enabled(False)
     if mesh.device_type == "cpu":
         handlers: Any = DTensor._op_dispatcher._custom_op_handlers
         handlers[torch.ops.aten.bernoulli_.float] = _draw_whole
