@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -16,6 +19,25 @@ from shoal.strategies.tensor_packing import Packing
 def whole(tensor: Tensor) -> Tensor:
     """All of it, on every rank. Collective where it is in parts."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """The norm of all of them together. Collective where some are in parts: one sum for all that are cut alike."""
+    cut_alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
+    alone: list[Tensor] = []
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor) or any(placement.is_partial() for placement in tensor.placements):
+            alone.append(whole(tensor))
+            continue
+        axes = tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
+        cut_alike.setdefault((tensor.device_mesh, axes), []).append(tensor.to_local())
+    squares = float(nn.utils.get_total_norm(alone)) ** 2 if alone else 0.0
+    for (mesh, axes), parts in cut_alike.items():
+        held = nn.utils.get_total_norm(parts).double() ** 2
+        for axis in axes:
+            dist.all_reduce(held, group=mesh.get_group(axis))
+        squares += float(held)
+    return math.sqrt(squares)
 
 
 def ties_of(model: nn.Module, prefix: str) -> dict[str, str]:

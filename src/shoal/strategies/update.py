@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.strategies.hashed_rows import HashedRows
 from shoal.strategies.protocol import TrainJob, Verdict
-from shoal.strategies.sharded_tensors import whole
+from shoal.strategies.sharded_tensors import norm_of
 
 
 def update(
@@ -63,8 +63,7 @@ def gradient_norm(gradients: Iterable[Tensor], squares_of_rows: float = 0.0) -> 
         for gradient in gradients
     ]
     if any(isinstance(gradient, DTensor) for gradient in dense):
-        # One by one: some may be cut and others not, or another way.
-        norm = math.sqrt(sum(float(whole(torch.linalg.vector_norm(each))) ** 2 for each in dense))
+        norm = norm_of(dense)
     else:
         norm = float(nn.utils.get_total_norm(dense)) if dense else 0.0
     return math.sqrt(norm**2 + squares_of_rows) if squares_of_rows else norm
