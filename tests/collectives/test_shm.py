@@ -16,19 +16,23 @@ from shoal.collectives import shm
 from shoal.collectives.shm import Shm
 from shoal.core.errors import PeerLost
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
+DTYPES = [*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm, "CHUNK_BYTES", 256)
     monkeypatch.setattr(shm, "NUM_CHUNKS", 3)
+    monkeypatch.setattr(shm, "LARGE_BYTES", 1000)
 
 
 def part(rank: int, number: int, size: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(100 * rank + number)
-    values = torch.randn(size, dtype=torch.float64, generator=generator) * 10
-    return values.to(dtype) if dtype.is_floating_point else values.abs().to(dtype)
+    values = torch.randn(
+        size, dtype=torch.complex128 if dtype.is_complex else torch.float64, generator=generator
+    )
+    return (values * 10).to(dtype) if dtype in FLOATS else (values.abs() * 10).to(dtype)
 
 
 def in_rank_order(num_workers: int, number: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -105,3 +109,42 @@ def test_a_broken_connection_ends_the_wait_before_its_time() -> None:
                 reducer.finish(reducer.start_all_reduce(torch.ones(5)), "a sum")
 
     with_ranks(2, run)
+
+
+def test_what_is_not_a_number_has_the_same_bits_on_every_rank() -> None:
+    def run(native: Any) -> Tensor:
+        mine = torch.full((40,), 0x7FC00001 + native.rank, dtype=torch.int32).view(torch.float32)
+        reducer = Shm(native, num_cores=1)
+        reducer.finish(reducer.start_all_reduce(mine), "a sum")
+        return mine.view(torch.int32)
+
+    first, *others = with_ranks(3, run)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_views_that_are_conjugated_or_negated_when_they_are_read() -> None:
+    def run(native: Any) -> tuple[Tensor, Tensor]:
+        reducer = Shm(native, num_cores=1)
+        whole = torch.full((20,), complex(1.0, 2.0 + native.rank))
+        conjugated, negated = whole.clone().conj(), whole.conj().imag
+        for tensor in (conjugated, negated) if native.rank else (whole.clone(), torch.zeros(20)):
+            reducer.finish(reducer.start_all_reduce(tensor), "a sum")
+        return conjugated, negated
+
+    for conjugated, negated in with_ranks(2, run)[1:]:
+        assert (conjugated == complex(2.0, -1.0)).all()
+        assert (negated == -3.0).all()
+
+
+def test_dtypes_that_it_cannot_add_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(shm.KINDS, torch.float16)
+
+    def run(native: Any) -> Tensor:
+        reducer = Shm(native, num_cores=1)
+        mine = torch.ones(9, dtype=torch.float16)
+        work = reducer.start_all_reduce(mine)
+        assert work is None  # of the group underneath
+        reducer.finish(work, "a sum")
+        return mine
+
+    assert all((each == 2.0).all() for each in with_ranks(2, run))

@@ -1,0 +1,381 @@
+"""The loop of `shm`, compiled: chunks go into a ring that others can read, and what everybody has put is added up.
+
+`shm.py` decides how long to wait and lays the memory out: counters, a line of
+cache for each, then a ring of chunks for every rank. Here memory is addresses.
+Counters only grow, each is written by one rank, and one that was read says
+that what its owner wrote before it can be read too.
+
+Everything is in this one file, because numba looks at a kernel's own file to
+see whether what it kept on disk is still good.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import binding, ir  # type: ignore[import-untyped]  # it has no types
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from shoal.core.compiled import INT, inlined, kernel, vector
+
+LINE = 64
+"""Bytes of a cache line: counters of two ranks never share one, and vectors are as long."""
+
+_BLOCK = 16 << 10  # bytes that stay in the nearest cache while the parts of many ranks are added to them
+
+_RING = ("rank", "num_ranks", "counters", "rings", "chunk_bytes", "num_chunks")
+RING = np.dtype([(name, np.int64) for name in _RING])
+"""The memory, as one rank sees it: `counters` and `rings` are addresses, the rest is the same everywhere or its own."""
+
+_WORK = (
+    "address",
+    "num_bytes",
+    "kind",
+    "is_shared",
+    "is_streamed",
+    "first",
+    "num_chunks",
+    "put",
+    "summed",
+    "taken",
+)
+WORK = np.dtype([(name, np.int64) for name in _WORK])
+"""A tensor on its way: so many of its chunks are put, summed and taken; `first` is the number of its first chunk.
+
+Where it `is_shared`, each rank adds up its share of a chunk and takes the others' from them; else each adds up all.
+Where it `is_streamed`, what is put goes past the caches.
+"""
+
+# numba describes itself to type checkers in part; what it makes of a function is not what it says.
+_make: Any = intrinsic
+_memcpy: Any = cgutils.raw_memcpy
+
+Builder = Any  # of llvmlite, which has no types
+Value = Any
+
+
+# ---- memory -----------------------------------------------------------------------------------------
+
+
+def _at(builder: Builder, address: Value, element: Any) -> Value:
+    return builder.inttoptr(address, element.as_pointer())
+
+
+@_make  # type: ignore[untyped-decorator, unused-ignore]
+def _load(typing_context: Any, address: Any) -> Any:
+    """A counter."""
+
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
+        return builder.load_atomic(_at(builder, args[0], ir.IntType(64)), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@_make  # type: ignore[untyped-decorator, unused-ignore]
+def _store(typing_context: Any, address: Any, value: Any) -> Any:
+    """A counter, after all that was written before."""
+
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
+        builder.store_atomic(args[1], _at(builder, args[0], ir.IntType(64)), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@_make  # type: ignore[untyped-decorator, unused-ignore]
+def _copy(typing_context: Any, to: Any, source: Any, num_bytes: Any) -> Any:
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
+        byte = ir.IntType(8)
+        _memcpy(builder, _at(builder, args[0], byte), _at(builder, args[1], byte), args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@_make  # type: ignore[untyped-decorator, unused-ignore]
+def _stream_line(typing_context: Any, to: Any, source: Any) -> Any:
+    """A line to an address that is a multiple of LINE, past the caches."""
+
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
+        line = ir.VectorType(ir.IntType(32), LINE // 4)
+        value = builder.load(_at(builder, args[1], line), align=1)
+        stored = builder.store(value, _at(builder, args[0], line), align=LINE)
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@_make  # type: ignore[untyped-decorator, unused-ignore]
+def _fence(typing_context: Any) -> Any:
+    """What was streamed is not in the order of other stores; after this it is."""
+
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@inlined
+def _stream(to: int, source: int, num_bytes: int) -> None:
+    whole = num_bytes // LINE * LINE
+    for at in range(0, whole, LINE):
+        _stream_line(to + at, source + at)
+    _copy(to + whole, source + whole, num_bytes - whole)
+    _fence()
+
+
+# ---- sums of two ------------------------------------------------------------------------------------
+#
+# Of whole lines at once, written out as vectors: what is added to may be one of the two, which keeps compilers from
+# finding vectors themselves. Every rank runs the same code with the ranks' parts in the same order, so that even the
+# bits of what is not a number are equal.
+
+
+def _whole(builder: Builder, a: Value, b: Value) -> Value:
+    return builder.add(a, b)
+
+
+def _floating(builder: Builder, a: Value, b: Value) -> Value:
+    return builder.fadd(a, b)
+
+
+def _either(builder: Builder, a: Value, b: Value) -> Value:
+    return builder.or_(a, b)
+
+
+def _half(builder: Builder, a: Value, b: Value) -> Value:
+    """By way of float32, as torch does."""
+    wide = ir.VectorType(ir.FloatType(), a.type.count)
+    return builder.fptrunc(builder.fadd(builder.fpext(a, wide), builder.fpext(b, wide)), a.type)
+
+
+def _brain(builder: Builder, a: Value, b: Value) -> Value:
+    """The upper halves of float32: widened, added, and rounded to even."""
+    word, wide = (ir.VectorType(kind, a.type.count) for kind in (ir.IntType(32), ir.FloatType()))
+
+    def all_are(value: int) -> Value:
+        return ir.Constant(word, [value] * a.type.count)
+
+    def widened(half: Value) -> Value:
+        return builder.bitcast(builder.shl(builder.zext(half, word), all_are(16)), wide)
+
+    total = builder.fadd(widened(a), widened(b))
+    bits = builder.bitcast(total, word)
+    is_odd = builder.and_(builder.lshr(bits, all_are(16)), all_are(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(is_odd, all_are(0x7FFF))), all_are(16))
+    is_nan = builder.fcmp_unordered("uno", total, total)
+    return builder.trunc(builder.select(is_nan, all_are(0x7FC0), rounded), a.type)
+
+
+def _step(element: Any, count: int, plus: Callable[[Builder, Value, Value], Value]) -> Any:
+    """The sum of so many elements at two addresses, to a third."""
+
+    @_make  # type: ignore[untyped-decorator, unused-ignore]
+    def step(typing_context: Any, to: Any, a: Any, b: Any) -> Any:
+        def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
+            out, *parts = (_at(builder, address, ir.VectorType(element, count)) for address in args)
+            builder.store(plus(builder, *(builder.load(part, align=1) for part in parts)), out, align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), generate
+
+    return step
+
+
+def _adder(element: Any, num_bytes_each: int, plus: Callable[[Builder, Value, Value], Value]) -> Any:
+    add_line, add_one = _step(element, LINE // num_bytes_each, plus), _step(element, 1, plus)
+
+    @inlined
+    def add(to: int, a: int, b: int, num_bytes: int) -> None:
+        whole = num_bytes // LINE * LINE
+        for at in range(0, whole, LINE):
+            add_line(to + at, a + at, b + at)
+        for at in range(whole, num_bytes, num_bytes_each):
+            add_one(to + at, a + at, b + at)
+
+    return add
+
+
+def _has_half() -> bool:
+    """Whether the processor converts float16: what stands in where it does not is not there for compiled loops."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    config: Any = numba.config
+    return config.CPU_NAME is None and bool(binding.get_host_cpu_features().get("f16c"))
+
+
+HAS_HALF = _has_half()
+FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT8, INT16, INT32, INT64, BOOL = range(9)
+"""What numbers are to be added; complex ones are pairs, and integers the same with and without a sign."""
+
+_add_float32 = _adder(ir.FloatType(), 4, _floating)
+_add_float64 = _adder(ir.DoubleType(), 8, _floating)
+_add_bfloat16 = _adder(ir.IntType(16), 2, _brain)
+_add_float16 = _adder(ir.HalfType(), 2, _half) if HAS_HALF else _add_bfloat16  # then nobody asks for it
+_add_int8 = _adder(ir.IntType(8), 1, _whole)
+_add_int16 = _adder(ir.IntType(16), 2, _whole)
+_add_int32 = _adder(ir.IntType(32), 4, _whole)
+_add_int64 = _adder(ir.IntType(64), 8, _whole)
+_add_bool = _adder(ir.IntType(8), 1, _either)
+
+
+@inlined
+def _add(kind: int, to: int, a: int, b: int, num_bytes: int) -> None:
+    if kind == FLOAT32:
+        _add_float32(to, a, b, num_bytes)
+    elif kind == FLOAT64:
+        _add_float64(to, a, b, num_bytes)
+    elif kind == BFLOAT16:
+        _add_bfloat16(to, a, b, num_bytes)
+    elif kind == FLOAT16:
+        _add_float16(to, a, b, num_bytes)
+    elif kind == INT8:
+        _add_int8(to, a, b, num_bytes)
+    elif kind == INT16:
+        _add_int16(to, a, b, num_bytes)
+    elif kind == INT32:
+        _add_int32(to, a, b, num_bytes)
+    elif kind == INT64:
+        _add_int64(to, a, b, num_bytes)
+    else:
+        _add_bool(to, a, b, num_bytes)
+
+
+# ---- the ring ---------------------------------------------------------------------------------------
+
+
+@inlined
+def _counter(ring: Any, which: int, rank: int) -> Any:
+    return ring.counters + (which * ring.num_ranks + rank) * LINE
+
+
+@inlined
+def _least(ring: Any, which: int) -> Any:
+    """How far the last rank has come in putting (0), summing (1), taking (2)."""
+    least = _load(_counter(ring, which, 0))
+    for rank in range(1, ring.num_ranks):
+        least = min(least, _load(_counter(ring, which, rank)))
+    return least
+
+
+@inlined
+def _slot(ring: Any, rank: int, number: int) -> Any:
+    return ring.rings + (rank * ring.num_chunks + number % ring.num_chunks) * ring.chunk_bytes
+
+
+@inlined
+def _size(ring: Any, work: Any, chunk: int) -> Any:
+    return min(ring.chunk_bytes, work.num_bytes - chunk * ring.chunk_bytes)
+
+
+@inlined
+def _share(ring: Any, rank: int, num_bytes: int) -> Any:
+    """Where the share of a rank begins: whole lines, but for the end of the last."""
+    return num_bytes if rank == ring.num_ranks else num_bytes // LINE * rank // ring.num_ranks * LINE
+
+
+@inlined
+def _put(ring: Any, work: Any) -> bool:
+    """The next chunk into this rank's ring, where everybody has taken what lay there."""
+    chunk, number = work.put, work.first + work.put
+    if chunk == work.num_chunks or number >= _least(ring, 2) + ring.num_chunks:
+        return False
+    own, slot, size = (
+        work.address + chunk * ring.chunk_bytes,
+        _slot(ring, ring.rank, number),
+        _size(ring, work, chunk),
+    )
+    if work.is_streamed:
+        _stream(slot, own, size)
+    else:
+        _copy(slot, own, size)
+    work.put = chunk + 1
+    _store(_counter(ring, 0, ring.rank), number + 1)
+    return True
+
+
+@inlined
+def _sum(ring: Any, work: Any) -> bool:
+    """The next chunk that everybody has put, or this rank's share of it, added up in the order of the ranks."""
+    chunk, number, rank = work.summed, work.first + work.summed, ring.rank
+    if chunk == work.put or _least(ring, 0) <= number:
+        return False
+    own, begin, end = work.address + chunk * ring.chunk_bytes, 0, _size(ring, work, chunk)
+    if work.is_shared:
+        begin, end = _share(ring, rank, end), _share(ring, rank + 1, end)
+    for at in range(begin, end, _BLOCK):
+        size = min(_BLOCK, end - at)
+        # Of the first two, one's own is read where it came from: the same numbers, one place less for the cache to hold.
+        total = own + at if rank == 0 else _slot(ring, 0, number) + at
+        for other in range(1, ring.num_ranks):
+            part = own + at if rank == other == 1 else _slot(ring, other, number) + at
+            _add(work.kind, own + at, total, part, size)
+            total = own + at
+        if work.is_shared:
+            _copy(
+                _slot(ring, rank, number) + at, own + at, size
+            )  # where nobody else reads this rank's own part
+    work.summed = chunk + 1
+    if work.is_shared:
+        _store(_counter(ring, 1, rank), number + 1)
+    else:
+        work.taken = chunk + 1
+        _store(_counter(ring, 2, rank), number + 1)
+    return True
+
+
+@inlined
+def _take(ring: Any, work: Any) -> bool:
+    """The others' shares of the next chunk that everybody has summed."""
+    chunk, number = work.taken, work.first + work.taken
+    if chunk == work.summed or _least(ring, 1) <= number:
+        return False
+    own, size = work.address + chunk * ring.chunk_bytes, _size(ring, work, chunk)
+    for step in range(1, ring.num_ranks):  # not all from the same one at once
+        other = (ring.rank + step) % ring.num_ranks
+        begin, end = _share(ring, other, size), _share(ring, other + 1, size)
+        _copy(own + begin, _slot(ring, other, number) + begin, end - begin)
+    work.taken = chunk + 1
+    _store(_counter(ring, 2, ring.rank), number + 1)
+    return True
+
+
+NONE, SOME, DONE = range(3)
+"""How far a call brought a work."""
+
+# Plain numbers, which become records inside: numba takes longer to look at a record than all the rest of a small sum.
+_TYPES = (vector(types.int64), vector(types.int64, written=True))
+
+
+@kernel((*_TYPES, INT))
+def advance(ring_numbers: Any, work_numbers: Any, max_looks: int) -> int:
+    """Do what can be done, until the work is DONE or more than `max_looks` in a row were in vain: SOME or NONE of it.
+
+    What is near its end goes first: it is still in the cache.
+    """
+    ring, work = ring_numbers.view(RING)[0], work_numbers.view(WORK)[0]
+    num_looks, outcome = 0, NONE
+    while work.taken < work.num_chunks and num_looks <= max_looks:
+        if _take(ring, work) or _sum(ring, work) or _put(ring, work):
+            num_looks, outcome = 0, SOME
+        else:
+            num_looks += 1
+    return DONE if work.taken == work.num_chunks else outcome
+
+
+@kernel(_TYPES)
+def put_ahead(ring_numbers: Any, work_numbers: Any) -> bool:
+    """Put what there is room for, while works that were started before it are not yet summed; whether that was anything."""
+    ring, work = ring_numbers.view(RING)[0], work_numbers.view(WORK)[0]
+    before = work.put
+    while _put(ring, work):
+        pass
+    return bool(work.put > before)
