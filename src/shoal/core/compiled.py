@@ -95,7 +95,9 @@ class Kernel(Generic[Parameters, Result]):
 
     def __init__(self, function: Callable[Parameters, Result], signatures: Sequence[tuple[Any, ...]]) -> None:
         with _kept_in(_DIRECTORY):
-            self.dispatcher = _njit(nogil=True, cache=_DIRECTORY is not None)(function)
+            # numpy's way to divide: a check for zero that could raise keeps loops from running over several numbers
+            # at once, and a server that gets a setting of 0 has to say NaN as torch does, not to die.
+            self.dispatcher = _njit(nogil=True, error_model="numpy", cache=_DIRECTORY is not None)(function)
         self._signatures, self._is_ready = signatures, False
         self.__doc__ = function.__doc__
 
@@ -140,7 +142,7 @@ def floating_kernel(
 
 def inlined(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """A part of kernels, compiled into each."""
-    return cast("Callable[Parameters, Result]", _njit(function))
+    return cast("Callable[Parameters, Result]", _njit(error_model="numpy")(function))
 
 
 def warm() -> int:

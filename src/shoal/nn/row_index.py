@@ -112,10 +112,15 @@ class HashedIndex:
         return self._entries.nbytes + self.num_rows * 8
 
 
+_SOON = 24  # keys ahead, whose entries are asked for
+
+
 @kernel((_KEYS, vector(types.int32), _ROWS))
 def _find_in_array(keys: Any, row_of: Any, rows: Any) -> int:
     limit, num_missing = len(row_of), 0
     for i in range(len(keys)):
+        if i + _SOON < len(keys):
+            ask_for(row_of, keys[i + _SOON])
         key = keys[i]
         row = -1
         if 0 <= key < limit:
@@ -138,7 +143,6 @@ def _add_to_array(keys: Any, row_of: Any, rows: Any, row_keys: Any, num_rows: in
     return num_rows
 
 
-_SOON = 24  # keys ahead, whose entries are asked for
 _TOGETHER = 64
 
 
