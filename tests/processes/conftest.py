@@ -43,6 +43,7 @@ import pytest
 from launched import Launched
 
 from shoal.cluster.api import LaunchConfig, launch
+from shoal.cluster.roles import PRELOAD_WITH_MESH, PRELOAD_WITH_SERVERS
 from shoal.cluster.warm_client import WarmParent
 from waiting import wait_until
 
@@ -61,7 +62,10 @@ def _own_sockets() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm_parent(_own_sockets: None) -> Iterator[WarmParent]:
-    with WarmParent("tests", preload=["shoal.train.metrics", "shoal.strategies.model_parallel"]) as warm:
+    # For any script: with torch's sharding, and with numba and the kernels of servers.
+    with WarmParent(
+        "tests", preload=["shoal.train.metrics", PRELOAD_WITH_MESH, *PRELOAD_WITH_SERVERS]
+    ) as warm:
         warm.wait_ready()
         yield warm
 

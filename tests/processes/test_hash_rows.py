@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from launched import Launched
-from ps_warm import warm_parent  # noqa: F401
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -121,7 +120,7 @@ def test_ddp_refuses_them_before_the_first_step(launch_script: Launch, tmp_path:
 
 
 def test_verify_finds_them_equal(
-    warm_parent: WarmParent,  # noqa: F811
+    warm_parent: WarmParent,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from launched import Launched
-from ps_warm import warm_parent  # noqa: F401
 from typer.testing import CliRunner
 
 from shoal import Faults
@@ -58,7 +57,7 @@ def by_worker(spans: list[dict[str, Any]]) -> Counter[tuple[int, str]]:
 
 def test_leases_are_theirs_who_trained_them_and_what_was_lost_with_a_job_is_counted_to_the_sample(
     supervisor_process: Callable[..., Any],
-    warm_parent: WarmParent,  # noqa: F811
+    warm_parent: WarmParent,
     tmp_path: Path,
 ) -> None:
     out, samples, batch = tmp_path / "out.json", 8 * 150, 8
@@ -115,7 +114,7 @@ def test_leases_are_theirs_who_trained_them_and_what_was_lost_with_a_job_is_coun
 
 def test_a_run_that_is_killed_and_resumed_at_another_number_of_workers_has_an_exact_ledger(
     supervisor_process: Callable[..., Any],
-    warm_parent: WarmParent,  # noqa: F811
+    warm_parent: WarmParent,
     tmp_path: Path,
 ) -> None:
     out, after = tmp_path / "out.json", 2

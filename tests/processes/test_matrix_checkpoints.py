@@ -9,7 +9,6 @@ from typing import Any
 import matrix_job
 from launched import Launched
 from matrix_expected import OneProcess, problems
-from ps_warm import warm_parent  # noqa: F401
 
 MODELS = ("mlp", "gpt", "tree", "clicks")
 """Some whose result does not depend on how a batch was cut; with the others it is the same code."""

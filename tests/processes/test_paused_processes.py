@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from launched import Launched
-from ps_warm import warm_parent  # noqa: F401
 from torch import nn
 
 from shoal import Faults

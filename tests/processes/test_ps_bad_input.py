@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 from launched import Launched
-from ps_warm import warm_parent  # noqa: F401
 
 from shoal.core.errors import ConfigError
 

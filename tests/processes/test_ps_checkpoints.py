@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from launched import Launched
-from ps_warm import warm_parent  # noqa: F401
 from safetensors.torch import load_file
 
 from shoal.cluster.api import launch, resume_config
@@ -92,7 +91,7 @@ def test_a_relaxed_run_saves_by_steps_too_and_another_strategy_goes_on_from_it(
 def test_a_run_whose_supervisor_was_killed_is_resumed_with_its_servers(
     supervisor_process: Callable[..., Any],
     run: Callable[..., Launched],
-    warm_parent: WarmParent,  # noqa: F811
+    warm_parent: WarmParent,
     tmp_path: Path,
 ) -> None:
     run("whole", strategy="ps", workers=2, servers=2)

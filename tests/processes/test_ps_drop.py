@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from examples_expected import EXAMPLES
 from launched import Launched
-from ps_warm import warm_parent  # noqa: F401
 
 from shoal.core.errors import TrainingError
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from launched import Launched
-from ps_warm import warm_parent  # noqa: F401
 from safetensors.torch import load_file
 from test_custom_loop import LOOPS
 
@@ -152,7 +151,7 @@ save_file({k: v.contiguous() for k, v in model.state_dict().items()}, OUT / f"ra
 def test_layers_that_mix_or_draw_see_the_same_slices_and_numbers_as_under_ddp(
     launch_script: Launch,
     tmp_path: Path,
-    warm_parent: WarmParent,  # noqa: F811
+    warm_parent: WarmParent,
 ) -> None:
     for strategy in ("ddp", "ps"):
         (tmp_path / strategy).mkdir()

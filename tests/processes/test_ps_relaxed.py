@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from launched import Launched
-from ps_warm import warm_parent  # noqa: F401
 
 from shoal import Faults
 

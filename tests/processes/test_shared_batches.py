@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from launched import Launched
-from ps_warm import warm_parent  # noqa: F401
 from safetensors.torch import load_file
 
 from shoal import Faults
@@ -81,7 +80,7 @@ trainer.fit(data.shard(HOW), epochs=3)
 
 @pytest.mark.parametrize("how", ['"balanced", cost=costs', '"weighted", weights=[3, 1, 2]'])
 def test_layers_that_mix_the_batch_are_compared_with_the_workers_own_slices(
-    warm_parent: WarmParent,  # noqa: F811
+    warm_parent: WarmParent,
     tmp_path: Path,
     how: str,
 ) -> None:
