@@ -56,6 +56,8 @@ class Ddp:
         """Whether this rank's buffers count: of those that compute the same with the same layers, one does."""
         self._told_besides: list[float] = []
         """What else is summed up with a step's losses."""
+        self._tells_losses_last = False
+        """Whether losses and wishes wait for `commit`: without them nobody else can finish the step."""
         self._compress = job.compress
         self.holds_parts = compress_names.remembers(job.compress)
         """Whether this rank has something that no other has."""
@@ -229,10 +231,14 @@ class Ddp:
     def take(self, part: Part) -> None:
         """Stand where the donor stands."""
         self.step, self._prepared_at = part.plain["step"], part.plain["prepared_at"]
-        self.load(PieceReader(part.tensors, part.plain["optimizer"]))
+        self._load_given(PieceReader(part.tensors, part.plain["optimizer"]))
         self._buffers_before = {}
         for parameter in self._parameters:
             parameter.grad = None
+
+    def _load_given(self, pieces: PieceReader) -> None:
+        """What a donor gave, as if it came from a checkpoint."""
+        self.load(pieces)
 
     # ---- the exchange of a commit ---------------------------------------------------------------
 
@@ -261,7 +267,7 @@ class Ddp:
         assert self._exchange is not None
         self._is_broken = False
         self._vector = self._my_vector.clone()
-        self._works = [native.start_all_reduce(self._vector)]
+        self._works = [] if self._tells_losses_last else [native.start_all_reduce(self._vector)]
         if self._my_statistics is not None:
             self._statistics_sum = self._my_statistics.clone()
             self._works.append(native.start_all_reduce(self._statistics_sum))
@@ -274,6 +280,8 @@ class Ddp:
         for work in self._works:
             native.finish(work, "the exchange of losses and statistics")
         self._exchange.send_rest()
+        if self._tells_losses_last:
+            native.finish(native.start_all_reduce(self._vector), "the exchange of losses")
         # Which buffers changed on any rank, all ranks read from the summed flags.
         flags = self._vector[len(self._vector) - len(self._changing) :].tolist()
         self._changed = [number for number, flag in enumerate(flags) if flag]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,8 +33,10 @@ from shoal.wire.ps_messages import StepEnd
 class PsHybrid(Ddp):
     """Data parallel for what is dense, a parameter server for rows.
 
-    A step's rows are pushed before its dense part is committed: a worker that
-    dies in between is run again, and its push is recognised by its name.
+    A step's rows are pushed before its dense part can be committed by anybody:
+    a worker that dies in between is run again, and its push is recognised by
+    its name. Gradients leave while backward runs, so what the others cannot do
+    without waits for the push: the losses.
     """
 
     def __init__(self, job: Job) -> None:
@@ -45,6 +48,7 @@ class PsHybrid(Ddp):
         self._laid_out_at: int | None = None
         self._coming: Slice | None = None
         self._pushed: Step | None = None
+        self._tells_losses_last = True
         self.staleness: Counter[int] = Counter()
         """How many pulls were how far ahead of the slowest worker."""
 
@@ -119,25 +123,40 @@ class PsHybrid(Ddp):
         self.staleness.clear()
 
     def give(self) -> Part:
-        """As a worker of ddp; and whether the rows are on the servers."""
+        """As a worker of ddp; and whether the rows are on the servers, and which."""
         part = super().give()
-        return Part({**part.plain, "laid_out_at": self._laid_out_at}, part.tensors)
+        layout = self._rows.layout if self._rows is not None else None
+        return Part({**part.plain, "laid_out_at": self._laid_out_at, "layout": layout}, part.tensors)
 
     def take(self, part: Part) -> None:
         """Stand where the donor stands."""
         self._laid_out_at = part.plain["laid_out_at"]
         super().take(part)
+        if self._rows is not None:
+            return
+        self._saved = PieceReader(part.tensors, part.plain["optimizer"])
+        # It may never see a batch: the others may be through with training, and measure.
+        if self._laid_out_at is not None and self._laid_out_at <= self._together.anchored_at:
+            self._lay_out(None, part.plain["layout"])
 
-    def _lay_out(self, batch: Slice) -> None:
+    def _load_given(self, pieces: PieceReader) -> None:
+        super().load(pieces)  # the donor's own rows are old: those on the servers count
+
+    def _lay_out(self, batch: Slice | None, layout: dict[str, Any] | None = None) -> None:
+        """Put the rows on the servers, once a batch has shown which those are; or find them where the donor knows them."""
         if self._rows is not None or self.optimizer is None:
             return
         job, group = self._job, self._served.group
         group.declare(self._served.mode)
         rows = ServedModel(job, self.optimizer, group, self._launched, rows_only=True)
-        rows.lay_out(
-            place(batch.batch, job.device, job.cast_inputs),
-            lambda: self._compute.forward(batch, rank=self._rank),
-        )
+        if layout is not None:
+            rows.lay_out_as(layout)
+        else:
+            assert batch is not None
+            rows.lay_out(
+                place(batch.batch, job.device, job.cast_inputs),
+                lambda: self._compute.forward(batch, rank=self._rank),
+            )
         rows.declare()
         taken = {module.taken.name for module in rows.rows}
         trainable = [
