@@ -6,6 +6,7 @@ from shoal.cluster.fate import Fate, Patience
 from shoal.cluster.fate_events import Asked, CoordinatorExited, Exited, Started, StateLost, Tick
 from shoal.cluster.outcome import Outcome, error_of, summary_of
 from shoal.core.errors import ClusterError, Interrupted, WorkerDied
+from shoal.core.pipeline_errors import ShapeDecides
 from shoal.wire.messages import Failed, Finished, Progress, Saved
 
 
@@ -59,6 +60,23 @@ def test_a_step_lost_with_a_worker_and_a_server_is_told_without_advice_that_woul
     error = str(error_of(outcome(StateLost((), rank=1)), num_workers=2, run="x"))
     assert error.startswith("worker 1 and a server died in the same step")
     assert "--replicas" not in error
+
+
+def test_a_batch_that_no_stage_was_cut_for_is_told_with_the_checkpoint_that_is_safe() -> None:
+    refused = ShapeDecides(seen=False, value=True, line=" (line 12 of train.py)")
+    seen = outcome(Failed(1, "shoal", "ShapeDecides", str(refused), "", 3))
+    seen.checkpoint = seen.lasting = Saved(0, "runs/x/checkpoints/step-20", 20)
+    error = error_of(seen, num_workers=2, run="runs/x")
+    assert isinstance(error, ShapeDecides)
+    for words in (
+        "line 12 of train.py",
+        "was False",
+        "is True",
+        "not applied",
+        "step-20",
+        "`shoal resume runs/x`",
+    ):
+        assert words in str(error)
 
 
 def test_the_coordinators_end_is_told() -> None:

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
+from shoal.core.pipeline_errors import ShapeDecides
 from shoal.strategies.pipeline_flow import Flow, find_flow
 from shoal.strategies.pipeline_parts import parts_of
 from shoal.strategies.pipeline_plan import Cut, balance, costs_by_size, find_cut, measure
 from shoal.strategies.pipeline_stage import refuse_wrong
+from shoal.strategies.pipeline_trace import expect
 
 
 def dearest(costs: list[float], begins: list[int]) -> float:
@@ -130,6 +132,17 @@ class Loop(nn.Module):
         for number in range(x.size(1)):
             state = self.cell(x[:, number : number + 1], state)
         return self.out(state)  # type: ignore[no-any-return]
+
+
+def test_a_decision_by_a_shape_is_checked_with_the_line_that_takes_it() -> None:
+    expect(5, 5, "")
+    with pytest.raises(
+        ShapeDecides, match=r"decides by the shape of a batch \(line 3 of net.py\): .* was 5 .* is 7"
+    ):
+        expect(7, 5, " (line 3 of net.py)")
+    found = [node.args[2] for node in find_flow(Net(), (X, X), 2).train.graph.nodes if node.target is expect]
+    assert found
+    assert all("of test_pipeline_plan.py" in str(line) for line in found)
 
 
 def test_a_loop_over_a_shape_is_laid_out_and_its_cell_shared() -> None:

@@ -18,6 +18,7 @@ from shoal.cluster import failure
 from shoal.cluster.fate import Fate
 from shoal.cluster.fate_events import CoordinatorDied, Died, Left, ServerDied, StateLost, Stuck
 from shoal.core.errors import ClusterError, Interrupted, ShoalError, WaitTimedOut, WorkerDied
+from shoal.core.pipeline_errors import StageCannotRun
 from shoal.wire.messages import Failed, Finished, Progress, Saved
 
 
@@ -68,7 +69,10 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
         case None:
             return None
         case Failed():
-            return _with_logs(failure.to_error(cause, num_workers=num_workers), outcome.last_lines)
+            error = failure.to_error(cause, num_workers=num_workers)
+            if isinstance(error, StageCannotRun):
+                error.args = (f"{error} {_go_on(checkpoint, run)}",)
+            return _with_logs(error, outcome.last_lines)
         case Died(rank, code, finished, why, num_times):
             again = f" {num_times} times without the job getting ahead" if num_times > 1 else ""
             return WorkerDied(

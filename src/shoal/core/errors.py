@@ -34,6 +34,8 @@
     ├── TrainingError              what the model, the loss or a step refuses        exit 3
     │   ├── NonFiniteLoss
     │   ├── LossDoesNotRecombine
+    │   ├── StageCannotRun         (these in core/pipeline_errors.py) a batch no stage was cut for
+    │   │   └── ShapeDecides
     │   └── ModelsDiffer
     ├── CheckpointError            what cannot be written, read or fitted            exit 3
     │   ├── CheckpointWriteFailed

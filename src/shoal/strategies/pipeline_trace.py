@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from shoal.core.errors import TrainingError
+from shoal.core.pipeline_errors import ShapeDecides
 from shoal.data.tree import Tree, leaves, map_tensors
 from shoal.strategies.calling import ModelCall
 
@@ -62,14 +62,10 @@ class Traced:
         ]
 
 
-def expect(value: object, seen: object) -> None:
+def expect(value: object, seen: object, line: str) -> None:
     """A decision that forward took by a shape when it was traced: it has to come out alike each time."""
     if value != seen:
-        raise TrainingError(
-            f"the model's forward decides by the shape of a batch: a value was {seen} when the model was cut into stages and is "
-            f"{value} now, and what it would do then is in no stage. The last checkpoint is safe; give batches whose "
-            "tensors have one shape but for the number of samples, or use fsdp or tp."
-        )
+        raise ShapeDecides(seen=seen, value=value, line=line)
 
 
 class _Value(fx.Proxy):
@@ -206,9 +202,8 @@ class _Tracer(fx.Tracer):
         """The example's value, for Python to go on with; checked again when the graph runs."""
         example = value.node.meta["example"]
         if isinstance(example, Tensor) or is_of_data(value.node):
-            line = _users_line()
-            raise Untraceable(self.scope.module_path, f"a value computed from the data {use}{line}")
-        self.create_proxy("call_function", expect, (value, example), {})
+            raise Untraceable(self.scope.module_path, f"a value computed from the data {use}{_users_line()}")
+        self.create_proxy("call_function", expect, (value, example, _users_line()), {})
         return example
 
     def to_bool(self, obj: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.core.errors import TrainingError
+from shoal.core.pipeline_errors import StageCannotRun
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -44,9 +44,9 @@ def pack(value: Any) -> tuple[list[Tensor], Any]:
     try:
         return _pack(value)
     except _CannotTravel as error:
-        raise TrainingError(
+        raise StageCannotRun(
             f"{error} would have to go from one stage to another, and stages hand on tensors, numbers, and tuples, lists and "
-            "dicts of them. The last checkpoint is safe; cut the model elsewhere with pipeline_cut=, or use fsdp or tp."
+            "dicts of them. The step was not applied; cut the model elsewhere with pipeline_cut=, or use fsdp or tp."
         ) from None
 
 

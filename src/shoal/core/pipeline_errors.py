@@ -1,0 +1,26 @@
+"""What the stages of a pipeline cannot do in the midst of training.
+
+Part of the tree of `core/errors.py`, under TrainingError. Which checkpoint is
+safe is added by the supervisor, who knows the newest.
+"""
+
+from __future__ import annotations
+
+from shoal.core.errors import TrainingError
+
+
+class StageCannotRun(TrainingError):
+    """A batch that no stage was cut for. Its step was not applied."""
+
+
+class ShapeDecides(StageCannotRun):
+    """The model's forward takes another way for this batch than for the one by which it was cut."""
+
+    def __init__(self, *, seen: object, value: object, line: str) -> None:
+        self.seen, self.value, self.line = repr(seen), repr(value), line
+        super().__init__(
+            f"the model's forward decides by the shape of a batch{line}: what it asks for was {seen} when the model was cut into "
+            f"stages and is {value} for this batch, and what it would do then is in no stage. The step was not applied. Give "
+            "batches whose tensors have one shape but for the number of samples (pad or cut sequences to one length), let forward "
+            "do the same for every length, or go on with --strategy fsdp or tp, which run forward as it is."
+        )
