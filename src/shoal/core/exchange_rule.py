@@ -26,7 +26,7 @@ WORTH_IT = 0.85
 """Of the built-in choice's time: another exchange is taken where it needed less. Less would be noise."""
 
 ORDERED = ("x86_64", "AMD64")
-"""Processors whose stores are seen in the order in which they were made: the rings of `shm` rely on it."""
+"""Processors that `shm` has run on. Its counters order reads and writes on others too, but nobody has tried."""
 
 IN_MEMORY = ("shm", "native")
 """Those that may be under way at once. Of the others, which share the group's lines, a rule holds one at most."""
