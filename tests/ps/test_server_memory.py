@@ -35,5 +35,20 @@ def test_a_machine_that_runs_out_is_noticed_whoever_uses_its_memory(monkeypatch:
     guard = MemoryGuard("server-7")
     assert guard.problem() is None
     monkeypatch.setattr(server_memory, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(server_memory, "LOOK_AROUND_EVERY_S", 0.0)
     monkeypatch.setattr(server_memory, "available_bytes", lambda: guard.reserve_bytes - 1)
     assert "has only" in str(guard.problem())
+
+
+def test_between_two_looks_around_what_a_server_takes_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [1 << 20]
+    monkeypatch.setattr(server_memory, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(server_memory, "LOOK_AROUND_EVERY_S", 3600.0)
+    monkeypatch.setattr(server_memory, "available_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(server_memory, "private_bytes", lambda: held[0])
+    guard = MemoryGuard("server-7", 1 << 40)
+    assert guard.problem() is None
+    held[0] += 96 << 20
+    assert "has only 4,194,304 left" in str(guard.problem())
+    held[0] -= 96 << 20
+    assert guard.problem() is None

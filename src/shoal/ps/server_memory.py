@@ -29,6 +29,11 @@ from shoal.wire.ps_messages import (
 from shoal.wire.replication_messages import CopySlot
 
 LOOK_EVERY_S = 0.02
+"""At what this process holds: one file of the kernel's, 20 µs."""
+
+LOOK_AROUND_EVERY_S = 0.2
+"""At what all others have left, through every control group: 300 µs. In between, what this process takes is taken off."""
+
 SHARE = 0.8
 """Of the memory that is available when a server starts."""
 
@@ -54,7 +59,8 @@ class MemoryGuard:
         available = available_bytes()
         self.limit_bytes = limit_bytes or int(SHARE * available) + private_bytes()
         self.reserve_bytes = int(RESERVE_SHARE * available)
-        self._held, self._available, self._looked_at = 0, available, float("-inf")
+        self._held, self._looked_at = 0, float("-inf")
+        self._available, self._looked_around_at = available, float("-inf")
         self._bulky_at: float | None = None
 
     def problem(self, nbytes: int = 0) -> str | None:
@@ -89,8 +95,14 @@ class MemoryGuard:
 
     def _look(self) -> None:
         now = time.monotonic()
-        if now - self._looked_at >= LOOK_EVERY_S:
-            self._held, self._available, self._looked_at = private_bytes(), available_bytes(), now
+        if now - self._looked_at < LOOK_EVERY_S:
+            return
+        held = private_bytes()
+        if now - self._looked_around_at >= LOOK_AROUND_EVERY_S:
+            self._available, self._looked_around_at = available_bytes(), now
+        else:
+            self._available -= held - self._held
+        self._held, self._looked_at = held, now
 
 
 def private_bytes() -> int:
