@@ -23,6 +23,7 @@ OPTIONS: dict[str, Any] = {
     "exchange": Annotated[
         str,
         typer.Option(
+            "--exchange",
             metavar="EXCHANGE",
             help="How gradients are summed: auto, native (gloo, NCCL), shm (shared memory on one host), ring, hierarchical, "
             "tree, halving, broadcast, allgather, chain, mapreduce.",
@@ -39,17 +40,23 @@ OPTIONS: dict[str, Any] = {
     "outer": Annotated[
         str,
         typer.Option(
+            "--outer",
             metavar="OUTER",
             help="With --sync-every: average, or nesterov:lr=0.7,momentum=0.9 (DiLoCo).",
         ),
     ],
     "schedule": Annotated[
         str,
-        typer.Option(metavar="SCHEDULE", help="Of a pipeline (pp): 1f1b, gpipe, interleaved, zero-bubble."),
+        typer.Option(
+            "--schedule",
+            metavar="SCHEDULE",
+            help="Of a pipeline (pp): 1f1b, gpipe, interleaved, zero-bubble.",
+        ),
     ],
     "compress": Annotated[
         str,
         typer.Option(
+            "--compress",
             metavar="COMPRESS",
             help="Make gradients smaller before they are summed: none, bf16, fp16, int8, topk:ratio=0.01, powersgd:rank=4.",
         ),
@@ -65,7 +72,9 @@ OPTIONS: dict[str, Any] = {
     ],
     "device": Annotated[
         str,
-        typer.Option(metavar="DEVICE", help=f"Where workers compute: {', '.join(placement.FORMS)}."),
+        typer.Option(
+            "--device", metavar="DEVICE", help=f"Where workers compute: {', '.join(placement.FORMS)}."
+        ),
     ],
     "soft_placement": Annotated[
         bool,
@@ -103,7 +112,11 @@ OPTIONS: dict[str, Any] = {
         ),
     ],
 }
-"""By field of Spread, in the order of the help. A flag that is only ever set has its name, or it would have a --no-."""
+"""By field of Spread, in the order of the help.
+
+A flag that is only ever set has its name, or it would have a --no-; and so has one whose value is called after it, which
+some versions of typer take for its name.
+"""
 
 
 def takes_spread(*, but_not: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
