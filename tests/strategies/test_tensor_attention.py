@@ -78,7 +78,7 @@ def test_it_computes_what_torch_does(mesh: DeviceMesh, built: dict[str, Any], ca
     (expected, weights), drawn = run(whole[0], query, key, value, called)
     with tensor_cut.running():
         (given, its_weights), its_drawn = run(cut[0], query, key, value, called)
-    torch.testing.assert_close(given, expected)
+    torch.testing.assert_close(given, expected, check_stride=True)  # what a dropout draws goes by strides
     assert (weights is None) == (its_weights is None)
     if weights is not None:
         torch.testing.assert_close(its_weights, weights)

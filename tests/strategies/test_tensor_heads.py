@@ -17,8 +17,8 @@ Projected = tuple[Tensor, Tensor, Tensor]
 
 
 def chunked(qkv: Tensor) -> Projected:
-    q, k, v = qkv.chunk(3, dim=-1)
-    return _heads(q), _heads(k), _heads(v)
+    q, k, v = (_heads(each) for each in qkv.chunk(3, dim=-1))
+    return q, k, v
 
 
 def split(qkv: Tensor) -> Projected:

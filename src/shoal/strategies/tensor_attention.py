@@ -74,7 +74,7 @@ class HeadRanks:
 
     def spread(self, tensor: Tensor, placement: Placement) -> DTensor:
         """A tensor of which this rank has a part."""
-        return DTensor.from_local(tensor.contiguous(), self.mesh, [placement], run_check=False)
+        return DTensor.from_local(tensor, self.mesh, [placement], run_check=False)
 
 
 class AttentionByHeads(nn.MultiheadAttention):
@@ -195,12 +195,16 @@ class AttentionByHeads(nn.MultiheadAttention):
 
     def _joined(self, mixed: Tensor, is_batched: bool) -> Tensor:
         """The output of all heads, from those of this rank."""
-        part = F.linear(mixed, _local(self.out_proj.weight))
+        # Sequence first in memory, as torch leaves it: a dropout that follows draws in the order of memory.
+        part = F.linear(mixed.transpose(0, 1).contiguous(), _local(self.out_proj.weight))
         if not is_batched:
-            part = part.squeeze(0)
-        elif not self.batch_first:
-            part = part.transpose(0, 1)
-        out = self.ranks.between(self.ranks.spread(part, Partial()))
+            part = part.squeeze(1)
+        swaps = self.batch_first and is_batched
+        if self.ranks.is_sequence:
+            out = self.ranks.between(self.ranks.spread(part.transpose(0, 1) if swaps else part, Partial()))
+        else:
+            out = self.ranks.between(self.ranks.spread(part, Partial()))
+            out = out.transpose(0, 1) if swaps else out
         bias: Tensor | None = self.out_proj.bias
         if bias is None:
             return out

@@ -216,7 +216,7 @@ class _Cutting:
         return self._as(tensor, self._part_of(tensor))
 
     def _part_of(self, tensor: Tensor) -> Placement:
-        if tensor.dim() < 3:
+        if tensor.dim() != 3:
             return Replicate()
         length, degree = tensor.shape[SEQUENCE_DIM], self._plan.degree
         if length % degree == 0:

@@ -7,13 +7,14 @@ rows, and everything between them has to work on a part of the features.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterable, Mapping
+import operator
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from torch import fx, nn
 
 from shoal.strategies.tensor_pairing import Between, Pairing
 from shoal.strategies.tensor_rows import Plan, Row
-from shoal.strategies.tensor_views import is_shape, mark_shapes
+from shoal.strategies.tensor_views import is_shape, mark_shapes, num_parts
 
 
 class _OneLevel(fx.Tracer):
@@ -21,6 +22,15 @@ class _OneLevel(fx.Tracer):
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return not isinstance(module, nn.Sequential)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
+        """One by one, where it is known how many there are: `for each in self.qkv(x).chunk(3, -1)`."""
+        num = num_parts(obj.node)
+        return (
+            super().iter(obj)
+            if num is None
+            else iter([operator.getitem(obj, number) for number in range(num)])
+        )
 
 
 def pair(plan: Plan, name: str, module: nn.Module, tied: set[int]) -> None:

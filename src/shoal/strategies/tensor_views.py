@@ -107,6 +107,14 @@ def _blocks_split(split: fx.Node, num_features: int, likely: int) -> int | None:
     return num_features // what if name_of(split) == "split" else what
 
 
+def num_parts(node: fx.Node) -> int | None:
+    """Into how many parts a tensor is taken apart, where the call says so."""
+    what = node.args[1] if is_split(node) and len(node.args) > 1 else node.kwargs.get("chunks")
+    if isinstance(what, (tuple, list)):
+        return len(what)
+    return what if isinstance(what, int) and name_of(node) == "chunk" else None
+
+
 def name_of(node: fx.Node) -> str:
     """What is called."""
     return str(getattr(node.target, "__name__", node.target))
