@@ -103,7 +103,7 @@ class Trainer:
             checkpoint_activations: keep only the inputs of the model's blocks and run them again within backward, or of the
                 layers with these names (patterns): less memory, more time.
             tensor_plan: how tp cuts layers, where it should not find out by itself: patterns of their names to "colwise",
-                "rowwise" or "replicated".
+                "rowwise", "heads" (an nn.MultiheadAttention), "sequence" or "replicated".
             pipeline_cut: where pp cuts, where it should not find out by itself: names of the layers at which the second
                 stage and those after it begin.
             on_nonfinite: "raise", or "skip" steps whose loss or gradient is not finite.
