@@ -14,13 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_is_left = False
+
 
 def leave_short_cut(model: nn.Module) -> None:
     """Evaluate `model` by the ordinary forward, with the result of the short cut."""
-    if not torch.backends.mha.get_fastpath_enabled():
-        return
+    global _is_left
+    if not torch.backends.mha.get_fastpath_enabled() and not _is_left:
+        return  # the user does not take it either
     # It reads the weights of a layer past the layer.
     torch.backends.mha.set_fastpath_enabled(False)
+    _is_left = True
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and encoder.use_nested_tensor and len(encoder.layers):
             encoder.layers[-1].register_forward_hook(_without_padding(encoder), with_kwargs=True)
