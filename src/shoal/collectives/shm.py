@@ -62,8 +62,8 @@ KINDS = {
 """How a dtype is added."""
 
 _AT = {name: at for at, name in enumerate(kernels.WORK.names or ())}
-_SPIN_S = 0.5e-3  # looking out for the others before the first nap, where every rank has a core of its own
-_LOOKS = 1000  # of those without Python between: about 10 us
+_SPIN_S = 0.5e-3  # looking out for the others before the first nap
+_LOOKS = 1000  # of those at once, where every rank has a core of its own: about 10 us
 _LOOK_AROUND_S = 0.25  # between looks at the connections
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 10e-6, 200e-6
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14; Python has no name for it
@@ -99,7 +99,7 @@ class Shm(OverNative):
         self._native, self._is_broken, self._timeout_s = native, is_broken, timeout_s
         # A rank that spins while another has no core keeps it from coming.
         cores = num_cores or len(os.sched_getaffinity(0))
-        self._spin_s, self._looks = (_SPIN_S, _LOOKS) if cores >= self.num_workers else (0.0, 0)
+        self._looks = _LOOKS if cores >= self.num_workers else 0
         num, self._chunk_bytes = self.num_workers, CHUNK_BYTES
         mapped = self._map(num * (3 * kernels.LINE + NUM_CHUNKS * CHUNK_BYTES))
         counters = np.frombuffer(mapped, np.int64, 3 * num * kernels.LINE // 8)
@@ -154,7 +154,8 @@ class Shm(OverNative):
             now = time.monotonic()
             if not since:
                 since, look_at = now, now + _LOOK_AROUND_S
-            if now - since < self._spin_s:
+            if now - since < _SPIN_S:
+                os.sched_yield()  # costs nothing where nobody else wants the core; it may be the one who is waited for
                 continue
             if now > look_at:
                 look_at = now + _LOOK_AROUND_S
