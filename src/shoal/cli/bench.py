@@ -59,6 +59,7 @@ BENCHES = {
 
 FROM_SOURCE = {
     "trainer_overhead": "the Trainer against a loop written by hand",
+    "on_device": "on an accelerator: the Trainer against a loop written by hand, memory of fsdp, a CPU beside it",
     "ddp_step": "a step of ddp against torch's DDP",
     "exchange_shm": "all-reduce through shared memory against gloo's, 4 KiB to 256 MiB",
     "ddp_shm": "a step of ddp with shm against torch's DDP: ResNet-18, an MLP of 2 M parameters",

@@ -33,6 +33,7 @@ def resume(
     strategy: Annotated[
         str | None,
         typer.Option(
+            "--strategy",
             metavar="STRATEGY",
             help="How to spread training from now on, without the options of the former strategy.",
             show_default="as before",
@@ -40,7 +41,9 @@ def resume(
     ] = None,
     servers: Annotated[
         int | None,
-        typer.Option(metavar="SERVERS", min=1, help="Server processes of ps.", show_default="as before"),
+        typer.Option(
+            "--servers", metavar="N", min=1, help="Server processes of ps.", show_default="as before"
+        ),
     ] = None,
     shard: Shard = None,
     oversubscribe: Oversubscribe = False,
