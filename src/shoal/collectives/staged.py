@@ -3,7 +3,7 @@
 For workers whose devices cannot exchange by themselves: one computes on a GPU
 and another on the CPU, two share a device, or an exchange was asked for that
 works in host memory. Copied down into page-locked memory, summed by the
-exchange underneath, copied back. Not run by the tests on a device, for want of one.
+exchange underneath, copied back.
 """
 
 from __future__ import annotations
