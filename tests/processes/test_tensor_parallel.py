@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,3 +142,82 @@ def test_a_model_that_cannot_be_cut_is_refused_by_layer(launch_script: Callable[
     assert done.exit_code
     assert "no layer of this model can be cut over 2 ranks" in str(done.error)
     assert "its 5 outputs cannot be divided by 2" in str(done.error)
+
+
+ATTENTIONS = """
+import json, sys, torch, shoal
+from torch import nn
+from shoal.strategies import fsdp_cut
+
+fsdp_cut.UNIT_BYTES = 100
+dropout, epochs, resume = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.drop = nn.Linear(24, 72), nn.Linear(24, 24), nn.Dropout(dropout)
+    def forward(self, x, mask=None, need_weights=True):
+        q, k, v = (each.unflatten(-1, (12, 2)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1))
+        scores = (q @ k.transpose(-2, -1)).masked_fill(mask[:, None, None, :], float("-inf"))
+        weights = self.drop(scores.softmax(-1))
+        out = self.out((weights @ v).transpose(1, 2).flatten(-2))
+        return (out, weights) if need_weights else out
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.packed, self.head = nn.Embedding(20, 24), Packed(), nn.Linear(24, 20)
+        layer = nn.TransformerEncoderLayer(24, 12, 24, dropout=dropout, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.cross = nn.MultiheadAttention(24, 12, kdim=24, vdim=12, dropout=dropout)
+        self.values = nn.Linear(24, 12)
+    def forward(self, ids, padding):
+        x, seen = self.packed(self.embed(ids), padding)
+        memory = self.encoder(x, src_key_padding_mask=padding)
+        causal = nn.Transformer.generate_square_subsequent_mask(6, dtype=x.dtype)
+        size = ids.shape[0] * 12
+        each = causal.expand(size, 6, 6) + 0.1 * (torch.arange(size)[:, None, None] % 12)
+        keys = memory.transpose(0, 1)
+        y, weights = self.cross(x.transpose(0, 1), keys, self.values(keys), attn_mask=each, average_attn_weights=False)
+        told = (weights * seen).sum((1, 3))[..., None]
+        return self.head(y.transpose(0, 1) + memory + told).transpose(1, 2)
+
+generator = torch.Generator().manual_seed(0)
+ids = torch.randint(0, 20, (12, 6), generator=generator)
+padding = torch.arange(6) >= torch.randint(3, 7, (12, 1), generator=generator)
+torch.manual_seed(0)
+trainer = shoal.Trainer(
+    Net().double(), loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.02, eps=1e-4), seed=0
+)
+data = shoal.Dataset.from_arrays(({"ids": ids, "padding": padding}, ids.roll(1, 1)))
+trainer.fit(data.shuffle(seed=0).batch(8), epochs=epochs, resume=resume[0] if resume else None)
+result = trainer.evaluate(data.batch(8))
+predicted = trainer.predict(data.batch(8))
+trainer.save_checkpoint(f"after-{epochs}")
+if shoal.rank() == 0:
+    print("result", json.dumps([result["loss"].hex(), float(predicted.abs().sum()).hex()]))
+"""
+
+
+def attend(launch_script: Callable[..., Any], strategy: str, workers: int, *args: str, **options: Any) -> Any:
+    return launch_script(ATTENTIONS, workers=workers, strategy=strategy, args=list(args), **options)
+
+
+def test_attentions_cut_by_heads_draw_what_one_process_does(launch_script: Callable[..., Any]) -> None:
+    alone = result(attend(launch_script, "single", 1, "0.1", "1"))
+    cut = attend(launch_script, "tp", 4, "0.1", "1", **SEQUENCE)
+    assert result(cut) == pytest.approx(alone, rel=1e-9)
+    for row in ("heads         3 of its 12 heads on each rank", "closed by packed.out, in 3 blocks"):
+        assert row in cut.stderr
+
+
+def test_checkpoints_of_attentions_by_heads_are_those_of_one_process(
+    launch_script: Callable[..., Any], tmp_path: Path
+) -> None:
+    alone = result(attend(launch_script, "single", 1, "0.0", "3"))
+    result(attend(launch_script, "tp", 3, "0.0", "1"))
+    [first] = (tmp_path / "after-1").iterdir()
+    result(attend(launch_script, "fsdp=2,tp=2", 4, "0.0", "2", str(first)))
+    [second] = (tmp_path / "after-2").iterdir()
+    done = attend(launch_script, "single", 1, "0.0", "3", str(second))
+    assert result(done) == pytest.approx(alone, rel=1e-9)
