@@ -39,7 +39,6 @@ class _Rows:
     table: int
     keys: NDArray[np.int64]
     values: NDArray[Any]
-    frames: tuple[Buffer, Buffer] | None  # where both lie already, of one server's arena
 
 
 @dataclass(slots=True)
@@ -95,23 +94,9 @@ class Step:
 
     # ---- while backward runs --------------------------------------------------------------------
 
-    def rows_memory(
-        self, num_keys: int, dim: int, dtype: np.dtype[Any]
-    ) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """Where keys and values may be written before `push_rows`: with one server, where it will read them."""
-        if len(self.group.servers) != 1 or self._is_broken:
-            return np.empty(num_keys, np.int64), np.empty((num_keys, dim), dtype)
-        link = self.group.link(self.group.servers[0])
-        keys, values = self._alloc(link, num_keys * 8), self._alloc(link, num_keys * dim * dtype.itemsize)
-        self._placed = (keys, values)
-        return np.frombuffer(keys.view, np.int64), np.frombuffer(values.view, dtype).reshape(num_keys, dim)
-
-    _placed: tuple[Buffer, Buffer] | None = None
-
     def push_rows(self, table: int, keys: NDArray[np.int64], values: NDArray[Any]) -> None:
         """Gradients of rows; keys strictly increasing. Both must stay as they are until the step is committed."""
-        placed, self._placed = self._placed, None
-        rows = _Rows(table, keys, values, placed)
+        rows = _Rows(table, keys, values)
         self._rows.append(rows)
         self._now(lambda: self._send_rows(rows))
 
@@ -141,7 +126,6 @@ class Step:
         self.was_sent_again = True
         self._pushed, self._tickets = {}, {}
         for rows in self._rows:
-            rows.frames = None  # they may lie in the memory of a server that is gone
             self._send_rows(rows)
         for dense in self._dense:
             self._send_dense(dense)
@@ -195,9 +179,6 @@ class Step:
     def _send_rows(self, rows: _Rows) -> None:
         group = self.group
         message = PushRows(group.view, self.stream, self.seq, rows.table)
-        if rows.frames is not None:
-            self._push(group.servers[0], message, list(rows.frames))
-            return
         parts = (
             [(group.servers[0], slice(None))]
             if len(group.servers) == 1
