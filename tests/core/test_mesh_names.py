@@ -55,6 +55,7 @@ def test_names_mean_axes(name: str, num_workers: int, axes: Axes) -> None:
         ("dp=2,tp=2", "2 replicas of the model x 2 parts of each layer: 4 workers, and 3 were asked for"),
         ("tp=2,tp=2", "says tp twice"),
         ("fsdp=0", "fsdp=0"),
+        ("tp=1", r"multiply to 3 \(dp=3,tp=1\)"),
     ],
 )
 def test_what_does_not_multiply_is_refused(name: str, says: str) -> None:

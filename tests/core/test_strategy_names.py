@@ -62,6 +62,7 @@ def test_every_listed_name_means_something() -> None:
         ("ps:stale", "ps:stale-ok"),
         ("ps:hybrid,sssp=2", "ps:hybrid,ssp=2"),
         ("ps:", "ps"),
+        ("TP", "tp"),
         ("ps:ssp=-1", "ps:ssp=1"),
         ("ps:ssp=1 ", "ps:ssp=1"),
     ],

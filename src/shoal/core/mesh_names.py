@@ -95,9 +95,11 @@ def fill(axes: Axes, num_workers: int, name: str) -> Axes:
         return Axes(**{axis: num_workers})
     if axes.num_ranks != num_workers:
         said = [part.partition("=")[0] for part in name.split(",")]
+        replicas, rest = divmod(num_workers, axes.num_ranks)
+        whole = f" (dp={replicas},{name})" if not rest and replicas > 1 and axes.dp == 1 else ""
         product = " x ".join(f"{getattr(axes, axis)} {_MEANING[axis]}" for axis in said)
         raise ConfigError(
             f"'{name}' is {product}: {axes.num_ranks} workers, and {num_workers} were asked for. Nothing was started; use "
-            f"-n {axes.num_ranks}, or degrees that multiply to {num_workers}."
+            f"-n {axes.num_ranks}, or degrees that multiply to {num_workers}{whole}."
         )
     return axes

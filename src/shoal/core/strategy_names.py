@@ -100,7 +100,7 @@ def _guess(strategy: str) -> str | None:
     number = re.search(r"\d{1,9}", strategy)
     k = number[0] if number else "K"
     names = [name.replace("K", k) for name in STRATEGIES]
-    close = get_close_matches(strategy, [*names, f"ps:hybrid,ssp={k}"], n=1)
+    close = get_close_matches(strategy.lower(), [*names, f"ps:hybrid,ssp={k}"], n=1)
     return close[0] if close else None
 
 
