@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from shoal.core.compiled import floating_kernel, inlined, kernel, matrix, mixed, vector
+from shoal.core.compiled import ask_ahead, floating_kernel, inlined, kernel, matrix, mixed, vector
 
 _RADIX_BITS = 11
 _MAX_SCRATCH = 1 << 20
@@ -145,6 +145,7 @@ def expand(rows: Any, inverse: Any, out: Any) -> None:
     """Write rows[inverse] to `out`."""
     dim = rows.shape[1]
     for i in range(len(inverse)):
+        ask_ahead(inverse, i, rows)
         row = inverse[i]
         for d in range(dim):
             out[i, d] = rows[row, d]
@@ -156,6 +157,7 @@ def sum_back(grad: Any, inverse: Any, out: Any) -> None:
     out[:] = 0
     dim = grad.shape[1]
     for i in range(len(inverse)):
+        ask_ahead(inverse, i, out)
         row = inverse[i]
         for d in range(dim):
             out[row, d] += grad[i, d]
