@@ -62,7 +62,7 @@ KINDS = {
 """How a dtype is added."""
 
 _AT = {name: at for at, name in enumerate(kernels.WORK.names or ())}
-_SPIN_S = 0.5e-3  # looking out for the others before the first nap
+_SPIN_S = 0.1e-3  # looking out for the others before the first nap; longer keeps a core from them where cores are busy
 _LOOKS = 1000  # of those at once, where every rank has a core of its own: about 10 us
 _LOOK_AROUND_S = 0.25  # between looks at the connections
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 10e-6, 200e-6
@@ -155,7 +155,7 @@ class Shm(OverNative):
             if not since:
                 since, look_at = now, now + _LOOK_AROUND_S
             if now - since < _SPIN_S:
-                os.sched_yield()  # costs nothing where nobody else wants the core; it may be the one who is waited for
+                os.sched_yield()  # maybe to the one who is waited for; costs nothing where nobody wants the core
                 continue
             if now > look_at:
                 look_at = now + _LOOK_AROUND_S
