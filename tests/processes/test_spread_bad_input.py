@@ -10,6 +10,7 @@ from launched import Launched
 
 from shoal.cluster.launch_config import LaunchConfig
 from shoal.core.errors import CallsDiffer, ConfigError, ModelsDiffer, WaitTimedOut
+from shoal.core.parts_errors import CollectiveLeftOut
 
 Launch = Callable[..., Launched]
 
@@ -233,4 +234,34 @@ def test_a_rank_that_leaves_out_a_collective_is_found_out_with_the_operation(lau
         done,
         CallsDiffer,
         "rank 0 waits in all_reduce(float32 [3], op=sum), its call 4 of shoal.collectives, rank 1 went on",
+    )
+
+
+def test_a_rank_whose_forward_leaves_its_layers_out_ends_the_job_with_a_word(launch_script: Launch) -> None:
+    done = launch_script(
+        script(
+            """
+            fsdp_cut.UNIT_BYTES = 1 << 20  # one unit: gloo aborts where it meets collectives of two sizes
+            class Early(nn.Module):
+                calls = 0
+                def __init__(self, inner):
+                    super().__init__()
+                    self.inner = inner
+                def forward(self, x):
+                    Early.calls += 1
+                    y = self.inner(x)
+                    return y.detach().requires_grad_() if rank == 1 and Early.calls >= 2 else y
+            fit(Early(nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4))))
+            """
+        ),
+        workers=3,
+        strategy="fsdp",
+        step_timeout_s=2.0,
+    )
+    paragraph(
+        done,
+        CollectiveLeftOut,
+        "ranks 0, 2 waited in forward and backward of step",
+        "for rank 1",
+        "shoal resume",
     )

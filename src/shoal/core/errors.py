@@ -47,6 +47,7 @@
     │   ├── WorkerDied
     │   ├── PeerLost
     │   ├── CallsDiffer
+    │   ├── CollectiveLeftOut      (core/parts_errors.py)
     │   ├── WaitTimedOut
     │   │   └── StoreWaitTimedOut  (cluster/store.py: it is torch's DistStoreError too)
     │   ├── CoordinatorLost

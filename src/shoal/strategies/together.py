@@ -23,8 +23,10 @@ from shoal.collectives.gather import gather_any
 from shoal.collectives.native import Native
 from shoal.collectives.reducer import Reducer
 from shoal.core import job as jobs
+from shoal.core import strategy_names
 from shoal.core.errors import CallsDiffer, PeerLost, WaitTimedOut
 from shoal.core.failpoints import failpoint
+from shoal.core.parts_errors import CollectiveLeftOut
 from shoal.strategies import heritage
 from shoal.strategies.heritage import Heritage
 from shoal.strategies.patience import Waits
@@ -218,10 +220,18 @@ class Together(Timeline):
         # tell what it would do next that was in no exchange and at no call.
         runs_up = fresh or self._heritage is not None or self._log.is_catching_up or self._is_between
         standing = torch.tensor(
-            [int(behind), self._log.num_known, int(self._is_exchanging), int(runs_up), self._kind]
+            [
+                int(behind),
+                self._log.num_known,
+                int(self._is_exchanging),
+                int(runs_up),
+                self._kind,
+                int(fresh),
+            ]
         )
         everybody = [place.tolist() for place in native.all_gather(standing)]
         self._refuse_different_scripts(native, everybody)
+        self._refuse_parts_apart(native, everybody)
         needy = [rank for rank, place in enumerate(everybody) if place[0]]
         if self._has_let_go and self._job.rank == donor and any(everybody[rank][3] for rank in needy):
             # The supervisor learns of it by now, and takes everybody back.
@@ -270,6 +280,18 @@ class Together(Timeline):
                 else "went on without it"
                 for rank, place in there.items()
             },
+        )
+
+    def _refuse_parts_apart(self, native: Reducer, everybody: list[list[int]]) -> None:
+        """Where each holds a part of the model, nobody can help one who waits within it for a rank that went past."""
+        behind = [rank for rank, place in enumerate(everybody) if place[0] and not place[5]]
+        if not behind or strategy_names.parse(self._job.strategy).base != "mesh":
+            return
+        said = gather_any(native, torch.tensor(list(self._missed_in().encode()), dtype=torch.uint8))
+        raise CollectiveLeftOut(
+            waiting=behind,
+            operation=bytes(said[behind[0]].tolist()).decode() or "an exchange",
+            past=[rank for rank in range(len(everybody)) if rank not in behind],
         )
 
     def _give(self) -> Heritage:
