@@ -7,9 +7,11 @@ large enough to be worth a collective.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,7 +82,24 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> list[
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor in it
+        if isinstance(module, nn.RNNBase) and mesh.device_type == "cuda":
+            without_cudnn(module)
     return [name for name, _ in alone]
+
+
+def without_cudnn(module: nn.Module) -> None:
+    """Have a recurrent layer computed by torch's own kernels.
+
+    cuDNN's saw the weights of the step before, where fsdp had gathered new ones (seen with torch 2.11, at every step).
+    """
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **settings: Any) -> Any:
+        with torch.backends.cudnn.flags(enabled=False):
+            return inner(*args, **settings)
+
+    module.forward = forward
 
 
 def _quieten() -> None:
