@@ -10,6 +10,7 @@ nothing about shuffling, which needs no generator at all.
 from __future__ import annotations
 
 import functools
+import os
 import random
 import threading
 from types import TracebackType
@@ -19,6 +20,17 @@ import numpy as np
 import torch
 
 from shoal.core.seeds import mix
+
+_exchanging = threading.RLock()
+"""There is one set of global generators in a process: who has exchanged them keeps other threads from doing so."""
+
+
+def _let_go() -> None:
+    global _exchanging
+    _exchanging = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_let_go)  # whoever held it is not in the child
 
 
 class ReadAhead(threading.Thread):
@@ -46,6 +58,8 @@ class PrivateGenerators:
     def __enter__(self) -> PrivateGenerators:
         if _is_reading_ahead():
             return self
+        self._held = _exchanging
+        self._held.acquire()
         self._outer = (
             random.getstate(),
             torch.default_generator.get_state(),
@@ -72,6 +86,7 @@ class PrivateGenerators:
             np.random.mtrand.get_bit_generator(),
         )
         _install(self._outer)
+        self._held.release()
 
     def reseed(self, seed: int) -> None:
         """Start all three anew. Only while entered."""
