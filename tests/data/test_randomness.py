@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import pickle
 import random
+import threading
 
 import numpy as np
+import pytest
 import torch
 
+from shoal.data import randomness
 from shoal.data.randomness import PrivateGenerators, ReadAhead
 
 
@@ -84,3 +88,27 @@ def test_a_thread_that_reads_ahead_leaves_the_global_generators_alone() -> None:
     thread.join()
     assert torch.rand(()).item() == expected
     assert used == [False]
+
+
+def test_one_that_was_entered_can_be_sent_to_another_process() -> None:
+    generators = PrivateGenerators(1)
+    with generators:
+        pass
+    pickle.loads(pickle.dumps(generators))
+
+
+def test_a_thread_that_is_waited_for_by_who_has_them_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(randomness, "PATIENCE_S", 0.01)
+    seen = []
+
+    def other() -> None:
+        with PrivateGenerators(2) as generators, PrivateGenerators(3):
+            generators.reseed(5)
+            seen.append(generators.were_used())
+
+    with PrivateGenerators(1) as mine:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert not mine.were_used()
+    assert seen == [False]

@@ -121,7 +121,7 @@ class Own(nn.MultiheadAttention):
         (nn.MultiheadAttention(8, 4, add_bias_kv=True), "add_bias_kv=True adds a key"),
         (nn.MultiheadAttention(8, 4, add_zero_attn=True), "add_zero_attn=True adds a key"),
         (nn.MultiheadAttention(9, 3), "its 3 heads cannot be divided by 2"),
-        (Own(8, 4), "a Own has a forward of its own"),
+        (Own(8, 4), "a Own is not torch's own"),
     ],
 )
 def test_torchs_attention_stays_whole_with_a_reason(attention: nn.Module, reason: str) -> None:
@@ -144,3 +144,57 @@ def test_the_users_plan_says_what_becomes_of_torchs_attention() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             find_plan(model, 2, {layer: style})
+
+
+class Adapted(nn.Linear):
+    """A layer that adds a narrow one to itself."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.down, self.up = nn.Parameter(torch.zeros(6, inside)), nn.Parameter(torch.zeros(outside, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
+def test_blocks_of_a_layer_that_is_more_than_a_weight_stay_whole() -> None:
+    model = Masked(chunked)
+    model.qkv = Adapted(WIDTH, 3 * WIDTH)
+    row = find_plan(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), model), 2, None
+    ).rows["3.qkv"]
+    assert (row.style, "more than a weight" in row.reason) == ("replicated", True), row
+
+
+class AddedUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).cumsum(-1)) * self.scale
+
+
+def test_sums_along_a_row_are_not_cut_and_a_single_number_does_not_matter() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), AddedUp())
+    plan = find_plan(model, 2)
+    assert [plan.rows[f"3.{name}"].style for name in ("first", "second")] == ["replicated", "replicated"]
+    plan.packing_of(model)
+
+
+def test_a_weight_made_of_other_parameters_stays_whole() -> None:
+    normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+    plan = find_plan(
+        nn.Sequential(
+            nn.Linear(WIDTH, WIDTH),
+            nn.ReLU(),
+            nn.Linear(WIDTH, WIDTH),
+            normed,
+            nn.ReLU(),
+            nn.Linear(WIDTH, WIDTH),
+        ),
+        2,
+        None,
+    )
+    assert plan.rows["3"].style == "replicated"

@@ -160,7 +160,7 @@ def resume_config(
         max_restarts=before.max_restarts,
         pretend_hosts=min(before.pretend_hosts, num_workers),
         resume=True,
-        oversubscribe=oversubscribe or num_workers <= before.workers,  # as before
+        oversubscribe=oversubscribe or (num_workers <= before.workers and "servers" not in said),  # as before
         cwd=before.cwd,
         **said,
     )

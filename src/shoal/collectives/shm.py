@@ -118,7 +118,9 @@ class Shm(OverNative):
         if kind is None or tensor.layout is not torch.strided or not tensor.is_cpu:
             return self._native.start_all_reduce(tensor)
         is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        flat = tensor if is_plain else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        flat = (
+            tensor if is_plain else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+        )
         num_bytes = flat.nbytes if self.num_workers > 1 else 0  # alone there is nothing to add
         num_chunks = -(-num_bytes // self._chunk_bytes)
         is_large = num_bytes > LARGE_BYTES
@@ -213,6 +215,9 @@ class Shm(OverNative):
         finally:
             if fd >= 0:
                 os.close(fd)
+        # Pages are made now, not under the first steps; each rank makes those that it writes to.
+        begin = self.num_workers * 3 * kernels.LINE + self.rank * NUM_CHUNKS * CHUNK_BYTES
+        first_page = begin - begin % mmap.PAGESIZE
         with contextlib.suppress(OSError):
-            mapped.madvise(_MADV_POPULATE_WRITE)  # pages are made now, not under the first steps
+            mapped.madvise(_MADV_POPULATE_WRITE, first_page, begin + NUM_CHUNKS * CHUNK_BYTES - first_page)
         return mapped

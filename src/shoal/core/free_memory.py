@@ -48,4 +48,6 @@ def _room(group: Path, limit: str, used: str, cached: str) -> int | None:
     except (OSError, ValueError):
         return None
     # The kernel's cache of files is counted as used, and given back when somebody wants the memory.
-    return most - now + int(figures.get(cached, 0))
+    return (
+        most - now + sum(int(figures.get(each, 0)) for each in (cached, cached.replace("inactive", "active")))
+    )

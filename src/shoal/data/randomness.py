@@ -32,6 +32,19 @@ def _let_go() -> None:
 
 os.register_at_fork(after_in_child=_let_go)  # whoever held it is not in the child
 
+PATIENCE_S = 1.0
+"""How long they are waited for. Code that has them may itself wait for another thread, which then goes without."""
+
+
+class _Entered(threading.local):
+    """What each `with` of this thread holds: the lock, or None where it went without."""
+
+    def __init__(self) -> None:
+        self.locks: list[threading.RLock | None] = []
+
+
+_entered = _Entered()
+
 
 class ReadAhead(threading.Thread):
     """A thread that runs a pipeline ahead of its consumer.
@@ -56,10 +69,16 @@ class PrivateGenerators:
         self._own: tuple[Any, torch.Tensor, np.random.BitGenerator] | None = None
 
     def __enter__(self) -> PrivateGenerators:
-        if _is_reading_ahead():
+        if _is_in_read_ahead():
             return self
-        self._held = _exchanging
-        self._held.acquire()
+        if _entered.locks and _entered.locks[-1] is None:
+            _entered.locks.append(None)
+            return self
+        lock = _exchanging
+        is_ours = lock.acquire(timeout=PATIENCE_S)
+        _entered.locks.append(lock if is_ours else None)
+        if not is_ours:
+            return self
         self._outer = (
             random.getstate(),
             torch.default_generator.get_state(),
@@ -75,7 +94,10 @@ class PrivateGenerators:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if _is_reading_ahead():
+        if _is_in_read_ahead():
+            return
+        lock = _entered.locks.pop()
+        if lock is None:
             return
         if _watch is not None and error is None:
             self.drew = self.drew or self.were_used()
@@ -86,11 +108,11 @@ class PrivateGenerators:
             np.random.mtrand.get_bit_generator(),
         )
         _install(self._outer)
-        self._held.release()
+        lock.release()
 
     def reseed(self, seed: int) -> None:
         """Start all three anew. Only while entered."""
-        if _is_reading_ahead():
+        if _is_left_alone():
             return
         self._seed = seed
         random.seed(seed)
@@ -99,7 +121,7 @@ class PrivateGenerators:
 
     def were_used(self) -> bool:
         """Whether anybody drew since they were seeded. Only while entered."""
-        if _is_reading_ahead():
+        if _is_left_alone():
             return False
         number = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
         if (random.random(), np.random.random_sample(), number) != _first_numbers(self._seed):
@@ -117,8 +139,13 @@ def own_the_generators() -> None:
 _only_reads = False
 
 
-def _is_reading_ahead() -> bool:
+def _is_in_read_ahead() -> bool:
     return isinstance(threading.current_thread(), ReadAhead) and not _only_reads
+
+
+def _is_left_alone() -> bool:
+    """Whether the generators stay as they are: for who reads ahead, or waited in vain for them."""
+    return _is_in_read_ahead() or bool(_entered.locks and _entered.locks[-1] is None)
 
 
 def _install(state: tuple[Any, torch.Tensor, np.random.BitGenerator]) -> None:

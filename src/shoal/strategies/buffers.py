@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.strategies.statistics import device_of
+
 _ALWAYS_KEPT_NUMEL = 1 << 16
 
 
@@ -21,6 +23,7 @@ class ChangingBuffers:
     """Watches a model's buffers from one commit to the next, without reading them."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._places = [
             (module, key)
             for module in model.modules()
@@ -55,7 +58,7 @@ class ChangingBuffers:
     def contribution(self, numbers: Sequence[int], *, share: float, rank: int) -> Tensor:
         """What this rank adds to the new values of these buffers."""
         buffers = [self._buffer(number).detach() for number in numbers]
-        here = next((buffer.device for buffer in buffers if not buffer.is_meta), None)
+        here = device_of(self._model)
         parts = []
         for buffer in buffers:
             if buffer.is_meta:  # another stage of a pipeline holds it

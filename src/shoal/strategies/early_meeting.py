@@ -8,13 +8,15 @@ they lack. One value decides, written once, so that nobody meets alone.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shoal.cluster import rendezvous, session
+from shoal.core.errors import ClusterError
 
-PATIENCE_S = 30.0
+PATIENCE_S = 10.0
 """For the others to come to the end of their step. Beyond it all finish their round: not everybody was asked."""
 
 LOOK_EVERY_S = 0.02
@@ -77,15 +79,18 @@ class EarlyMeeting:
             kept = rendezvous.kept_for_view()
             if kept is not None:
                 store, prefix = kept
-                self._meets_after = agree(
-                    store,
-                    where=f"{prefix}/{self._name}",
-                    rank=self._rank,
-                    num_workers=self._num_workers,
-                    num_steps=num_steps,
-                    last_step=self._last_step,
-                    is_over=lambda waited_s: waited_s > PATIENCE_S or rendezvous.is_broken(),
-                )
+                try:
+                    self._meets_after = agree(
+                        store,
+                        where=f"{prefix}/{self._name}",
+                        rank=self._rank,
+                        num_workers=self._num_workers,
+                        num_steps=num_steps,
+                        last_step=self._last_step,
+                        is_over=lambda waited_s: waited_s > PATIENCE_S or rendezvous.is_broken(),
+                    )
+                except (ClusterError, RuntimeError):  # the view is over: who meets next will notice
+                    self._meets_after = self._last_step
         return num_steps >= (self._last_step if self._meets_after is None else self._meets_after)
 
     def begin(self, number: int) -> None:
@@ -98,4 +103,5 @@ class EarlyMeeting:
             return
         self._has_told = True
         store, prefix = kept
-        store.set(f"{prefix}/{self._name}/{self._rank}", str(self._num_steps))
+        with contextlib.suppress(ClusterError, RuntimeError):  # the view is over: who waits will notice
+            store.set(f"{prefix}/{self._name}/{self._rank}", str(self._num_steps))

@@ -96,8 +96,12 @@ def without_cudnn(module: nn.Module) -> None:
 
     @functools.wraps(inner)
     def forward(*args: Any, **settings: Any) -> Any:
-        with torch.backends.cudnn.flags(enabled=False):
+        is_enabled = torch.backends.cudnn.enabled
+        torch.backends.cudnn.enabled = False  # and no other of its flags, some of which may not be read
+        try:
             return inner(*args, **settings)
+        finally:
+            torch.backends.cudnn.enabled = is_enabled
 
     module.forward = forward
 

@@ -18,6 +18,7 @@ class RunningStatistics:
     """The running statistics of a model, as one flat vector."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._modules: list[_BatchNorm] = []
         self._buffers: list[Tensor] = []
         self._counters: list[Tensor] = []
@@ -36,7 +37,7 @@ class RunningStatistics:
 
     def flat(self) -> Tensor:
         """A copy of all of them, where they are."""
-        here = next((buffer.device for buffer in self._buffers if not buffer.is_meta), None)
+        here = device_of(self._model)
         return torch.cat(
             [
                 # Another stage of a pipeline holds it, and tells.
@@ -72,3 +73,9 @@ class RunningStatistics:
         """Set them back, for the next slice of the same batch."""
         for counter, count in zip(self._counters, counts, strict=True):
             counter.copy_(count)
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """Where the part of a model is that this rank holds."""
+    held = (*model.parameters(), *model.buffers())
+    return next((tensor.device for tensor in held if not tensor.is_meta), None)

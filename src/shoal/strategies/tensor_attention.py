@@ -33,10 +33,8 @@ _KERNELS = [
 
 def why_not_by_heads(module: nn.MultiheadAttention, degree: int) -> str | None:
     """Why an attention cannot be cut by heads; None where it can."""
-    if type(module).forward is not nn.MultiheadAttention.forward or "forward" in vars(module):
-        return (
-            f"a {type(module).__name__} has a forward of its own, which may read the projections in one piece"
-        )
+    if type(module) is not nn.MultiheadAttention or "forward" in vars(module):
+        return f"a {type(module).__name__} is not torch's own, and may read the projections in one piece"
     if module.bias_k is not None or module.add_zero_attn:
         setting = "add_bias_kv" if module.bias_k is not None else "add_zero_attn"
         return f"{setting}=True adds a key that belongs to no part of the sequence"

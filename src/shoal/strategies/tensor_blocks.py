@@ -52,7 +52,7 @@ class _ByBlock(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _CHUNK or func in _SPLIT:
+        if args and (func in _CHUNK or func in _SPLIT):
             blocks = _blocks(func in _CHUNK, *args, **kwargs)
             if blocks is not None:
                 return blocks

@@ -21,6 +21,9 @@ from shoal.strategies.tensor_views import (
     numbers,
 )
 
+_CUMULATIVE = {"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
+"""What DTensor computes on each part by itself where the dim is negative (torch 2.13)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Between:
@@ -78,6 +81,9 @@ class Pairing:
             if num_blocks is None:
                 return "its output is split into parts, which lie across the ranks"
             width = _linear(linears[node]).out_features // num_blocks
+            own = {key for key, _ in linears[node].named_parameters(recurse=False)}
+            if num_blocks > 1 and (own - {"weight", "bias"} or not _computes_as_linear(linears[node])):
+                return "its output lies in blocks, and it is more than a weight and a bias"
             if num_blocks > 1 and width % self._degree:
                 return f"its {num_blocks} blocks of {width} outputs cannot be divided by {self._degree}"
             why = why_not(linears[node], "colwise", self._degree)
@@ -108,6 +114,8 @@ class Pairing:
             return "its output is split into parts, which lie across the ranks"
         if node.op == "call_function" and node.target in (torch.cat, torch.concat):
             return "its output is joined with others'"
+        if getattr(node.target, "__name__", node.target) in _CUMULATIVE:
+            return "its output is added up from one number to the next"
         is_softmaxed = node.op == "call_module" and is_softmax(node, self._children)
         if is_softmaxed and not any(is_view(each) for each in self._path):
             return "its output is made weights that add up to one, over all of it"
@@ -148,3 +156,7 @@ class Pairing:
 def _linear(module: nn.Module) -> nn.Linear:
     assert isinstance(module, nn.Linear)
     return module
+
+
+def _computes_as_linear(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward and "forward" not in vars(module)

@@ -72,8 +72,10 @@ class Plan:
 
     def packing_of(self, model: nn.Module) -> Packing:
         """What follows for the state of the model."""
-        rows = {name: parameter.shape[0] for name, parameter in model.named_parameters()}
-        return Packing(self.degree, dict(self.packed), {name: rows[name] for name in self.packed})
+        parameters = dict(model.named_parameters())
+        return Packing(
+            self.degree, dict(self.packed), {name: parameters[name].shape[0] for name in self.packed}
+        )
 
     def table(self) -> str:
         """For people: a line per layer."""
@@ -89,6 +91,8 @@ def why_not(module: nn.Module, style: str, degree: int) -> str | None:
         return why_not_along(module)
     if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
         return "its rows are updated one by one"
+    if isinstance(module, (nn.Linear, nn.Embedding)) and "weight" not in module._parameters:
+        return "its weight is computed from other parameters"
     if isinstance(module, nn.Linear):
         size = module.out_features if style == "colwise" else module.in_features
         what = "outputs" if style == "colwise" else "inputs"
