@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from shoal.wire import unix
+from waiting import wait_until
 
 WORKER = Path(__file__).with_name("rendezvous_worker.py")
 
@@ -171,6 +172,8 @@ def test_a_group_that_was_left_leaves_nothing_open_and_forms_again_in_the_next_v
         workers("leave", coordinator)
         members = [psutil.Process(process.pid) for process in workers.processes[:3]]
         assert [each.net_connections("inet") for each in members] == [[], [], []]
+        # A group's own thread may take a moment to end.
+        assert wait_until(lambda: [each[0] for each in workers("threads", coordinator)] == [1] * 3)
         left_open.append(
             [
                 (each.num_fds(), threads)
