@@ -74,3 +74,11 @@ def test_a_rule_for_sums_is_kept_only_by_as_many_workers(earlier: Path) -> None:
     (earlier / "config.json").write_bytes(msgspec.json.encode(ruled))
     assert resume_config(earlier).exchange_rule == "native<=65536,shm"
     assert resume_config(earlier, workers=2).exchange_rule == ""
+
+
+def test_what_ran_before_may_fill_the_machine_again_and_more_is_looked_at(earlier: Path) -> None:
+    assert resume_config(earlier).oversubscribe
+    assert resume_config(earlier, workers=2, shard="equal").oversubscribe
+    assert not resume_config(earlier, workers=4, shard="equal").oversubscribe
+    assert not resume_config(earlier, strategy="ps", servers=40).oversubscribe
+    assert resume_config(earlier, workers=4, shard="equal", oversubscribe=True).oversubscribe

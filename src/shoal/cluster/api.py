@@ -147,6 +147,8 @@ def resume_config(
         said["shard"] = shard
     if servers is not None:
         said["servers"] = servers
+    # What ran before may run again, however full it makes the machine.
+    is_larger = num_workers > before.workers or (servers or 0) > before.servers
     return LaunchConfig(
         script=before.script,
         args=tuple(before.args),
@@ -160,7 +162,7 @@ def resume_config(
         max_restarts=before.max_restarts,
         pretend_hosts=min(before.pretend_hosts, num_workers),
         resume=True,
-        oversubscribe=oversubscribe or (num_workers <= before.workers and "servers" not in said),  # as before
+        oversubscribe=oversubscribe or not is_larger,
         cwd=before.cwd,
         **said,
     )
