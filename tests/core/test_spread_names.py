@@ -16,7 +16,6 @@ from shoal.core.errors import ConfigError
         ("ddp", {"batchnorm": "synced"}, "Did you mean 'sync'"),
         ("ps", {"batchnorm": "sync"}, "the workers of 'ps' have no connection to each other"),
         ("ps:async", {"batchnorm": "sync"}, "have no connection to each other"),
-        ("pp", {"batchnorm": "sync"}, "run theirs at different times"),
         ("ddp", {"batchnorm": "sync", "sync_every": 3}, "they train apart"),
         ("ddp", {"sequence_parallel": True}, "'ddp' has no tp"),
         ("ddp", {"offload": True}, "'ddp' has no fsdp"),
@@ -38,6 +37,7 @@ def test_wishes_that_do_not_go_with_a_strategy_are_refused(
     [
         ("ddp", {"batchnorm": "sync", "checkpoint_activations": True}),
         ("tp", {"sequence_parallel": True}),
+        ("pp", {"batchnorm": "sync"}),
         ("dp=1,pp=2", {"schedule": "gpipe"}),
         ("fsdp", {"offload": True, "batchnorm": "sync", "snapshot_every": 0}),
         ("ddp", {"compress": "topk", "snapshot_every": 10}),

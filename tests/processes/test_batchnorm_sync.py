@@ -64,6 +64,9 @@ def known(launch_script: Callable[..., Any], strategy: str, workers: int, **opti
         ("ddp", 2, {"shard": "weighted=3,1"}),
         ("ddp", 4, {"exchange": "ring", "pretend_hosts": 2}),
         ("fsdp", 3, {}),
+        ("pp", 2, {}),
+        ("dp=2,pp=2", 4, {}),
+        ("pp=2,fsdp=2", 4, {"schedule": "zero-bubble"}),
     ],
 )
 def test_the_whole_batch_is_normalised_as_in_one_process(
@@ -74,20 +77,21 @@ def test_the_whole_batch_is_normalised_as_in_one_process(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "at"),
+    ("strategy", "workers", "at"),
     [
-        ("ddp", "worker: before forward"),
-        ("ddp", "worker: exchange begun"),
-        ("fsdp", "worker: before forward"),
+        ("ddp", 3, "worker: before forward"),
+        ("ddp", 3, "worker: exchange begun"),
+        ("fsdp", 3, "worker: before forward"),
+        ("dp=2,pp=2", 4, "worker: before forward"),
     ],
 )
 def test_a_rank_killed_while_others_wait_for_it_within_the_model_leaves_no_trace(
-    launch_script: Callable[..., Any], strategy: str, at: str
+    launch_script: Callable[..., Any], strategy: str, workers: int, at: str
 ) -> None:
-    undisturbed = known(launch_script, strategy, 3)
+    undisturbed = known(launch_script, strategy, workers)
     killed = launch_script(
         SCRIPT,
-        workers=3,
+        workers=workers,
         strategy=strategy,
         batchnorm="sync",
         faults=Faults().kill("worker-1", at_step=4, at=at),

@@ -79,19 +79,11 @@ def _check_batchnorm(spread: Spread, strategy: str) -> None:
         )
     if spread.batchnorm != "sync":
         return
-    name = strategy_names.parse(strategy)
-    axes = name.axes or Axes()
-    if name.has_servers:
+    if strategy_names.parse(strategy).has_servers:
         raise ConfigError(
             f"--batchnorm sync adds up over all workers within a forward, and the workers of '{strategy}' have no connection to "
             "each other. Nothing was started; use --strategy ddp or fsdp, or leave --batchnorm out: then each worker normalises "
             "its own slice."
-        )
-    if axes.pp != 1:
-        raise ConfigError(
-            f"--batchnorm sync adds up over all workers within a forward, and the stages of '{strategy}' run theirs at different "
-            "times. Nothing was started; use dp, fsdp or tp, or leave --batchnorm out: pp alone gives a batch to BatchNorm "
-            "whole anyway."
         )
     if spread.sync_every is not None:
         raise ConfigError(

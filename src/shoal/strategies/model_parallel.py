@@ -94,7 +94,6 @@ class ModelParallel(Ddp):
             )
         if not self._is_cut:
             job.model.to(job.device)
-            self._synchronise(job.model)
             refuse_different_models(job.model, super().gather)
             self._together.exchange(self._broadcast)
             names = optimizer_following.names_of(job.model)
@@ -109,15 +108,7 @@ class ModelParallel(Ddp):
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's part; gradients are summed and sharded while backward runs."""
         with self._unless_broken("forward and backward"):
-            if self._pipeline is None:
-                return super().forward_backward(batch)
-            self.about_to_run()
-            self._num_global = batch.num_global
-            loss = self._pipeline.forward_backward(batch, rank=self._data_rank, step=self.step)
-            assert self._ties is not None
-            self._ties.sum()
-            self._contribute(loss, batch.share)
-            return loss
+            return super().forward_backward(batch)
 
     def commit(self) -> Verdict:
         """Agree, clip, decide and update, each rank its part."""
@@ -154,7 +145,14 @@ class ModelParallel(Ddp):
     def _run(self, batch: Slice) -> LossSum:
         if self._together.view != self._view_of_mesh:
             raise self._mesh_is_lost()
-        return super()._run(batch)
+        if self._pipeline is None or self._ties is None:
+            return super()._run(batch)
+        if self._ranks is not None:
+            self._ranks.enter(self._together.view)
+        loss = self._pipeline.forward_backward(batch, rank=self._data_rank, step=self.step)
+        self._ties.sum()
+        self._contribute(loss, batch.share)
+        return loss
 
     def _mesh_is_lost(self) -> ClusterError:
         """The groups of a mesh are those of the view it was made in, and that is over."""
@@ -184,6 +182,7 @@ class ModelParallel(Ddp):
         if self._axes.tp > 1:
             plan = tensor_plan.find_plan(model, self._axes.tp, self._job.tensor_plan, sequence=self._sequence)
         found = self._find_stages(model, plan) if self._axes.pp > 1 else None
+        self._synchronise(model)  # only now: to find stages a rank runs the model by itself
         if plan is not None:
             self._packing = plan.packing_of(model)
             tensor_cut.apply(plan, model, mesh["tp"])

@@ -85,10 +85,11 @@ class PipelineRunner:
         loss = _Loss(job, now, batch.num_global)
         ready.schedule._loss_fn = loss  # the schedule is kept, what it is to compare with is this step's
         numbers = torch.arange(len(pieces))
-        if self.is_last:
-            ready.schedule.step(piece=numbers, target=numbers, losses=[], return_outputs=False)
-        else:
-            ready.schedule.step(piece=numbers, return_outputs=False)
+        wanted = {"target": numbers, "losses": []} if self.is_last else {}
+        try:
+            ready.schedule.step(piece=numbers, return_outputs=False, **wanted)
+        except RuntimeError as error:  # torch's own, around what a layer said
+            raise error.__cause__ or error from None
         if not self.is_last:
             return LossSum(torch.zeros(()), 0.0, None)
         if self._must_check_loss:

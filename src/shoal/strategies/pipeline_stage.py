@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tensor_metas
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 from shoal.core.errors import ConfigError
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree, leaves
+from shoal.nn.synced_batchnorm import SyncedBatchNorm
 from shoal.strategies import pipeline_wire as wire
 from shoal.strategies.calling import ModelCall
 from shoal.strategies.compute import autocast, evaluating, seed_all
@@ -111,7 +113,7 @@ class Stage(nn.Module):
         values: Sequence[Any] = ()
         if not role.is_first:
             values = wire.unpack(list(tensors), step.takes[self.number, num_held(one)], self._job.device)
-        with self._batchnorm_at_rest() if one.borrowed else contextlib.nullcontext():
+        with self._batchnorm_told(one.borrowed):
             result = self._compute(role, one, values, step.seed_of(number))
         if role.is_last:
             step.outputs[number] = result
@@ -144,9 +146,15 @@ class Stage(nn.Module):
         return (*result, random_state(device)) if role.gives_state else result
 
     @contextlib.contextmanager
-    def _batchnorm_at_rest(self) -> Iterator[None]:
-        """For a borrowed sample, as everywhere: it leaves nothing behind but the count."""
-        with evaluating(self._batchnorms) as rested:
+    def _batchnorm_told(self, is_borrowed: bool) -> Iterator[None]:
+        """Of a borrowed sample, as everywhere: it leaves nothing behind but the count."""
+        resting = []
+        for module in self._batchnorms:
+            if isinstance(module, SyncedBatchNorm):
+                module.ranks.is_borrowed = is_borrowed  # and is in step with the others
+            elif is_borrowed:
+                resting.append(module)
+        with evaluating(resting) as rested:
             yield
         for module in rested:
             if module.num_batches_tracked is not None:
@@ -265,9 +273,9 @@ class UnevenStage(PipelineStage):
     ) -> None:
         """`takes` and `gives`: by micro-batch, tensors on the meta device."""
         # Gradients of weights are found from those of what comes in: where a weight is beside that, all are computed at once.
-        at_once: Any = (
-            (lambda: lambda: None) if stage.number and stage.train_role.part.trains_beside else None
-        )
+        # Where weights are sharded too: they are the graph's own only as long as they are gathered.
+        together = stage.train_role.part.trains_beside or isinstance(stage, FSDPModule)
+        at_once: Any = (lambda: lambda: None) if stage.number and together else None
         super().__init__(
             stage,
             stage.number,
