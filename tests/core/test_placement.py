@@ -64,10 +64,10 @@ def test_a_mesh_needs_a_device_of_one_kind_for_each() -> None:
     def check(said: str, *, is_mesh: bool = True) -> None:
         placement.check(said, num_workers=2, strategy="fsdp", is_mesh=is_mesh)
 
-    for fine in ("auto", "cpu", "cuda", "cuda:0,cuda:1"):
+    for fine in ("auto", "cpu", "cuda", "cuda:0,cuda:1", "cuda:0,cuda:0", "cuda:0"):
         check(fine)
     check("cuda:0,cpu", is_mesh=False)
     with pytest.raises(ConfigError, match="different kinds"):
         check("cuda:0,cpu")
     with pytest.raises(ConfigError, match="one device for several"):
-        check("cuda:0")
+        check("xpu:0")

@@ -32,6 +32,7 @@ WITHOUT_TORCH = {"core", "wire", "cluster", "cli"}
 RUN_IN_WORKERS = {
     "shoal.cluster.worker",
     "shoal.cluster.store",
+    "shoal.cluster.device_group",
     "shoal.cluster.rendezvous",
     "shoal.cli.bench_exchange_job",
 }

@@ -22,11 +22,12 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from shoal.cluster import forming, session
+from shoal.cluster import device_group, forming, session
 from shoal.cluster.client import CoordinatorClient
 from shoal.cluster.store import ShoalStore, StoreWaitTimedOut
 from shoal.cluster.store_table import prefix_of
@@ -83,12 +84,12 @@ def form_group(job: Job, view: int) -> None:
             "torch.distributed already has a default process group in this process, and shoal forms its own. Nothing "
             "was trained; leave init_process_group out of a script that is started with `shoal run`."
         )
-    backend = backend_for(job)
+    backend = device_group.backend_for(job)
     # Before they look: otherwise they take the interface that the host's name leads to.
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # all connections now: they are what is watched
     if "nccl" in backend:
-        os.environ["NCCL_SOCKET_IFNAME"] = interface
+        device_group.set_up(job, interface)
     # torch names groups by how often it has begun one, counting those that failed: the ranks would look for each other
     # under different names.
     _world.group_count = 0
@@ -97,13 +98,7 @@ def form_group(job: Job, view: int) -> None:
         store = PrefixStore(prefix_of(view), _open_store(job, view))
         forming.unless(
             lambda: _is_over(job, view),
-            lambda: dist.init_process_group(
-                backend,
-                store=store,
-                rank=job.rank,
-                world_size=job.num_workers,
-                timeout=timedelta(seconds=_connect_timeout_s(job)),
-            ),
+            lambda: _connect(job, backend, store),
             inside=dist.distributed_c10d.__name__,
         )
         sys.excepthook = excepthook  # it wraps one more around it for every group
@@ -121,6 +116,19 @@ def form_group(job: Job, view: int) -> None:
         raise
     leave_group()
     raise PeerLost(rank=job.rank, operation=f"forming the group of view {view}", reason=reason)
+
+
+def _connect(job: Job, backend: str, store: Store) -> None:
+    timeout_s = min(CONNECT_TIMEOUT_S, job.step_timeout_s) if job.can_recover else job.step_timeout_s
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=job.rank,
+        world_size=job.num_workers,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    if "nccl" in backend:
+        device_group.connect(torch.device(placement.of_job(job).devices[job.rank]))
 
 
 @contextlib.contextmanager
@@ -187,7 +195,7 @@ def leave_group() -> None:
     _sockets_within.clear()
     if dist.is_initialized():
         held = [dist.group.WORLD]
-        dist.destroy_process_group()
+        device_group.leave()
         # Its threads end when the last reference goes. A collective that missed the end of its connection (gloo does,
         # one kill in a hundred) holds them to its time-out; nothing can reach it any more, so it is left to itself.
         burial = threading.Thread(target=held.clear, name="old group", daemon=True)
@@ -196,15 +204,6 @@ def leave_group() -> None:
     if _store is not None:
         _store.close()
         _store = None
-
-
-def backend_for(job: Job) -> str:
-    """Gloo; and what belongs to the accelerator (NCCL) beside it where every worker has one of its own."""
-    placed = placement.of_job(job)
-    if placed.accelerator is None or not placed.has_own_devices:
-        return "gloo"
-    theirs = dist.get_default_backend_for_device(placed.accelerator)
-    return f"cpu:gloo,{placed.accelerator}:{theirs}" if dist.is_backend_available(theirs) else "gloo"
 
 
 def _open_store(job: Job, view: int) -> Store:
@@ -223,10 +222,6 @@ def _open_store(job: Job, view: int) -> Store:
     _store = ShoalStore(*who, num_workers=job.num_workers, timeout=timeout)
     _meet(_store, job, view)
     return _store
-
-
-def _connect_timeout_s(job: Job) -> float:
-    return min(CONNECT_TIMEOUT_S, job.step_timeout_s) if job.can_recover else job.step_timeout_s
 
 
 def _is_over(job: Job, view: int) -> bool:

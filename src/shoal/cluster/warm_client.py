@@ -234,7 +234,9 @@ def _interpreter_flags() -> list[str]:
 
 def _environment() -> dict[str, str]:
     """Ours; with the way to shoal where it runs from its sources and not from an installation."""
+    # What torch's C++ would print when a peer is lost (pages, from every worker) is told by us in words.
+    ours = {"TORCH_CPP_LOG_LEVEL": "FATAL", **os.environ}
     home = os.path.dirname(os.path.dirname(os.path.abspath(shoal.__file__)))
     if os.path.basename(home) in ("site-packages", "dist-packages"):
-        return dict(os.environ)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), home]))}
+        return ours
+    return {**ours, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), home]))}

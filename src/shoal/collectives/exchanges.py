@@ -37,7 +37,7 @@ def open_exchange(job: Job, native: Native, is_broken: Callable[[], bool]) -> Re
     placed = placement.of_job(job)
     reducer = _automatic(job, native, is_broken) if job.exchange == "auto" else _named(job, native, is_broken)
     # Of devices that can exchange by themselves, torch's own is the fastest; the others work in the host's memory.
-    if placed.accelerator is None or (placed.has_own_devices and job.exchange in ("auto", "native")):
+    if placed.accelerator is None or (placement.meet_on_devices(job) and job.exchange in ("auto", "native")):
         return reducer
     return Staged(reducer)
 

@@ -8,9 +8,11 @@ looks for the cause elsewhere first.
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,21 +24,49 @@ LOOK_AROUND_EVERY = timedelta(seconds=0.25)
 """How long a wait goes on before it looks whether the others are still connected."""
 
 
+ASK_EVERY_S = 50e-6
+"""How often the host asks whether a device has finished a sum: the update of the weights waits for the answer."""
+
+
+class _OnDevice(NamedTuple):
+    """A collective that a device runs."""
+
+    work: Any
+
+
+def _begun(tensor: Tensor, work: Any) -> Any:
+    return work if tensor.device.type == "cpu" else _OnDevice(work)
+
+
 class Native:
     """Collectives of the process's default group."""
 
-    def __init__(self, *, rank: int, num_workers: int, is_broken: Callable[[], bool] = lambda: False) -> None:
-        """`is_broken` tells, from the connections themselves, whether somebody has left the group."""
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_workers: int,
+        is_broken: Callable[[], bool] = lambda: False,
+        timeout_s: float = math.inf,
+    ) -> None:
+        """`is_broken` tells, from the connections themselves, whether somebody has left the group.
+
+        `timeout_s` is for what runs on devices; what runs on the host has the group's own.
+        """
         self.rank, self.num_workers, self.is_broken = rank, num_workers, is_broken
+        self._timeout_s = timeout_s
 
     def start_all_reduce(self, tensor: Tensor) -> Any:
         """Begin to sum `tensor` over the ranks, in place; `finish` waits for it."""
         with self.during("an all-reduce"):
-            return dist.all_reduce(tensor, async_op=True)
+            return _begun(tensor, dist.all_reduce(tensor, async_op=True))
 
     def finish(self, work: Any, operation: str) -> None:
         """Wait for what `start_all_reduce` began."""
         with self.during(operation):
+            if isinstance(work, _OnDevice):
+                self._finish_on_device(work.work)
+                return
             while True:
                 try:
                     work.wait(timeout=LOOK_AROUND_EVERY)
@@ -52,16 +82,32 @@ class Native:
                     if self.is_broken():
                         raise RuntimeError("a connection of the group was closed") from None
 
+    def _finish_on_device(self, work: Any) -> None:
+        """The same by asking: NCCL takes a wait that was too short for the end of the group."""
+        began_at = looked_at = time.monotonic()
+        while not work.is_completed():
+            time.sleep(ASK_EVERY_S)
+            now = time.monotonic()
+            if now - looked_at < LOOK_AROUND_EVERY.total_seconds():
+                continue
+            looked_at = now
+            if self.is_broken():
+                raise RuntimeError("a connection of the group was closed")
+            if now - began_at > self._timeout_s:
+                raise RuntimeError(f"not done after {now - began_at:.1f} s")
+        work.wait()  # raises where it is over because it broke
+
     def broadcast(self, tensor: Tensor) -> None:
         """Give everybody rank 0's values, in place."""
         with self.during("a broadcast from rank 0"):
-            self.finish(dist.broadcast(tensor, src=0, async_op=True), "a broadcast from rank 0")
+            work = _begun(tensor, dist.broadcast(tensor, src=0, async_op=True))
+            self.finish(work, "a broadcast from rank 0")
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor; all of one shape and dtype."""
         gathered = [torch.empty_like(tensor) for _ in range(self.num_workers)]
         with self.during("an all-gather"):
-            self.finish(dist.all_gather(gathered, tensor, async_op=True), "an all-gather")
+            self.finish(_begun(tensor, dist.all_gather(gathered, tensor, async_op=True)), "an all-gather")
         return gathered
 
     def close(self) -> None:

@@ -13,12 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from shoal.core import strategy_names
 from shoal.core.errors import ConfigError
 from shoal.core.job import Job
 from shoal.core.placement_errors import DeviceMissing
 
 AUTO = "auto"
 CPU = "cpu"
+
+TAKES_TURNS = "cuda"
+"""Workers that share one of these can exchange as if each had its own: slowly, for trying out a cut (NCCL)."""
 
 KINDS = (AUTO, CPU, "cuda", "xpu", "mps", "mtia", "hpu", "npu")
 
@@ -58,7 +62,13 @@ class Placement:
     @property
     def has_own_devices(self) -> bool:
         """Whether every worker has an accelerator to itself: then those can exchange by themselves (NCCL)."""
-        return CPU not in self.kinds and len(set(self.devices)) == len(self.devices)
+        return CPU not in self.kinds and not self.is_shared
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several workers compute on one accelerator, by turns."""
+        taken = [device for device in self.devices if device != CPU]
+        return len(set(taken)) < len(taken)
 
 
 def parse(said: str, num_workers: int) -> list[tuple[str, int | None]]:
@@ -94,7 +104,8 @@ def check(said: str, *, num_workers: int, strategy: str, is_mesh: bool) -> None:
         return
     kinds = {kind for kind, _ in wanted}
     named = [each for each in wanted if each[1] is not None]
-    if len(kinds) > 1 or len(set(named)) < len(named):
+    is_shared = len(set(named)) < len(named)
+    if len(kinds) > 1 or (is_shared and kinds != {TAKES_TURNS}):
         what = "devices of different kinds" if len(kinds) > 1 else "one device for several workers"
         raise ConfigError(
             f"--device {said} gives {what}, and '{strategy}' cuts the model over devices that exchange its parts by "
@@ -126,7 +137,16 @@ def place(said: str, *, num_workers: int, visible: Mapping[str, int], is_soft: b
             notes.append(f"worker {rank} computes on the CPU: there is no {device} (--soft-placement)")
         else:
             raise DeviceMissing(device=device, rank=rank, num_workers=num_workers, visible=visible)
-    return Placement(tuple(devices), tuple(notes))
+    placed = Placement(tuple(devices), tuple(notes))
+    if not placed.is_shared:
+        return placed
+    return Placement(placed.devices, (*notes, _by_turns(placed)))
+
+
+def _by_turns(placed: Placement) -> str:
+    sharing = {device: placed.devices.count(device) for device in placed.devices if device != CPU}
+    most = max(sharing, key=lambda device: sharing[device])
+    return f"{sharing[most]} workers share {most} and take turns on it: right for trying things out, and slower than one alone"
 
 
 def _automatic(num_workers: int, visible: Mapping[str, int]) -> Placement:
@@ -156,6 +176,16 @@ def of_job(job: Job, said: str | None = None) -> Placement:
     """Where the workers of `job` compute on this host; `said` instead of what the job was told."""
     # All of a job's workers are on this machine; hosts that are only pretended share its devices.
     return _placed(said if said is not None else job.device, job.num_workers, job.soft_placement)
+
+
+def meet_on_devices(job: Job) -> bool:
+    """Whether the workers' accelerators exchange by themselves: each has its own, or they were told to."""
+    placed = of_job(job)
+    if placed.accelerator is None or placed.is_mixed:
+        return False
+    # Two that take turns on a device are faster through the host's memory; a mesh has no way through it.
+    is_told = job.exchange == "native" or strategy_names.parse(job.strategy).base == "mesh"
+    return placed.has_own_devices or (is_told and placed.accelerator == TAKES_TURNS)
 
 
 @functools.lru_cache(maxsize=8)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from shoal.cluster import device_group
 from shoal.cluster.rendezvous import forming_within, is_broken
 from shoal.collectives.gradients import NothingToSend, Sums
 from shoal.core import heap, mesh_names, schedule_names, strategy_names
@@ -40,6 +41,7 @@ from shoal.strategies.activations import run_again
 from shoal.strategies.agreement import refuse_different_models
 from shoal.strategies.compute import place
 from shoal.strategies.ddp import Ddp
+from shoal.strategies.device_watch import DeviceWatch
 from shoal.strategies.encoder_padding import leave_short_cut
 from shoal.strategies.hashed_rows import MODEL, plain_tensors
 from shoal.strategies.pipeline_cut import PipelineRunner
@@ -77,6 +79,7 @@ class ModelParallel(Ddp):
         self._ties: pipeline_state.Ties | None = None
         self._tied_names: dict[str, str] = {}
         self._packing = Packing()
+        self._watch: DeviceWatch | None = None
 
     @property
     def num_micro(self) -> int | None:
@@ -129,13 +132,18 @@ class ModelParallel(Ddp):
     def _unless_broken(self, operation: str) -> Iterator[None]:
         """A collective inside the model that breaks because a rank died is no error of the user's."""
         began_at = time.monotonic()
+        watch = self._watch
         try:
-            with tensor_cut.running() if self._axes.tp > 1 else contextlib.nullcontext():
+            with (
+                watch.over() if watch is not None else contextlib.nullcontext(),
+                tensor_cut.running() if self._axes.tp > 1 else contextlib.nullcontext(),
+            ):
                 yield
             return
         except RuntimeError as error:
+            is_over = is_broken() or (watch is not None and watch.ended is not None)
             # A mesh has groups of its own, whose connections may end before those that are watched.
-            if not is_broken() and not any(word in str(error) for word in _BROKEN):
+            if not is_over and not any(word in str(error) for word in _BROKEN):
                 refusal = tensor_cut.refusal(error, self._job.model) if self._axes.tp > 1 else None
                 raise refusal or error from None
         # Whoever holds parts goes with the one that died; the supervisor ends us while we wait.
@@ -283,6 +291,10 @@ class ModelParallel(Ddp):
             mesh = init_device_mesh(device.type, (axes.pp, axes.dp, axes.fsdp, axes.tp), mesh_dim_names=names)
         for name in names:  # groups of their own, which torch would wait in for half an hour
             _set_pg_timeout(timedelta(seconds=self._timeout_s), mesh.get_group(name))
+            if device.type != "cpu":
+                device_group.connect(device, mesh.get_group(name))
+        if device.type != "cpu":
+            self._watch = DeviceWatch(device, self._timeout_s)
         return mesh
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:

@@ -181,7 +181,7 @@ class _Tracer(fx.Tracer):
         examples = {given: given.meta["example"] for given in node.all_input_nodes}
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: examples[n])
         versions = {n: [t._version for t in _tensors(held)] for n, held in examples.items()}
-        state = torch.default_generator.get_state()
+        before = _generators(self.root)
         if node.op == "call_module":
             value = self.root.get_submodule(str(node.target))(*args, **kwargs)
         elif node.op == "call_method":
@@ -189,7 +189,9 @@ class _Tracer(fx.Tracer):
         else:
             assert callable(node.target)
             value = node.target(*args, **kwargs)
-        node.meta["draws"] = not torch.equal(state, torch.default_generator.get_state())
+        node.meta["draws"] = any(
+            not torch.equal(state, now) for state, now in zip(before, _generators(self.root), strict=True)
+        )
         node.meta["changes"] = [
             n for n, held in examples.items() if versions[n] != [t._version for t in _tensors(held)]
         ]
@@ -276,6 +278,15 @@ def attribute(model: nn.Module, path: str) -> Any:
 
 def _tensors(value: object) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _generators(model: nn.Module) -> list[Tensor]:
+    """The states of what may be drawn from: the host's, and that of the device the model is on."""
+    states = [torch.default_generator.get_state()]
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type not in ("cpu", "meta"):
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
 
 
 def _autocast_state() -> tuple[bool, ...]:

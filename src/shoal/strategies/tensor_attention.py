@@ -16,19 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PACKED = ("in_proj_weight", "in_proj_bias")
 """Parameters that hold q, k and v one below the other."""
 
 BY_ROWS = (*PACKED, "q_proj_weight", "k_proj_weight", "v_proj_weight")
-
-_KERNELS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 def why_not_by_heads(module: nn.MultiheadAttention, degree: int) -> str | None:
@@ -115,10 +107,9 @@ class AttentionByHeads(nn.MultiheadAttention):
         else:
             # A hint, which holds for the mask without padding.
             takes_hint = is_causal and key_padding_mask is None
-            with sdpa_kernel(_KERNELS):
-                mixed = F.scaled_dot_product_attention(
-                    q, k, v, None if takes_hint else mask, is_causal=takes_hint
-                )
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, None if takes_hint else mask, is_causal=takes_hint
+            )
         out = self._joined(mixed.transpose(1, 2).flatten(-2), is_batched)
         if weights is None or not need_weights:
             return out, None

@@ -17,20 +17,19 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.core.errors import ConfigError
 from shoal.data.tree import Tree, map_tensors
 from shoal.strategies import tensor_attention
-from shoal.strategies.sharded_tensors import local_part
 from shoal.strategies.tensor_blocks import in_blocks, take_apart
+from shoal.strategies.tensor_draws import draw_as_one_process
 from shoal.strategies.tensor_rows import NORMS, Plan
+from shoal.strategies.tensor_sdpa import AttendingInParts
 
 _NO_WAY = re.compile(r"[Oo]perator (?P<operation>\S+) does not have a sharding strategy registered")
 
@@ -41,17 +40,14 @@ SEQUENCE_DIM = 1
 def apply(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut `model` in place. Every rank holds the same weights, so each takes its part without a word to the others."""
     _Cutting(plan, model, mesh).run()
-    if mesh.device_type == "cpu":
-        handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-        handlers[torch.ops.aten.bernoulli_.float] = _draw_whole
+    draw_as_one_process()
 
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
     """While a model that is cut runs, forward and backward."""
-    # A mask or a table that the user's forward brings along is the same on every rank. Of the ways to compute an
-    # attention only the plain one knows tensors in parts (torch 2.13, on CPU).
-    with implicit_replication(), sdpa_kernel(SDPBackend.MATH):
+    # A mask or a table that the user's forward brings along is the same on every rank.
+    with implicit_replication(), AttendingInParts():
         yield
 
 
@@ -260,13 +256,3 @@ class _Cutting:
 
 def _changed(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
     return map_tensors(change, tree)
-
-
-def _draw_whole(operation: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Dropout of a tensor in parts: every rank draws all of it, as one process does, and keeps its part."""
-    tensor, chance = args[0], args[1] if len(args) > 1 else 0.5
-    here = tensor._local_tensor
-    drawn = torch.empty_strided(tensor.shape, tensor.stride(), dtype=here.dtype, device=here.device)
-    here.copy_(local_part(drawn.bernoulli_(chance, **kwargs), tensor))
-    whole: Tensor = tensor
-    return whole

@@ -182,7 +182,10 @@ class Together(Timeline):
         self._view = formed.view
         form_group(self._job, formed.view)
         torchs_own = Native(
-            rank=self._job.rank, num_workers=self._job.num_workers, is_broken=self._look_around
+            rank=self._job.rank,
+            num_workers=self._job.num_workers,
+            is_broken=self._look_around,
+            timeout_s=self._job.step_timeout_s,
         )
         native = open_exchange(self._job, torchs_own, self._look_around)
         if formed.donor >= 0:

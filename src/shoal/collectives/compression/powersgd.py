@@ -50,7 +50,7 @@ class PowerSgd:
     def start(self, number: int, flat: Tensor, layout: Sequence[Gradient], reducer: Reducer) -> Any:
         """Begin to sum the left factors, and what is not worth factors."""
         if number in self._residuals:
-            flat.add_(self._residuals[number])
+            flat.add_(self._residuals[number].to(flat.device))  # a checkpoint brings them to the host
         matrices, places = [], []
         for index, gradient in enumerate(layout):
             numel = torch.Size(gradient.shape).numel()
@@ -59,7 +59,7 @@ class PowerSgd:
             if min(rows, columns) > 1 and self._rank * (rows + columns) < numel:
                 view = flat[gradient.offset : gradient.offset + numel].view(rows, columns)
                 key = f"{number}.{index}"
-                matrices.append(_Matrix(view, key, self._start_of(key, columns, flat.dtype)))
+                matrices.append(_Matrix(view, key, self._start_of(key, columns, flat)))
             else:
                 places.append((gradient.offset, numel))
         left = [matrix.view @ matrix.start for matrix in matrices]
@@ -120,9 +120,9 @@ class PowerSgd:
             if name.startswith("same/")
         }
 
-    def _start_of(self, key: str, columns: int, dtype: torch.dtype) -> Tensor:
+    def _start_of(self, key: str, columns: int, like: Tensor) -> Tensor:
         if key in self._right and self._right[key].shape == (columns, self._rank):
-            return self._right[key]
+            return self._right[key].to(like.device)
         # The same on every rank, or the factors would be of nothing.
         generator = torch.Generator().manual_seed(sum(key.encode()) * 1_000_003 + columns)
-        return torch.randn(columns, self._rank, generator=generator).to(dtype)
+        return torch.randn(columns, self._rank, generator=generator).to(like)

@@ -24,7 +24,7 @@ class TopK:
     def start(self, number: int, flat: Tensor, layout: Sequence[Gradient], reducer: Reducer) -> Any:
         """Choose what travels; it does when it is waited for."""
         if number in self._residuals:
-            flat.add_(self._residuals[number])
+            flat.add_(self._residuals[number].to(flat.device))  # a checkpoint brings them to the host
         count = max(1, round(self._ratio * len(flat)))
         places = flat.abs().topk(count, sorted=False).indices
         values = flat[places]
