@@ -217,6 +217,6 @@ def test_a_loop_of_ones_own(launch_script: Launch, tmp_path: Path) -> None:
         assert outcome(done, tmp_path) == pytest.approx(alone, rel=1e-9), strategy
 
 
-def test_a_mesh_of_several_on_one_device_is_refused(launch_script: Launch) -> None:
-    with pytest.raises(ShoalError, match="one device for several workers"):
-        launch_script(script(), workers=2, strategy="fsdp", device=TWICE)
+def test_a_mesh_over_devices_of_different_kinds_is_refused(launch_script: Launch) -> None:
+    with pytest.raises(ShoalError, match="devices of different kinds"):
+        launch_script(script(), workers=2, strategy="fsdp", device=MIXED)
