@@ -150,6 +150,7 @@ class GradientExchange:
             self.compressor.abandon()
         self._filled: set[int] = set()
         self._missing = [len(bucket.indices) for bucket in self.layout]
+        self._used = [[False] * len(bucket.indices) for bucket in self.layout]
         self._next = 0
         self._works: list[Any] = []
         self._tables: list[Tensor] = []
@@ -188,7 +189,7 @@ class GradientExchange:
         self._filled.add(index)
         self._missing[number] -= 1
         gradient = self._parameters[index].grad
-        flag = self.layout[number].numel + position
+        self._used[number][position] = gradient is not None
         if gradient is None:
             self._views[index].zero_()
         elif gradient.layout is torch.strided:
@@ -199,7 +200,6 @@ class GradientExchange:
                 "parameter, so its exchange was laid out as dense. Nothing was applied; use nn.Embedding or "
                 "nn.EmbeddingBag with sparse=True, or a dense gradient."
             )
-        self._memory[number][flag] = 0.0 if gradient is None else 1.0
 
     def _send_full(self, native: Reducer) -> None:
         """Start what is due: buckets in their order, then tables in theirs."""
@@ -217,6 +217,13 @@ class GradientExchange:
 
     def _start(self, number: int, native: Reducer) -> list[Any]:
         bucket, memory = self.layout[number], self._memory[number]
+        used = self._used[number]
+        # All at once: a write for each parameter would be a kernel for each on a device.
+        flags = memory[bucket.numel :]
+        if all(used):
+            flags.fill_(1.0)
+        else:
+            flags.copy_(torch.tensor(used, dtype=flags.dtype))
         if self.compressor is None or not memory.is_floating_point():
             self.traffic.count_as_it_is(memory)
             return [native.start_all_reduce(memory)]
@@ -226,7 +233,7 @@ class GradientExchange:
         ]
         started = self.compressor.start(number, memory[: bucket.numel], layout, native)
         # Whether a gradient was used must not be a matter of digits.
-        return [_Compressed(started), native.start_all_reduce(memory[bucket.numel :])]
+        return [_Compressed(started), native.start_all_reduce(flags)]
 
     def _rows(self, index: int) -> Tensor:
         """This rank's rows of a table, its own duplicates merged before they travel; none where it was not used."""
