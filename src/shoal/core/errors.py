@@ -35,7 +35,8 @@
     │   ├── NonFiniteLoss
     │   ├── LossDoesNotRecombine
     │   ├── StageCannotRun         (these in core/pipeline_errors.py) a batch no stage was cut for
-    │   │   └── ShapeDecides
+    │   │   ├── ShapeDecides
+    │   │   └── ShapeLeadsElsewhere
     │   └── ModelsDiffer
     ├── CheckpointError            what cannot be written, read or fitted            exit 3
     │   ├── CheckpointWriteFailed

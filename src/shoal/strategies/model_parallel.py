@@ -47,6 +47,7 @@ from shoal.strategies.hashed_rows import MODEL, plain_tensors
 from shoal.strategies.pipeline_cut import PipelineRunner
 from shoal.strategies.pipeline_flow import Flow, find_flow
 from shoal.strategies.pipeline_stage import Stage
+from shoal.strategies.pipeline_ways import Ways
 from shoal.strategies.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.strategies.sharded_tensors import CutReader, ties_of, whole_pieces
 from shoal.strategies.state import load_state, state_pieces
@@ -260,6 +261,7 @@ class ModelParallel(Ddp):
             self._job,
             flow,
             stages,
+            Ways(flow, cut, everybodys, stages),
             num_stages=cut.num_stages,
             schedule=self._schedule,
             group=group,

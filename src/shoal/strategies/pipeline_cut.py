@@ -29,8 +29,9 @@ from shoal.data.tree import Tree, concatenate, leaves, map_tensors
 from shoal.strategies import pipeline_wire as wire
 from shoal.strategies.compute import _EVALUATION, autocast, evaluating, place
 from shoal.strategies.pipeline_flow import Flow
-from shoal.strategies.pipeline_stage import Alone, Stage, Step, UnevenStage, num_held
+from shoal.strategies.pipeline_stage import Alone, Role, Stage, Step, UnevenStage, num_held
 from shoal.strategies.pipeline_trace import unchanged
+from shoal.strategies.pipeline_ways import Ways
 from shoal.strategies.protocol import LossSum, TrainJob
 
 _MAX_SHAPES = 32  # of inputs, for which stages are kept ready
@@ -43,6 +44,7 @@ class _Ready:
 
     schedule: Any
     takes: dict[tuple[int, int], Any]
+    roles: dict[tuple[int, int], Role]
 
 
 class PipelineRunner:
@@ -53,6 +55,7 @@ class PipelineRunner:
         job: TrainJob,
         flow: Flow,
         stages: dict[int, Stage],
+        ways: Ways,
         *,
         num_stages: int,
         schedule: str,
@@ -60,8 +63,8 @@ class PipelineRunner:
         data_groups: Sequence[dist.ProcessGroup],
         num_data_ranks: int,
     ) -> None:
-        """`stages` by their numbers; `data_groups`: those that run the same stages on other parts of a batch."""
-        self._job, self._stages, self._num_stages = job, stages, num_stages
+        """`stages` by their numbers; `ways`: of all of them; `data_groups`: those that run the same stages on other parts of a batch."""
+        self._job, self._stages, self._ways, self._num_stages = job, stages, ways, num_stages
         self._schedule, self._group, self._data_groups = schedule, group, data_groups
         self._num_data_ranks = num_data_ranks
         self._ranks = dist.get_process_group_ranks(group)
@@ -79,7 +82,7 @@ class PipelineRunner:
             job.model.train()
         pieces = self._placed(batch).cut(self.num_micro)
         ready = self._ready_for(pieces)
-        now = Step(pieces, lambda number: mix(job.seed, rank, step, number), ready.takes)
+        now = Step(pieces, lambda number: mix(job.seed, rank, step, number), ready.takes, ready.roles)
         for stage in self._stages.values():
             stage.step = now
         loss = _Loss(job, now, batch.num_global)
@@ -124,11 +127,12 @@ class PipelineRunner:
         device, outputs, under_way = self._job.device, [], []
         with evaluating(self._job.model.modules()), torch.no_grad():
             for piece in pieces:
+                roles = self._ways.roles(piece, training=training)
                 for number, stage in sorted(self._stages.items()):
                     values: Any = ()
                     if number > 0:
                         values = wire.receive(self._rank_of(number - 1), self._group, device)
-                    result = stage(alone=Alone(piece, values, seed, training))
+                    result = stage(alone=Alone(piece, values, seed, roles[number]))
                     if keep is not None:
                         keep(stage, piece, values, result)
                     if number < self._num_stages - 1:
@@ -170,11 +174,15 @@ class PipelineRunner:
             takes[stage.number, num_held(piece)] = wire.pack(given)[1]
             # What the last one gives goes to the loss, whatever it is made of.
             tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
-            gives[stage.number, num_held(piece)] = wire.pack(tensors if stage.train_role.is_last else result)[
-                1
-            ]
+            is_last = stage.number == self._num_stages - 1
+            gives[stage.number, num_held(piece)] = wire.pack(tensors if is_last else result)[1]
 
         probes = [min(pieces, key=num_held), max(pieces, key=num_held)]
+        roles = {
+            (number, num_held(piece)): role
+            for piece in probes
+            for number, role in enumerate(self._ways.roles(piece, training=True))
+        }
         with unchanged(self._job.model):
             self._run(probes, 0, training=True, keep=keep)
         stages = [
@@ -183,8 +191,18 @@ class PipelineRunner:
                 self._num_stages,
                 self._job.device,
                 self._group,
-                [_metas(takes[number, num_held(piece)], stage.takes_grad) for piece in pieces],
-                [_metas(gives[number, num_held(piece)], stage.train_role.gives_grad) for piece in pieces],
+                [
+                    _metas(
+                        takes[number, num_held(piece)],
+                        roles[number - 1, num_held(piece)].gives_grad if number else (),
+                    )
+                    for piece in pieces
+                ],
+                [
+                    _metas(gives[number, num_held(piece)], roles[number, num_held(piece)].gives_grad)
+                    for piece in pieces
+                ],
+                trains_beside=any(roles[number, num_held(piece)].part.trains_beside for piece in probes),
             )
             for number, stage in sorted(self._stages.items())
         ]
@@ -202,7 +220,7 @@ class PipelineRunner:
             loss_fn=lambda output, target: output,
             scale_grads=False,
         )
-        return _Ready(schedule, takes)
+        return _Ready(schedule, takes, roles)
 
 
 class _Loss:

@@ -7,8 +7,9 @@ that stays whole why. A position is a layer at which a stage may begin.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +21,19 @@ from shoal.data.tree import Tree, leaves, map_tensors, tensors
 from shoal.strategies.activations import is_run_again
 from shoal.strategies.calling import ModelCall
 from shoal.strategies.compute import evaluating
-from shoal.strategies.pipeline_trace import Traced, Untraceable, attribute, expect, trace, unchanged
+from shoal.strategies.pipeline_blank import Blank, blank_of
+from shoal.strategies.pipeline_trace import (
+    Traced,
+    Untraceable,
+    attribute,
+    expect,
+    forget,
+    trace,
+    unchanged,
+)
 
-_SAMPLES = (2, 3)
-"""A forward is traced with batches of these sizes: what it does may not depend on which it was."""
+NUM_SAMPLES = 3
+"""Of the batch with which a forward is traced."""
 
 _OPENS_AS_USERS = (nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
 
@@ -64,12 +74,16 @@ class Flow:
     """Whether a sample's result in training depends on the others of its batch; `mixes_in_evaluation`: also then."""
 
     mixes_in_evaluation: bool = False
+    opened: frozenset[str] = frozenset()
+    """Modules of which the inside was followed."""
+
+    blank: Blank | None = None
+    """To follow forward for batches of other shapes; None where it decides nothing by them, or cannot be copied."""
 
     def forget(self) -> None:
-        """Let go of what every layer gave, and with it of weights: nodes are in circles, which nobody clears at once."""
-        for traced in (self.train, self.evaluation):
-            for node in traced.graph.nodes:
-                node.meta.clear()
+        """Let go of what every layer gave."""
+        forget(self.train)
+        forget(self.evaluation)
 
 
 def sample(inputs: Tree, num: int) -> Tree:
@@ -98,6 +112,8 @@ def find_flow(model: nn.Module, inputs: Tree, num_stages: int, user_cut: Sequenc
     if not model.training:
         model.train()
     closed: dict[str, str] = {}
+    hooked = any(map(_has_hooks, model.modules()))  # who knows what they do, or keep
+    blank = functools.cache(lambda: None if hooked else blank_of(model))
     whole = max(sum(p.numel() for p in model.parameters()), 1)
     flow: Flow | None = None
     for share in (0.5 / num_stages, 0.0):  # the large ones; all of them
@@ -113,11 +129,17 @@ def find_flow(model: nn.Module, inputs: Tree, num_stages: int, user_cut: Sequenc
                 return True
             return False
 
-        flow = _traced_flow(model, inputs, is_open, opened, closed)
+        flow = _traced_flow(model, inputs, is_open, opened, closed, blank)
         if len(flow.layers) >= 2 * num_stages:
             break
     assert flow is not None
-    return flow
+    decides = decides_by_shape(flow.train) or decides_by_shape(flow.evaluation)
+    return replace(flow, blank=blank()) if decides else flow
+
+
+def decides_by_shape(traced: Traced) -> bool:
+    """Whether a forward may do something else for a batch of another shape."""
+    return any(node.target is expect for node in traced.graph.nodes)
 
 
 def _can_open(module: nn.Module) -> bool:
@@ -153,6 +175,7 @@ def _traced_flow(
     is_open: Callable[[str, nn.Module], bool],
     opened: set[str],
     closed: dict[str, str],
+    blank: Callable[[], Blank | None],
 ) -> Flow:
     with evaluating(module for module in model.modules() if isinstance(module, _BatchNorm)):
         _run(model, sample(inputs, 2))  # what is wrong with the model itself is said by its own traceback
@@ -162,9 +185,9 @@ def _traced_flow(
                 raise Untraceable("", _why_closed(model))
             # BatchNorm takes no batch of one, and a synchronised one would wait for other ranks.
             with evaluating(module for module in model.modules() if isinstance(module, _BatchNorm)):
-                train = _twice(model, inputs, is_open)
+                train = _twice(model, inputs, is_open, blank)
             with evaluating(model.modules()):
-                evaluation = _twice(model, inputs, is_open)
+                evaluation = _twice(model, inputs, is_open, blank)
             break
         except Untraceable as error:
             path = error.path
@@ -189,6 +212,7 @@ def _traced_flow(
         draws_later,
         known or mixes_later or (not draws and _mixes(model, inputs)),
         mixes_later,
+        frozenset(opened),
     )
 
 
@@ -199,17 +223,29 @@ def _refusal(model: nn.Module, reason: str) -> ConfigError:
     )
 
 
-def _twice(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bool]) -> Traced:
-    """Traced with batches of two sizes, which have to give one graph."""
-    one, other = (trace(model, sample(inputs, num), is_open) for num in _SAMPLES)
-    for (path, mine), (_, its) in zip(one.signature(), other.signature(), strict=False):
+def _twice(
+    model: nn.Module,
+    inputs: Tree,
+    is_open: Callable[[str, nn.Module], bool],
+    blank: Callable[[], Blank | None],
+) -> Traced:
+    """Traced with batches of two sizes, which have to give one graph, or the same layers in one that can be found anew."""
+    one, other = (trace(model, sample(inputs, num), is_open) for num in (2, NUM_SAMPLES))
+    path, reason = "", "what it does depends on the number of samples in a batch"
+    for (at, mine), (_, its) in zip(one.signature(), other.signature(), strict=False):
         if mine != its:
-            raise Untraceable(
-                path, f"what it does depends on the number of samples in a batch ('{mine}' and '{its}')"[:300]
-            )
-    if len(one.graph.nodes) != len(other.graph.nodes):
-        raise Untraceable("", "what it does depends on the number of samples in a batch")
-    return other
+            path, reason = at, f"{reason} ('{mine}' and '{its}')"[:300]
+            break
+    else:
+        if len(one.graph.nodes) == len(other.graph.nodes):
+            return other
+    if [mark[1:] for mark in marks_of(one)] == [mark[1:] for mark in marks_of(other)]:
+        copied = blank()
+        if copied is not None:
+            found = copied.trace(sample(inputs, 2), is_open, training=model.training)
+            if found is not None and found.told() == one.told():
+                return other
+    raise Untraceable(path, reason)
 
 
 def _run(model: nn.Module, inputs: Tree) -> Any:
@@ -268,7 +304,7 @@ def begins_layer(node: fx.Node, free: set[fx.Node]) -> str | None:
     return next((str(given.target) for given in node.all_input_nodes if _is_weight(given)), None)
 
 
-def _marks(traced: Traced) -> list[tuple[int, str, int]]:
+def marks_of(traced: Traced) -> list[tuple[int, str, int]]:
     """Where layers begin: number of the node, name, and the how manieth of that name."""
     free, seen = free_nodes(traced), dict[str, int]()
     marks = []
@@ -282,7 +318,7 @@ def _marks(traced: Traced) -> list[tuple[int, str, int]]:
 
 def _layers(model: nn.Module, train: Traced, evaluation: Traced) -> list[Layer]:
     names = {id(tensor): name for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
-    marks, later = _marks(train), _marks(evaluation)
+    marks, later = marks_of(train), marks_of(evaluation)
     at_later = {(name, nth): number for number, name, nth in later}
     both = {(name, nth) for _, name, nth in marks} & at_later.keys()
     nodes = list(train.graph.nodes)

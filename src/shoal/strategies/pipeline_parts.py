@@ -7,7 +7,7 @@ the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from shoal.strategies import pipeline_wire as wire
 from shoal.strategies.pipeline_flow import free_nodes
-from shoal.strategies.pipeline_trace import Traced, attribute
+from shoal.strategies.pipeline_trace import Traced, attribute, expect
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,18 @@ def parts_of(traced: Traced, begins: Sequence[int], *, training: bool) -> list[P
         for at in range(len(begins))
         for own in [nodes[bounds[at] : bounds[at + 1]]]
     ]
+
+
+def decisions_of(traced: Traced) -> Callable[[Sequence[Any]], None] | None:
+    """Checks all that forward decides by shapes, given its inputs; None where it takes layers to know them."""
+    free = free_nodes(traced)
+    decisions = [node for node in traced.graph.nodes if node.target is expect]
+    if any(given not in free for node in decisions for given in node.all_input_nodes):
+        return None
+    part = _part(list(traced.graph.nodes), free, decisions, (), (), is_last=False, training=False)
+    if part.targets:
+        return None
+    return lambda inputs: part.run(None, *(inputs[number] for number in part.inputs))
 
 
 def _part(
@@ -159,9 +171,17 @@ def _requires_grad(node: fx.Node) -> bool:
 class Holder(nn.Module):
     """Parts of the user's model under their own names: the very modules and tensors, nothing copied."""
 
-    def __init__(self, model: nn.Module, targets: Iterable[str], constants: dict[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, targets: Iterable[str], constants: Mapping[str, Tensor]) -> None:
         super().__init__()
+        self._held: set[str] = set()
+        self.hold(model, targets, constants)
+
+    def hold(self, model: nn.Module, targets: Iterable[str], constants: Mapping[str, Tensor]) -> None:
+        """These too, where they are not here yet."""
         for path in dict.fromkeys(targets):
+            if path in self._held:
+                continue
+            self._held.add(path)
             owner, _, name = path.rpartition(".")
             place: nn.Module = self
             for step in owner.split(".") if owner else ():

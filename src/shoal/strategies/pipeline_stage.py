@@ -28,7 +28,7 @@ from shoal.nn.synced_batchnorm import SyncedBatchNorm
 from shoal.strategies import pipeline_wire as wire
 from shoal.strategies.calling import ModelCall
 from shoal.strategies.compute import autocast, evaluating, seed_all
-from shoal.strategies.pipeline_flow import Flow, sample
+from shoal.strategies.pipeline_flow import NUM_SAMPLES, Flow, sample
 from shoal.strategies.pipeline_parts import Holder, Part, parts_of
 from shoal.strategies.pipeline_plan import Cut
 from shoal.strategies.pipeline_trace import unchanged
@@ -64,6 +64,9 @@ class Step:
     takes: Mapping[tuple[int, int], Any]
     """By stage and number of samples: the description of what comes in."""
 
+    roles: Mapping[tuple[int, int], Role]
+    """By the same: what is done with them."""
+
     outputs: dict[int, Any] = field(default_factory=dict)
     """Of the last stage, by micro-batch."""
 
@@ -75,8 +78,7 @@ class Alone:
     piece: Slice
     values: Sequence[Any]
     seed: int
-    training: bool
-    """Whether the layers do what they do in training."""
+    role: Role
 
 
 class Stage(nn.Module):
@@ -90,26 +92,24 @@ class Stage(nn.Module):
         train: Role,
         evaluation: Role,
         *,
-        takes_grad: Sequence[bool],
         gives_copies: bool,
     ) -> None:
-        """`takes_grad`: of the tensors that come in, which need a gradient."""
         super().__init__()
         targets = [*train.part.targets, *evaluation.part.targets]
         self.held = Holder(flow.model, targets, {**flow.train.constants, **flow.evaluation.constants})
         self._job, self.number, self.train_role, self.evaluation_role = job, number, train, evaluation
-        self.takes_grad, self._gives_copies = takes_grad, gives_copies
-        self.step = Step((), lambda number: 0, {})
+        self._gives_copies = gives_copies
+        self.step = Step((), lambda number: 0, {}, {})
         self._batchnorms = [module for module in self.modules() if isinstance(module, _BatchNorm)]
 
     def forward(self, *tensors: Tensor, piece: Tensor | None = None, alone: Alone | None = None) -> Any:
         """One micro-batch of the step, tensors from the stage before to tensors for the next; or one by itself."""
         if alone is not None:
-            role = self.train_role if alone.training else self.evaluation_role
-            return self._compute(role, alone.piece, alone.values, alone.seed)
+            return self._compute(alone.role, alone.piece, alone.values, alone.seed)
         assert piece is not None
-        number, role, step = int(piece), self.train_role, self.step
+        number, step = int(piece), self.step
         one = step.pieces[number]
+        role = step.roles[self.number, num_held(one)]
         values: Sequence[Any] = ()
         if not role.is_first:
             values = wire.unpack(list(tensors), step.takes[self.number, num_held(one)], self._job.device)
@@ -174,6 +174,11 @@ def roles_of(flow: Flow, cut: Cut, *, training: bool) -> list[Role]:
     else:
         begins = [layer.begin_in_evaluation or 0 for layer in chosen]
         parts = parts_of(flow.evaluation, begins, training=False)
+    return roles_from(parts)
+
+
+def roles_from(parts: Sequence[Part]) -> list[Role]:
+    """What each stage does that has one of these parts."""
     num = len(parts)
     draws = [any(part.draws for part in parts[number:]) for number in range(num)]
     return [
@@ -198,7 +203,6 @@ def stages_of(job: TrainJob, flow: Flow, cut: Cut, *, gives_copies: bool) -> lis
             number,
             train[number],
             evaluation[number],
-            takes_grad=train[number - 1].gives_grad if number else (),
             gives_copies=gives_copies,
         )
         for number in range(cut.num_stages)
@@ -207,7 +211,7 @@ def stages_of(job: TrainJob, flow: Flow, cut: Cut, *, gives_copies: bool) -> lis
 
 def refuse_wrong(flow: Flow, cut: Cut, inputs: Tree) -> None:
     """Run all stages one after the other on a few samples: together they have to give what the model gives."""
-    few = sample(inputs, 3)
+    few = sample(inputs, NUM_SAMPLES)
     given, model = list(leaves(few)), flow.model
     batchnorms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for training in (True, False):
@@ -270,11 +274,13 @@ class UnevenStage(PipelineStage):
         group: dist.ProcessGroup,
         takes: Sequence[tuple[Tensor, ...]],
         gives: Sequence[tuple[Tensor, ...]],
+        *,
+        trains_beside: bool,
     ) -> None:
         """`takes` and `gives`: by micro-batch, tensors on the meta device."""
         # Gradients of weights are found from those of what comes in: where a weight is beside that, all are computed at once.
         # Where weights are sharded too: they are the graph's own only as long as they are gathered.
-        together = stage.train_role.part.trains_beside or isinstance(stage, FSDPModule)
+        together = trains_beside or isinstance(stage, FSDPModule)
         at_once: Any = (lambda: lambda: None) if stage.number and together else None
         super().__init__(
             stage,

@@ -19,9 +19,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.core.pipeline_errors import ShapeDecides
 from shoal.data.tree import Tree, leaves, map_tensors
@@ -60,6 +62,16 @@ class Traced:
         return [
             (str(n.meta.get("at", "")), f"{n.op} {n.target} {n.args} {n.kwargs}") for n in self.graph.nodes
         ]
+
+    def told(self) -> list[str]:
+        """The same without the modules that it happens in."""
+        return [text for _, text in self.signature()]
+
+
+def forget(traced: Traced) -> None:
+    """Let go of what every node gave, and with it of weights: nodes are in circles, which nobody clears at once."""
+    for node in traced.graph.nodes:
+        node.meta.clear()
 
 
 def expect(value: object, seen: object, line: str) -> None:
@@ -181,15 +193,12 @@ class _Tracer(fx.Tracer):
         examples = {given: given.meta["example"] for given in node.all_input_nodes}
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: examples[n])
         versions = {n: [t._version for t in _tensors(held)] for n, held in examples.items()}
-        before = _generators(self.root)
-        if node.op == "call_module":
-            value = self.root.get_submodule(str(node.target))(*args, **kwargs)
-        elif node.op == "call_method":
-            value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            assert callable(node.target)
-            value = node.target(*args, **kwargs)
-        node.meta["draws"] = any(
+        before, asked = _generators(self.root), _Draws()
+        # What has shapes and no data draws nothing: it is asked what it would do.
+        has_data = not any(isinstance(t, FakeTensor) for held in examples.values() for t in _tensors(held))
+        with contextlib.nullcontext() if has_data else asked:
+            value = self._call(node, args, kwargs)
+        node.meta["draws"] = asked.may_draw or any(
             not torch.equal(state, now) for state, now in zip(before, _generators(self.root), strict=True)
         )
         node.meta["changes"] = [
@@ -199,6 +208,15 @@ class _Tracer(fx.Tracer):
             if changed.op == "placeholder":
                 raise Untraceable(self.scope.module_path, "it changes its inputs in place")
         return value
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.op == "call_module":
+            assert isinstance(self.root, nn.Module)
+            return self.root.get_submodule(str(node.target))(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
 
     def settle(self, value: fx.Proxy, use: str) -> Any:
         """The example's value, for Python to go on with; checked again when the graph runs."""
@@ -230,6 +248,18 @@ class _Factories(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._known and not self._tracer.is_concrete:
             return self._tracer.create_proxy("call_function", func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says nothing of its types
+    """Sees operations that may draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # the same
+        self.may_draw = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.may_draw |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
 
