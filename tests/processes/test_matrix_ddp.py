@@ -8,7 +8,7 @@ from pathlib import Path
 import matrix_job
 import pytest
 from launched import Launched
-from matrix_expected import OneProcess, problems
+from matrix_expected import SIZES, WHOLE, OneProcess, problems
 
 from shoal.core.exchange_names import EXCHANGES
 
@@ -26,7 +26,15 @@ LAUNCHES = [
 ]
 
 
-@pytest.mark.parametrize(("exchange", "workers"), LAUNCHES)
+ALL_SIZES = [
+    (exchange, workers)
+    for exchange, _ in LAUNCHES
+    for workers in SIZES
+    if exchange != "hierarchical" or workers % 2 == 0  # two hosts
+]
+
+
+@pytest.mark.parametrize(("exchange", "workers"), ALL_SIZES if WHOLE else LAUNCHES)
 def test_every_model_is_trained_as_in_one_process(
     launch_script: Callable[..., Launched],
     one_process: OneProcess,

@@ -8,7 +8,7 @@ from pathlib import Path
 import matrix_job
 import pytest
 from launched import Launched
-from matrix_expected import OneProcess, problems
+from matrix_expected import SIZES, WHOLE, OneProcess, problems
 from matrix_models import CASES
 
 ALL = tuple(CASES)
@@ -32,7 +32,16 @@ LAUNCHES: list[tuple[str, int, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "workers", "names"), LAUNCHES)
+ALL_SIZES = [
+    *((strategy, workers, ALL) for strategy in ("fsdp", "tp", "pp") for workers in SIZES),
+    *(
+        (strategy, 4, ALL)
+        for strategy in ("dp=2,fsdp=2", "fsdp=2,tp=2", "dp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2")
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "workers", "names"), ALL_SIZES if WHOLE else LAUNCHES)
 def test_every_model_is_trained_as_in_one_process_or_refused(
     launch_script: Callable[..., Launched],
     one_process: OneProcess,
