@@ -2,13 +2,16 @@
 
 A test that leaves a thread or a changed environment behind fails, by name:
 the next test would run in another world than alone.
+
+Here too: what keeps the run of all tests short, whatever they test.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -28,6 +31,30 @@ SET_BY_LIBRARIES = {
     "KMP_DUPLICATE_LIB_OK",  # torch, when it is imported
     "KMP_INIT_AT_FORK",
 }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What comes with the imports stays: the collector walks it neither now nor in every test that calls it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Test processes side by side share the cores: with a thread of torch's for each core, all wait for each other.
+
+    Jobs that tests launch are not meant: they have the threads that they have for users.
+    """
+    num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if num_processes > 1 and session.items:
+        import torch
+
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
 
 
 @pytest.fixture(autouse=True)

@@ -91,6 +91,16 @@ def test_results_come_in_the_order_of_the_tasks(start: Start, num_processes: int
         assert values(pool.run(iter(range(40)))) == SQUARES
 
 
+@pytest.fixture
+def _many_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    torch.rand(200_000).sum()  # it has them when it first needs them
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_many_threads")
 def test_the_work_is_done_by_the_processes_with_one_thread_each_under_names_of_their_own(
     start: Start,
 ) -> None:
