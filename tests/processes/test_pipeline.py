@@ -29,14 +29,14 @@ class Net(nn.Module):
     # Tied weights, a parameter of its own, a mask that every block needs, random numbers, outputs in a dict.
     def __init__(self):
         super().__init__()
-        self.table, self.places = nn.Embedding(13, 8), nn.Parameter(torch.randn(5, 8) / 3)
+        self.table, self.places = nn.Embedding(13, 8), nn.Parameter(torch.randn(6, 8) / 3)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(8, 13, bias=False)
         self.head.weight = self.table.weight
 
     def forward(self, ids, known):
         num, length = ids.shape
-        assert length <= 5
+        assert length <= 6
         mask = (known > 0).to(self.places.dtype)[:, :, None]
         x = self.table(ids) + self.places[:length]
         for block in self.blocks:
@@ -50,16 +50,16 @@ def loss(output, target):
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.second, self.last = nn.Linear(5, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False), nn.Linear(8, 13)
+        self.first, self.norm, self.second, self.last = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False), nn.Linear(8, 13)
         self.other = nn.BatchNorm1d(8)
 
     def forward(self, ids, known):
         x = self.norm(self.first(ids.to(self.first.weight.dtype) / 13))
-        return {"scores": self.last(self.other(self.second(x)).relu() + x).repeat(1, 5), "norm": known.sum(1, keepdim=True)}
+        return {"scores": self.last(self.other(self.second(x)).relu() + x).repeat(1, 6), "norm": known.sum(1, keepdim=True)}
 
 generator = torch.Generator().manual_seed(0)
-ids = torch.randint(0, 13, (45, 5), generator=generator)
-known = torch.rand(45, 5, generator=generator, dtype=torch.float64) - 0.2
+ids = torch.randint(0, 13, (45, 6), generator=generator)
+known = torch.rand(45, 6, generator=generator, dtype=torch.float64) - 0.2
 torch.manual_seed(0)
 model = MODEL().double()
 trainer = shoal.Trainer(
@@ -80,6 +80,9 @@ if shoal.rank() == 0:
 """
 
 Launch = Callable[..., Any]
+
+SEQUENCES = "dp=2,tp=2,pp=2"
+"""Run with parts of sequences between layers, and between stages."""
 
 
 def script(
@@ -116,7 +119,12 @@ def staged(launch_script: Launch, tmp_path: Path, strategy: str, workers: int, s
     key = (strategy, workers, schedule)
     if key not in _staged:
         done = launch_script(
-            script(tmp_path), workers=workers, strategy=strategy, schedule=schedule, name="staged"
+            script(tmp_path),
+            workers=workers,
+            strategy=strategy,
+            schedule=schedule,
+            sequence_parallel=strategy == SEQUENCES,
+            name="staged",
         )
         _staged[key] = result(done)[:-1]
     return _staged[key]
@@ -131,7 +139,7 @@ def staged(launch_script: Launch, tmp_path: Path, strategy: str, workers: int, s
         ("pp", 2, "zero-bubble"),
         ("pp=2,fsdp=2", 4, "1f1b"),
         ("pp=2,tp=2", 4, "1f1b"),
-        ("dp=2,tp=2,pp=2", 8, "1f1b"),
+        (SEQUENCES, 8, "1f1b"),
     ],
 )
 def test_stages_train_as_one_process(

@@ -100,11 +100,6 @@ def _check_cuts(spread: Spread, strategy: str) -> None:
             f"--sequence-parallel cuts what lies between the layers that tp cuts, and '{strategy}' has no tp. Nothing was started; "
             "use --strategy tp, or leave it out."
         )
-    if spread.sequence_parallel and axes.pp != 1:
-        raise ConfigError(
-            f"--sequence-parallel cuts what passes between layers, and the stages of '{strategy}' send it whole. Nothing was "
-            "started; use tp with dp and fsdp, or leave it out."
-        )
     if spread.offload and axes.fsdp == 1:
         raise ConfigError(
             f"--offload keeps the shards of fsdp in the host's memory, and '{strategy}' has no fsdp. Nothing was started; use "

@@ -222,7 +222,8 @@ class ModelParallel(Ddp):
                 "Nothing was trained; call fit, evaluate or predict before anything else."
             )
         inputs = place(job.first_inputs(), job.device, job.cast_inputs)
-        flow = find_flow(model, inputs, num_stages, job.pipeline_cut or ())
+        whole = pipeline_plan.whole_under_tp(model, plan) if plan is not None else {}
+        flow = find_flow(model, inputs, num_stages, job.pipeline_cut or (), whole)
         styles = {row.layer: row.style for row in plan.rows.values()} if plan is not None else {}
         by_size = pipeline_plan.costs_by_size(flow)
         # Refuses before anybody measures.
@@ -248,7 +249,11 @@ class ModelParallel(Ddp):
         """This rank's stages, and nothing kept of the others but names."""
         axes, at = self._axes, self._axes.coordinates(self._rank).pp
         everybodys = pipeline_stage.stages_of(
-            self._job, flow, cut, gives_copies=self._schedule == "zero-bubble"
+            self._job,
+            flow,
+            cut,
+            gives_copies=self._schedule == "zero-bubble",
+            mesh=mesh["tp"] if axes.tp > 1 else None,
         )
         stages = {number: stage for number, stage in enumerate(everybodys) if number % axes.pp == at}
         holding = pipeline_state.holding_of(flow.model, everybodys, axes.pp, at)

@@ -131,7 +131,7 @@ class PipelineRunner:
                 for number, stage in sorted(self._stages.items()):
                     values: Any = ()
                     if number > 0:
-                        values = wire.receive(self._rank_of(number - 1), self._group, device)
+                        values = wire.receive(self._rank_of(number - 1), self._group, device, stage.mesh)
                     result = stage(alone=Alone(piece, values, seed, roles[number]))
                     if keep is not None:
                         keep(stage, piece, values, result)

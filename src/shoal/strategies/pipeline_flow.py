@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,15 +106,24 @@ def refuse_inputs(inputs: Tree) -> None:
             )
 
 
-def find_flow(model: nn.Module, inputs: Tree, num_stages: int, user_cut: Sequence[str] = ()) -> Flow:
-    """The model's layers, as many as so many stages need; refuses a forward that is no graph."""
+def find_flow(
+    model: nn.Module,
+    inputs: Tree,
+    num_stages: int,
+    user_cut: Sequence[str] = (),
+    whole: Mapping[str, str] | None = None,
+) -> Flow:
+    """The model's layers, as many as so many stages need; refuses a forward that is no graph.
+
+    `whole`: modules that are not to be opened, and why.
+    """
     refuse_inputs(inputs)
     if not model.training:
         model.train()
-    closed: dict[str, str] = {}
+    closed = dict(whole or {})
     hooked = any(map(_has_hooks, model.modules()))  # who knows what they do, or keep
     blank = functools.cache(lambda: None if hooked else blank_of(model))
-    whole = max(sum(p.numel() for p in model.parameters()), 1)
+    size = max(sum(p.numel() for p in model.parameters()), 1)
     flow: Flow | None = None
     for share in (0.5 / num_stages, 0.0):  # the large ones; all of them
         opened: set[str] = set()
@@ -122,7 +131,7 @@ def find_flow(model: nn.Module, inputs: Tree, num_stages: int, user_cut: Sequenc
         def is_open(path: str, module: nn.Module, share: float = share, opened: set[str] = opened) -> bool:
             if path in closed or not _can_open(module):
                 return False
-            large = sum(p.numel() for p in module.parameters()) > share * whole
+            large = sum(p.numel() for p in module.parameters()) > share * size
             asked = any(name.startswith(f"{path}.") for name in user_cut)
             if large or asked or type(module).forward is nn.Sequential.forward:
                 opened.add(path)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from shoal.core import scratch
@@ -25,6 +25,7 @@ from shoal.strategies import pipeline_wire as wire
 from shoal.strategies.pipeline_flow import NUM_SAMPLES, Flow, Layer, sample
 from shoal.strategies.pipeline_parts import Holder, live_at, parts_of
 from shoal.strategies.pipeline_trace import is_of_data, unchanged
+from shoal.strategies.tensor_rows import Plan
 
 _REPEATS = 3
 _PER_LAYER = 1.0  # cost of a layer without parameters, in elements: it is not free
@@ -61,6 +62,16 @@ class Cut:
             cost = sum(self.costs[begin:end]) / whole
             lines.append(f"{number:5d}  {names:30s}  {sum(self.sizes[begin:end]):10,d}  {cost:4.0%}")
         return "\n".join(lines)
+
+
+def whole_under_tp(model: nn.Module, plan: Plan) -> dict[str, str]:
+    """Modules whose call is where tp does something, so that they are called as they are; and why."""
+    found = dict.fromkeys(plan.taken_apart, "tp has each rank take its part out of what it computes in one")
+    for name, module in model.named_modules():
+        has_state = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+        if plan.is_sequence and has_state and not list(module.children()):
+            found[name] = "--sequence-parallel gives it whole sequences"
+    return {name: why for name, why in found.items() if name}
 
 
 def find_cut(

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tensor_metas
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
@@ -93,12 +95,14 @@ class Stage(nn.Module):
         evaluation: Role,
         *,
         gives_copies: bool,
+        mesh: DeviceMesh | None = None,
     ) -> None:
+        """`mesh`: ranks that have parts of what this one has parts of."""
         super().__init__()
         targets = [*train.part.targets, *evaluation.part.targets]
         self.held = Holder(flow.model, targets, {**flow.train.constants, **flow.evaluation.constants})
         self._job, self.number, self.train_role, self.evaluation_role = job, number, train, evaluation
-        self._gives_copies = gives_copies
+        self._gives_copies, self.mesh = gives_copies, mesh
         self.step = Step((), lambda number: 0, {}, {})
         self._batchnorms = [module for module in self.modules() if isinstance(module, _BatchNorm)]
 
@@ -112,7 +116,9 @@ class Stage(nn.Module):
         role = step.roles[self.number, num_held(one)]
         values: Sequence[Any] = ()
         if not role.is_first:
-            values = wire.unpack(list(tensors), step.takes[self.number, num_held(one)], self._job.device)
+            values = wire.unpack(
+                list(tensors), step.takes[self.number, num_held(one)], self._job.device, self.mesh
+            )
         with self._batchnorm_told(one.borrowed):
             result = self._compute(role, one, values, step.seed_of(number))
         if role.is_last:
@@ -143,6 +149,8 @@ class Stage(nn.Module):
                     "out that is not full with batch(..., drop_last=True), or use larger batches or less accumulation."
                 )
             raise
+        if role.is_last:
+            return pytree.tree_map_only(DTensor, wire.whole, result)
         return (*result, random_state(device)) if role.gives_state else result
 
     @contextlib.contextmanager
@@ -193,7 +201,9 @@ def roles_from(parts: Sequence[Part]) -> list[Role]:
     ]
 
 
-def stages_of(job: TrainJob, flow: Flow, cut: Cut, *, gives_copies: bool) -> list[Stage]:
+def stages_of(
+    job: TrainJob, flow: Flow, cut: Cut, *, gives_copies: bool, mesh: DeviceMesh | None = None
+) -> list[Stage]:
     """All stages of a model, as long as one rank has all of it."""
     train, evaluation = roles_of(flow, cut, training=True), roles_of(flow, cut, training=False)
     return [
@@ -204,6 +214,7 @@ def stages_of(job: TrainJob, flow: Flow, cut: Cut, *, gives_copies: bool) -> lis
             train[number],
             evaluation[number],
             gives_copies=gives_copies,
+            mesh=mesh,
         )
         for number in range(cut.num_stages)
     ]
@@ -314,11 +325,14 @@ class UnevenStage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Gradients of what one micro-batch was given, zeros where there is none."""
         self._stage_meta.input_grads = _derive_grad_metas(self._takes[bwd_chunk_id] or ())
-        if (
-            bwd_chunk_id in self.bwd_cache
-        ):  # only what lies in one piece is sent, and the gradient of a mean does not
-            grads = self.bwd_cache[bwd_chunk_id]
-            self.bwd_cache[bwd_chunk_id] = tuple(
-                grad.contiguous() if isinstance(grad, Tensor) else grad for grad in grads
-            )
+        if bwd_chunk_id in self.bwd_cache:
+            self.bwd_cache[bwd_chunk_id] = tuple(map(_sendable, self.bwd_cache[bwd_chunk_id]))
         return super().get_bwd_send_ops(bwd_chunk_id)
+
+
+def _sendable(gradient: Tensor | None) -> Tensor | None:
+    """Only what lies in one piece is sent, and the gradient of a mean does not."""
+    if isinstance(gradient, DTensor):
+        # Of what came as a plain tensor, and was used where each rank of tp has a part of the gradient.
+        gradient = gradient.full_tensor()
+    return None if gradient is None else gradient.contiguous()

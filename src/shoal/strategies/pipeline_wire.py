@@ -1,6 +1,8 @@
 """Values between the stages of a pipeline: tensors behind a description of them in JSON, never pickles.
 
-What is no tensor (a size, a flag) is in the description itself.
+What is no tensor (a size, a flag) is in the description itself. Of a tensor
+of which each rank of tp has a part, each sends its own, to the rank of the
+next stage that has the same place.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoal.core.pipeline_errors import StageCannotRun
 
@@ -54,6 +58,9 @@ def _pack(value: Any) -> tuple[list[Tensor], Any]:
     found: list[Tensor] = []
 
     def describe(each: Any) -> Any:
+        if isinstance(each, DTensor):
+            dim, own = _part(each)
+            return ["part", *describe(own)[1:], dim, list(each.shape)]
         if isinstance(each, Tensor):
             name = str(each.dtype).removeprefix("torch.")
             if name not in _DTYPES or each.layout is not torch.strided:
@@ -77,14 +84,36 @@ def _pack(value: Any) -> tuple[list[Tensor], Any]:
     return found, describe(value)
 
 
-def unpack(tensors: list[Tensor], description: Any, device: torch.device) -> Any:
-    """The value that was packed; places are this rank's own."""
+def _part(tensor: DTensor) -> tuple[int | None, Tensor]:
+    """This rank's part and the dimension along which it is one; None and all of it where not all have equal parts."""
+    [placement] = tensor.placements
+    if type(placement) is Shard and tensor.shape[placement.dim] % tensor.device_mesh.size() == 0:
+        return placement.dim, tensor.to_local()
+    return None, whole(tensor)
+
+
+def whole(tensor: DTensor) -> Tensor:
+    """All of it, as a plain tensor; gradients go back the same way."""
+    return tensor.redistribute(placements=[Replicate()]).to_local()
+
+
+def unpack(
+    tensors: list[Tensor], description: Any, device: torch.device, mesh: DeviceMesh | None = None
+) -> Any:
+    """The value that was packed; places are this rank's own. `mesh`: the ranks that have the other parts."""
     rest = iter(tensors)
 
     def build(told: Any) -> Any:
         match told:
             case ["tensor", _, _]:
                 return next(rest)
+            case ["part", _, _, dim, shape]:
+                assert mesh is not None, "nothing is in parts without tp"
+                stride = torch.empty(shape, device="meta").stride()
+                placement = Replicate() if dim is None else Shard(dim)
+                return DTensor.from_local(
+                    next(rest), mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
+                )
             case ["plain", value]:
                 return value
             case ["dict", items]:
@@ -104,7 +133,7 @@ def unpack(tensors: list[Tensor], description: Any, device: torch.device) -> Any
 def metas(description: Any) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """dtype and shape of the tensors that a description tells of, in their order."""
     match description:
-        case ["tensor", name, shape]:
+        case ["tensor", name, shape] | ["part", name, shape, _, _]:
             return [(_DTYPES[name], tuple(shape))]
         case ["dict", items]:
             return [meta for _, inner in items for meta in metas(inner)]
@@ -130,7 +159,9 @@ def send(value: Any, to: int, group: dist.ProcessGroup, device: torch.device) ->
     return under_way
 
 
-def receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+def receive(
+    source: int, group: dist.ProcessGroup, device: torch.device, mesh: DeviceMesh | None = None
+) -> Any:
     """The next value from a stage."""
     length = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(length, source, group=group)
@@ -139,7 +170,7 @@ def receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     description, tensors = _blank(told, device)
     for tensor in tensors:
         dist.recv(tensor, source, group=group)
-    return unpack(tensors, description, device)
+    return unpack(tensors, description, device, mesh)
 
 
 def share(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
