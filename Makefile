@@ -5,7 +5,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test check lint types policies format bench bench-peers simulate clean
+# Tests start hundreds of interpreters. Where Python is told to keep no bytecode, each of them compiles torch again: seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: setup demo test matrix check lint types policies format bench bench-peers simulate clean
 
 setup: $(READY)
 
@@ -19,11 +22,16 @@ demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
 
 # Real processes on a shared machine: what failed runs once more, alone, and both reports stand. A test that needs that is a bug
-# to be found, in the test or in shoal; what fails twice fails.
+# to be found, in the test or in shoal; what fails twice fails. Files in their own order, not those with few tests last: among
+# these are the slow ones, and the last of them would have a core to itself while the others idle.
 test: $(READY)
-	$(BIN)/python -m pytest -n logical --dist loadfile || { \
+	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder || { \
 		echo; echo "What failed above, once more and alone:"; \
 		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
+
+# Every model under every strategy at 2, 3 and 4 workers; `make test` has each model meet each strategy once.
+matrix: $(READY)
+	SHOAL_WHOLE_MATRIX=1 $(BIN)/python -m pytest tests/processes/test_matrix_ddp.py tests/processes/test_matrix_meshes.py
 
 check: lint types policies
 
