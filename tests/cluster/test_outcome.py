@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import signal
 
+from shoal.cluster.failure import last_words
 from shoal.cluster.fate import Fate, Patience
 from shoal.cluster.fate_events import Asked, CoordinatorExited, Exited, Started, StateLost, Tick
 from shoal.cluster.outcome import Outcome, error_of, summary_of
@@ -37,6 +38,28 @@ def test_a_death_is_told_with_what_is_known_of_the_worker() -> None:
         ["out of memory"],
     )
     assert "go on with `shoal resume runs/x`" in str(error)
+
+
+def test_an_abort_of_gloos_is_told_with_what_is_likely_behind_it() -> None:
+    said = [
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+        "  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 1048 vs 904. Received data size "
+        "doesn't match expected size. Is there a distributed collective mismatch in your code?",
+    ]
+    stack = [
+        "Fatal Python error: Aborted",
+        *['  File "x.py", line 1 in f'] * 9,
+        '  File "<frozen runpy>", line 88 in _run_code',
+    ]
+    seen = outcome(Exited(1, -signal.SIGABRT))
+    seen.last_lines = {1: last_words(["fit", *said, *stack], 8)}
+    error = str(error_of(seen, num_workers=2, run="x"))
+    assert (
+        "SIGABRT (it was sent 1048 bytes within the model where it waited for 904: most likely a layer"
+        in error
+    )
+    assert "collective mismatch in your code?" in error
+    assert "x.py" not in error
 
 
 def test_an_interruption_is_told_with_the_step_and_checkpoint_of_rank_0() -> None:

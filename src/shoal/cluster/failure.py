@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import signal
 import traceback
 
@@ -24,6 +25,7 @@ from shoal.wire.messages import Failed
 MAX_TEXT_CHARS = 12_000
 """Of each text of a Failed, which must fit a packet. The middle is left out: that of a recursion says nothing new."""
 
+_SIZES = re.compile(r"gloo.* (\d+) vs (\d+)\. Received data size doesn't match")
 _SHOAL = os.path.dirname(os.path.abspath(shoal.__file__)) + os.sep
 
 
@@ -92,6 +94,28 @@ def without_launcher(lines: list[str]) -> list[str]:
     """What a crashed interpreter wrote of its stack, without our part of it and the list of all that was loaded."""
     launcher = ('  File "<frozen runpy>"', f'  File "{_SHOAL}cluster{os.sep}', "Extension modules:")
     return [line for line in lines if not line.startswith(launcher)]
+
+
+def last_words(lines: list[str], num_lines: int) -> list[str]:
+    """The newest lines of a log; where gloo ended the process, what it said, and not the stack behind that."""
+    kept = without_launcher(lines)
+    for at, line in enumerate(kept):
+        if "gloo::EnforceNotMet" in line:
+            kept = kept[: at + 2]
+            break
+    return kept[-num_lines:]
+
+
+def why_gloo_ended_it(lines: list[str]) -> str:
+    """What is behind an abort of gloo's for data of another size than it waits for; empty where it said no such thing."""
+    found = next((sizes for line in lines if (sizes := _SIZES.search(line))), None)
+    if found is None:
+        return ""
+    return (
+        f" (it was sent {found[1]} bytes within the model where it waited for {found[2]}: most likely a layer was used for one "
+        "rank's part of a batch and not for another's, by a forward that decides by the length or the values of its part; "
+        "have every rank run the same layers for every batch, or use --strategy ddp, which allows for that)"
+    )
 
 
 def _came_from_a_peer(error: BaseException) -> bool:

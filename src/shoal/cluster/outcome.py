@@ -84,7 +84,8 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
                     f" ({why}; if it is only slow, raise --step-timeout, or join_timeout_s of shoal.run)"
                     if why
                     else ""
-                ),
+                )
+                + failure.why_gloo_ended_it(outcome.last_lines.get(rank, [])),
                 step=outcome.progress[rank].step if rank in outcome.progress else None,
                 checkpoint=checkpoint,
                 log=outcome.last_lines.get(rank, []),

@@ -22,8 +22,8 @@ READ_BYTES = 64 * 1024
 MAX_LAST_READS = 16
 """More than a pipe can hold: what comes after that was written by somebody else."""
 
-TAIL_BYTES = 8 * 1024
-"""Of a log, kept at hand for `last_lines`."""
+TAIL_BYTES = 16 * 1024
+"""Of a log, kept at hand for `last_lines`: a crashed interpreter's stack, and what was said before it."""
 
 
 class Screen(Protocol):

@@ -329,8 +329,7 @@ class Supervisor:
                 pass
             worker.unregister(self._selector)
             worker.close()
-            last_lines = failure.without_launcher(worker.log.last_lines())
-            self.outcome.last_lines[worker.rank] = last_lines[-NUM_LAST_LINES:]
+            self.outcome.last_lines[worker.rank] = failure.last_words(worker.log.last_lines(), NUM_LAST_LINES)
             self._run.event("worker-exited", rank=worker.rank, incarnation=worker.incarnation, code=code)
             self._coordinator.tell(Reaped(worker.rank, worker.incarnation, code))
             self._feed(fate_events.Exited(worker.rank, code))
