@@ -110,6 +110,69 @@ def test_what_is_not_by_heads_stays_whole(
     assert reason in find_plan(nn.ModuleList([other, Masked(project)]), degree).rows["1.qkv"].reason
 
 
+HEAD = 4
+Views = Callable[[Tensor, Tensor], Tensor]
+"""Of what a module is given and a projection of it."""
+
+VIEWS: dict[str, Views] = {
+    "heads, rest": lambda x, q: q.view(x.shape[0], x.shape[1], q.shape[-1] // HEAD, -1),
+    "rest, head": lambda x, q: q.view(x.shape[0], x.shape[1], -1, HEAD),
+    "a list": lambda x, q: torch.reshape(q, [x.size(0), x.size(1), -1, HEAD]),
+    "a size of the input": lambda x, q: q.view(x.size(0), x.size(1), -1, x.size(2) // (x.size(2) // HEAD)),
+    "batch, rest": lambda x, q: q.view(x.shape[0], -1, q.size(-1) // HEAD, HEAD),
+    "unflatten": lambda x, q: q.unflatten(-1, (-1, HEAD)),
+    "unflatten by name": lambda x, q: torch.unflatten(q, dim=-1, sizes=(-1, HEAD)),
+    "a shape and more": lambda x, q: q.view(x.size()[:-1] + (-1, HEAD)),  # noqa: RUF005  # as people write it
+    "a starred shape": lambda x, q: q.view(*x.shape[:-1], -1, HEAD),
+    "a tuple with a shape": lambda x, q: q.reshape((*q.shape[:-1], -1, HEAD)),
+}
+
+
+class Viewed(nn.Module):
+    def __init__(self, view: Views, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.view, self.group, width = view, heads // kv_heads, heads * HEAD
+        self.q, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.k, self.v = nn.Linear(width, kv_heads * HEAD), nn.Linear(width, kv_heads * HEAD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.view(x, layer(x)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        k, v = k.repeat_interleave(self.group, 1), v.repeat_interleave(self.group, 1)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+def test_heads_are_counted_however_a_view_is_written(view: Views) -> None:
+    mlp = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
+    for heads, kv_heads, degree in ((6, 6, 3), (6, 2, 2)):
+        rows = find_plan(Viewed(view, heads, kv_heads), degree).rows
+        assert [rows[name].style for name in "qkv"] == ["colwise"] * 3, rows["q"]
+    for heads, kv_heads, degree in ((3, 3, 2), (6, 6, 4), (6, 3, 2)):
+        row = find_plan(nn.ModuleList([mlp, Viewed(view, heads, kv_heads)]), degree).rows["1.q"]
+        says = f"viewed in {kv_heads} parts or heads, which cannot be divided by {degree}"
+        assert (row.style, says in row.reason) == ("replicated", True), row
+
+
+def rest_first(qkv: Tensor) -> Projected:
+    q, k, v = qkv.view(*qkv.shape[:-1], -1, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
+
+
+def rest_second(qkv: Tensor) -> Projected:
+    q, k, v = qkv.unflatten(-1, (3, -1, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
+    return q, k, v
+
+
+def unbound(qkv: Tensor) -> Projected:
+    q, k, v = qkv.unflatten(-1, (3, -1)).unbind(2)
+    return _heads(q), _heads(k), _heads(v)
+
+
+@pytest.mark.parametrize("project", [rest_first, rest_second, unbound])
+def test_blocks_are_counted_however_a_view_is_written(project: Callable[[Tensor], Projected]) -> None:
+    assert find_plan(Masked(project), 3).packed["qkv.weight"] == 3
+
+
 class Own(nn.MultiheadAttention):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x, x, x)[0]

@@ -18,7 +18,7 @@ from shoal.strategies.tensor_views import (
     is_split,
     is_view,
     name_of,
-    numbers,
+    view_sizes,
 )
 
 _CUMULATIVE = {"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
@@ -102,12 +102,13 @@ class Pairing:
         num_blocks = blocks.get(source, 1)
         if is_view(node):
             outputs = {each: _linear(self._linears[each]).out_features for each in blocks}
-            widths = [outputs[source]] if source in blocks else []
-            widths += [self._width, *(num // blocks[each] for each, num in outputs.items())]
-            dims = feature_dims(node, widths)
-            in_blocks = dims is not None and len(dims) == 3 and num_blocks == dims[0] > 1
-            sizes = numbers(node.args[1:]) if dims is None else dims[1:2] if in_blocks else dims[:1]
-            odd = [size for size in sizes if size > 1 and size % self._degree]
+            widths = [self._width, *(num // blocks[each] for each, num in outputs.items())]
+            dims = feature_dims(node, [outputs[source]] if source in blocks else widths)
+            in_blocks = dims is not None and len(dims) in (2, 3) and num_blocks == dims[0] > 1
+            sizes = view_sizes(node) if dims is None else dims[1:] if in_blocks else dims
+            several = [size for size in sizes if size is not None and size > 1]
+            # What is cut is the first dim of the features that has more than one: their heads, most often.
+            odd = [size for size in (several if dims is None else several[:1]) if size % self._degree]
             if odd:
                 return f"its output is viewed in {odd[0]} parts or heads, which cannot be divided by {self._degree}"
         if is_split(node) and num_blocks == 1 and not self._is_within_heads(node):

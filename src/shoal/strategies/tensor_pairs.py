@@ -14,18 +14,32 @@ from torch import fx, nn
 
 from shoal.strategies.tensor_pairing import Between, Pairing
 from shoal.strategies.tensor_rows import Plan, Row
-from shoal.strategies.tensor_views import is_shape, mark_shapes, num_parts
+from shoal.strategies.tensor_views import is_part_of_shape, is_shape, mark_shapes, num_parts
+
+
+class _Traced(fx.Proxy):
+    """Stands for a tensor, or a shape, while a forward is traced."""
+
+    def __len__(self) -> int:
+        """Of a shape without its last sizes, as in `view(*x.shape[:-1], -1, 64)`: batch and sequence.
+
+        Which is a guess that does not matter: what becomes of features is read from the end.
+        """
+        return 2 if is_part_of_shape(self.node) else super().__len__()
 
 
 class _OneLevel(fx.Tracer):
     """Sees a module's own forward: its children are leaves, but for sequences, which are part of it."""
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Traced(node, self)
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return not isinstance(module, nn.Sequential)
 
     def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
         """One by one, where it is known how many there are: `for each in self.qkv(x).chunk(3, -1)`."""
-        num = num_parts(obj.node)
+        num = len(obj) if is_part_of_shape(obj.node) else num_parts(obj.node)
         return (
             super().iter(obj)
             if num is None
@@ -53,6 +67,9 @@ def pair(plan: Plan, name: str, module: nn.Module, tied: set[int]) -> None:
         for node in graph.nodes
         if node.op == "call_module" and isinstance(children[str(node.target)], nn.Linear)
     }
+    widths = {node: layer.out_features for node, layer in linears.items()}
+    widths |= {node.all_input_nodes[0]: layer.in_features for node, layer in linears.items()}
+    mark_shapes(graph, widths)
     called = [str(node.target) for node in linears]
     for closing in linears:
         between = _between(closing, linears, children)
@@ -109,7 +126,6 @@ def _traced(module: nn.Module) -> fx.Graph:
         if switches == defaults:
             raise
         graph = _OneLevel().trace(module, defaults)
-    mark_shapes(graph)
     return graph
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx, nn
 
 _SHAPE = "shoal: is a shape"
+_SIZE = "shoal: is so much"
+_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv)
 _VIEWS = ("view", "reshape", "unflatten")
+_VIEW_FUNCTIONS = (torch.reshape, torch.unflatten)
 _SPLITS = ("chunk", "split")
 _SPLIT_FUNCTIONS = (torch.chunk, torch.split)
 _SOFTMAX = (torch.softmax, nn.functional.softmax)
 _DROPOUT = (torch.dropout, nn.functional.dropout)
 
 
-def mark_shapes(graph: fx.Graph) -> None:
-    """Note of every node whether it is a size, or arithmetic with sizes: those carry no features."""
+def mark_shapes(graph: fx.Graph, widths: Mapping[fx.Node, int]) -> None:
+    """Note of every node whether it is a size, or arithmetic with sizes: those carry no features.
+
+    And how much it is, where that follows from `widths`, the number of features that some have.
+    """
     for (
         node
     ) in graph.nodes:  # what a node is computed from comes before it: one pass, however many ways lead back
@@ -27,6 +34,33 @@ def mark_shapes(graph: fx.Graph) -> None:
             or (node.target is getattr and node.args[1] in ("shape", "device", "dtype"))
             or (node.op == "call_function" and bool(inputs) and all(each.meta[_SHAPE] for each in inputs))
         )
+        node.meta[_SIZE] = _size(node, widths)
+
+
+def _size(node: fx.Node, widths: Mapping[fx.Node, int]) -> int | None:
+    for operation in _ARITHMETIC:
+        if node.target is operation and len(node.args) == 2:
+            first, second = (_known(each) for each in node.args)
+            if first is None or second is None or (operation is operator.floordiv and second == 0):
+                return None
+            return int(operation(first, second))
+    of: object = None
+    dim: object = None
+    if node.op == "call_method" and node.target == "size":
+        of, dim = node.args[0], node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    elif node.target is operator.getitem and _is_whole_shape(node.args[0]):
+        shape = node.args[0]
+        of, dim = shape.args[0] if isinstance(shape, fx.Node) else None, node.args[1]
+    if isinstance(of, fx.Node) and dim in (-1, 2):  # of (batch, sequence, features)
+        return widths.get(of)
+    return None
+
+
+def _known(what: object) -> int | None:
+    if isinstance(what, fx.Node):
+        size: int | None = what.meta.get(_SIZE)
+        return size
+    return what if isinstance(what, int) else None
 
 
 def is_shape(node: fx.Node) -> bool:
@@ -36,7 +70,9 @@ def is_shape(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Whether it gives a tensor another shape."""
-    return node.op == "call_method" and node.target in _VIEWS
+    return (node.op == "call_method" and node.target in _VIEWS) or (
+        node.op == "call_function" and node.target in _VIEW_FUNCTIONS
+    )
 
 
 def is_split(node: fx.Node) -> bool:
@@ -86,7 +122,9 @@ def blocks_of(node: fx.Node, num_features: int, width: int) -> int | None:
 def _blocks_viewed(view: fx.Node, num_features: int, likely: int) -> int:
     """(3, heads, features of a head) are three; (heads, features) and (heads, 3, features) are by heads already."""
     dims = feature_dims(view, (num_features,))
-    if dims is None or len(dims) != 3 or likely == 1 or dims[1] == likely != dims[0]:
+    if dims is not None and len(dims) == 2 and dims[0] == likely:
+        return likely if any(name_of(user) == "unbind" for user in view.users) else 1
+    if dims is None or len(dims) != 3 or likely == 1 or (likely in dims[1:] and dims[0] != likely):
         return 1
     return dims[0] if dims[0] in (likely, 2, 3) else 1
 
@@ -125,29 +163,64 @@ def feature_dims(node: fx.Node, widths: Iterable[int]) -> list[int] | None:
 
     The last ones, whose product is the width. A size that is not known (-1, or worked out from a shape) may be one of them.
     """
-    args = node.args[2:] if node.target == "unflatten" else node.args[1:]
-    if len(args) == 1 and isinstance(args[0], (tuple, list)):
-        args = tuple(args[0])
-    sizes = [each if isinstance(each, int) and each >= 0 else None for each in args]
+    sizes = view_sizes(node)
     for width in widths:
         for begin in range(len(sizes)):
             dims = sizes[begin:]
             if None not in dims and math.prod(dims) == width:  # type: ignore[arg-type]
                 return [each for each in dims if each is not None]
-        # Sizes, then what is left for the features of a head: after the sizes of batch and sequence, which are not known.
-        known = [each for each in sizes[_after_unknown(sizes[:-1]) : -1] if each is not None]
-        if sizes and sizes[-1] is None and known and width % math.prod(known) == 0:
-            return [*known, width // math.prod(known)]
+        if None not in sizes:
+            continue
+        # The last that is not known is what the sizes around it leave: those of batch and sequence, not known either, lie before.
+        open_dim = len(sizes) - 1 - sizes[::-1].index(None)
+        begin = _after_unknown(sizes[:open_dim])
+        before = [each for each in sizes[begin:open_dim] if each is not None]
+        after = [each for each in sizes[open_dim + 1 :] if each is not None]
+        known = math.prod((*before, *after))
+        if (before or after) and known and width % known == 0:
+            return [*before, width // known, *after]
     return None
+
+
+def view_sizes(node: fx.Node) -> list[int | None]:
+    """The sizes that a view names; None for one that is not known, and for a run of them that is part of a shape."""
+    named = next((node.kwargs[key] for key in ("shape", "size", "sizes") if key in node.kwargs), None)
+    args = node.args[2:] if name_of(node) == "unflatten" else node.args[1:]
+    return _sizes(args if named is None else named)
+
+
+def _sizes(what: object) -> list[int | None]:
+    if isinstance(what, (tuple, list)):
+        return [size for each in what for size in _sizes(each)]
+    if isinstance(what, fx.Node) and what.target is operator.add and _is_run(what):
+        return _sizes(what.args[0]) + _sizes(what.args[1])
+    size = _known(what)
+    return [None if size is None or size < 0 else size]
+
+
+def _is_run(node: object) -> bool:
+    """Whether it is several sizes: `x.shape[:-1]`, or that and more."""
+    if not isinstance(node, fx.Node):
+        return isinstance(node, (tuple, list))
+    if node.target is operator.add:
+        return any(_is_run(each) for each in node.args)
+    return is_part_of_shape(node)
+
+
+def is_part_of_shape(node: fx.Node) -> bool:
+    """Whether it is a slice of a shape, such as all sizes but that of the features."""
+    return (
+        node.target is operator.getitem and isinstance(node.args[1], slice) and _is_whole_shape(node.args[0])
+    )
+
+
+def _is_whole_shape(node: object) -> bool:
+    if not isinstance(node, fx.Node):
+        return False
+    is_size = node.op == "call_method" and node.target == "size" and len(node.args) == 1 and not node.kwargs
+    return is_size or (node.target is getattr and node.args[1] == "shape")
 
 
 def _after_unknown(sizes: list[int | None]) -> int:
     """Where the last run of known sizes begins."""
     return max((number + 1 for number, each in enumerate(sizes) if each is None), default=0)
-
-
-def numbers(args: object) -> list[int]:
-    """All sizes that a call names."""
-    if isinstance(args, (tuple, list)):
-        return [number for each in args for number in numbers(each)]
-    return [args] if isinstance(args, int) else []
