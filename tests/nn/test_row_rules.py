@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.core.errors import ConfigError
 from shoal.nn.row_table import RowTable
 from shoal.nn.rules import RULES, rule_of_optimizer
 from shoal.wire.ps_messages import TableSpec
@@ -151,3 +152,41 @@ def test_what_no_rule_does_is_said() -> None:
         answer = rule_of_optimizer(type(optimizer).__name__, optimizer.param_groups[0])
         assert isinstance(answer, str)
         assert why in answer
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "says"),
+    [
+        ("ftrl", {"lr": 0.0}, "'lr' of the rule 'ftrl' has to be above 0, got 0.0"),
+        ("ftrl", {"lr": 1e-60}, "above 0"),  # zero in float32
+        ("ftrl", {"lr": -0.1}, "above 0"),
+        ("ftrl", {"l1": -1.0}, "'l1' of the rule 'ftrl' has to be at least 0, got -1.0"),
+        ("ftrl", {"l2": float("inf")}, "a finite number, got inf"),
+        ("ftrl", {"beta": -1}, "at least 0"),
+        ("sgd", {"lr": float("nan")}, "a finite number, got nan"),
+        ("sgd", {"lr": -1.0}, "at least 0"),
+        ("sgd", {"lr": "0.1"}, "a finite number, got '0.1'"),
+        ("adagrad", {"eps": 0.0}, "above 0"),
+        ("rowwise-adagrad", {"initial_accumulator_value": -1.0}, "at least 0"),
+        ("adam", {"eps": 0.0}, "above 0"),
+        ("adam", {"beta1": 1.0}, "at least 0 and below 1, got 1.0"),
+        ("adam", {"beta2": -0.1}, "at least 0 and below 1"),
+    ],
+)
+def test_settings_with_which_rows_would_be_no_numbers_are_refused(
+    rule: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        table_of(rule, options, "float32")
+    assert "Nothing was changed; " in str(refused.value)
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.defaults])
+def test_the_edges_of_what_settings_may_be_give_numbers(rule: str) -> None:
+    edges = {name: 0.0 for name in RULES[rule].defaults if name not in RULES[rule].divides_by}
+    table = table_of(rule, edges, "float32")
+    for gradient in (0.0, 1e-20, 2.0):
+        table.apply(np.arange(NUM_ROWS), np.full((NUM_ROWS, DIM), gradient, np.float32), 1.0)
+    out = np.empty((NUM_ROWS, DIM), np.float32)
+    table.pull(np.arange(NUM_ROWS), out, create=False)
+    assert np.isfinite(out).all()

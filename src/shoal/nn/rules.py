@@ -15,6 +15,12 @@ from typing import Any
 from shoal.core.errors import ConfigError
 from shoal.nn import rule_kernels
 
+_AVERAGES = ("beta1", "beta2")
+"""How much of an average stays when a gradient comes."""
+
+_SMALLEST = 2.0**-126
+"""Below it a number may be zero in float32, which tables hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -32,6 +38,9 @@ class Rule:
     first_state: str | None = None
     """The setting that new rows' state begins with; None: zero."""
 
+    divides_by: tuple[str, ...] = ()
+    """Settings that a gradient of zero, or any, is divided by: with them at zero rows would become NaN."""
+
     def complete(self, settings: Mapping[str, float]) -> dict[str, float]:
         """The settings with defaults for what is not given; refused where the rule has no such setting."""
         unknown = sorted(settings.keys() - self.defaults.keys())
@@ -40,10 +49,25 @@ class Rule:
                 f"the rule '{self.name}' has no setting {', '.join(map(repr, unknown))}; it has "
                 f"{', '.join(sorted(self.defaults)) or 'none'}. Nothing was changed."
             )
-        wrong = {name: value for name, value in settings.items() if not math.isfinite(value)}
-        if wrong:
-            raise ConfigError(f"settings of the rule '{self.name}' are finite numbers, got {wrong}.")
+        for name, value in settings.items():
+            wanted = self._why_not(name, value)
+            if wanted:
+                raise ConfigError(
+                    f"the setting '{name}' of the rule '{self.name}' has to be {wanted}, got {value!r}: rows would become numbers "
+                    "that nothing can be trained with. Nothing was changed; give another, or leave it out for "
+                    f"{self.defaults[name]:g}."
+                )
         return {**self.defaults, **{name: float(value) for name, value in settings.items()}}
+
+    def _why_not(self, name: str, value: object) -> str | None:
+        """What a setting has to be, where it is not."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            return "a finite number"
+        if name in _AVERAGES and not 0 <= value < 1:
+            return "at least 0 and below 1"
+        if name in self.divides_by and value < _SMALLEST:
+            return "above 0"
+        return "at least 0" if value < 0 else None
 
 
 def _sgd(settings: Mapping[str, float], step: int) -> tuple[float, ...]:
@@ -77,7 +101,13 @@ RULES: dict[str, Rule] = {
     for rule in (
         Rule("sgd", {"lr": 1e-3}, lambda dim: 0, _sgd, rule_kernels.sgd),
         Rule(
-            "adagrad", _ADAGRAD, lambda dim: dim, _adagrad, rule_kernels.adagrad, "initial_accumulator_value"
+            "adagrad",
+            _ADAGRAD,
+            lambda dim: dim,
+            _adagrad,
+            rule_kernels.adagrad,
+            "initial_accumulator_value",
+            ("eps",),
         ),
         Rule(
             "rowwise-adagrad",
@@ -86,9 +116,10 @@ RULES: dict[str, Rule] = {
             _adagrad,
             rule_kernels.rowwise_adagrad,
             "initial_accumulator_value",
+            ("eps",),
         ),
-        Rule("adam", _ADAM, lambda dim: 2 * dim, _adam, rule_kernels.adam),
-        Rule("ftrl", _FTRL, lambda dim: 2 * dim, _ftrl, rule_kernels.ftrl),
+        Rule("adam", _ADAM, lambda dim: 2 * dim, _adam, rule_kernels.adam, divides_by=("eps",)),
+        Rule("ftrl", _FTRL, lambda dim: 2 * dim, _ftrl, rule_kernels.ftrl, divides_by=("lr",)),
         Rule("store", {}, lambda dim: 0, _nothing, rule_kernels.store),
         Rule("add", {}, lambda dim: 0, _nothing, rule_kernels.add),
     )
