@@ -178,7 +178,8 @@ class VerifyRuns:
                 "called Trainer.fit nor stepped the optimizer that shoal.setup returned. Nothing was changed; check "
                 "that it trains when it is run with these arguments."
             )
-        if spread and config.batchnorm == "sync" and dump.mixes:
+        is_cut = strategy_names.num_slices(config.strategy or "ddp", config.workers) > 1
+        if spread and config.batchnorm == "sync" and dump.mixes and is_cut:
             drawing = ", ".join(f"{mix.layer} ({mix.kind})" for mix in dump.mixes[:3])
             raise ConfigError(
                 f"this cannot be verified: {drawing} draws other numbers on every worker, so one process would have to run the workers' "
