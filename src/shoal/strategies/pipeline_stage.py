@@ -153,15 +153,17 @@ class Stage(nn.Module):
             return pytree.tree_map_only(DTensor, wire.whole, result)
         return (*result, random_state(device)) if role.gives_state else result
 
+    def tell_batchnorm(self, is_borrowed: bool) -> None:
+        """Synchronised ones are in step with those of other ranks, and count nothing of a borrowed sample."""
+        for module in self._batchnorms:
+            if isinstance(module, SyncedBatchNorm):
+                module.ranks.is_borrowed = is_borrowed
+
     @contextlib.contextmanager
     def _batchnorm_told(self, is_borrowed: bool) -> Iterator[None]:
         """Of a borrowed sample, as everywhere: it leaves nothing behind but the count."""
-        resting = []
-        for module in self._batchnorms:
-            if isinstance(module, SyncedBatchNorm):
-                module.ranks.is_borrowed = is_borrowed  # and is in step with the others
-            elif is_borrowed:
-                resting.append(module)
+        self.tell_batchnorm(is_borrowed)
+        resting = [each for each in self._batchnorms if is_borrowed and not isinstance(each, SyncedBatchNorm)]
         with evaluating(resting) as rested:
             yield
         for module in rested:
@@ -321,6 +323,12 @@ class UnevenStage(PipelineStage):
             super()._setup_backward_recv_info(1)
             found[chunk] = self.grad_recv_info[0]
         self.grad_recv_info, self.chunks = found, num_microbatches
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Gradients of one micro-batch, of which layers that run again have to know whose it is."""
+        assert isinstance(self.submod, Stage)
+        self.submod.tell_batchnorm(self.submod.step.pieces[bwd_chunk_id].borrowed)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Gradients of what one micro-batch was given, zeros where there is none."""
