@@ -43,6 +43,7 @@ MLP = "nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))"
 def verify(warm_parent: WarmParent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Verify:
     """`shoal verify` of a script, with the session's warm parent in place of one of its own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # small sums: more threads only wait for each other
     monkeypatch.setattr(warm_client, "WarmParent", lambda **_: contextlib.nullcontext(warm_parent))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -85,7 +86,10 @@ def told(result: Result) -> str:
 
 
 @pytest.mark.parametrize("workers", ["2", "3", "4"])
-def test_a_plain_model_is_equal_and_one_process_needs_no_slices(verify: Verify, workers: str) -> None:
+def test_a_plain_model_is_equal_and_one_process_needs_no_slices(
+    verify: Verify, workers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")  # with the threads that a user has, here at least
     # 103 samples in batches of 16: step 7 has 7 samples, cut unevenly by 2, 3 and 4.
     result = verify(f"train({MLP})", "-n", workers, "--strategy", "ddp")
     assert result.exit_code == 0, result.output
@@ -207,7 +211,10 @@ def test_a_tolerance_below_rounding_finds_rounding(verify: Verify) -> None:
     assert "Beyond the tolerance of 0e+00" in told(result)
 
 
-def test_a_bias_that_only_rounding_moves_is_named_and_counts_as_equal(verify: Verify) -> None:
+def test_a_bias_that_only_rounding_moves_is_named_and_counts_as_equal(
+    verify: Verify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")  # one thread on both sides would round alike
     # BatchNorm takes the bias out again, so its gradient is rounding; Adam makes steps of full length of it.
     result = verify(
         """
