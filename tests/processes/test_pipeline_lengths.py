@@ -25,7 +25,7 @@ class Net(nn.Module):
 
     def forward(self, ids):
         x = F.dropout(self.first(self.table(ids)), 0.1, self.training)
-        if ids.shape[1] > 4:  # a layer without weights that the first batch does not need
+        if ids.shape[1] > 4:  # the first batch is shorter, and needs neither this nor `long`
             x = self.pool(x.transpose(1, 2)).transpose(1, 2)
         state = torch.zeros(len(x), 8, dtype=x.dtype)
         for at in range(x.shape[1]):
@@ -56,7 +56,8 @@ if shoal.rank() == 0:
 
 
 def launched(launch_script: Callable[..., Any], strategy: str, workers: int, **options: Any) -> Any:
-    text = SCRIPT.replace("OTHER", str(options.pop("other", 6))).replace("OPTIONS", options.pop("given", ""))
+    text = options.pop("script", SCRIPT).replace("OTHER", str(options.pop("other", 3)))
+    text = text.replace("OPTIONS", options.pop("given", ""))
     return launch_script(text, strategy=strategy, workers=workers, **options)
 
 
@@ -82,11 +83,13 @@ def test_workers_whose_parts_of_a_batch_have_different_lengths_are_in_step(
     assert result(spread) == pytest.approx(several, rel=1e-9)
 
 
-def test_a_length_that_needs_a_layer_of_no_stage_is_refused_with_its_name(
+def test_a_length_that_needs_a_layer_of_another_stage_is_refused_with_its_name(
     launch_script: Callable[..., Any],
 ) -> None:
-    refused = launched(launch_script, "pp", 2, other=3)
+    # Defined first, and not needed by the first batch: it is taken for a layer of the first stage.
+    early = SCRIPT.replace("super().__init__()", "super().__init__(); self.long = nn.Linear(8, 8)")
+    refused = launched(launch_script, "pp", 2, script=early)
     assert refused.exit_code == 3
     assert "for inputs of (3, 6) it takes another way" in str(refused.error)
-    assert "it needs 'long' in stage 1, and that is in no stage" in str(refused.error)
+    assert "it needs 'long' in stage 1, and that is in stage 0" in str(refused.error)
     assert "The step was not applied" in str(refused.error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -363,3 +363,41 @@ def held_tensors(model: nn.Module, node: fx.Node) -> list[Tensor]:
             value = attribute(model, str(given.target))
             own += [value] if isinstance(value, Tensor) else []
     return own
+
+
+def spare_of(flow: Flow, used: Sequence[Collection[str]]) -> list[list[str]]:
+    """By stage, what the first batch did not need and batches of other shapes may: with the layer that is defined before it.
+
+    `used`: by stage, paths of what it uses.
+    """
+    spare: list[list[str]] = [[] for _ in used]
+    if flow.blank is None:
+        return spare
+    held = {id(tensor) for paths in used for path in paths for tensor in _tensors_at(flow.model, path)}
+    at = 0
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        nonlocal at
+        members = [*module.named_parameters(recurse=False), *module.named_children()]
+        for name, member in members:
+            path = prefix + name
+            homes = [number for number, paths in enumerate(used) if path in paths]
+            if homes:
+                at = homes[-1]
+            elif path in flow.opened or isinstance(member, (nn.ModuleList, nn.ModuleDict)):
+                assert isinstance(member, nn.Module)
+                visit(f"{path}.", member)
+            elif (own := _tensors_at(flow.model, path)) and not any(id(tensor) in held for tensor in own):
+                spare[at].append(path)
+
+    visit("", flow.model)
+    return spare
+
+
+def _tensors_at(model: nn.Module, path: str) -> list[Tensor]:
+    if path.startswith("_constant_"):
+        return []
+    found = attribute(model, path)
+    if isinstance(found, nn.Module):
+        return [*found.parameters(), *found.buffers()]
+    return [found] if isinstance(found, Tensor) else []

@@ -30,7 +30,7 @@ from shoal.nn.synced_batchnorm import SyncedBatchNorm
 from shoal.strategies import pipeline_wire as wire
 from shoal.strategies.calling import ModelCall
 from shoal.strategies.compute import autocast, evaluating, seed_all
-from shoal.strategies.pipeline_flow import NUM_SAMPLES, Flow, sample
+from shoal.strategies.pipeline_flow import NUM_SAMPLES, Flow, sample, spare_of
 from shoal.strategies.pipeline_parts import Holder, Part, parts_of
 from shoal.strategies.pipeline_plan import Cut
 from shoal.strategies.pipeline_trace import unchanged
@@ -94,13 +94,14 @@ class Stage(nn.Module):
         train: Role,
         evaluation: Role,
         *,
+        spare: Sequence[str] = (),
         gives_copies: bool,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """`mesh`: ranks that have parts of what this one has parts of."""
+        """`spare`: what other batches may need. `mesh`: ranks that have parts of what this one has parts of."""
         super().__init__()
-        targets = [*train.part.targets, *evaluation.part.targets]
-        self.held = Holder(flow.model, targets, {**flow.train.constants, **flow.evaluation.constants})
+        self.targets = (*train.part.targets, *evaluation.part.targets, *spare)
+        self.held = Holder(flow.model, self.targets, {**flow.train.constants, **flow.evaluation.constants})
         self._job, self.number, self.train_role, self.evaluation_role = job, number, train, evaluation
         self._gives_copies, self.mesh = gives_copies, mesh
         self.step = Step((), lambda number: 0, {}, {})
@@ -208,6 +209,8 @@ def stages_of(
 ) -> list[Stage]:
     """All stages of a model, as long as one rank has all of it."""
     train, evaluation = roles_of(flow, cut, training=True), roles_of(flow, cut, training=False)
+    used = [{*one.part.targets, *other.part.targets} for one, other in zip(train, evaluation, strict=True)]
+    spare = spare_of(flow, used)
     return [
         Stage(
             job,
@@ -215,6 +218,7 @@ def stages_of(
             number,
             train[number],
             evaluation[number],
+            spare=spare[number],
             gives_copies=gives_copies,
             mesh=mesh,
         )

@@ -42,9 +42,7 @@ class Ways:
         self._decides = {training: decides_by_shape(each) for training, each in traced.items()}
         self._decisions = {training: decisions_of(each) for training, each in traced.items()}
         self._told = {training: each.told() for training, each in traced.items()}
-        self._held = [
-            {*stage.train_role.part.targets, *stage.evaluation_role.part.targets} for stage in everybodys
-        ]
+        self._held = [set(stage.targets) for stage in everybodys]
         seen: dict[str, int] = {}
         numbered = []
         for layer in cut.layers:
