@@ -42,6 +42,20 @@ class Block(nn.Module):
         x = x + self.attention(self.norm(x))
         return x + self.mlp(self.norm2(x))
 
+def along(x):  # what torch computes wrongly on parts of a sequence, or forgets
+    shifted = x.clone()
+    shifted[:, 1:] = x[:, :-1]
+    held = torch.zeros(x.shape, dtype=x.dtype)
+    for place in range(x.shape[1]):
+        held[:, place] = 0.5 * held[:, place - 1] + x[:, place]
+    near = F.conv1d(x.transpose(1, 2), torch.ones(12, 12, 3, dtype=x.dtype) / 36, padding=1).transpose(1, 2)
+    sums = x.cumsum(-2) + x.softmax(-2) + x - x.logsumexp(-2, keepdim=True)
+    turned = x.flip(-2) + x.roll(1, -2) + x.sort(-2).values + x.index_select(-2, torch.arange(5, -1, -1)) + x.topk(1, -2).values
+    told = x.select(-2, 1).mean(-1)[:, None, None]
+    if DROPOUT:  # a batch that is not cut
+        told = told + F.mse_loss(x, shifted) + F.smooth_l1_loss(x, turned) + x.amax() + x.detach().sum().item()
+    return x + 0.01 * (shifted + held + near + sums + turned + told)
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -49,7 +63,7 @@ class Net(nn.Module):
         self.places, self.head = nn.Parameter(torch.randn(6, 12) / 10), nn.Linear(12, 12, bias=False)
         self.head.weight = self.embed.weight
     def forward(self, ids):
-        return self.head(self.norm(self.blocks(self.embed(ids) + self.places))).transpose(1, 2)
+        return self.head(self.norm(along(self.blocks(self.embed(ids) + self.places)))).transpose(1, 2)
 
 ids = torch.randint(0, 12, (26, 7), generator=torch.Generator().manual_seed(0))
 torch.manual_seed(0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,10 +27,10 @@ from shoal.data.tree import Tree, map_tensors
 from shoal.strategies import tensor_attention
 from shoal.strategies.tensor_blocks import in_blocks, take_apart
 from shoal.strategies.tensor_draws import draw_as_one_process
+from shoal.strategies.tensor_exact_ops import compute_as_one_process, operation_without_a_way
 from shoal.strategies.tensor_rows import NORMS, Plan
 from shoal.strategies.tensor_sdpa import AttendingInParts
-
-_NO_WAY = re.compile(r"[Oo]perator (?P<operation>\S+) does not have a sharding strategy registered")
+from shoal.strategies.tensor_writes import WritingInParts
 
 SEQUENCE_DIM = 1
 """Of what lies between layers that are cut: (batch, sequence, features), or with the first two swapped, which serves as well."""
@@ -41,13 +40,14 @@ def apply(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut `model` in place. Every rank holds the same weights, so each takes its part without a word to the others."""
     _Cutting(plan, model, mesh).run()
     draw_as_one_process()
+    compute_as_one_process()
 
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
     """While a model that is cut runs, forward and backward."""
     # A mask or a table that the user's forward brings along is the same on every rank.
-    with implicit_replication(), AttendingInParts():
+    with implicit_replication(), AttendingInParts(), WritingInParts():
         yield
 
 
@@ -64,15 +64,15 @@ def settle(parameters: Iterable[nn.Parameter]) -> None:
 
 def refusal(error: RuntimeError, model: nn.Module) -> ConfigError | None:
     """Where torch knows no way to run an operation on tensors in parts: which one, and in which layer."""
-    found = _NO_WAY.search(str(error))
-    if found is None:
+    operation = operation_without_a_way(error)
+    if operation is None:
         return None
     names = {id(module): name for name, module in model.named_modules()}
     layer = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         layer = names.get(id(frame.f_locals.get("self")), layer)
     return ConfigError(
-        f"the layer '{layer or type(model).__name__}' uses {found['operation']}, which torch cannot run on a tensor of which each "
+        f"the layer '{layer or type(model).__name__}' uses {operation}, which torch cannot run on a tensor of which each "
         "rank holds a part. Nothing was trained; leave the layers around it whole with tensor_plan={'"
         f"{layer}*': 'replicated'}}, leave --sequence-parallel out if it was asked for, or use --strategy fsdp."
     )

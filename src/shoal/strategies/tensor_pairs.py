@@ -31,6 +31,8 @@ class _Traced(fx.Proxy):
 class _OneLevel(fx.Tracer):
     """Sees a module's own forward: its children are leaves, but for sequences, which are part of it."""
 
+    proxy_buffer_attributes = True  # a mask of which a part is taken, as long as the sequence
+
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Traced(node, self)
 
