@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core import placement
 from shoal.core.errors import ConfigError
+from shoal.core.job import Job
 from shoal.core.placement import Placement, place
 from shoal.core.placement_errors import DeviceMissing
 
@@ -50,10 +53,16 @@ def test_devices_by_name() -> None:
     assert not place("cuda:0", num_workers=2, visible=visible).has_own_devices
     # By local rank among those that want the kind.
     assert place("cpu,cuda,cuda", num_workers=3, visible=visible).devices == ("cpu", "cuda:0", "cuda:1")
+    # And past those that are named.
+    for said in ("cuda,cuda:0", "cuda:0,cuda"):
+        assert place(said, num_workers=2, visible=visible).has_own_devices
+    shared = place("cuda:0", num_workers=3, visible=visible)
+    assert shared.is_shared
+    assert "3 workers share cuda:0" in shared.notes[0]
 
 
 @pytest.mark.parametrize(
-    "said", ["", "cuda:x", "cpu:1", "auto:0", "gpu 1", "cuda:0,", "cuda:0,cpu", "auto,cpu,cpu"]
+    "said", ["", "cuda:x", "cpu:1", "auto:0", "gpu 1", "cuda:0,", "cuda:0,cpu", "auto,cpu,cpu", "cuda:٠"]
 )
 def test_what_names_no_device_is_refused(said: str) -> None:
     with pytest.raises(ConfigError, match="Nothing was started"):
@@ -71,3 +80,40 @@ def test_a_mesh_needs_a_device_of_one_kind_for_each() -> None:
         check("cuda:0,cpu")
     with pytest.raises(ConfigError, match="one device for several"):
         check("xpu:0")
+    with pytest.raises(ConfigError, match="one device for several"):
+        check("xpu,xpu:0")  # which may be the same
+
+
+@pytest.mark.parametrize(
+    ("strategy", "exchange", "device", "by_themselves"),
+    [
+        ("ddp", "auto", "cuda", True),
+        ("ddp", "auto", "cuda:0", False),  # through the host is faster
+        ("ddp", "native", "cuda:0", True),
+        ("fsdp", "auto", "cuda:0", True),
+        ("fsdp", "auto", "xpu", True),
+        ("ddp", "native", "cuda:0,cpu", False),
+        ("ddp", "native", "cpu", False),
+    ],
+)
+def test_whether_devices_exchange_by_themselves(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, exchange: str, device: str, by_themselves: bool
+) -> None:
+    monkeypatch.setattr(placement, "visible_devices", lambda: {device.partition(":")[0]: 2})
+    placement._placed.cache_clear()
+    job = Job(name="x", run_dir=Path("x"), num_workers=2, strategy=strategy, exchange=exchange, device=device)
+    assert placement.meet_on_devices(job) == by_themselves
+    placement._placed.cache_clear()
+
+
+def test_a_mesh_with_too_few_devices_is_on_the_cpu_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "visible_devices", lambda: {"cuda": 1})
+    placement._placed.cache_clear()
+    for strategy, devices in (("ddp", ("cuda:0", "cpu")), ("tp", ("cpu", "cpu"))):
+        job = Job(
+            name="x", run_dir=Path("x"), num_workers=2, strategy=strategy, device="cuda", soft_placement=True
+        )
+        placed = placement.of_job(job)
+        assert placed.devices == devices
+        assert ("of one kind" in placed.notes[-1]) == (strategy == "tp")
+    placement._placed.cache_clear()

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from shoal.strategies import device_watch
 from shoal.strategies.device_watch import DeviceWatch
 
 
@@ -49,15 +50,44 @@ def test_a_device_that_is_not_done_in_time_is_let_go_of() -> None:
         assert waiting.let_go.wait(10.0)
 
 
-def test_a_host_that_takes_its_time_is_left_alone() -> None:
-    waiting = Waiting(timeout_s=0.0, is_busy=False)
+def test_a_host_that_takes_its_time_is_left_alone_and_the_device_has_all_of_its_own() -> None:
+    waiting = Waiting(timeout_s=0.6, is_busy=False)
     with waiting.watch.over():
         seen = waiting.num_looks
-        while waiting.num_looks < seen + 2:
+        while waiting.num_looks < seen + 5:
+            threading.Event().wait(0.05)
+        waiting.is_busy = True  # for the first time now, though it is long since we began
+        while waiting.num_looks < seen + 6:
             threading.Event().wait(0.05)
     assert not waiting.let_go.is_set()
-    waiting.is_broken = True
     waiting.watch.ended = "over"  # ends the thread
+
+
+def test_what_cannot_be_asked_or_ended_is_not_waited_for() -> None:
+    stuck = threading.Event()
+
+    def broken() -> bool:
+        raise RuntimeError("the driver is gone")
+
+    device_watch.FREE_WITHIN_S, before = 0.1, device_watch.FREE_WITHIN_S
+    try:
+        watch = DeviceWatch(torch.device("cpu"), 1.0, is_broken=broken, give_up=stuck.set)
+        with pytest.raises(RuntimeError, match="cannot be asked: the driver is gone"), watch.over():
+            assert stuck.wait(10.0)
+    finally:
+        device_watch.FREE_WITHIN_S = before
+
+
+def test_a_wish_to_leave_stays_one() -> None:
+    waiting = Waiting()
+
+    def step() -> None:
+        waiting.is_broken = True
+        assert waiting.let_go.wait(10.0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), waiting.watch.over(), waiting.watch.over():
+        step()
 
 
 def test_errors_of_the_step_itself_pass_and_nobody_is_watched_in_between() -> None:

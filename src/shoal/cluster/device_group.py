@@ -41,7 +41,7 @@ def set_up(job: Job, interface: str) -> None:
     if placement.of_job(job).is_shared:
         # It refuses two ranks on one device of one host. As if on hosts of their own, they talk through sockets.
         os.environ["NCCL_HOSTID"] = f"worker-{job.rank}"
-        os.environ["NCCL_NET"] = "Socket"
+        os.environ.setdefault("NCCL_NET", "Socket")
 
 
 def connect(device: torch.device, group: ProcessGroup | None = None) -> None:
@@ -53,7 +53,7 @@ def connect(device: torch.device, group: ProcessGroup | None = None) -> None:
 
 def let_go() -> None:
     """End what waits on the device, in all groups of this process. From any thread; nothing works in them any more."""
-    groups = [group for group in _world.pg_names if _on_device(group) is not None]
+    groups = [group for group in list(_world.pg_names) if _on_device(group) is not None]
     # At once: the end of one waits until the device is done, and that may wait for another (measured: for ever).
     ends = [threading.Thread(target=group.abort, name="ending a group", daemon=True) for group in groups]
     for end in ends:

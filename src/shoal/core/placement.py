@@ -34,7 +34,7 @@ FORMS = {
     "cuda:0,cpu,...": "one for each worker: of different kinds, they share batches by measured speed",
 }
 
-_WORD = re.compile(r"(?P<kind>[a-z][a-z0-9]*)(:(?P<index>\d{1,4}))?")
+_WORD = re.compile(r"(?P<kind>[a-z][a-z0-9]*)(:(?P<index>[0-9]{1,4}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,12 @@ def parse(said: str, num_workers: int) -> list[tuple[str, int | None]]:
             raise ConfigError(f"'{said}' names no device. Did you mean '{guess[0]}'? Nothing was started.")
     if len(wanted) == 1:
         return wanted * num_workers
-    if len(wanted) != num_workers or any(kind == AUTO for kind, _ in wanted):
+    if any(kind == AUTO for kind, _ in wanted):
+        raise ConfigError(
+            f"--device {said} names 'auto' among others, and auto is said of all workers. Nothing was started; name a device for "
+            "each worker (cuda:0,cpu), or say auto alone."
+        )
+    if len(wanted) != num_workers:
         raise ConfigError(
             f"--device {said} names {len(wanted)} devices, and there are {num_workers} workers. Nothing was started; name one "
             "for each worker (cuda:0,cpu), or one word for all."
@@ -104,7 +109,7 @@ def check(said: str, *, num_workers: int, strategy: str, is_mesh: bool) -> None:
         return
     kinds = {kind for kind, _ in wanted}
     named = [each for each in wanted if each[1] is not None]
-    is_shared = len(set(named)) < len(named)
+    is_shared = len(set(named)) < len(named) or 0 < len(named) < len(wanted)
     if len(kinds) > 1 or (is_shared and kinds != {TAKES_TURNS}):
         what = "devices of different kinds" if len(kinds) > 1 else "one device for several workers"
         raise ConfigError(
@@ -120,13 +125,16 @@ def place(said: str, *, num_workers: int, visible: Mapping[str, int], is_soft: b
         return _automatic(num_workers, visible)
     devices: list[str] = []
     notes: list[str] = []
+    named = {(kind, index) for kind, index in wanted if index is not None}
     taken = dict.fromkeys(visible, 0)
     for rank, (kind, index) in enumerate(wanted):
         if kind == CPU:
             devices.append(CPU)
             continue
-        # By local rank, counted over those that want this kind.
+        # By local rank, counted over those that want this kind, past those that are asked for by number.
         number = index if index is not None else taken.get(kind, 0)
+        while index is None and (kind, number) in named:
+            number += 1
         if index is None:
             taken[kind] = number + 1
         device = f"{kind}:{number}"
@@ -175,7 +183,14 @@ def visible_devices() -> dict[str, int]:
 def of_job(job: Job, said: str | None = None) -> Placement:
     """Where the workers of `job` compute on this host; `said` instead of what the job was told."""
     # All of a job's workers are on this machine; hosts that are only pretended share its devices.
-    return _placed(said if said is not None else job.device, job.num_workers, job.soft_placement)
+    placed = _placed(said if said is not None else job.device, job.num_workers, job.soft_placement)
+    if placed.is_mixed and strategy_names.parse(job.strategy).base == "mesh":
+        # Only --soft-placement comes here: what was asked for by name has been refused.
+        note = (
+            f"all workers compute on the CPU: the parts of '{job.strategy}' have to be on devices of one kind"
+        )
+        return Placement((CPU,) * job.num_workers, (*placed.notes, note))
+    return placed
 
 
 def meet_on_devices(job: Job) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ConfigError
@@ -97,15 +98,27 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 def _checkpointed(module: nn.Module) -> Callable[..., Any]:
     forward = module.forward
     norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
-    options: dict[str, Any] = {"use_reentrant": False}
-    if norms:
-        options["context_fn"] = lambda: (contextlib.nullcontext(), _counted_already(norms))
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch says nothing of its type
+        options: dict[str, Any] = {"use_reentrant": False}
+        if norms or modes:
+            options["context_fn"] = lambda: (contextlib.nullcontext(), _once_more(norms, modes))
         return checkpoint(forward, *args, **options, **kwargs)
 
     return run
+
+
+@contextlib.contextmanager
+def _once_more(norms: list[_BatchNorm], modes: list[TorchFunctionMode]) -> Iterator[None]:
+    """As the first time: within backward, torch's modes are off."""
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        if norms:
+            stack.enter_context(_counted_already(norms))
+        yield
 
 
 @contextlib.contextmanager

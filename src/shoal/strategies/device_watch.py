@@ -45,7 +45,8 @@ class DeviceWatch:
         self._is_busy = is_busy or (lambda: not torch.accelerator.current_stream(device).query())
         self._give_up = give_up or self._end_process
         self._lock = threading.Lock()
-        self._since: float | None = None
+        self._depth = 0
+        self._waits_since = 0.0
         self._thread: threading.Thread | None = None
         self.ended: str | None = None
         """Why it let go, once it did: what was computed since is worth nothing."""
@@ -56,37 +57,50 @@ class DeviceWatch:
         if self._thread is None:
             self._thread = threading.Thread(target=self._look_on, name="device watch", daemon=True)
             self._thread.start()
-        with self._lock:
-            self._since = time.monotonic()
+        self._enter(+1)
         try:
             yield
+        except Exception:
+            if self.ended is None:
+                raise
         finally:
-            with self._lock:  # not while it is letting go: that ends the groups we are about to leave
-                self._since = None
-            if self.ended is not None:
-                # Whatever was made of the numbers that were left behind: this is why.
-                raise RuntimeError(self.ended) from None
+            self._enter(-1)
+        if self.ended is not None:
+            # Whatever was made of the numbers that were left behind: this is why.
+            raise RuntimeError(self.ended)
+
+    def _enter(self, change: int) -> None:
+        with self._lock:  # not while it is letting go: that ends the groups we may be about to leave
+            if not self._depth:
+                self._waits_since = time.monotonic()
+            self._depth += change
 
     def _look_on(self) -> None:
         while self.ended is None:
             time.sleep(LOOK_EVERY_S)
             with self._lock:
-                if self._since is not None:
-                    self._look(time.monotonic() - self._since)
+                if self._depth:
+                    self._look(time.monotonic())
         until = time.monotonic() + FREE_WITHIN_S
-        while self._since is not None:
+        while self._depth:
             if time.monotonic() > until:
                 self._give_up()
             time.sleep(LOOK_EVERY_S)
 
-    def _look(self, elapsed_s: float) -> None:
-        if self._is_broken():
-            self.ended = "a connection of the group was closed"
-        elif elapsed_s > self._timeout_s and self._is_busy():  # and not the host, which compiles, say
-            self.ended = f"the device is not done after {elapsed_s:.1f} s"
-        else:
-            return
-        self._let_go()
+    def _look(self, now: float) -> None:
+        try:
+            if self._is_broken():
+                self.ended = "a connection of the group was closed"
+            elif not self._is_busy():
+                self._waits_since = now  # the host takes its time: it compiles, say, or writes a checkpoint
+            elif now - self._waits_since > self._timeout_s:
+                self.ended = f"the device is not done after {now - self._waits_since:.1f} s"
+            if self.ended is not None:
+                self._let_go()
+        except (
+            Exception
+        ) as error:  # of the driver's, or of a group that ends meanwhile; who waits must not wait for ever
+            self.ended = self.ended or f"the device cannot be asked: {error}"
 
     def _end_process(self) -> None:
         print(

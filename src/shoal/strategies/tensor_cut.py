@@ -29,7 +29,7 @@ from shoal.strategies.tensor_blocks import in_blocks, take_apart
 from shoal.strategies.tensor_draws import draw_as_one_process
 from shoal.strategies.tensor_exact_ops import compute_as_one_process, operation_without_a_way
 from shoal.strategies.tensor_rows import NORMS, Plan
-from shoal.strategies.tensor_sdpa import AttendingInParts
+from shoal.strategies.tensor_sdpa import attend_in_parts
 from shoal.strategies.tensor_writes import WritingInParts
 
 SEQUENCE_DIM = 1
@@ -40,6 +40,7 @@ def apply(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut `model` in place. Every rank holds the same weights, so each takes its part without a word to the others."""
     _Cutting(plan, model, mesh).run()
     draw_as_one_process()
+    attend_in_parts()
     compute_as_one_process()
 
 
@@ -47,7 +48,7 @@ def apply(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
 def running() -> Iterator[None]:
     """While a model that is cut runs, forward and backward."""
     # A mask or a table that the user's forward brings along is the same on every rank.
-    with implicit_replication(), AttendingInParts(), WritingInParts():
+    with implicit_replication(), WritingInParts():
         yield
 
 

@@ -1,40 +1,55 @@
 """torch's scaled_dot_product_attention of tensors in parts: each rank attends with its own heads, by whichever kernel is fastest.
 
-torch itself runs the fast kernels (flash, cuDNN) on tensors in parts only for
-some devices and dtypes. Heads and samples do not look at each other, so where
-those are what is cut, every rank just attends on what it has.
+Heads and samples do not look at each other: where those are what is cut,
+every rank just attends on what it has. Two ways lead here, because neither
+sees all calls: a function in place of torch's own, on every device and for
+every kernel; and for those who hold torch's own, rules for its kernel for
+CPUs, of which torch knows nothing for tensors in parts. Neither is a mode of
+torch's: those are off when a checkpointed layer runs again in backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
+from torch.nn.attention.bias import CausalBias
 
-_attention: Any = F.scaled_dot_product_attention
+_NAME = "scaled_dot_product_attention"
+_attention: Any = getattr(F, _NAME)
 
+_PLAIN = (Tensor, nn.Parameter)
 
-class AttendingInParts(TorchFunctionMode):
-    """While it is active, attention of tensors that are cut by heads or samples is computed part by part."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Leaves everything else alone."""
-        if func is not _attention:
-            return func(*args, **(kwargs or {}))
-        return _attend(*args, **(kwargs or {}))
+_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_KERNEL_BACK = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
+@functools.cache
+def attend_in_parts() -> None:
+    """From now on, for all models of this process."""
+    vars(F)[_NAME] = _attend
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[_KERNEL] = _attend_on_cpu
+    handlers[_KERNEL_BACK] = _attend_on_cpu_back
+    # A mask of torch's own knows what it is asked for by the name that we took; for whoever holds torch's function, too.
+    asked: Any = vars(CausalBias)["__torch_function__"].__func__
+
+    def answer(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _attention:
+            return cls._dispatch(*args, **(kwargs or {}))
+        return asked(cls, func, types, args, kwargs)
+
+    CausalBias.__torch_function__ = classmethod(answer)  # type: ignore[assignment]
+
+
+@functools.wraps(_attention)
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -44,21 +59,66 @@ def _attend(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    given = (query, key, value)
-    if not any(isinstance(each, DTensor) for each in given):
-        plain: Tensor = _attention(*given, attn_mask, dropout_p, is_causal, **options)
-        return plain
-    if dropout_p or not _are_cut_alike(given):
-        # The only one of torch's ways that knows tensors in parts; and it draws as one process does.
-        with sdpa_kernel(SDPBackend.MATH):
-            drawn: Tensor = _attention(*given, attn_mask, dropout_p, is_causal, **options)
-            return drawn
+    given, said = (query, key, value), (attn_mask, dropout_p, is_causal)
+    out: Tensor
+    if not _are_cut_alike(given) or not _is_cut_with(attn_mask, query):
+        vars(F)[_NAME] = (
+            _attention  # by which masks of torch's own kind (CausalBias) know that they are asked
+        )
+        try:
+            out = _attention(*given, *said, **options)
+        finally:
+            vars(F)[_NAME] = _attend
+        return out
+    if dropout_p:
+        with sdpa_kernel(
+            SDPBackend.MATH
+        ):  # whose weights are a tensor in parts, and draw as one process does
+            out = _attention(*given, *said, **options)
+        return out
     cut: Any = query
     mask = None if attn_mask is None else _own_part(attn_mask, cut)
     own = [each.to_local() for each in given if isinstance(each, DTensor)]
     out = _attention(*own, mask, 0.0, is_causal, **options)
-    whole: Tensor = DTensor.from_local(out, cut.device_mesh, cut.placements, run_check=False)
-    return whole
+    return _as(out, cut)
+
+
+def _attend_on_cpu(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The kernel itself, below autograd."""
+    mesh = next(each.device_mesh for each in args if isinstance(each, DTensor))
+    given = [_in_parts(each, mesh) for each in args[:3]]
+    mask = kwargs.get("attn_mask")
+    if not _are_cut_alike(given) or not _is_cut_with(mask, given[0]):
+        given = [_whole(each) for each in given]
+    if mask is not None:
+        kwargs = {**kwargs, "attn_mask": _own_part(mask, given[0])}
+    found = operation(*(each._local_tensor for each in given), *args[3:], **kwargs)
+    return tuple(_as(each, given[0]) for each in found)
+
+
+def _attend_on_cpu_back(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    out = args[4]  # in parts as they were when it was computed
+    given = [
+        _in_parts(each, out.device_mesh).redistribute(placements=out.placements)._local_tensor
+        for each in args[:6]
+    ]
+    if kwargs.get("attn_mask") is not None:
+        kwargs = {**kwargs, "attn_mask": _own_part(kwargs["attn_mask"], out)}
+    return tuple(_as(each, out) for each in operation(*given, *args[6:], **kwargs))
+
+
+def _in_parts(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    if isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _whole(tensor: DTensor) -> DTensor:
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
+def _as(own: Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(own, like.device_mesh, like.placements, run_check=False)
 
 
 def _are_cut_alike(given: Sequence[Tensor]) -> bool:
@@ -85,11 +145,21 @@ def _is_between_heads(placement: Placement, tensor: Tensor, num_parts: int) -> b
     return isinstance(placement, Replicate)
 
 
+def _is_cut_with(mask: Tensor | None, query: Tensor) -> bool:
+    """Whether a mask is a tensor that says something of each head and sample, or the same of all of them."""
+    if mask is None:
+        return True
+    if not isinstance(mask, DTensor) and type(mask) not in _PLAIN:
+        return False
+    missing = query.dim() - mask.dim()
+    return missing >= 0 and all(
+        size in (1, query.shape[dim + missing]) for dim, size in enumerate(mask.shape[:-2])
+    )
+
+
 def _own_part(mask: Tensor, like: DTensor) -> Tensor:
     """What a mask, or a bias that is trained, says of this rank's heads and samples."""
-    mesh = like.device_mesh
-    if not isinstance(mask, DTensor):
-        mask = DTensor.from_local(mask, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    mask = _in_parts(mask, like.device_mesh)
     wanted: list[Placement] = []
     of_gradient: list[Placement] = []
     for placement in like.placements:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.core import placement
+from shoal.core import placement, strategy_names
 from shoal.core.errors import ConfigError
 from shoal.core.job import Job
 from shoal.core.seeds import mix
@@ -65,6 +65,18 @@ def build_optimizer(
 def device_of(job: Job, said: str | torch.device | None) -> torch.device:
     """Where this worker's model lives: as the script said, or as the job was told. Refuses what is not there."""
     placed = placement.of_job(job, None if said is None else str(said))
+    if (
+        placed.accelerator is not None
+        and job.num_workers > 1
+        and not strategy_names.parse(job.strategy).has_servers
+    ):
+        told = placement.of_job(job)
+        if placed.devices != told.devices:
+            raise ConfigError(
+                f"Trainer(device={str(said)!r}) puts the {job.num_workers} workers on {', '.join(placed.devices)}, and they were "
+                f"started to exchange on {', '.join(told.devices)} (--device {job.device}). Nothing was trained; leave device= out "
+                f"of the Trainer, and start with --device {said}."
+            )
     if job.rank == 0:
         for note in placed.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Attention by torch's kernels, cut by heads: masks of every shape, biases that are trained, fewer keys than queries."""
+"""What layers in parts do inside: attend by torch's kernels with masks of every shape, and draw, as in one process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ SCRIPT = """
 import json, torch, shoal
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention as held
 
-HEADS, DIM, LENGTH = 6, 24, 5
+HEADS, DIM, LENGTH = 6, 24, 6
 
 class Attention(nn.Module):
     def __init__(self, kind):
@@ -35,12 +37,40 @@ class Attention(nn.Module):
             mask = (x[:, :, 0] < 1)[:, None, None, :] | torch.eye(length, dtype=torch.bool)
         if self.kind == "by head":
             mask = self.slopes
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.kv_heads != HEADS)
+        if self.kind == "held":
+            out = held(q, k, v, attn_mask=causal_lower_right(LENGTH, LENGTH))
+        else:
+            options = {"is_causal": mask is None, "enable_gqa": self.kv_heads != HEADS}
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
         return x + self.o(out.transpose(1, 2).reshape(batch, length, DIM))
 
-KINDS = ("causal", "bias by head", "bias", "by sample", "by head", "grouped")
+KINDS = ("causal", "bias by head", "bias", "by sample", "by head", "grouped", "held")
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 12), nn.Linear(12, DIM)
+
+    def forward(self, x):
+        y = F.dropout(self.up(x).tanh(), 0.2, self.training)
+        if self.training:
+            y = y * torch.rand_like(y) + 0.1 * torch.randn_like(y) + 0.1 * torch.empty_like(y).exponential_()
+        y = y.clone()
+        y[:, 1:] = x[:, :-1, :12] * 2  # torch would write into a copy where positions are in parts
+        return x + self.down(y)
+
+class Gate(nn.Module):
+    # What is dropped here is a sum over features, of which each rank has a part.
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        a, b = self.a(x), self.b(x)
+        return x + self.c(b * F.dropout((a * b).sum(-1, keepdim=True), 0.4, self.training))
+
 torch.manual_seed(0)
-model = nn.Sequential(*(Attention(kind) for kind in KINDS), nn.Linear(DIM, 2)).double()
+model = nn.Sequential(*(Attention(kind) for kind in KINDS), Draws(), Gate(), nn.Linear(DIM, 2)).double()
 x = torch.randn(24, LENGTH, DIM, dtype=torch.float64)
 data = shoal.Dataset.from_arrays((x, torch.randn(24, LENGTH, 2, dtype=torch.float64))).batch(8)
 trainer = shoal.Trainer(model, loss=nn.MSELoss(), optimizer=torch.optim.Adam(model.parameters(), lr=0.01), seed=0)
@@ -56,14 +86,21 @@ def trained(done: Any) -> list[float]:
     return list(json.loads(line.partition("result ")[2]))
 
 
-@pytest.mark.parametrize(("workers", "options"), [(2, {}), (3, {"sequence_parallel": True})])
-def test_every_mask_and_bias_says_to_each_rank_what_it_says_of_its_heads(
+_alone: list[float] = []
+
+
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [(2, {"checkpoint_activations": True}), (3, {"sequence_parallel": True, "checkpoint_activations": True})],
+)
+def test_layers_in_parts_attend_and_draw_as_in_one_process(
     launch_script: Callable[..., Any], workers: int, options: dict[str, Any]
 ) -> None:
-    alone = trained(launch_script(SCRIPT))
+    if not _alone:
+        _alone.extend(trained(launch_script(SCRIPT)))
     cut = launch_script(SCRIPT, workers=workers, strategy="tp", **options)
-    assert trained(cut) == pytest.approx(alone, rel=1e-9)
+    assert trained(cut) == pytest.approx(_alone, rel=1e-9)
     by_heads = [
-        number for number in range(6) if f"  {number}.q  colwise       closed by {number}.o" in cut.stderr
+        number for number in range(7) if f"  {number}.q     colwise       closed by {number}.o" in cut.stderr
     ]
-    assert by_heads == ([0, 1, 2, 4] if workers == 2 else [0, 1, 2, 4, 5]), cut.stderr
+    assert by_heads == ([0, 1, 2, 4, 6] if workers == 2 else [0, 1, 2, 4, 5, 6]), cut.stderr
