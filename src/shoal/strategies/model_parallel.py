@@ -111,7 +111,7 @@ class ModelParallel(Ddp):
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's part; gradients are summed and sharded while backward runs."""
-        with self._unless_broken("forward and backward"):
+        with self._unless_broken("forward and backward", runs_model=True):
             return super().forward_backward(batch)
 
     def commit(self) -> Verdict:
@@ -124,20 +124,20 @@ class ModelParallel(Ddp):
 
     def forward(self, batch: Slice) -> Tree:
         """This rank's outputs, without gradients."""
-        with self._unless_broken("forward"):
+        with self._unless_broken("forward", runs_model=True):
             if self._pipeline is not None:
                 return self._pipeline.forward(batch, rank=self._data_rank)
             return super().forward(batch)
 
     @contextlib.contextmanager
-    def _unless_broken(self, operation: str) -> Iterator[None]:
+    def _unless_broken(self, operation: str, *, runs_model: bool = False) -> Iterator[None]:
         """A collective inside the model that breaks because a rank died is no error of the user's."""
         began_at = time.monotonic()
         watch = self._watch
         try:
             with (
                 watch.over() if watch is not None else contextlib.nullcontext(),
-                tensor_cut.running() if self._axes.tp > 1 else contextlib.nullcontext(),
+                tensor_cut.running(runs_model) if self._axes.tp > 1 else contextlib.nullcontext(),
             ):
                 yield
             return

@@ -45,10 +45,10 @@ def apply(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[None]:
-    """While a model that is cut runs, forward and backward."""
-    # A mask or a table that the user's forward brings along is the same on every rank.
-    with implicit_replication(), WritingInParts():
+def running(runs_model: bool = True) -> Iterator[None]:
+    """While a model that is cut runs, forward and backward; or while only torch's own code works on its tensors."""
+    # A mask or a table that the user's forward brings along is the same on every rank. The mode costs every call a little.
+    with implicit_replication(), WritingInParts() if runs_model else contextlib.nullcontext():
         yield
 
 
