@@ -132,9 +132,10 @@ def test_lost_slots_take_everybody_back_to_the_checkpoint(launch_script: Launch)
         + "session.live()\n"
         + "print(job.incarnation, job.resume, view.incarnations, flush=True)\n"
         + "if job.incarnation == 0:\n"
-        + "    progress(1)\n"
-        + "    if job.rank == 0: session.saved('checkpoints/step-1', 1)\n"
-        + "    progress(3)\n"
+        + "    if job.rank == 0:\n"  # alone: the other would have the server killed before this one has said anything
+        + "        progress(1)\n"
+        + "        session.saved('checkpoints/step-1', 1)\n"
+        + "        progress(3)\n"
         + "    wait_for(lambda view: False)\n",
         workers=2,
         strategy="ps",

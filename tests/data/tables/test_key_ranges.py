@@ -21,6 +21,7 @@ keys = st.one_of(
 
 @given(keys=keys, step=st.integers(1, 12))
 @example(keys=[0.0, float("inf"), float("-inf")], step=1)
+@example(keys=["", "\0", "a\0b", "a\0", 7, 7.5, b"\0", "7", None], step=1)
 @settings(max_examples=150)
 def test_the_ranges_hold_every_row_once_and_as_many_as_they_say(keys: list[Any], step: int) -> None:
     literal = SqliteDatabase("any.db").literal_of("k")

@@ -68,9 +68,12 @@ class SqliteDatabase:
         return f'"{doubled}"'
 
     def literal_of(self, expression: str) -> str:
-        """SQLite's own function for that, but for infinities, which it writes as no version reads them."""
-        infinite = " ".join(f"WHEN {number} THEN '{number}'" for number in ("9e999", "-9e999"))
-        return f"CASE {expression} {infinite} ELSE quote({expression}) END"
+        """SQLite's own function for that, but for infinities, which it writes as no version reads them, and text behind a NUL."""
+        infinite = " ".join(f"WHEN {expression} = {number} THEN '{number}'" for number in ("9e999", "-9e999"))
+        # The sign takes from the cast what it would do to values that it is compared with.
+        whole = f"'+CAST(x''' || hex({expression}) || ''' AS TEXT)'"
+        has_nul = f"typeof({expression}) = 'text' AND instr(CAST({expression} AS BLOB), x'00') > 0"
+        return f"CASE {infinite} WHEN {has_nul} THEN {whole} ELSE quote({expression}) END"
 
 
 class SqliteSession:
