@@ -97,9 +97,8 @@ class DeviceWatch:
                 self.ended = f"the device is not done after {now - self._waits_since:.1f} s"
             if self.ended is not None:
                 self._let_go()
-        except (
-            Exception
-        ) as error:  # of the driver's, or of a group that ends meanwhile; who waits must not wait for ever
+        except Exception as error:
+            # The driver's, or of a group that ends meanwhile; who waits must not wait for ever.
             self.ended = self.ended or f"the device cannot be asked: {error}"
 
     def _end_process(self) -> None:

@@ -62,18 +62,11 @@ def _attend(
     given, said = (query, key, value), (attn_mask, dropout_p, is_causal)
     out: Tensor
     if not _are_cut_alike(given) or not _is_cut_with(attn_mask, query):
-        vars(F)[_NAME] = (
-            _attention  # by which masks of torch's own kind (CausalBias) know that they are asked
-        )
-        try:
-            out = _attention(*given, *said, **options)
-        finally:
-            vars(F)[_NAME] = _attend
+        out = _attention(*given, *said, **options)
         return out
     if dropout_p:
-        with sdpa_kernel(
-            SDPBackend.MATH
-        ):  # whose weights are a tensor in parts, and draw as one process does
+        # Its weights are a tensor in parts, and draw as one process does.
+        with sdpa_kernel(SDPBackend.MATH):
             out = _attention(*given, *said, **options)
         return out
     cut: Any = query
