@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks.harness import Report
 from shoal.cli import ledger_view
-from shoal.cluster.api import LaunchConfig, launch
-from shoal.cluster.roles import preload_for
-from shoal.cluster.warm_client import WarmParent
+from shoal.cluster.launch.api import LaunchConfig, launch
+from shoal.cluster.launch.roles import preload_for
+from shoal.cluster.supervisor.forkserver_client import WarmParent
 
 SCRIPT = Path(__file__).parent / "scripts" / "slowed.py"
 MODES = {

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.verb import console
-from shoal.cluster.api import LaunchConfig, RunResult, launch
-from shoal.cluster.faults import Faults
-from shoal.cluster.roles import preload_for
-from shoal.cluster.warm_client import WarmParent
+from shoal.cluster.launch.api import LaunchConfig, RunResult, launch
+from shoal.cluster.launch.roles import preload_for
+from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.config.faults import Faults
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "clicks.py"
 FAULTS = "kill worker-1 at step 40; kill server-1 at step 90"

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.compiled import warm
-from shoal.nn.kernels import expand, sum_back, unique
-from shoal.ps.table import Table
-from shoal.wire.ps_messages import TableSpec
+from shoal.embedding.kernels import expand, sum_back, unique
+from shoal.ps.server.table import Table
+from shoal.runtime.kernel_cache import warm
+from shoal.runtime.transport.messages.ps import TableSpec
 
 NUM_ROWS, NUM_IDS, DIM, NUM_BATCHES = 1_000_000, 26_624, 16, 20
 NUM_PAIRS = 10_000_000

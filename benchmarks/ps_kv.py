@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.harness import Report
-from shoal.cluster.api import LaunchConfig, launch
-from shoal.cluster.warm_client import WarmParent
+from shoal.cluster.launch.api import LaunchConfig, launch
+from shoal.cluster.supervisor.forkserver_client import WarmParent
 
 SCRIPT = Path(__file__).parent / "scripts" / "kv_pairs.py"
 NUM_PAIRS = 10_000_000

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Report
-from shoal.cluster.api import LaunchConfig, launch
-from shoal.cluster.roles import preload_for
-from shoal.cluster.warm_client import WarmParent
+from shoal.cluster.launch.api import LaunchConfig, launch
+from shoal.cluster.launch.roles import preload_for
+from shoal.cluster.supervisor.forkserver_client import WarmParent
 from shoal.data import generated
 
 SCRIPT = Path(__file__).parent / "scripts" / "ps_auc.py"

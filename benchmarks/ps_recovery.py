@@ -29,9 +29,9 @@ from benchmarks.harness import Report
 from benchmarks.ps_runs import ROLES, Ran, Runs, Setup
 from benchmarks.recovery_runs import spread
 from shoal import Faults
-from shoal.cluster.roles import PRELOAD_WITH_SERVERS
-from shoal.cluster.threads import available_cores, threads_per_worker
-from shoal.cluster.warm_client import WarmParent
+from shoal.cluster.launch.roles import PRELOAD_WITH_SERVERS
+from shoal.cluster.launch.threads import available_cores, threads_per_worker
+from shoal.cluster.supervisor.forkserver_client import WarmParent
 
 PARTS = ("bits", "latency", "goodput")
 STRATEGIES = ("ps", "ps:async")

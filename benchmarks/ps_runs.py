@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal import Faults
-from shoal.cluster.api import LaunchConfig, launch
-from shoal.cluster.warm_client import WarmParent
+from shoal.cluster.launch.api import LaunchConfig, launch
+from shoal.cluster.supervisor.forkserver_client import WarmParent
 
 SCRIPT = Path(__file__).parent / "scripts" / "ps_recovering.py"
 BATCH = 256  # as in the script

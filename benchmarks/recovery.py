@@ -26,9 +26,9 @@ from typing import Any
 from benchmarks.harness import Report
 from benchmarks.recovery_runs import Ran, Runs, kill_to_commit_s, spread
 from shoal import Faults
-from shoal.cluster.threads import available_cores, threads_per_worker
-from shoal.cluster.warm_client import WarmParent
-from shoal.core.failpoints import POINTS
+from shoal.cluster.launch.threads import available_cores, threads_per_worker
+from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.config.faults import POINTS
 
 STEPS = 120
 FAR_STEP = 60

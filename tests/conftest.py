@@ -24,7 +24,7 @@ settings.load_profile("shoal")
 
 SET_BY_LIBRARIES = {
     "PYTEST_CURRENT_TEST",
-    "GLOO_SOCKET_IFNAME",  # shoal.cluster.rendezvous, for as long as the process lives
+    "GLOO_SOCKET_IFNAME",  # shoal.recovery.rendezvous, for as long as the process lives
     "NCCL_SOCKET_IFNAME",
     "TORCHINDUCTOR_CACHE_DIR",  # torch, when it first compiles
     "TRITON_CACHE_DIR",

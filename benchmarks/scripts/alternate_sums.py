@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import in_turn
-from shoal.strategies.together import together
+from shoal.recovery.elastic_group import together
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)

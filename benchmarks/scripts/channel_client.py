@@ -11,8 +11,8 @@ import torch
 from torch.distributed import rpc
 
 from benchmarks.scripts import channel_server
-from shoal.wire.ps_messages import Hello, PullRows, PushRows
-from shoal.wire.shared import INLINE_BYTES, Link
+from shoal.runtime.transport.messages.ps import Hello, PullRows, PushRows
+from shoal.runtime.transport.shared_client import INLINE_BYTES, Link
 
 PUSH = PushRows(view=1, stream=0, seq=1, table=0)
 PULL = PullRows(view=1, clock=0, table=0)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.distributed import rpc
 
-from shoal.wire import unix
-from shoal.wire.ps_messages import Committed, Hello, Pulled, PullRows, PushRows, Welcome
-from shoal.wire.shared_server import Listener, Request
+from shoal.runtime.transport import unix
+from shoal.runtime.transport.messages.ps import Committed, Hello, Pulled, PullRows, PushRows, Welcome
+from shoal.runtime.transport.shared_server import Listener, Request
 
 STORED: dict[int, torch.Tensor] = {}
 """By size in bytes."""

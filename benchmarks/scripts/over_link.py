@@ -16,7 +16,7 @@ from torch import nn
 
 import shoal
 from benchmarks import namespaces
-from shoal.cluster import rendezvous
+from shoal.recovery import rendezvous
 
 seconds, num_steps = float(sys.argv[1]), int(sys.argv[2])
 namespaces.enter(sys.argv[3 + shoal.rank()])

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.strategies.together import Together
-from shoal.train import anchoring
+from shoal.recovery.elastic_group import Together
+from shoal.train import anchors as anchoring
 
 steps, out, mode = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 BLOCK = 20

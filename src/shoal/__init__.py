@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from shoal import memory as memory
     from shoal import nn as nn
     from shoal import ps as ps
-    from shoal.cluster.api import RunResult as RunResult
-    from shoal.cluster.api import run as run
-    from shoal.cluster.faults import Faults as Faults
-    from shoal.core.errors import ShoalError as ShoalError
-    from shoal.core.job import num_workers as num_workers
-    from shoal.core.job import rank as rank
+    from shoal.cluster.launch.api import RunResult as RunResult
+    from shoal.cluster.launch.api import run as run
+    from shoal.config.faults import Faults as Faults
+    from shoal.config.job import num_workers as num_workers
+    from shoal.config.job import rank as rank
     from shoal.data import Dataset as Dataset
+    from shoal.errors import ShoalError as ShoalError
     from shoal.train.custom import mean as mean
     from shoal.train.custom import reduce as reduce
     from shoal.train.custom import setup as setup
@@ -34,10 +34,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Dataset": "shoal.data",
-    "Faults": "shoal.cluster.faults",
+    "Faults": "shoal.config.faults",
     "History": "shoal.train.history",
-    "RunResult": "shoal.cluster.api",
-    "ShoalError": "shoal.core.errors",
+    "RunResult": "shoal.cluster.launch.api",
+    "ShoalError": "shoal.errors",
     "Trainer": "shoal.train.trainer",
     "callbacks": "shoal.callbacks",
     "collectives": "shoal.collectives",
@@ -46,11 +46,11 @@ _HOMES = {
     "mean": "shoal.train.custom",
     "memory": "shoal.memory",
     "nn": "shoal.nn",
-    "num_workers": "shoal.core.job",
+    "num_workers": "shoal.config.job",
     "ps": "shoal.ps",
-    "rank": "shoal.core.job",
+    "rank": "shoal.config.job",
     "reduce": "shoal.train.custom",
-    "run": "shoal.cluster.api",
+    "run": "shoal.cluster.launch.api",
     "setup": "shoal.train.custom",
     "should_stop": "shoal.train.custom",
 }
@@ -78,7 +78,7 @@ __all__ = [
     "should_stop",
 ]
 
-importlib.import_module("shoal.core.user_frames").hide_ours_from_plain_python()
+importlib.import_module("shoal.runtime.user_frames").hide_ours_from_plain_python()
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.cli.chaos import seconds
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 
 
 @pytest.mark.parametrize(("text", "expected"), [("15s", 15.0), ("2m", 120.0), ("1.5 h", 5400.0), ("3", 3.0)])

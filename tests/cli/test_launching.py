@@ -11,10 +11,10 @@ import pytest
 from invoking import Shoal
 
 from shoal.cli.run import run
-from shoal.cluster import api
-from shoal.cluster.api import LaunchConfig, RunResult
-from shoal.core.errors import ScriptFailed
-from shoal.core.spread import Spread, as_typed
+from shoal.cluster.launch import api
+from shoal.cluster.launch.api import LaunchConfig, RunResult
+from shoal.config.parallel_options import Spread, as_typed
+from shoal.errors import ScriptFailed
 
 
 @pytest.fixture

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli import ledger_view
-from shoal.cluster import ledger_facts
-from shoal.cluster.journal import FILE_NAME, Journal, begin_launch
-from shoal.cluster.ledger_facts import (
+from shoal.cluster.coordinator.journal import FILE_NAME, Journal, begin_launch
+from shoal.cluster.coordinator.journal_entries import LeaseAsked
+from shoal.cluster.ledger import entries as ledger_facts
+from shoal.cluster.ledger.entries import (
     EpochLeased,
     LedgerFact,
     RangesTrained,
@@ -15,9 +16,8 @@ from shoal.cluster.ledger_facts import (
     TrainingBegan,
     TrainingReached,
 )
-from shoal.cluster.memory import LeaseAsked
-from shoal.wire.group_messages import AskLease
-from shoal.wire.ledger_messages import Noted
+from shoal.runtime.transport.messages.ledger import Noted
+from shoal.runtime.transport.messages.server_group import AskLease
 
 
 def began(**about: Any) -> TrainingBegan:

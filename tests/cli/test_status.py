@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from invoking import Shoal
 
 from shoal.cli import runs
-from shoal.cluster.run_config import RunConfig, Versions
-from shoal.cluster.run_directory import RunDirectory
+from shoal.cluster.launch.run_directory import RunDirectory
+from shoal.config.run import RunConfig, Versions
 
 MakeRun = Callable[..., RunDirectory]
 

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from shoal.cli import app
 from shoal.cli.verb import did_you_mean, paragraph
-from shoal.core.errors import ConfigError, Interrupted, ScriptFailed
+from shoal.errors import ConfigError, Interrupted, ScriptFailed
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.client import CoordinatorClient
-from shoal.cluster.coordination import CoordinationConfig
-from shoal.cluster.coordinator import Coordinator
-from shoal.wire import unix
+from shoal.cluster.coordinator.service import Coordinator
+from shoal.cluster.coordinator.state import CoordinationConfig
+from shoal.cluster.worker.coordinator_client import CoordinatorClient
+from shoal.runtime.transport import unix
 
 
 @dataclass

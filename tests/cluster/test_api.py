@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.api import LaunchConfig, launch, resume_config
-from shoal.core.errors import ConfigError, RunDirectoryError, ScriptNotFound
+from shoal.cluster.launch.api import LaunchConfig, launch, resume_config
+from shoal.errors import ConfigError, RunDirectoryError, ScriptNotFound
 
 
 @pytest.mark.parametrize(

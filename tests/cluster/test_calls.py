@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster.calls import (
+from shoal.cluster.coordinator.calls import (
     EDGES,
     Action,
     Began,

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.client import CoordinatorClient
-from shoal.core.errors import CallsDiffer, ClusterError, CoordinatorLost, WaitTimedOut, WireError
-from shoal.wire import unix
-from shoal.wire.codec import encode, read_message, send_message
-from shoal.wire.messages import (
+from shoal.cluster.worker.coordinator_client import CoordinatorClient
+from shoal.errors import CallsDiffer, ClusterError, CoordinatorLost, WaitTimedOut, WireError
+from shoal.runtime.transport import unix
+from shoal.runtime.transport.framing import encode, read_message, send_message
+from shoal.runtime.transport.messages.cluster import (
     BeginCall,
     CallGranted,
     Join,

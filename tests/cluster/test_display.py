@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shoal.cluster.display import (
+from shoal.cluster.supervisor.display import (
     DRAW_EVERY_S,
     EPOCH_LINE_EVERY_S,
     LINE_EVERY_S,
@@ -16,7 +16,7 @@ from shoal.cluster.display import (
     binary,
     open_display,
 )
-from shoal.wire.messages import Progress
+from shoal.runtime.transport.messages.cluster import Progress
 
 
 class Clock:

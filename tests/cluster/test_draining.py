@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.cluster.draining import DrainConfig, Drained, Draining, Readmitted
-from shoal.core.errors import ConfigError
+from shoal.cluster.coordinator.draining import DrainConfig, Drained, Draining, Readmitted
+from shoal.errors import ConfigError
 
 
 def draining(slower_than: float | None = 4.0) -> Draining:

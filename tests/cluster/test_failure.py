@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster import failure
-from shoal.core.data_errors import BadSample
-from shoal.core.errors import (
+from shoal.cluster.supervisor import failure
+from shoal.errors import (
+    BadSample,
     CallsDiffer,
     CheckpointDamaged,
     Interrupted,
@@ -16,7 +16,7 @@ from shoal.core.errors import (
     ScriptExited,
     ScriptFailed,
 )
-from shoal.wire import codec
+from shoal.runtime.transport import framing as codec
 
 
 def raised_by(source: str, tmp_path: Path) -> BaseException:
@@ -52,7 +52,7 @@ def test_shoals_frames_between_the_users_are_left_out(tmp_path: Path) -> None:
 
 
 def test_shoals_frames_stay_where_shoal_itself_broke(tmp_path: Path) -> None:
-    error = raised_by("from shoal.core.seeds import mix\nmix('three')", tmp_path)
+    error = raised_by("from shoal.runtime.seeds import mix\nmix('three')", tmp_path)
     assert frames(error)[-2:] == ["<module>", "mix"]
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster.journal import APPLICATION_ID, FILE_NAME, VERSION, Journal, begin_launch
-from shoal.cluster.memory import Entry, Granted, Memory, StoreChanged
-from shoal.core.errors import JournalFailed, RunDirectoryError
-from shoal.wire.messages import (
+from shoal.cluster.coordinator.journal import APPLICATION_ID, FILE_NAME, VERSION, Journal, begin_launch
+from shoal.cluster.coordinator.journal_entries import Entry, Granted, Memory, StoreChanged
+from shoal.errors import JournalFailed, RunDirectoryError
+from shoal.runtime.transport.messages.cluster import (
     Join,
     Reaped,
     Saved,
@@ -125,7 +125,7 @@ def test_a_coordinator_killed_while_it_writes_loses_nothing_it_has_promised(path
 
 
 def test_two_coordinators_cannot_share_a_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cluster.journal.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("shoal.cluster.coordinator.journal.BUSY_TIMEOUT_S", 0.05)
     journal = begun(path)
     journal.write(ENTRIES)
     with pytest.raises(JournalFailed, match="locked"):

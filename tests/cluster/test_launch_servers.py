@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.faults import Faults
-from shoal.cluster.launch_config import LaunchConfig
-from shoal.core.errors import ConfigError
+from shoal.config.faults import Faults
+from shoal.config.launch import LaunchConfig
+from shoal.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster.draining import Drained, Readmitted
-from shoal.cluster.lease_terms import (
+from shoal.cluster.coordinator.draining import Drained, Readmitted
+from shoal.cluster.coordinator.lease_types import (
     Action,
     Asked,
     EndEpoch,
@@ -27,8 +27,8 @@ from shoal.cluster.lease_terms import (
     Replaced,
     Tick,
 )
-from shoal.cluster.leases import Leases
-from shoal.core.errors import ConfigError
+from shoal.cluster.coordinator.leases import Leases
+from shoal.errors import ConfigError
 
 calm = settings(deadline=None)
 A, B, C = Holder(0, 0), Holder(1, 0), Holder(2, 0)

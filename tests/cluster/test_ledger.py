@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster.ledger import Had, Ledger
-from shoal.cluster.ledger_facts import (
+from shoal.cluster.ledger.entries import (
     EpochLeased,
     LedgerFact,
     RangesTrained,
@@ -20,7 +19,8 @@ from shoal.cluster.ledger_facts import (
     encode,
     of_event,
 )
-from shoal.cluster.ranges import merged
+from shoal.cluster.ledger.ledger import Had, Ledger
+from shoal.cluster.ledger.ranges import merged
 
 
 def began(epoch: int = 0, start: int = 0, **about: Any) -> TrainingBegan:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.cluster.membership import Late, Member, Membership
-from shoal.wire.messages import Join
+from shoal.cluster.coordinator.membership import Late, Member, Membership
+from shoal.runtime.transport.messages.cluster import Join
 
 
 def join(rank: int, incarnation: int = 0, pid: int = 7, num_workers: int = 2) -> Join:

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import signal
 
-from shoal.cluster.failure import last_words
-from shoal.cluster.fate import Fate, Patience
-from shoal.cluster.fate_events import Asked, CoordinatorExited, Exited, Started, StateLost, Tick
-from shoal.cluster.outcome import Outcome, error_of, summary_of
-from shoal.core.errors import ClusterError, Interrupted, WorkerDied
-from shoal.core.pipeline_errors import ShapeDecides
-from shoal.wire.messages import Failed, Finished, Progress, Saved
+from shoal.cluster.supervisor.failure import last_words
+from shoal.cluster.supervisor.job_events import Asked, CoordinatorExited, Exited, Started, StateLost, Tick
+from shoal.cluster.supervisor.job_lifecycle import Fate, Patience
+from shoal.cluster.supervisor.outcome import Outcome, error_of, summary_of
+from shoal.errors import ClusterError, Interrupted, ShapeDecides, WorkerDied
+from shoal.runtime.transport.messages.cluster import Failed, Finished, Progress, Saved
 
 
 def outcome(*events: object, num_workers: int = 2) -> Outcome:

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster.output import MAX_LINE_BYTES, TAIL_BYTES, LineCutter, Log, Pipe, stderr_pipe, stdout_pipe
+from shoal.cluster.supervisor.output import (
+    MAX_LINE_BYTES,
+    TAIL_BYTES,
+    LineCutter,
+    Log,
+    Pipe,
+    stderr_pipe,
+    stdout_pipe,
+)
 
 
 class FakeScreen:

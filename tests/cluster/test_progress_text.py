@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.cluster import progress_text
-from shoal.wire.messages import Progress
+from shoal.cluster.supervisor import progress_text
+from shoal.runtime.transport.messages.cluster import Progress
 
 
 @pytest.mark.parametrize(

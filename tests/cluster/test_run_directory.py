@@ -8,14 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.cluster.run_config import RunConfig, Versions
-from shoal.cluster.run_directory import (
-    RunDirectory,
-    is_alive,
-    read_config,
-    write_atomically,
-)
-from shoal.core.errors import RunDirectoryError
+from shoal.cluster.launch.run_directory import RunDirectory, is_alive, read_config, write_atomically
+from shoal.config.run import RunConfig, Versions
+from shoal.errors import RunDirectoryError
 
 
 def config(script: str = "/work/train.py") -> RunConfig:

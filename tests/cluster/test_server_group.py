@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster.server_group import (
+from shoal.cluster.coordinator.server_group import (
     Action,
     Event,
     Filled,
@@ -21,8 +21,8 @@ from shoal.cluster.server_group import (
     Settle,
     Tell,
 )
-from shoal.cluster.slot_map import NUM_SLOTS
-from shoal.wire.ps_messages import ServerView
+from shoal.cluster.coordinator.slot_map import NUM_SLOTS
+from shoal.runtime.transport.messages.ps import ServerView
 
 MAX_SERVERS = 6
 

@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 
-from shoal.cluster import session
-from shoal.cluster.client import CoordinatorClient
-from shoal.wire import codec
-from shoal.wire.messages import Finished, Message, Progress, Saved
+from shoal.cluster.worker import session
+from shoal.cluster.worker.coordinator_client import CoordinatorClient
+from shoal.runtime.transport import framing as codec
+from shoal.runtime.transport.messages.cluster import Finished, Message, Progress, Saved
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster.slot_map import (
+from shoal.cluster.coordinator.slot_map import (
     MOVE_EDGES,
     NUM_SLOTS,
     Move,
@@ -16,7 +16,7 @@ from shoal.cluster.slot_map import (
     plan_moves,
     switch,
 )
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 
 calm = settings(deadline=None, max_examples=40)
 names = st.sampled_from([f"server-{number}" for number in range(9)])

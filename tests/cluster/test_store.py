@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import DistStoreError, HashStore, PrefixStore, Store
 
-from shoal.cluster.store import ShoalStore, StoreWaitTimedOut
-from shoal.cluster.store_table import Answer, Asked, Gone, StoreTable, Tick
-from shoal.core.errors import WaitTimedOut
-from shoal.wire.messages import (
+from shoal.cluster.coordinator.store_table import Answer, Asked, Gone, StoreTable, Tick
+from shoal.errors import WaitTimedOut
+from shoal.recovery.store import ShoalStore, StoreWaitTimedOut
+from shoal.runtime.transport.messages.cluster import (
     StoreAdd,
     StoreCheck,
     StoreCount,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.cluster.threads import available_cores, choose_vector_code, threads_per_worker
+from shoal.cluster.launch.threads import available_cores, choose_vector_code, threads_per_worker
 
 
 @given(st.integers(1, 64), st.integers(1, 256))

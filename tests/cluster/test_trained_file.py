@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster import trained_file
-from shoal.cluster.trained_file import Outcome, Trained, TrainedFile
-from shoal.core.job import Job
+from shoal.cluster.ledger import trained_file
+from shoal.cluster.ledger.trained_file import Outcome, Trained, TrainedFile
+from shoal.config.job import Job
 
 
 @pytest.fixture

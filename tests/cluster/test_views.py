@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster.membership import Late, Membership
-from shoal.cluster.views import (
+from shoal.cluster.coordinator.membership import Late, Membership
+from shoal.cluster.coordinator.views import (
     EDGES,
     Action,
     Entered,
@@ -19,7 +19,7 @@ from shoal.cluster.views import (
     Tick,
     Views,
 )
-from shoal.wire.messages import Join
+from shoal.runtime.transport.messages.cluster import Join
 
 calm = settings(deadline=None)
 

@@ -15,10 +15,10 @@ from shoal.collectives.compression import int8
 from shoal.collectives.compression.compressor import Gradient
 from shoal.collectives.compression.registry import compressor
 from shoal.collectives.gradients import GradientExchange
-from shoal.core import compress_names
-from shoal.core.errors import ConfigError
-from shoal.strategies import residuals
-from shoal.strategies.protocol import PieceReader
+from shoal.config import compress_names
+from shoal.errors import ConfigError
+from shoal.parallel import residuals
+from shoal.parallel.protocol import PieceReader
 
 LAYOUT = [Gradient(0, (12, 10)), Gradient(120, (7,)), Gradient(127, (5, 4, 2))]
 LENGTH = 167

@@ -10,7 +10,7 @@ from lockstep import with_ranks
 from torch import Tensor, nn
 
 from shoal.collectives.gradients import GradientExchange
-from shoal.core.errors import TrainingError
+from shoal.errors import TrainingError
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from shoal.collectives.native import Native
-from shoal.core.errors import PeerLost
+from shoal.errors import PeerLost
 
 
 class Work:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.collectives.schemes import allgather, chain, everyone, halving, mapreduce, ring, tree
+from shoal.collectives.schemes import allgather, chain, halving, mapreduce, ring, tree
+from shoal.collectives.schemes import broadcast as everyone
 
 SCHEMES = {
     "ring": ring,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.collectives import shm
 from shoal.collectives.shm import Shm
-from shoal.core.errors import PeerLost
+from shoal.errors import PeerLost
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lockstep import with_ranks
 
-from shoal.collectives.staged import Staged
+from shoal.collectives.host_staging import Staged
 
 
 def test_far_tensors_are_summed_and_gathered_as_if_they_were_near() -> None:

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from shoal.core.errors import ShoalError
 from shoal.data import Dataset, Feature, copies, write_tfrecord
+from shoal.errors import ShoalError
 
 NAN = float("nan")
 TABLES = ("csv", "jsonl", "parquet", "tfrecord", "sql")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from pipelines import epoch_of, numbers, read, seen
 
-from shoal.core.errors import ConfigError
 from shoal.data import Dataset
+from shoal.errors import ConfigError
 
 
 def jitter(sample: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

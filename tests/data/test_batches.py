@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.errors import BatchTooSmall, ConfigError, DataError, EmptyDataset
 from shoal.data import Batches, Dataset, Slice, as_batches
+from shoal.errors import BatchTooSmall, ConfigError, DataError, EmptyDataset
 
 
 def numbers(num_samples: int) -> Dataset:

@@ -14,14 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core import happenings
-from shoal.core.errors import ConfigError
-from shoal.core.memory_errors import CacheFull
 from shoal.data import Dataset
-from shoal.data.caching import cached
+from shoal.data.cache.caching import cached
+from shoal.data.cache.sample_template import Template
 from shoal.data.collate import collate
-from shoal.data.sample_template import Template
 from shoal.data.sources.source import Source
+from shoal.errors import CacheFull, ConfigError
+from shoal.runtime import events as happenings
 
 
 class Made(Source):

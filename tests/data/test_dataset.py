@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.core.errors import ConfigError
 from shoal.data import Batches, Dataset
+from shoal.errors import ConfigError
 
 
 def numbers(num_samples: int) -> Dataset:

@@ -11,9 +11,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from shoal.core.data_errors import FileLost, NoFiles
-from shoal.core.errors import ConfigError
 from shoal.data.files import SharedFiles, ending_of, in_threads
+from shoal.errors import ConfigError, FileLost, NoFiles
 
 
 def names(files: SharedFiles, where: object, *endings: str) -> list[str]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from pipelines import epoch_of, numbers, read, seen
 
-from shoal.core.errors import ConfigError, DataError, EmptyDataset
 from shoal.data import Dataset
+from shoal.errors import ConfigError, DataError, EmptyDataset
 
 
 class Counting:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import epoch_of, numbers
 
-from shoal.core.errors import DataError
 from shoal.data import Dataset
-from shoal.data.interleaving import Interleaving
+from shoal.data.order.interleaving import Interleaving
+from shoal.errors import DataError
 
 
 def round_robin(lengths: list[int], block: int) -> list[tuple[int, int]]:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pipelines import epoch_of, numbers
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from shoal.core.errors import DataError
 from shoal.data import Dataset
+from shoal.errors import DataError
 
 
 class Counted(IterableDataset):  # type: ignore[type-arg]

@@ -23,8 +23,8 @@ from torch.utils.data import (
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from shoal.core.errors import BatchTooSmall, ConfigError, DataError
 from shoal.data import Batches, as_batches
+from shoal.errors import BatchTooSmall, ConfigError, DataError
 
 
 class Numbers(TorchDataset):  # type: ignore[type-arg]

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import epoch_of, numbers, read, seen
 
-from shoal.core import happenings
-from shoal.core.data_errors import BadSample, TooManySkipped
-from shoal.core.errors import ConfigError, DataError
 from shoal.data import Dataset
+from shoal.errors import BadSample, ConfigError, DataError, TooManySkipped
+from shoal.runtime import events as happenings
 
 
 def fragile(sample: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from shoal.core.data_errors import BadSample, FileDamaged, FileLost, NoFiles, TooManySkipped
-from shoal.core.errors import DataError
 from shoal.data import Dataset
+from shoal.errors import BadSample, DataError, FileDamaged, FileLost, NoFiles, TooManySkipped
 
 
 def here(lines_up: int = 1) -> str:

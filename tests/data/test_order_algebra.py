@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipelines import epoch_of, numbers, read, seen
 
-from shoal.core.errors import ConfigError
 from shoal.data import Dataset
+from shoal.errors import ConfigError
 
 EPOCHS = (0, 1, 2)
 

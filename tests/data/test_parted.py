@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import epoch_of, numbers
 
-from shoal.core.errors import ConfigError
 from shoal.data import Dataset
-from shoal.data.split import part_sizes
+from shoal.data.order.split import part_sizes
+from shoal.errors import ConfigError
 
 labelled = st.lists(st.integers(0, 4), min_size=1, max_size=80)
 

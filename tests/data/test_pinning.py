@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import shoal
-from shoal.data import Batches, pinning
+from shoal.data import Batches
 from shoal.data.randomness import ReadAhead
+from shoal.data.workers import pinning
 
 GPU = torch.device("cuda", 0)
 

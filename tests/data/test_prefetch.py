@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.core.errors import ConfigError
 from shoal.data import Batches, Dataset, as_batches
-from shoal.data.prefetch import prefetched
 from shoal.data.randomness import DrawsWatch
+from shoal.data.workers.prefetch import prefetched
+from shoal.errors import ConfigError
 
 
 def threads() -> list[threading.Thread]:

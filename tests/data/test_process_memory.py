@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.errors import DataError
-from shoal.data.process_memory import Receiver, Sender
+from shoal.data.workers.memory import Receiver, Sender
+from shoal.errors import DataError
 
 
 class Line:

@@ -19,10 +19,9 @@ import psutil
 import pytest
 import torch
 
-from shoal.core import happenings
-from shoal.core.data_errors import ReadersLost, ReaderStuck, SampleEndsReader
-from shoal.core.errors import ConfigError, DataError
-from shoal.data.process_pool import PoolConfig, ProcessPool
+from shoal.data.workers.pool import PoolConfig, ProcessPool
+from shoal.errors import ConfigError, DataError, ReadersLost, ReaderStuck, SampleEndsReader
+from shoal.runtime import events as happenings
 from waiting import wait_until
 
 

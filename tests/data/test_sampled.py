@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import epoch_of, numbers
 
-from shoal.core.data_errors import NoSuchColumn
-from shoal.core.errors import ConfigError
 from shoal.data import Dataset
-from shoal.data.order_sampled import uniform
+from shoal.data.order.sampled import uniform
+from shoal.errors import ConfigError, NoSuchColumn
 
 
 def test_hashes_are_uniform_and_never_at_the_edge() -> None:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.core.errors import ConfigError, DataError
 from shoal.data import Batches, Dataset, Slice, as_batches
-from shoal.data.sharding import UNSAID, Dynamic, Measured, weighted_cuts
+from shoal.data.sharding.sharding import UNSAID, Dynamic, Measured, weighted_cuts
+from shoal.errors import ConfigError, DataError
 
 TEXTS = ["a" * length for length in (9, 1, 1, 1, 1, 1, 30, 2, 2, 2, 1, 1, 5, 5)]
 

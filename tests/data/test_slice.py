@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.errors import TrainingError
 from shoal.data.slice import Slice, bounds, split_target
+from shoal.errors import TrainingError
 
 
 def batch_of(num_samples: int) -> Slice:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.errors import ConfigError
 from shoal.data import Dataset
-from shoal.data.split import part_sizes
+from shoal.data.order.split import part_sizes
+from shoal.errors import ConfigError
 
 
 @given(st.integers(0, 10_000), st.lists(st.integers(1, 100), min_size=1, max_size=6))

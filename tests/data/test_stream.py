@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.core.errors import BatchTooSmall, DataError, EmptyDataset
 from shoal.data import Batches, Dataset, Slice, as_batches
+from shoal.errors import BatchTooSmall, DataError, EmptyDataset
 
 
 class Counting(IterableDataset):  # type: ignore[type-arg]

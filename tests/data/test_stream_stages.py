@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pipelines import read, seen
 from torch.utils.data import IterableDataset
 
-from shoal.core.errors import ConfigError
 from shoal.data import Dataset
 from shoal.data.weights import Weighted
+from shoal.errors import ConfigError
 
 
 class Numbers(IterableDataset):  # type: ignore[type-arg]

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.core.data_errors import NoSuchColumn
-from shoal.core.errors import ConfigError, DataError
 from shoal.data import Dataset
 from shoal.data.slice import Slice, split_target
 from shoal.data.weights import Weighted
+from shoal.errors import ConfigError, DataError, NoSuchColumn
 
 COLUMNS = {"x": torch.arange(8.0), "w": torch.arange(8) * 0.5}
 DATA = Dataset.from_arrays((COLUMNS, torch.arange(8)))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.core.errors import CheckpointError, ConfigError, DataError, EmptyDataset, NoCheckpoint
+from shoal.errors import CheckpointError, ConfigError, DataError, EmptyDataset, NoCheckpoint
 from shoal.features import FeatureSet, bag, bucketized, categorical, crossed, embedding, hashed, numeric
 from shoal.features.hashing import bucket_of, hash_ints, hash_text, hash_together
 

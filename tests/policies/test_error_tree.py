@@ -9,8 +9,8 @@ import re
 import pytest
 from parsed import Module
 
-from shoal.core import errors
-from shoal.core.errors import ShoalError
+from shoal import errors
+from shoal.errors import ShoalError
 
 LINE = re.compile(r"^    (?P<branch>[│├└─ ]*)(?P<name>[A-Z]\w+)(?P<rest>.*)$")
 EXITS = re.compile(r"exit (?P<codes>[\d, ]+)$")
@@ -46,7 +46,7 @@ def test_the_tree_in_the_docstring_is_the_real_one(exceptions: list[type[BaseExc
     }
     drawn = {name: parent for name, parent, _ in _drawn()}
     assert drawn == {**real, "ShoalError": ""}, (
-        "the tree at the top of core/errors.py is what users read. Drawn but not real: "
+        "the tree at the top of errors.py is what users read. Drawn but not real: "
         f"{sorted(drawn.items() - real.items() - {('ShoalError', '')})}; real but not drawn: "
         f"{sorted(real.items() - drawn.items() - {('ShoalError', 'Exception')})}. Change the drawing with the classes."
     )
@@ -54,10 +54,10 @@ def test_the_tree_in_the_docstring_is_the_real_one(exceptions: list[type[BaseExc
 
 def test_the_exit_codes_in_the_docstring_are_the_real_ones() -> None:
     drawn = {name: codes for name, _, codes in _drawn() if codes}
-    assert drawn, "the tree at the top of core/errors.py names no exit codes"
+    assert drawn, "the tree at the top of errors.py names no exit codes"
     for name, codes in drawn.items():
         assert getattr(errors, name).exit_code in codes, (
-            f"core/errors.py draws exit {codes} for {name}: not its exit_code."
+            f"errors.py draws exit {codes} for {name}: not its exit_code."
         )
 
 

@@ -12,28 +12,35 @@ from parsed import PACKAGE, Module
 
 LAYERS = (
     {"cli"},
-    {"dashboard"},
     {"train"},
-    {"perf"},
-    {"strategies"},
+    {"parallel"},
     {"ps"},
+    {"recovery"},
     {"cluster"},
     {"features"},
-    {"collectives", "data", "nn"},
-    {"memory"},
-    {"wire"},
-    {"core"},
+    {"collectives", "data", "embedding"},
+    {"runtime"},
+    {"config"},
+    {"errors"},
 )
 HEIGHT = {folder: -depth for depth, folders in enumerate(LAYERS) for folder in folders}
-FACADES = {"shoal", "shoal.__main__", "shoal.callbacks", "shoal.collectives"}
+FACADES = {
+    "shoal",
+    "shoal.__main__",
+    "shoal.callbacks",
+    "shoal.collectives",
+    "shoal.errors",
+    "shoal.memory",
+    "shoal.nn",
+}
 
 TORCH = ("torch", "torchmetrics", "safetensors.torch")
-WITHOUT_TORCH = {"core", "wire", "cluster", "cli"}
+WITHOUT_TORCH = {"errors", "config", "runtime", "cluster", "cli"}
 RUN_IN_WORKERS = {
-    "shoal.cluster.worker",
-    "shoal.cluster.store",
-    "shoal.cluster.device_group",
-    "shoal.cluster.rendezvous",
+    "shoal.cluster.worker.process",
+    "shoal.recovery.store",
+    "shoal.recovery.device_group",
+    "shoal.recovery.rendezvous",
     "shoal.cli.bench_exchange_job",
 }
 
@@ -69,7 +76,7 @@ def test_each_way_of_looking_up_is_seen(source: str) -> None:
     "source",
     [
         "import shoal\nshoal.__version__",
-        "from shoal.core import errors",
+        "from shoal.config import errors",
         "from shoal.data import tree",
         "import torch",
     ],

@@ -42,9 +42,9 @@ import psutil
 import pytest
 from launched import Launched
 
-from shoal.cluster.api import LaunchConfig, launch
-from shoal.cluster.roles import PRELOAD_WITH_MESH, PRELOAD_WITH_SERVERS
-from shoal.cluster.warm_client import WarmParent
+from shoal.cluster.launch.api import LaunchConfig, launch
+from shoal.cluster.launch.roles import PRELOAD_WITH_MESH, PRELOAD_WITH_SERVERS
+from shoal.cluster.supervisor.forkserver_client import WarmParent
 from waiting import wait_until
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _own_sockets() -> Iterator[None]:
 def warm_parent(_own_sockets: None) -> Iterator[WarmParent]:
     # For any script: with torch's sharding, and with numba and the kernels of servers.
     with WarmParent(
-        "tests", preload=["shoal.train.metrics", PRELOAD_WITH_MESH, *PRELOAD_WITH_SERVERS]
+        "tests", preload=["shoal.train.metrics.metrics", PRELOAD_WITH_MESH, *PRELOAD_WITH_SERVERS]
     ) as warm:
         warm.wait_ready()
         yield warm
@@ -198,7 +198,7 @@ def supervisor_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
         }
         program = (
             "import sys\n"
-            "from shoal.cluster.api import LaunchConfig, launch\n"
+            "from shoal.cluster.launch.api import LaunchConfig, launch\n"
             f"sys.exit(launch(LaunchConfig(**{options!r})).exit_code)\n"
         )
         with open(tmp_path / "supervisor.log", "wb") as log:

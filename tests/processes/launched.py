@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.api import RunResult
-from shoal.core.errors import ShoalError
+from shoal.cluster.launch.api import RunResult
+from shoal.errors import ShoalError
 
 
 @dataclass(frozen=True)

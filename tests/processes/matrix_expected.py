@@ -16,8 +16,8 @@ import torch
 from matrix_models import CASES
 from safetensors.torch import load_file
 
-from shoal.core import mesh_names
-from shoal.core.mesh_names import Axes
+from shoal.config import mesh as mesh_names
+from shoal.config.mesh import Axes
 
 TOLERANCE = 1e-9
 

@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import shoal
-from shoal.core.errors import ShoalError
-from shoal.strategies import fsdp_cut, tensor_plan
-from shoal.strategies.single import Single
+from shoal.errors import ShoalError
+from shoal.parallel import fsdp as fsdp_cut
+from shoal.parallel.single import Single
+from shoal.parallel.tensor_parallel import plan as tensor_plan
 
 BATCH = 8
 

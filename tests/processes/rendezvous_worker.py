@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shoal.cluster import rendezvous
-from shoal.cluster.client import CoordinatorClient
-from shoal.core import job as jobs
-from shoal.core.errors import ConfigError, ShoalError
-from shoal.core.job import Job
+from shoal.cluster.worker.coordinator_client import CoordinatorClient
+from shoal.config import job as jobs
+from shoal.config.job import Job
+from shoal.errors import ConfigError, ShoalError
+from shoal.recovery import rendezvous
 
 
 def use(job: Job) -> dict[str, object]:

@@ -8,18 +8,16 @@ from __future__ import annotations
 import os
 import socket
 
-from shoal.cluster import roles
-from shoal.cluster.server_spec import decode_spec
-from shoal.core import failpoints
-from shoal.wire import unix
-from shoal.wire.codec import encode, read_message
-from shoal.wire.group_messages import JoinServer, PingServer, ServerAlive
-from shoal.wire.message import Message
-from shoal.wire.messages import JoinRefused
-from shoal.wire.ps_messages import (
-    ServerView,
-)
-from shoal.wire.replication_messages import SlotsFilled
+from shoal.cluster.launch import roles
+from shoal.cluster.launch.server_spec import decode_spec
+from shoal.runtime import failpoints
+from shoal.runtime.transport import unix
+from shoal.runtime.transport.framing import encode, read_message
+from shoal.runtime.transport.messages.cluster import JoinRefused
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.ps import ServerView
+from shoal.runtime.transport.messages.replication import SlotsFilled
+from shoal.runtime.transport.messages.server_group import JoinServer, PingServer, ServerAlive
 
 roles.ROLES["server"] = "stub_server:main"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launched import Launched
 
-from shoal.core.errors import (
+from shoal.errors import (
     BatchTooSmall,
     CallsDiffer,
     CheckpointError,
@@ -25,8 +25,8 @@ from shoal.core.errors import (
     ScriptFailed,
     TrainingError,
 )
-from shoal.train.checkpoint import open_checkpoint
-from shoal.train.checkpoint_directory import list_checkpoints
+from shoal.train.checkpoint.checkpoint import open_checkpoint
+from shoal.train.checkpoint.directory import list_checkpoints
 
 Launch = Callable[..., Launched]
 

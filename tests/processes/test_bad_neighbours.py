@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from launched import Launched
 
-from shoal.cluster.api import resume_config
-from shoal.core.errors import ClusterError, RunDirectoryError, ScriptFailed
+from shoal.cluster.launch.api import resume_config
+from shoal.errors import ClusterError, RunDirectoryError, ScriptFailed
 
 Launch = Callable[..., Launched]
 

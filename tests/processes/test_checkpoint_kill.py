@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from shoal.core.errors import CheckpointDamaged
-from shoal.strategies.protocol import Piece
-from shoal.train.checkpoint import write_checkpoint
-from shoal.train.checkpoint_directory import newest_checkpoint, step_path
+from shoal.errors import CheckpointDamaged
+from shoal.parallel.protocol import Piece
+from shoal.train.checkpoint.checkpoint import write_checkpoint
+from shoal.train.checkpoint.directory import newest_checkpoint, step_path
 
 WRITER = """
 import sys, time

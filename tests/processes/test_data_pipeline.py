@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from launched import Launched
 
-from shoal.core.data_errors import TooManySkipped
-from shoal.core.errors import CallsDiffer, ScriptFailed
+from shoal.errors import CallsDiffer, ScriptFailed, TooManySkipped
 
 PRELUDE = """
 import torch, shoal

@@ -15,9 +15,9 @@ from launched import Launched
 from typer.testing import CliRunner
 
 from shoal.cli import app
-from shoal.cluster import warm_client
-from shoal.cluster.warm_client import WarmParent
-from shoal.core import compiled
+from shoal.cluster.supervisor import forkserver_client as warm_client
+from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.runtime import kernel_cache as compiled
 
 
 @pytest.fixture(autouse=True)

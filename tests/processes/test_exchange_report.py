@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from launched import Launched
 
-from shoal.core.placement_errors import DeviceMissing
+from shoal.errors import DeviceMissing
 
 SCRIPT = """
 import torch, shoal

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.faults import Faults
-from shoal.core.exchange_names import EXCHANGES
+from shoal.config.exchange_names import EXCHANGES
+from shoal.config.faults import Faults
 
 SCRIPT = """
 import torch, shoal

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from launched import Launched
 
-from shoal.cluster.api import LaunchConfig, launch
-from shoal.cluster.warm_client import WarmParent
-from shoal.core.errors import (
+from shoal.cluster.launch.api import LaunchConfig, launch
+from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.errors import (
     CallsDiffer,
     ClusterError,
     NonFiniteLoss,

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from shoal import Faults
 from shoal.cli import app
-from shoal.cluster import warm_client
-from shoal.cluster.warm_client import WarmParent
-from shoal.core.errors import ConfigError
-from shoal.train.checkpoint import open_checkpoint
+from shoal.cluster.supervisor import forkserver_client as warm_client
+from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.errors import ConfigError
+from shoal.train.checkpoint.checkpoint import open_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "hash_rows.py"
 ONE = {"workers": 1, "strategy": "single"}

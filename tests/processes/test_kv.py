@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from launched import Launched
 
-from shoal.cluster.faults import Faults
-from shoal.core.errors import ConfigError
+from shoal.config.faults import Faults
+from shoal.errors import ConfigError
 
 Launch = Callable[..., Launched]
 

@@ -12,10 +12,10 @@ import pytest
 from launched import Launched
 
 import shoal
-from shoal.cluster import api
-from shoal.cluster.threads import available_cores
-from shoal.cluster.warm_client import WarmParent
-from shoal.core.errors import ClusterError, ConfigError, ScriptFailed
+from shoal.cluster.launch import api
+from shoal.cluster.launch.threads import available_cores
+from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.errors import ClusterError, ConfigError, ScriptFailed
 
 Launch = Callable[..., Launched]
 

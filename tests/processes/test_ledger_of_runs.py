@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from shoal import Faults
 from shoal.cli import app, ledger_view
-from shoal.cluster.api import launch, resume_config
-from shoal.cluster.warm_client import WarmParent
+from shoal.cluster.launch.api import launch, resume_config
+from shoal.cluster.supervisor.forkserver_client import WarmParent
 from waiting import wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "counted_epochs.py"

@@ -20,9 +20,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
-from shoal.core.errors import DataError
 from shoal.data import Batches, as_batches
-from shoal.data.loader_options import ProcessInit
+from shoal.data.workers.loader_options import ProcessInit
+from shoal.errors import DataError
 from waiting import wait_until
 
 

@@ -18,11 +18,11 @@ from launched import Launched
 from torch import nn
 
 import shoal
-from shoal.cluster.api import resume_config
-from shoal.cluster.faults import Faults
-from shoal.cluster.launch_config import LaunchConfig
-from shoal.core.errors import ConfigError, Interrupted, NonFiniteLoss
-from shoal.train.checkpoint import open_checkpoint
+from shoal.cluster.launch.api import resume_config
+from shoal.config.faults import Faults
+from shoal.config.launch import LaunchConfig
+from shoal.errors import ConfigError, Interrupted, NonFiniteLoss
+from shoal.train.checkpoint.checkpoint import open_checkpoint
 
 SCRIPT = """
 import json, sys, torch, shoal

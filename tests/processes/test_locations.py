@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shoal.cluster.faults import Faults
+from shoal.config.faults import Faults
 
 SCRIPT = """
 import torch, shoal

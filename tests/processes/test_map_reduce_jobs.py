@@ -13,7 +13,7 @@ import psutil
 import pytest
 from launched import Launched
 
-from shoal.core.errors import DataError, ScriptFailed
+from shoal.errors import DataError, ScriptFailed
 from waiting import wait_until
 
 NUM_SAMPLES = 4000

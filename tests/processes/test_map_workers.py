@@ -22,8 +22,8 @@ from torch import nn
 
 import shoal
 from shoal import Faults
-from shoal.core.data_errors import ReaderStuck, SampleEndsReader
 from shoal.data import Batches
+from shoal.errors import ReaderStuck, SampleEndsReader
 from waiting import wait_until
 
 Launch = Callable[..., Launched]

@@ -10,7 +10,7 @@ import pytest
 from launched import Launched
 from matrix_expected import SIZES, WHOLE, OneProcess, problems
 
-from shoal.core.exchange_names import EXCHANGES
+from shoal.config.exchange_names import EXCHANGES
 
 LAUNCHES = [
     ("native", 2),

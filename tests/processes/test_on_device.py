@@ -17,8 +17,8 @@ from launched import Launched
 from matrix_expected import OneProcess, problems
 from matrix_models import CASES
 
-from shoal.cluster.faults import Faults
-from shoal.core.errors import ShoalError
+from shoal.config.faults import Faults
+from shoal.errors import ShoalError
 
 Launch = Callable[..., Launched]
 

@@ -18,8 +18,8 @@ from launched import Launched
 from matrix_expected import OneProcess, problems
 from matrix_models import CASES
 
-from shoal.cluster.faults import Faults
-from shoal.core.errors import WaitTimedOut
+from shoal.config.faults import Faults
+from shoal.errors import WaitTimedOut
 
 Launch = Callable[..., Launched]
 

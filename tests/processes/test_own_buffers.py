@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from launched import Launched
 
-from shoal.cluster.faults import Faults
+from shoal.config.faults import Faults
 
 SCRIPT = """
 import hashlib, torch, shoal

@@ -11,7 +11,7 @@ from launched import Launched
 from torch import nn
 
 from shoal import Faults
-from shoal.core.errors import WaitTimedOut
+from shoal.errors import WaitTimedOut
 
 NUM_STEPS = 12
 SCRIPT = f"""

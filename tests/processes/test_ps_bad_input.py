@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from launched import Launched
 
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 
 PROLOGUE = """
 import torch, shoal

@@ -12,7 +12,7 @@ import pytest
 from examples_expected import EXAMPLES
 from launched import Launched
 
-from shoal.core.errors import TrainingError
+from shoal.errors import TrainingError
 
 Launch = Callable[..., Launched]
 

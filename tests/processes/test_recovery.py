@@ -17,8 +17,8 @@ from launched import Launched
 
 from shoal import Faults
 from shoal.cli import ledger_view
-from shoal.core.errors import ScriptFailed, WorkerDied
-from shoal.core.failpoints import POINTS
+from shoal.config.faults import POINTS
+from shoal.errors import ScriptFailed, WorkerDied
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

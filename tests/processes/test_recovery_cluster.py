@@ -16,18 +16,11 @@ import psutil
 import pytest
 from launched import Launched
 
-from shoal.cluster import coordinator_keeper
-from shoal.cluster.api import launch, resume_config
-from shoal.cluster.faults import Faults
-from shoal.cluster.supervisor import Supervisor
-from shoal.core.errors import (
-    ClusterError,
-    Interrupted,
-    RunDirectoryError,
-    ScriptFailed,
-    WaitTimedOut,
-    WorkerDied,
-)
+from shoal.cluster.launch.api import launch, resume_config
+from shoal.cluster.supervisor import coordinator_handle as coordinator_keeper
+from shoal.cluster.supervisor.supervisor import Supervisor
+from shoal.config.faults import Faults
+from shoal.errors import ClusterError, Interrupted, RunDirectoryError, ScriptFailed, WaitTimedOut, WorkerDied
 from waiting import wait_until
 
 Launch = Callable[..., Launched]

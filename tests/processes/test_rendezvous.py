@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.wire import unix
+from shoal.runtime.transport import unix
 from waiting import wait_until
 
 WORKER = Path(__file__).with_name("rendezvous_worker.py")

@@ -16,8 +16,8 @@ import torch
 from launched import Launched
 from safetensors.torch import load_file
 
-from shoal.cluster.api import resume_config
-from shoal.core.errors import Interrupted
+from shoal.cluster.launch.api import resume_config
+from shoal.errors import Interrupted
 from waiting import wait_until
 
 Launch = Callable[..., Launched]

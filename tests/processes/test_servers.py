@@ -11,9 +11,9 @@ from launched import Launched
 
 from shoal.cli import runs
 from shoal.cli.scale import scale
-from shoal.cluster.faults import Faults
-from shoal.cluster.warm_client import WarmParent
-from shoal.core.errors import ClusterError, ConfigError
+from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.config.faults import Faults
+from shoal.errors import ClusterError, ConfigError
 
 PROLOGUE = """
 import os, pathlib, time

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from shoal import Faults
 from shoal.cli import ledger_view
+from shoal.cli.equality import check
 from shoal.cli.verify import VerifyRuns
-from shoal.cluster.api import LaunchConfig
-from shoal.cluster.warm_client import WarmParent
-from shoal.perf.equality import check
+from shoal.cluster.launch.api import LaunchConfig
+from shoal.cluster.supervisor.forkserver_client import WarmParent
 
 SCRIPTS = Path(__file__).parent / "scripts"
 COUNTED = SCRIPTS / "counted_epochs.py"

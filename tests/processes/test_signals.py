@@ -15,8 +15,8 @@ import psutil
 import pytest
 from launched import Launched
 
-from shoal.cluster.api import resume_config
-from shoal.core.errors import Interrupted
+from shoal.cluster.launch.api import resume_config
+from shoal.errors import Interrupted
 from waiting import wait_until
 
 Launch = Callable[..., Launched]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from launched import Launched
 
-from shoal.cluster.launch_config import LaunchConfig
+from shoal.config.launch import LaunchConfig
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 LINE = re.compile(

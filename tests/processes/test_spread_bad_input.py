@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 from launched import Launched
 
-from shoal.cluster.launch_config import LaunchConfig
-from shoal.core.errors import CallsDiffer, ConfigError, ModelsDiffer, WaitTimedOut
-from shoal.core.parts_errors import CollectiveLeftOut
+from shoal.config.launch import LaunchConfig
+from shoal.errors import CallsDiffer, CollectiveLeftOut, ConfigError, ModelsDiffer, WaitTimedOut
 
 Launch = Callable[..., Launched]
 

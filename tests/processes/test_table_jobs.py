@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launched import Launched
 
-from shoal.core.data_errors import BadSample, FileDamaged, FileLost, TooManySkipped
+from shoal.errors import BadSample, FileDamaged, FileLost, TooManySkipped
 
 SCRIPT = """
 import pathlib, sys

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.faults import Faults
+from shoal.config.faults import Faults
 
 SCRIPT = """
 import json, torch, shoal

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shoal.cli import app
-from shoal.cluster import warm_client
-from shoal.cluster.warm_client import WarmParent
+from shoal.cluster.supervisor import forkserver_client as warm_client
+from shoal.cluster.supervisor.forkserver_client import WarmParent
 
 Verify = Callable[..., Result]
 

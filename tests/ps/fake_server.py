@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from shoal.cluster import threads
-from shoal.cluster.server_spec import ServerSpec
-from shoal.ps import server_process
-from shoal.ps.actions import Action, Drop, Reply, Request, Send, Tell
-from shoal.wire.message import Message
-from shoal.wire.ps_messages import (
+from shoal.cluster.launch import threads
+from shoal.cluster.launch.server_spec import ServerSpec
+from shoal.ps.server import process as server_process
+from shoal.ps.server.actions import Action, Drop, Reply, Request, Send, Tell
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.ps import (
     Committed,
     Declared,
     Hello,
@@ -23,7 +23,7 @@ from shoal.wire.ps_messages import (
     SetClock,
     Welcome,
 )
-from shoal.wire.replication_messages import Replicate, Replicated, SlotsFilled
+from shoal.runtime.transport.messages.replication import Replicate, Replicated, SlotsFilled
 
 
 class FakeCore:

@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.core.errors import LinkLost
-from shoal.ps.actions import Action, Drop, Reply, Request, Send
-from shoal.ps.core import ServerCore
-from shoal.wire.arena import Buffer
-from shoal.wire.message import Message
-from shoal.wire.ps_messages import Hello, ServerView
-from shoal.wire.shared import Reply as Answer
+from shoal.errors import LinkLost
+from shoal.ps.server.actions import Action, Drop, Reply, Request, Send
+from shoal.ps.server.core import ServerCore
+from shoal.runtime.transport.arena import Buffer
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.ps import Hello, ServerView
+from shoal.runtime.transport.shared_client import Reply as Answer
 
 NUM_SERVERS = 3
 
@@ -152,7 +152,7 @@ class World:
 
 
 class Link:
-    """In place of shoal.wire.shared.Link."""
+    """In place of shoal.runtime.transport.shared_client.Link."""
 
     world: World
 

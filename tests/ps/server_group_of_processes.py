@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.cluster.server_spec import ServerSpec, encode_spec
-from shoal.wire import unix
-from shoal.wire.codec import read_message, send_message
-from shoal.wire.message import Message
-from shoal.wire.ps_messages import Hello
-from shoal.wire.shared import Link
+from shoal.cluster.launch.server_spec import ServerSpec, encode_spec
+from shoal.runtime.transport import unix
+from shoal.runtime.transport.framing import read_message, send_message
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.ps import Hello
+from shoal.runtime.transport.shared_client import Link
 
 HELLO = Hello(name="worker-0", incarnation=0)
 FAKE = Path(__file__).parent / "fake_server.py"

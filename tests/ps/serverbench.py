@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from shoal.ps.actions import Action, Drop, Reply, Request, Send
-from shoal.ps.core import ServerCore
-from shoal.wire.message import Message
-from shoal.wire.ps_messages import (
+from shoal.ps.server.actions import Action, Drop, Reply, Request, Send
+from shoal.ps.server.core import ServerCore
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.ps import (
     ChunkSpec,
     DeclareDense,
     DeclareMode,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from serverbench import Bench, messages
 
-from shoal.core.errors import ConfigError
-from shoal.ps.filters import NormBound, RateByStaleness
-from shoal.wire.ps_messages import Committed, DeclareMode, Hello, ReadMarks, Rest, WriteMarks
+from shoal.errors import ConfigError
+from shoal.ps.server.apply_filters import NormBound, RateByStaleness
+from shoal.runtime.transport.messages.ps import Committed, DeclareMode, Hello, ReadMarks, Rest, WriteMarks
 
 ASYNC = DeclareMode(2, "async")
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from serverbench import Bench, drops, messages, refusal
 
-from shoal.ps.actions import Reply, Tell
-from shoal.wire.lateness_messages import AskMissing, Missing
-from shoal.wire.ps_messages import (
+from shoal.ps.server.actions import Reply, Tell
+from shoal.runtime.transport.messages.lateness import AskMissing, Missing
+from shoal.runtime.transport.messages.ps import (
     AskNote,
     Commit,
     Committed,
@@ -30,7 +30,7 @@ from shoal.wire.ps_messages import (
     ViewOver,
     WriteRows,
 )
-from shoal.wire.replication_messages import StepLost
+from shoal.runtime.transport.messages.replication import StepLost
 
 EXACT = DeclareMode(2, "exact")
 TWO_PHASE = DeclareMode(2, "exact", two_phase=True, wants_norm=True)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 from shoal.ps.dense_plan import check_optimizer, num_elements, optimizer_class, plan_chunks
 
 SHAPES = st.lists(

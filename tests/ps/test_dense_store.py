@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.core.errors import CheckpointError, ConfigError
-from shoal.ps.dense import DenseStore
+from shoal.errors import CheckpointError, ConfigError
+from shoal.ps.client.dense_state import WholeParameter, cut, put_together
 from shoal.ps.dense_plan import num_elements, plan_chunks
-from shoal.ps.dense_state import WholeParameter, cut, put_together
-from shoal.wire.ps_messages import ChunkSpec
+from shoal.ps.server.dense import DenseStore
+from shoal.runtime.transport.messages.ps import ChunkSpec
 
 SHAPES = {"embed": (37, 41), "bias": (41,), "scale": (), "wide": (300, 7), "short": (5,)}
 GROUPS = {"embed": 0, "bias": 1, "scale": 1, "wide": 0, "short": 0}

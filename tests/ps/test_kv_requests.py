@@ -12,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_world import Link, World
 
-from shoal.core.errors import ConfigError, PsError
-from shoal.core.job import Job
-from shoal.nn.rules import RULES
-from shoal.ps import group as groups
-from shoal.ps import kv_line, kv_tables
-from shoal.ps.group import Group
-from shoal.ps.kv import Kv
-from shoal.ps.kv_line import Line
+from shoal.config.job import Job
+from shoal.embedding.rules import RULES
+from shoal.errors import ConfigError, PsError
+from shoal.ps.client import kv_queue as kv_line
+from shoal.ps.client import kv_tables
+from shoal.ps.client import server_group as groups
+from shoal.ps.client.kv import Kv
+from shoal.ps.client.kv_queue import Line
+from shoal.ps.client.server_group import Group
 from shoal.ps.numbering import FIRST_NAMED
-from shoal.wire.ps_messages import DeclareMode
+from shoal.runtime.transport.messages.ps import DeclareMode
 
 MODE = DeclareMode(num_workers=2, kind="async")
 

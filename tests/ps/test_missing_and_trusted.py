@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from serverbench import Bench, messages, refusal
 
-from shoal.ps.actions import Request
-from shoal.wire.lateness_messages import AskMissing, Missing
-from shoal.wire.ps_messages import (
+from shoal.ps.server.actions import Request
+from shoal.runtime.transport.messages.lateness import AskMissing, Missing
+from shoal.runtime.transport.messages.ps import (
     DeclareMode,
     Hold,
     Post,

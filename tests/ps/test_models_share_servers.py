@@ -7,7 +7,15 @@ import torch
 from serverbench import Bench
 
 from shoal.ps.numbering import FIRST_NAMED, TABLES_PER_MODEL
-from shoal.wire.ps_messages import DeclareMode, DeclareTable, PushRows, ReadRows, Rows, TableSpec, WriteRows
+from shoal.runtime.transport.messages.ps import (
+    DeclareMode,
+    DeclareTable,
+    PushRows,
+    ReadRows,
+    Rows,
+    TableSpec,
+    WriteRows,
+)
 
 KEYS = np.array([1, 5])
 SETTINGS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}

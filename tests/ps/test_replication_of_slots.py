@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from serverbench import Bench, messages
 
-from shoal.ps.actions import Action, Reply, Request, Send, Tell
-from shoal.ps.core import ServerCore
-from shoal.ps.records import encode
-from shoal.wire.ps_messages import (
+from shoal.ps.server.actions import Action, Reply, Request, Send, Tell
+from shoal.ps.server.core import ServerCore
+from shoal.ps.server.records import encode
+from shoal.runtime.transport.messages.ps import (
     AskNote,
     Committed,
     DeclareMode,
@@ -21,7 +21,7 @@ from shoal.wire.ps_messages import (
     ServerView,
     ViewOver,
 )
-from shoal.wire.replication_messages import Replicate, Replicated, SlotsFilled
+from shoal.runtime.transport.messages.replication import Replicate, Replicated, SlotsFilled
 
 ASYNC = DeclareMode(1, "async")
 BOTH = ServerView(1, [[0, 1]] * 256, {0: 0, 1: 0})
@@ -43,7 +43,7 @@ class Pair(Bench):
         self.ticket, self.view = 0, view.view
         from serverbench import DENSE, SPEC
 
-        from shoal.wire.ps_messages import DeclareTable, WriteChunk
+        from shoal.runtime.transport.messages.ps import DeclareTable, WriteChunk
 
         for message in (Hello("worker-0", 0), DeclareTable(SPEC), DENSE, mode):
             self.note(self.ask(1, message))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.free_memory import available_bytes
-from shoal.ps import server_memory
-from shoal.ps.server_memory import MemoryGuard, private_bytes
-from shoal.wire.ps_messages import PullRows, ReadRows
+from shoal.ps.server import memory_limit as server_memory
+from shoal.ps.server.memory_limit import MemoryGuard, private_bytes
+from shoal.runtime.free_memory import available_bytes
+from shoal.runtime.transport.messages.ps import PullRows, ReadRows
 
 
 def test_what_a_process_holds_of_its_own_is_counted_to_the_page() -> None:

@@ -12,19 +12,12 @@ import numpy as np
 import pytest
 from server_group_of_processes import group
 
-from shoal.core.errors import LinkLost
+from shoal.errors import LinkLost
 from shoal.ps.slots import slot_of
-from shoal.wire.arena import Buffer
-from shoal.wire.codec import send_message
-from shoal.wire.group_messages import (
-    JoinedServer,
-    JoinServer,
-    PingServer,
-    RankJoined,
-    ServerAlive,
-)
-from shoal.wire.messages import JoinRefused, Leave
-from shoal.wire.ps_messages import (
+from shoal.runtime.transport.arena import Buffer
+from shoal.runtime.transport.framing import send_message
+from shoal.runtime.transport.messages.cluster import JoinRefused, Leave
+from shoal.runtime.transport.messages.ps import (
     Committed,
     Declared,
     DeclareMode,
@@ -40,8 +33,15 @@ from shoal.wire.ps_messages import (
     StepEnd,
     TableSpec,
 )
-from shoal.wire.replication_messages import SlotsFilled
-from shoal.wire.shared import Link
+from shoal.runtime.transport.messages.replication import SlotsFilled
+from shoal.runtime.transport.messages.server_group import (
+    JoinedServer,
+    JoinServer,
+    PingServer,
+    RankJoined,
+    ServerAlive,
+)
+from shoal.runtime.transport.shared_client import Link
 
 PUSH = PushRows(view=1, stream=0, seq=1, table=0)
 PULL = PullRows(view=1, clock=0, table=0)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
+from shoal.ps.server.table import Table
 from shoal.ps.slots import slot_of
-from shoal.ps.table import Table
-from shoal.wire.ps_messages import TableSpec
+from shoal.runtime.transport.messages.ps import TableSpec
 
 KEYS = st.sets(st.integers(-40, 40), max_size=40)
 

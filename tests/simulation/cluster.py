@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from shoal.cluster.coordination import Coordination, CoordinationConfig
-from shoal.wire.messages import ViewFormed
-from shoal.wire.simulated import Network
+from shoal.cluster.coordinator.state import Coordination, CoordinationConfig
+from shoal.runtime.transport.messages.cluster import ViewFormed
+from shoal.runtime.transport.simulated import Network
 from simulation.coordinator import Coordinator
 from simulation.disk import Disk
 from simulation.faults import Fault, Faults, draw

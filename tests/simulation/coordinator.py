@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.cluster.coordination import Action, Coordination, Drop, Remember
-from shoal.cluster.memory import Entry
-from shoal.cluster.store_table import Answer
-from shoal.wire.messages import Message
-from shoal.wire.simulated import End
+from shoal.cluster.coordinator.journal_entries import Entry
+from shoal.cluster.coordinator.state import Action, Coordination, Drop, Remember
+from shoal.cluster.coordinator.store_table import Answer
+from shoal.runtime.transport.messages.cluster import Message
+from shoal.runtime.transport.simulated import End
 from simulation.world import Process
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.cluster.memory import Entry, Memory
+from shoal.cluster.coordinator.journal_entries import Entry, Memory
 
 
 class Disk:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.wire.messages import Join, Message
+from shoal.runtime.transport.messages.cluster import Join, Message
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster

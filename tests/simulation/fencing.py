@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from shoal.cluster.membership import Membership
-from shoal.wire.messages import Join, Reaped
+from shoal.cluster.coordinator.membership import Membership
+from shoal.runtime.transport.messages.cluster import Join, Reaped
 from simulation.world import Process, Violated, World
 
 NUM_PUSHES = 6

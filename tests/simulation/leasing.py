@@ -14,8 +14,8 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-from shoal.cluster.draining import Drained, Readmitted
-from shoal.cluster.lease_terms import (
+from shoal.cluster.coordinator.draining import Drained, Readmitted
+from shoal.cluster.coordinator.lease_types import (
     Action,
     Asked,
     EndEpoch,
@@ -28,12 +28,12 @@ from shoal.cluster.lease_terms import (
     Replaced,
     Tick,
 )
-from shoal.cluster.leases import Leases
-from shoal.cluster.ledger import Ledger
-from shoal.cluster.ledger_facts import EpochLeased, RangesTrained, TrainingBegan
-from shoal.cluster.trained_file import Outcome, Trained
-from shoal.wire.messages import Message
-from shoal.wire.simulated import End, Network
+from shoal.cluster.coordinator.leases import Leases
+from shoal.cluster.ledger.entries import EpochLeased, RangesTrained, TrainingBegan
+from shoal.cluster.ledger.ledger import Ledger
+from shoal.cluster.ledger.trained_file import Outcome, Trained
+from shoal.runtime.transport.messages.cluster import Message
+from shoal.runtime.transport.simulated import End, Network
 from simulation.world import Process, Violated, World
 
 BATCH = 4

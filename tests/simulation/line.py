@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from shoal.wire.messages import Join, Joined, JoinRefused, Message
-from shoal.wire.simulated import End
+from shoal.runtime.transport.messages.cluster import Join, Joined, JoinRefused, Message
+from shoal.runtime.transport.simulated import End
 
 if TYPE_CHECKING:
     from simulation.worker import Worker

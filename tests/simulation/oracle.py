@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shoal.cluster.memory import Entry, Granted
-from shoal.wire.messages import BeginCall, Join, Message, Reaped, ScriptEnded, ViewFormed
+from shoal.cluster.coordinator.journal_entries import Entry, Granted
+from shoal.runtime.transport.messages.cluster import BeginCall, Join, Message, Reaped, ScriptEnded, ViewFormed
 from simulation.training import Label, Weights, undisturbed
 from simulation.world import Violated
 

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.cluster import calls, views
-from shoal.cluster.calls import Calls
-from shoal.cluster.coordination import Action, Coordination, Remember
-from shoal.cluster.membership import Membership
-from shoal.cluster.memory import Entry, Granted, Memory
-from shoal.cluster.store_table import Answer
-from shoal.cluster.views import Views
-from shoal.strategies.exchange_log import ExchangeLog
-from shoal.wire.messages import (
+from shoal.cluster.coordinator import calls, views
+from shoal.cluster.coordinator.calls import Calls
+from shoal.cluster.coordinator.journal_entries import Entry, Granted, Memory
+from shoal.cluster.coordinator.membership import Membership
+from shoal.cluster.coordinator.state import Action, Coordination, Remember
+from shoal.cluster.coordinator.store_table import Answer
+from shoal.cluster.coordinator.views import Views
+from shoal.recovery.exchange_log import ExchangeLog
+from shoal.runtime.transport.messages.cluster import (
     BeginCall,
     CallGranted,
     EnterView,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.cluster.membership import Membership
+from shoal.cluster.coordinator.membership import Membership
 from simulation.fencing import Coordinator, Fencing, Server
 
 PLANTED_FENCES: dict[str, type[Fencing]] = {}

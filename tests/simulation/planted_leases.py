@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from shoal.cluster.lease_terms import Action, Asked, EndEpoch, Finish, Holder, LeaseState, Tick
-from shoal.cluster.leases import Leases
+from shoal.cluster.coordinator.lease_types import Action, Asked, EndEpoch, Finish, Holder, LeaseState, Tick
+from shoal.cluster.coordinator.leases import Leases
 from simulation.leasing import Leasing
 
 PLANTED_LEASES: dict[str, type[Leasing]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shoal.cluster.slot_map import MoveState
+from shoal.cluster.coordinator.slot_map import MoveState
 from simulation.serving import Server, Serving, SlotCoordinator
 
 PLANTED_SLOTS: dict[str, type[Serving]] = {}

@@ -10,16 +10,20 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from shoal.cluster import server_group
-from shoal.cluster.server_group import Event, Filled, ScaleTo, ServerDied, ServerGroup, ServerJoined
-from shoal.ps.actions import Action, Drop, Reply, Request, Send, Tell
-from shoal.ps.core import ServerCore
-from shoal.wire.message import Message
-from shoal.wire.ps_messages import (
-    Hello,
-    ServerView,
+from shoal.cluster.coordinator import server_group
+from shoal.cluster.coordinator.server_group import (
+    Event,
+    Filled,
+    ScaleTo,
+    ServerDied,
+    ServerGroup,
+    ServerJoined,
 )
-from shoal.wire.replication_messages import SlotsFilled, StepLost
+from shoal.ps.server.actions import Action, Drop, Reply, Request, Send, Tell
+from shoal.ps.server.core import ServerCore
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.ps import Hello, ServerView
+from shoal.runtime.transport.messages.replication import SlotsFilled, StepLost
 from simulation.ps_net import Connection
 from simulation.world import Process, Violated, World
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from shoal.ps.dense import DenseStore
+from shoal.ps.server.dense import DenseStore
+from shoal.ps.server.table import Table
 from shoal.ps.slots import slot_of
-from shoal.ps.table import Table
-from shoal.wire.message import Message
-from shoal.wire.ps_messages import (
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.ps import (
     ChunkSpec,
     DeclareDense,
     DeclareMode,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shoal.ps.actions import Request
-from shoal.wire.message import Message
+from shoal.ps.server.actions import Request
+from shoal.runtime.transport.messages.message import Message
 from simulation.world import Process
 
 if TYPE_CHECKING:

@@ -9,22 +9,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal.ps import replication as replication_module
-from shoal.ps.actions import Action, Frame, Request
-from shoal.ps.board import Board
-from shoal.ps.core import ServerCore
-from shoal.ps.marks import Marks, Slots, no_slots
-from shoal.ps.replication import Replication, Written
-from shoal.ps.state import Counted, State
-from shoal.ps.summing import Steps, Sum
-from shoal.wire.message import Message
-from shoal.wire.ps_messages import (
-    Commit,
-    ServerView,
-    StepEnd,
-    ViewOver,
-)
-from shoal.wire.replication_messages import CopySlot, Replicate
+from shoal.ps.server import replication as replication_module
+from shoal.ps.server.actions import Action, Frame, Request
+from shoal.ps.server.applied_seqs import Marks, Slots, no_slots
+from shoal.ps.server.core import ServerCore
+from shoal.ps.server.mailbox import Board
+from shoal.ps.server.replication import Replication, Written
+from shoal.ps.server.state import Counted, State
+from shoal.ps.server.summing import Steps, Sum
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.ps import Commit, ServerView, StepEnd, ViewOver
+from shoal.runtime.transport.messages.replication import CopySlot, Replicate
 from simulation.ps_jobs import Exact, Job, Relaxed
 
 PLANTED_PS: dict[str, type[Job]] = {}

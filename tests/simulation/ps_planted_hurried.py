@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal.ps.actions import Action, Request
-from shoal.ps.core import ServerCore
-from shoal.ps.marks import Slots
-from shoal.ps.replication import Written
-from shoal.ps.staging import Contribution
-from shoal.ps.state import Counted, State
-from shoal.ps.summing import Steps
-from shoal.wire.ps_messages import Committed, StepEnd
+from shoal.ps.server.actions import Action, Request
+from shoal.ps.server.applied_seqs import Slots
+from shoal.ps.server.core import ServerCore
+from shoal.ps.server.replication import Written
+from shoal.ps.server.staging import Contribution
+from shoal.ps.server.state import Counted, State
+from shoal.ps.server.summing import Steps
+from shoal.runtime.transport.messages.ps import Committed, StepEnd
 from simulation.ps_hurried import Hurried
 from simulation.ps_planted import AcknowledgesFirst, LosesVersions, altered, plant
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.ps.slots import slot_of
-from shoal.wire.message import Message
-from shoal.wire.ps_messages import (
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.ps import (
     AskNote,
     Commit,
     Committed,

@@ -13,7 +13,16 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from shoal.cluster.slot_map import Holders, Move, MoveState, SlotMap, fail_over, place, plan_moves, switch
+from shoal.cluster.coordinator.slot_map import (
+    Holders,
+    Move,
+    MoveState,
+    SlotMap,
+    fail_over,
+    place,
+    plan_moves,
+    switch,
+)
 from simulation.world import Process, Violated, World
 
 NUM_SLOTS = 6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.wire.messages import Message, Reaped, Suspect, Watch, Watching
-from shoal.wire.simulated import End
+from shoal.runtime.transport.messages.cluster import Message, Reaped, Suspect, Watch, Watching
+from shoal.runtime.transport.simulated import End
 from simulation.world import Process
 
 if TYPE_CHECKING:

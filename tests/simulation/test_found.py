@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shoal.cluster.coordination import Action, Coordination, CoordinationConfig, Remember
-from shoal.cluster.memory import Memory
-from shoal.cluster.store_table import Answer
-from shoal.wire.messages import (
+from shoal.cluster.coordinator.journal_entries import Memory
+from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig, Remember
+from shoal.cluster.coordinator.store_table import Answer
+from shoal.runtime.transport.messages.cluster import (
     BeginCall,
     CallGranted,
     EnterView,

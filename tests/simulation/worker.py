@@ -1,6 +1,6 @@
 """A simulated worker: the toy script over the real exchange log, in views, with recovery as ADR 0007 has it.
 
-It does what `strategies/together.py` does with threads and sockets, as a
+It does what `recovery/elastic_group.py` does with threads and sockets, as a
 chain of events: an exchange that breaks drops the group, enters the next
 view, takes the donor's state where it is behind, and goes on where it was.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shoal.wire.messages import (
+from shoal.runtime.transport.messages.cluster import (
     BeginCall,
     CallGranted,
     CallRefused,

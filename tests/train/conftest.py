@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.core import job
+from shoal.config import job
 from shoal.train import custom
 
 

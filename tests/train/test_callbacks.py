@@ -24,11 +24,11 @@ from shoal.callbacks import (
     StopAtStep,
     TensorBoard,
 )
-from shoal.core import job
-from shoal.core.errors import ConfigError
+from shoal.config import job
+from shoal.errors import ConfigError
 from shoal.train.callbacks.base import StepLogs
-from shoal.train.checkpoint import open_checkpoint
-from shoal.train.checkpoint_directory import list_checkpoints
+from shoal.train.checkpoint.checkpoint import open_checkpoint
+from shoal.train.checkpoint.directory import list_checkpoints
 
 STEPS_PER_EPOCH = 5
 

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shoal.core.errors import CheckpointDamaged, CheckpointMismatch, NoCheckpoint
-from shoal.strategies.protocol import Piece
-from shoal.train.checkpoint import check_fits, open_checkpoint, write_checkpoint
+from shoal.errors import CheckpointDamaged, CheckpointMismatch, NoCheckpoint
+from shoal.parallel.protocol import Piece
+from shoal.train.checkpoint.checkpoint import check_fits, open_checkpoint, write_checkpoint
 
 
 def whole(name: str, tensor: Tensor) -> Piece:
@@ -317,7 +317,7 @@ def test_a_wide_file_is_not_copied_in_memory() -> None:
                 seen.append(torch.frombuffer(data, dtype=torch.uint8).data_ptr())
             return len(data)
 
-    from shoal.train import safetensors_file
+    from shoal.train.checkpoint import safetensors_file
 
     safetensors_file.write(Sink(), {"w": tensor})
     assert seen == [tensor.data_ptr() + at for at in range(0, tensor.nbytes, 4 << 20)]

@@ -7,10 +7,10 @@ import fsspec
 import pytest
 import torch
 
-from shoal.core.errors import CheckpointDamaged, ConfigError
-from shoal.strategies.protocol import Piece
-from shoal.train.checkpoint import write_checkpoint
-from shoal.train.checkpoint_directory import list_checkpoints, newest_checkpoint, prune, step_path
+from shoal.errors import CheckpointDamaged, ConfigError
+from shoal.parallel.protocol import Piece
+from shoal.train.checkpoint.checkpoint import write_checkpoint
+from shoal.train.checkpoint.directory import list_checkpoints, newest_checkpoint, prune, step_path
 
 
 @pytest.fixture(params=["local", "memory"])

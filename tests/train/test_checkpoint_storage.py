@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.core.errors import CheckpointWriteFailed
-from shoal.strategies.protocol import Piece
-from shoal.train import checkpoint_storage
-from shoal.train.checkpoint import open_checkpoint, write_checkpoint
-from shoal.train.checkpoint_storage import Place, step_name, step_of
+from shoal.errors import CheckpointWriteFailed
+from shoal.parallel.protocol import Piece
+from shoal.train.checkpoint import storage as checkpoint_storage
+from shoal.train.checkpoint.checkpoint import open_checkpoint, write_checkpoint
+from shoal.train.checkpoint.storage import Place, step_name, step_of
 
 
 def weights(tensor: Tensor) -> list[Piece]:

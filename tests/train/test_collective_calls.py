@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 
 
 def test_alone_they_are_identities() -> None:

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.core.errors import ConfigError, EmptyDataset
+from shoal.errors import ConfigError, EmptyDataset
 
 
 @pytest.mark.parametrize("built", ["before", "after"])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.core.errors import EmptyDataset, TrainingError
 from shoal.data.slice import bounds
+from shoal.errors import EmptyDataset, TrainingError
 from shoal.train.evaluation import _in_data_order
 
 

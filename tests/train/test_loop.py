@@ -12,12 +12,12 @@ import torch
 from by_hand import LABEL, N, X, assert_same_bits, batches, dataset, mlp, trainer, weights
 
 from shoal.callbacks import ModelCheckpoint
-from shoal.cluster import session
-from shoal.core.errors import NonFiniteLoss
+from shoal.cluster.worker import session
+from shoal.errors import NonFiniteLoss
+from shoal.runtime.transport.messages.cluster import Progress
 from shoal.train.callbacks.base import Callback, StepLogs
-from shoal.train.checkpoint_directory import list_checkpoints
+from shoal.train.checkpoint.directory import list_checkpoints
 from shoal.train.interrupts import asked_to_leave
-from shoal.wire.messages import Progress
 
 
 class Watch(Callback):

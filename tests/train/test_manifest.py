@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.errors import CheckpointDamaged, CheckpointError
-from shoal.train import manifest
-from shoal.train.manifest import FileRecord, Manifest, PieceRecord
+from shoal.errors import CheckpointDamaged, CheckpointError
+from shoal.train.checkpoint import manifest
+from shoal.train.checkpoint.manifest import FileRecord, Manifest, PieceRecord
 
 EXAMPLE = Manifest(
     format=manifest.FORMAT,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.core import happenings
+from shoal.runtime import events as happenings
 
 
 def test_each_epoch_tells_how_its_caches_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

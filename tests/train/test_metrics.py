@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.core.errors import ConfigError
-from shoal.train.metrics import Gather, MetricSet, Specs
+from shoal.errors import ConfigError
+from shoal.train.metrics.metrics import Gather, MetricSet, Specs
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shoal.train import metrics_log
-from shoal.train.metrics_log import MetricsLog
+from shoal.train.metrics import log as metrics_log
+from shoal.train.metrics.log import MetricsLog
 
 
 def lines(path: Path) -> list[Any]:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.cluster.launch_config import LaunchConfig
-from shoal.core import job as jobs
-from shoal.core import placement
-from shoal.core.errors import ConfigError
-from shoal.core.job import Job
+from shoal.config import job as jobs
+from shoal.config import placement
+from shoal.config.job import Job
+from shoal.config.launch import LaunchConfig
 from shoal.data import Dataset
-from shoal.data.sharding import Measured
+from shoal.data.sharding.sharding import Measured
+from shoal.errors import ConfigError
 from shoal.train.calls import batches_of
 
 

@@ -11,8 +11,7 @@ from by_hand import LABEL, N, X, assert_same_bits, dataset, mlp, trainer, weight
 from torch.nn import functional as F
 
 import shoal
-from shoal.core.data_errors import TooManySkipped
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError, TooManySkipped
 
 WEIGHT = torch.linspace(0, 3, N)
 

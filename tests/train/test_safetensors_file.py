@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.errors import ConfigError
-from shoal.train import safetensors_file
+from shoal.errors import ConfigError
+from shoal.train.checkpoint import safetensors_file
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,

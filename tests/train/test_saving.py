@@ -14,14 +14,14 @@ from torch.optim import lr_scheduler
 
 import shoal
 from shoal.callbacks import EarlyStopping, ModelCheckpoint, StopAtStep
-from shoal.core.errors import (
+from shoal.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointMismatch,
     NoCheckpoint,
     OptimizerMismatch,
 )
-from shoal.train.checkpoint_directory import list_checkpoints
+from shoal.train.checkpoint.directory import list_checkpoints
 
 
 def with_dropout() -> nn.Module:

@@ -9,9 +9,9 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as lr
 
-from shoal.core.errors import CheckpointMismatch, ConfigError
-from shoal.strategies.optimizer_state import load_optimizer, optimizer_pieces, optimizer_settings
-from shoal.train.scheduler_state import load_scheduler, scheduler_state
+from shoal.errors import CheckpointMismatch, ConfigError
+from shoal.parallel.optimizer_state import load_optimizer, optimizer_pieces, optimizer_settings
+from shoal.train.checkpoint.scheduler_state import load_scheduler, scheduler_state
 
 
 def sequential(optimizer: optim.Optimizer) -> lr.SequentialLR:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shoal
-from shoal.core.errors import ConfigError
 from shoal.data import Dataset
-from shoal.train.sharing import SMALLEST, next_weights, refuse
+from shoal.errors import ConfigError
+from shoal.train.load_balance import SMALLEST, next_weights, refuse
 
 
 def test_a_worker_four_times_slower_comes_to_have_a_quarter() -> None:

@@ -35,7 +35,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shoal
-from shoal.core.errors import ConfigError, NonFiniteLoss, TrainingError
+from shoal.errors import ConfigError, NonFiniteLoss, TrainingError
 from shoal.train.callbacks.base import Callback, StepLogs
 
 # ---- the same weights ----------------------------------------------------------------------------

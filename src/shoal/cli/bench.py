@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli.verb import console, did_you_mean
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
     from shoal.cli.bench_ps import Figure

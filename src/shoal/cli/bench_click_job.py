@@ -24,7 +24,7 @@ def main(out: Path, seconds: float) -> None:
     from torch import Tensor, nn
     from torch.nn import functional
 
-    from shoal.core import job
+    from shoal.config import job
     from shoal.data import generated
     from shoal.data.dataset import Dataset
     from shoal.train.callbacks.base import Callback

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.cli.bench_ps import Figure, run_job
-from shoal.cluster.roles import preload_for
-from shoal.cluster.warm_client import WarmParent
-from shoal.core import exchange_rule
+from shoal.cluster.launch.roles import preload_for
+from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.config import exchange_rule
 
 JOB = Path(__file__).parent / "bench_exchange_job.py"
 WORKERS = (2, 4)

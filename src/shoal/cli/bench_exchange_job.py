@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from shoal.cluster.rendezvous import is_broken
 from shoal.collectives.exchanges import open_exchange
 from shoal.collectives.native import Native
 from shoal.collectives.reducer import Reducer
-from shoal.core import job as jobs
-from shoal.core.exchange_names import EXCHANGES
-from shoal.strategies.together import together
+from shoal.config import job as jobs
+from shoal.config.exchange_names import EXCHANGES
+from shoal.recovery.elastic_group import together
+from shoal.recovery.rendezvous import is_broken
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
 SHORT_SIZES = SIZES[:3]

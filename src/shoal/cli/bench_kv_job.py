@@ -33,7 +33,7 @@ def main(out: Path, num_pairs: int) -> None:
     """Measure, and tell."""
     import numpy as np
 
-    from shoal.ps.kv import connect
+    from shoal.ps.client.kv import connect
 
     told = []
     with connect() as kv:

@@ -19,11 +19,11 @@ import typer
 
 from shoal.cli.options import Replicas, Script, Servers, StepTimeout, Strategy, Workers
 from shoal.cli.verb import console, leave
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.cluster.api import LaunchConfig
-    from shoal.cluster.warm_client import WarmParent
+    from shoal.cluster.launch.api import LaunchConfig
+    from shoal.cluster.supervisor.forkserver_client import WarmParent
 
 EXAMPLES = (
     "\b\n"
@@ -65,9 +65,9 @@ def chaos(
     again until the time is over; a run that has begun is run to its end.
     """
     every_s, for_s = seconds(rate, "--rate"), seconds(lasting, "--for")
-    from shoal.cluster.api import LaunchConfig, launch
-    from shoal.cluster.roles import preload_for
-    from shoal.cluster.warm_client import WarmParent
+    from shoal.cluster.launch.api import LaunchConfig, launch
+    from shoal.cluster.launch.roles import preload_for
+    from shoal.cluster.supervisor.forkserver_client import WarmParent
 
     with tempfile.TemporaryDirectory(prefix="shoal-chaos-") as directory:
         config = LaunchConfig(
@@ -105,7 +105,7 @@ class Told:
 
 
 def _compare(config: LaunchConfig, warm: WarmParent, *, seed: int, every_s: float, for_s: float) -> int:
-    from shoal.cluster.faults import Faults
+    from shoal.config.faults import Faults
 
     screen = console()
     undisturbed = _run(config, warm, "undisturbed")
@@ -161,7 +161,7 @@ def _compare(config: LaunchConfig, warm: WarmParent, *, seed: int, every_s: floa
 
 
 def _run(config: LaunchConfig, warm: WarmParent, name: str) -> Told:
-    from shoal.cluster.api import launch
+    from shoal.cluster.launch.api import launch
 
     hashes = Path(config.run_dir) / f"{name}-weights"
     with open(Path(config.run_dir) / "output", "wb") as said:

@@ -17,8 +17,8 @@ from shoal.cli import machine
 from shoal.cli.machine import Finding, Level, fail, ok
 from shoal.cli.options import RunDir
 from shoal.cli.verb import console
-from shoal.core.errors import ShoalError
-from shoal.core.strategy_names import STRATEGIES
+from shoal.config.strategy_spec import STRATEGIES
+from shoal.errors import ShoalError
 
 MAX_PLANS = 8
 """Worker counts shown of the thread plan."""
@@ -67,7 +67,7 @@ def findings(run_dir: Path) -> Iterator[Finding]:
 
 def cores() -> Iterator[Finding]:
     """How many cores there are, and how workers share them."""
-    from shoal.cluster.threads import available_cores, threads_per_worker
+    from shoal.cluster.launch.threads import available_cores, threads_per_worker
 
     usable, present = available_cores(), os.cpu_count() or 1
     limited = f" of {present} (affinity or the control group's quota)" if usable < present else ""
@@ -99,8 +99,8 @@ def torch_and_devices() -> Iterator[Finding]:
 
 def warm_parent() -> Finding:
     """Start the process that forks workers, and let it run a job of two that do nothing."""
-    from shoal.cluster.api import LaunchConfig, launch
-    from shoal.cluster.warm_client import WarmParent
+    from shoal.cluster.launch.api import LaunchConfig, launch
+    from shoal.cluster.supervisor.forkserver_client import WarmParent
 
     with tempfile.TemporaryDirectory(prefix="shoal-doctor-") as directory:
         script = Path(directory) / "nothing.py"

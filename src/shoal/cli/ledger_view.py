@@ -1,6 +1,6 @@
 """What `shoal status` says of a run's ledger: samples by worker, who holds the rest, and whether epochs came out whole.
 
-Text and plain values only; the ledger itself is `shoal.cluster.ledger`.
+Text and plain values only; the ledger itself is `shoal.cluster.ledger.ledger`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.cluster.lease_desk import LeaseDesk
-    from shoal.cluster.ledger import Epoch, Had, Span
+    from shoal.cluster.coordinator.lease_service import LeaseDesk
+    from shoal.cluster.ledger.ledger import Epoch, Had, Span
 
 MAX_RANGES = 4
 """Named in a sentence; more are counted."""
@@ -20,8 +20,8 @@ MAX_RANGES = 4
 
 def read(path: Path, *, is_alive: bool) -> dict[str, Any]:
     """A run's ledger in plain values; empty where nothing is in it."""
-    from shoal.cluster import trained_file
-    from shoal.cluster.journal_reading import desk_of, ledger_of, read_launches
+    from shoal.cluster.coordinator.journal_reader import desk_of, ledger_of, read_launches
+    from shoal.cluster.ledger import trained_file
 
     launches = read_launches(path)
     ledger = ledger_of(launches, trained_file.read(path))
@@ -46,7 +46,7 @@ def read(path: Path, *, is_alive: bool) -> dict[str, Any]:
 
 
 def _epoch(epoch: Epoch) -> dict[str, Any]:
-    from shoal.cluster.ledger import joined
+    from shoal.cluster.ledger.ledger import joined
 
     return {
         "data": epoch.data,
@@ -176,7 +176,7 @@ def every_range(ledger: dict[str, Any]) -> Iterator[str]:
 
 def ranges(found: list[list[int]]) -> str:
     """Ranges of samples in words."""
-    from shoal.cluster.ranges import merged
+    from shoal.cluster.ledger.ranges import merged
 
     joined = [list(each) for each in merged((start, stop) for start, stop in found)]
     said = ", ".join(_range(each) for each in joined[:MAX_RANGES])

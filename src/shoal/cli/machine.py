@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ShoalError
+from shoal.errors import ShoalError
 
 GIB = 1 << 30
 
@@ -146,7 +146,7 @@ def loopback() -> Finding:
 
 def runtime_directory() -> Finding:
     """A Unix socket where a job's sockets live, made and reached as a job does it."""
-    from shoal.wire import unix
+    from shoal.runtime.transport import unix
 
     what = "runtime directory"
     directory: Path | None = None

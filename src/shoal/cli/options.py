@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from shoal.core.shard_names import FORMS
-from shoal.core.strategy_names import STRATEGIES
+from shoal.config.shard_names import FORMS
+from shoal.config.strategy_spec import STRATEGIES
 
 
 def complete_strategy(incomplete: str) -> list[tuple[str, str]]:

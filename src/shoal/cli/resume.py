@@ -51,7 +51,7 @@ def resume(
 ) -> None:
     """Go on with a run from its newest checkpoint. Script and arguments are its own."""
     from shoal.cli.runs import find, newest_checkpoint
-    from shoal.cluster.api import launch, resume_config
+    from shoal.cluster.launch.api import launch, resume_config
 
     path = find(run, run_dir)
     config = resume_config(

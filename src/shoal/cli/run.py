@@ -19,9 +19,9 @@ from shoal.cli.options import (
     Strategy,
     Workers,
 )
-from shoal.cli.spread_options import takes_spread
+from shoal.cli.parallel_options import takes_spread
 from shoal.cli.verb import leave
-from shoal.core.spread import Spread, options_of
+from shoal.config.parallel_options import Spread, options_of
 
 EXAMPLES = (
     "\b\n"
@@ -103,8 +103,8 @@ def run(
     max_restarts: MaxRestarts = 3,
 ) -> None:
     """Train a script in one process or many. Options of shoal come before SCRIPT."""
-    from shoal.cluster.api import LaunchConfig, launch
-    from shoal.cluster.faults import Faults
+    from shoal.cluster.launch.api import LaunchConfig, launch
+    from shoal.config.faults import Faults
 
     config = LaunchConfig(
         script=script,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.verb import did_you_mean
-from shoal.core.errors import RunDirectoryError
+from shoal.errors import RunDirectoryError
 
 TAIL_BYTES = 256 * 1024
 """How much of the end of a file is looked through for its last lines."""
@@ -98,7 +98,7 @@ def last_step(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> dict[st
 
 def state(path: Path, summary: dict[str, Any]) -> State:
     """Alive by its lock; otherwise what its summary says, if it lived to write one."""
-    from shoal.cluster.run_directory import is_alive
+    from shoal.cluster.launch.run_directory import is_alive
 
     if is_alive(path):
         return State.ALIVE

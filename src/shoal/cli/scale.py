@@ -29,10 +29,15 @@ def scale(
 ) -> None:
     """Change how many servers hold the weights of a running job. What they hold moves while it trains."""
     from shoal.cli.runs import find
-    from shoal.cluster import control
-    from shoal.cluster.run_directory import is_alive, read_config
-    from shoal.core.errors import ClusterError, ConfigError
-    from shoal.wire.group_messages import ScaleBegun, ScaleRefused, ScaleServers, ServersScaled
+    from shoal.cluster.launch.run_directory import is_alive, read_config
+    from shoal.cluster.supervisor import control
+    from shoal.errors import ClusterError, ConfigError
+    from shoal.runtime.transport.messages.server_group import (
+        ScaleBegun,
+        ScaleRefused,
+        ScaleServers,
+        ServersScaled,
+    )
 
     path = find(run, run_dir)
     if not is_alive(path):

@@ -13,7 +13,7 @@ import typer
 from shoal.cli import ledger_view, runs
 from shoal.cli.options import AsJson, RunDir, complete_run
 from shoal.cli.verb import console
-from shoal.cluster import progress_text
+from shoal.cluster.supervisor import progress_text
 
 if TYPE_CHECKING:
     from rich.table import Table

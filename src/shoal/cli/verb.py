@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shoal.core.errors import Interrupted, ScriptFailed, ShoalError
+from shoal.errors import Interrupted, ScriptFailed, ShoalError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shoal.cluster.api import RunResult
+    from shoal.cluster.launch.api import RunResult
 
 PIPE_WIDTH = 1000
 """Columns of a table that is not shown on a terminal."""

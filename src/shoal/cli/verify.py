@@ -2,7 +2,7 @@
 
 Runs the script's first steps several times, each run a job forked from the
 same warm parent, and shows how far the weights came apart. What decides is
-`shoal.perf.equality`; the worker's side is `shoal.train.verification`.
+`shoal.cli.equality`; the worker's side is `shoal.train.verification`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.options import (
-    Replicas,
-    Script,
-    Servers,
-    Strategy,
-    Workers,
-)
-from shoal.cli.spread_options import takes_spread
+from shoal.cli.options import Replicas, Script, Servers, Strategy, Workers
+from shoal.cli.parallel_options import takes_spread
 from shoal.cli.verb import console, leave
-from shoal.core import compress_names, strategy_names
-from shoal.core.errors import ClusterError, ConfigError
-from shoal.core.job import VerifyPlan
-from shoal.core.spread import Spread, as_typed, options_of
+from shoal.config import compress_names
+from shoal.config import strategy_spec as strategy_names
+from shoal.config.job import VerifyPlan
+from shoal.config.parallel_options import Spread, as_typed, options_of
+from shoal.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shoal.cluster.api import LaunchConfig
-    from shoal.cluster.warm_client import WarmParent
-    from shoal.perf.compare import Difference
-    from shoal.perf.equality import Dump, Judged, Outcome
+    from shoal.cli.compare import Difference
+    from shoal.cli.equality import Dump, Judged, Outcome
+    from shoal.cluster.launch.api import LaunchConfig
+    from shoal.cluster.supervisor.forkserver_client import WarmParent
 
 EXAMPLES = (
     "\b\n"
@@ -89,10 +84,10 @@ def verify(
     The script's first steps run spread over the workers and in one process, in
     float64, where rounding cannot hide a difference, and in float32 beside it.
     """
-    from shoal.cluster.api import LaunchConfig, launch
-    from shoal.cluster.roles import preload_for
-    from shoal.cluster.warm_client import WarmParent
-    from shoal.perf.equality import check
+    from shoal.cli.equality import check
+    from shoal.cluster.launch.api import LaunchConfig, launch
+    from shoal.cluster.launch.roles import preload_for
+    from shoal.cluster.supervisor.forkserver_client import WarmParent
 
     chosen = strategy_names.choose(strategy, workers)
     if not strategy_names.parse(chosen).is_exact:
@@ -145,8 +140,8 @@ class VerifyRuns:
         self, dtype: str, *, spread: bool, num_slices: int = 1, num_micro: int | None = None
     ) -> Dump:
         """One run. A script that fails ends the verb as it would end `shoal run`."""
-        from shoal.cluster.api import launch
-        from shoal.perf.equality import read_dump
+        from shoal.cli.equality import read_dump
+        from shoal.cluster.launch.api import launch
 
         self.num_runs += 1
         dump_to = Path(self.config.run_dir) / f"dump-{self.num_runs}"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shoal.collectives.gather import gather_any
+from shoal.collectives.p2p import part_bounds
 from shoal.collectives.reducer import Reducer
-from shoal.collectives.wires import part_bounds
 
 
 def best_mesh(num_ranks: int, num_rows: int, num_columns: int) -> tuple[int, int]:

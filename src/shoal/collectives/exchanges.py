@@ -7,16 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shoal.collectives.by_size import BySize
+from shoal.collectives.host_staging import Staged
 from shoal.collectives.native import Native
+from shoal.collectives.p2p import TorchWires
 from shoal.collectives.reducer import Reducer
-from shoal.collectives.relayed import Relayed
-from shoal.collectives.schemes import allgather, chain, everyone, halving, mapreduce, ring, tree
+from shoal.collectives.schemes import allgather, chain, halving, mapreduce, ring, tree
+from shoal.collectives.schemes import broadcast as everyone
 from shoal.collectives.schemes.hierarchical import Hierarchical
 from shoal.collectives.shm import Shm
-from shoal.collectives.staged import Staged
-from shoal.collectives.wires import TorchWires
-from shoal.core import exchange_rule, placement
-from shoal.core.job import Job
+from shoal.collectives.threaded import Relayed
+from shoal.config import exchange_rule, placement
+from shoal.config.job import Job
 
 SCHEMES = {
     "ring": ring.all_reduce,

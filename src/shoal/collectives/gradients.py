@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from shoal.collectives.bucket_layout import Bucket, Item, lay_out
 from shoal.collectives.compression.compressor import Compressor, Gradient, Traffic
-from shoal.collectives.layout import Bucket, Item, lay_out
 from shoal.collectives.reducer import Reducer
-from shoal.core.errors import PeerLost, TrainingError
+from shoal.errors import PeerLost, TrainingError
 
 
 class Sums(Protocol):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.core.errors import PeerLost
+from shoal.errors import PeerLost
 
 LOOK_AROUND_EVERY = timedelta(seconds=0.25)
 """How long a wait goes on before it looks whether the others are still connected."""

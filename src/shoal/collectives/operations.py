@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.collectives.gather import gather_any
 from shoal.collectives.reducer import Reducer
-from shoal.core.errors import CallsDiffer
+from shoal.errors import CallsDiffer
 
 HEADER_BYTES = 192
 """What a rank says of its call: longer shapes are compared by their beginning."""

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from shoal.collectives import shm_kernels as kernels
 from shoal.collectives.native import Native, OverNative
-from shoal.core.errors import PeerLost, WireError
-from shoal.wire import memfd
+from shoal.errors import PeerLost, WireError
+from shoal.runtime.transport import memfd
 
 CHUNK_BYTES = 256 << 10
 """Put and added at once: it stays in a cache between the two, and others need not wait long for it."""

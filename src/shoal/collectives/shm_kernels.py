@@ -22,7 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from shoal.core.compiled import INT, inlined, kernel, vector
+from shoal.runtime.kernel_cache import INT, inlined, kernel, vector
 
 LINE = 64
 """Bytes of a cache line: counters of two ranks never share one, and vectors are as long."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 
 OnError = Literal["raise", "skip"]
 

@@ -16,24 +16,24 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from shoal.core.errors import ConfigError, DataError
-from shoal.core.seeds import mix
-from shoal.core.shard_names import DRAIN_SLOWER_THAN
+from shoal.config.shard_names import DRAIN_SLOWER_THAN
 from shoal.data.arguments import flag, function, whole_number
 from shoal.data.feed import Feed, IndexedFeed
 from shoal.data.iterator import DataIterator
-from shoal.data.loader import feed_of
-from shoal.data.pinning import pinned, wants_pinning
-from shoal.data.pooled_feed import HoldsProcesses
-from shoal.data.prefetch import prefetched
 from shoal.data.randomness import PrivateGenerators
-from shoal.data.sharding import Loads, Sharding, ShardPlan
+from shoal.data.sharding.sharding import Loads, Sharding, ShardPlan
 from shoal.data.skipping import Skipped
 from shoal.data.slice import Slice
 from shoal.data.sources.source import name_of
 from shoal.data.sources.user_code import blame_batch
 from shoal.data.tree import Tree, tensors
 from shoal.data.weights import keep_weights
+from shoal.data.workers.loader import feed_of
+from shoal.data.workers.pinning import pinned, wants_pinning
+from shoal.data.workers.pooled_feed import HoldsProcesses
+from shoal.data.workers.prefetch import prefetched
+from shoal.errors import ConfigError, DataError
+from shoal.runtime.seeds import mix
 
 
 class Batches:

@@ -13,8 +13,8 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate as collate_by
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from shoal.core.errors import DataError
 from shoal.data.tree import Tree, map_leaves
+from shoal.errors import DataError
 
 
 def collate(samples: list[Any]) -> Tree:

@@ -15,21 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.core.errors import ConfigError, DataError
-from shoal.core.user_frames import calling_line
 from shoal.data.arguments import function, whole_number
 from shoal.data.batches import Batches
 from shoal.data.files import Where
-from shoal.data.loader import feed_of
 from shoal.data.sources.arrays import ArraySource
 from shoal.data.sources.function import FunctionSource
 from shoal.data.sources.source import Source
 from shoal.data.sources.torch_dataset import torch_source
 from shoal.data.stream import Stream
 from shoal.data.tree import Tree
+from shoal.data.workers.loader import feed_of
+from shoal.errors import ConfigError, DataError
+from shoal.runtime.user_frames import calling_line
 
 if TYPE_CHECKING:
-    from shoal.data.locations.copies import CopiedFiles
+    from shoal.data.remote.copies import CopiedFiles
 
 
 Made = TypeVar("Made")
@@ -156,8 +156,8 @@ class Constructors:
             Dataset.from_csv("clicks-*.csv", label="clicked")
             Dataset.from_csv("clicks.tsv", names=["y", "price", "user"], schema={"user": "str"}, fill={"price": 0})
         """
-        from shoal.data.locations.located_files import files_at
-        from shoal.data.tables.csv import open_csv
+        from shoal.data.formats.csv import open_csv
+        from shoal.data.remote.located_files import files_at
 
         files, there = files_at(path, location, spread)
         source = open_csv(
@@ -207,8 +207,8 @@ class Constructors:
             Dataset.from_jsonl("reviews-*.jsonl", columns=["text", "stars"], label="stars")
             Dataset.from_jsonl("users.jsonl", schema={"ids": "list[int64]"}, fill={"ids": []})
         """
-        from shoal.data.locations.located_files import files_at
-        from shoal.data.tables.jsonl import open_jsonl
+        from shoal.data.formats.jsonl import open_jsonl
+        from shoal.data.remote.located_files import files_at
 
         files, there = files_at(path, location, spread)
         source = open_jsonl(
@@ -254,8 +254,8 @@ class Constructors:
             Dataset.from_parquet("clicks/*.parquet", label="clicked")
             Dataset.from_parquet("s3://bucket/clicks/", columns=["price", "user"], where=[("price", ">", 3)])
         """
-        from shoal.data.locations.located_files import files_at
-        from shoal.data.tables.parquet import open_parquet
+        from shoal.data.formats.parquet import open_parquet
+        from shoal.data.remote.located_files import files_at
 
         files, there = files_at(path, location, spread)
         source = open_parquet(
@@ -296,7 +296,7 @@ class Constructors:
 
             Dataset.from_huggingface(datasets.load_dataset("imdb"), split="train", label="label").shuffle(seed=0)
         """
-        from shoal.data.tables.huggingface import open_huggingface
+        from shoal.data.formats.huggingface import open_huggingface
 
         source = open_huggingface(
             dataset,
@@ -337,8 +337,8 @@ class Constructors:
             schema = {"dense": Feature("float32", (13,)), "ids": Feature("int64", None), "clicked": "int64"}
             Dataset.from_tfrecord("clicks/*.tfrecord", schema, label="clicked")
         """
-        from shoal.data.locations.located_files import files_at
-        from shoal.data.tables.tfrecord import open_tfrecord
+        from shoal.data.formats.tfrecord import open_tfrecord
+        from shoal.data.remote.located_files import files_at
 
         files, there = files_at(path, location, spread)
         source = open_tfrecord(
@@ -381,7 +381,7 @@ class Constructors:
             Dataset.from_sql("clicks", "postgresql://me@db.example/ads", label="clicked")
             Dataset.from_sql("SELECT * FROM visits WHERE day < '2024-05-01'", "visits.db", key="id", partitions=64)
         """
-        from shoal.data.tables.sql import open_sql
+        from shoal.data.formats.sql import open_sql
 
         source = open_sql(
             query,

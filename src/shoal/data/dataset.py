@@ -17,17 +17,17 @@ from shoal.data.batches import Batches
 from shoal.data.collate import Collate
 from shoal.data.feed import IndexedFeed, even_cut
 from shoal.data.iterator import DataIterator
-from shoal.data.order import InOrder, Order
-from shoal.data.pooled_feed import PooledFeed
-from shoal.data.process_pool import PoolConfig
+from shoal.data.order.order import InOrder, Order
 from shoal.data.reader import Reader, samples_from
 from shoal.data.skipping import SkipSamples
 from shoal.data.sources.source import Source
 from shoal.data.stages import Stages
 from shoal.data.stream import Stream, StreamFeed, stream_from
+from shoal.data.workers.pool import PoolConfig
+from shoal.data.workers.pooled_feed import PooledFeed
 
 if TYPE_CHECKING:
-    from shoal.data.map_reduce.aggregate import Aggregate
+    from shoal.data.mapreduce.aggregate import Aggregate
 
 
 class Dataset(Stages):
@@ -141,7 +141,7 @@ class Dataset(Stages):
 
             data.map_reduce(lambda line: ((word, 1) for word in line.split()), lambda word, ones: sum(ones))
         """
-        from shoal.data.map_reduce.calling import map_reduce  # which is built on datasets
+        from shoal.data.mapreduce.api import map_reduce  # which is built on datasets
 
         return map_reduce(
             self._source,

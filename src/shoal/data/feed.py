@@ -16,14 +16,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shoal.core import job as jobs
-from shoal.core.errors import BatchTooSmall, ConfigError, DataError, EmptyDataset
-from shoal.data.order import Indices, Order
+from shoal.config import job as jobs
+from shoal.data.order.order import Indices, Order
 from shoal.data.reader import Reader, Reading, Request
-from shoal.data.sharding import UNSAID, Balanced, Loads, Sharding, ShardPlan
+from shoal.data.sharding.sharding import UNSAID, Balanced, Loads, Sharding, ShardPlan
 from shoal.data.skipping import SkipLog
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
+from shoal.errors import BatchTooSmall, ConfigError, DataError, EmptyDataset
 
 _BLOCK = 8192  # positions permuted at once: 20 ns each, against 55 when 1,024 are
 

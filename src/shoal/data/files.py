@@ -16,9 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
-from shoal.core.data_errors import FileLost, NoFiles
-from shoal.core.errors import ConfigError
 from shoal.data.arguments import paths
+from shoal.errors import ConfigError, FileLost, NoFiles
 
 Where = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A path, a directory, a pattern with * or ?, a URL that fsspec knows, or several of them."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypedDict, TypeVar
 
-from shoal.core.errors import DataError
+from shoal.errors import DataError
 
 T = TypeVar("T")
 

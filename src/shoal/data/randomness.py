@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.core.seeds import mix
+from shoal.runtime.seeds import mix
 
 _exchanging = threading.RLock()
 """There is one set of global generators in a process: who has exchanged them keeps other threads from doing so."""

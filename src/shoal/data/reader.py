@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.errors import DataError
-from shoal.core.seeds import mix
 from shoal.data.collate import Collate
-from shoal.data.order import Indices, Order
+from shoal.data.order.order import Indices, Order
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.skipping import SkipLog, Skipped, SkipSamples
 from shoal.data.sources.source import Source
 from shoal.data.tree import Tree
+from shoal.errors import DataError
+from shoal.runtime.seeds import mix
 
 _BLOCK = 1024  # positions whose indices are computed at once
 

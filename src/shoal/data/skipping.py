@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.core import happenings, scratch
-from shoal.core import job as jobs
-from shoal.core.data_errors import BadSample, TooManySkipped
+from shoal.config import job as jobs
+from shoal.errors import BadSample, TooManySkipped
+from shoal.runtime import events as happenings
+from shoal.runtime import scratch
 
 _INDEX = struct.Struct("<q")
 _NUM_KEPT = 10_000  # of skipped samples, in memory: the job's events hold all of them

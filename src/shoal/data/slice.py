@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from shoal.core.errors import TrainingError
 from shoal.data.tree import Tree, leaves, map_tensors
 from shoal.data.weights import Weighted
+from shoal.errors import TrainingError
 
 
 def bounds(num_samples: int, part: int, num_parts: int) -> tuple[int, int]:

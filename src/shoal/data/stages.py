@@ -13,14 +13,14 @@ from typing import Any, Self
 
 import torch
 
-from shoal.core.errors import ConfigError
-from shoal.data import arguments, choosing
+from shoal.data import arguments
 from shoal.data.arguments import above_zero, flag, function, shown, skipping, whole_number
 from shoal.data.constructors import Constructors
-from shoal.data.order import InOrder, Order, Shuffled
-from shoal.data.order_repeated import Repeated
-from shoal.data.order_sampled import checked_weights
-from shoal.data.order_window import Window
+from shoal.data.order import select as choosing
+from shoal.data.order.order import InOrder, Order, Shuffled
+from shoal.data.order.repeated import Repeated
+from shoal.data.order.sampled import checked_weights
+from shoal.data.order.window import Window
 from shoal.data.reader import Reader
 from shoal.data.sources.augmented import Augmented
 from shoal.data.sources.interleaved import Interleaved
@@ -42,6 +42,7 @@ from shoal.data.stream_stages import (
     WeightStream,
 )
 from shoal.data.values import By, Values
+from shoal.errors import ConfigError
 
 STREAM_BUFFER = 10_000
 """Samples among which a stream is shuffled."""
@@ -176,7 +177,7 @@ class Stages(Constructors):
             ram_bytes = whole_number("cache(ram_bytes=)", ram_bytes, at_least=0)
         if directory is not None:
             directory = arguments.directory("cache(directory=)", directory)
-        from shoal.data.caching import cached
+        from shoal.data.cache.caching import cached
 
         return type(self)(cached(source, where=where, ram_bytes=ram_bytes, directory=directory), order)
 

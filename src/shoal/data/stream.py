@@ -19,20 +19,20 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from shoal.core import happenings
-from shoal.core import job as jobs
-from shoal.core.errors import DataError, EmptyDataset
-from shoal.core.seeds import mix
+from shoal.config import job as jobs
 from shoal.data.collate import Collate
 from shoal.data.feed import EvenCut, Share, check_call
-from shoal.data.loader_options import LoaderOptions, start_pass
-from shoal.data.order import Order
+from shoal.data.order.order import Order
 from shoal.data.randomness import PrivateGenerators
-from shoal.data.sharding import UNSAID, Sharding, ShardPlan
+from shoal.data.sharding.sharding import UNSAID, Sharding, ShardPlan
 from shoal.data.skipping import SkipLog
 from shoal.data.slice import Slice
 from shoal.data.stream_stages import RepeatStream, StreamStage, TakeStream
 from shoal.data.tree import Tree, map_tensors, tensors
+from shoal.data.workers.loader_options import LoaderOptions, start_pass
+from shoal.errors import DataError, EmptyDataset
+from shoal.runtime import events as happenings
+from shoal.runtime.seeds import mix
 
 
 class OwnStream(IterableDataset[Any]):

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.core.seeds import mix
 from shoal.data.skipping import SkipLog, Skipped
 from shoal.data.sources.augmented import augment_seed
 from shoal.data.sources.source import name_of
@@ -21,6 +20,7 @@ from shoal.data.sources.user_code import bad_sample, blame
 from shoal.data.sources.weighted import checked_weight, weighted
 from shoal.data.values import find_column
 from shoal.data.weights import keep_weights
+from shoal.runtime.seeds import mix
 
 Open = Callable[[int], Iterator[Any]]
 """Reads what comes before, of an epoch, from its beginning."""

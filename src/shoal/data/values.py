@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.core.data_errors import NoSuchColumn
-from shoal.core.errors import ConfigError, DataError
-from shoal.data.order import Order
+from shoal.data.order.order import Order
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.skipping import SkipSamples
 from shoal.data.sources.grouping import integers
 from shoal.data.sources.source import Source, name_of
 from shoal.data.sources.user_code import blame
 from shoal.data.tree import Tree
+from shoal.errors import ConfigError, DataError, NoSuchColumn
 
 By = str | Callable[[Any], Any] | NDArray[Any] | torch.Tensor | list[Any]
 """A column's name, a function of a sample, or one value per sample in the order of the dataset."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from shoal.core.errors import DataError
 from shoal.data.tree import Tree
+from shoal.errors import DataError
 
 
 class Weighted(NamedTuple):

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.core.data_errors import NoSuchColumn
-from shoal.core.errors import ConfigError, DataError
+from shoal.errors import ConfigError, DataError, NoSuchColumn
 
 PADDING = -1
 """Of lists of whole numbers, behind their end."""

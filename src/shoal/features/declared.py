@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 
 Table: TypeAlias = Literal["auto", "embedding", "hash"]
 Token: TypeAlias = str | int

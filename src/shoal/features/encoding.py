@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from shoal.core.errors import CheckpointError
+from shoal.errors import CheckpointError
 from shoal.features import declared
 from shoal.features.declared import Feature
 from shoal.features.statistics import Scale, Statistics

@@ -12,9 +12,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from shoal.core.errors import CheckpointError, ConfigError, DataError, EmptyDataset, NoCheckpoint
 from shoal.data.batches import Batches
 from shoal.data.dataset import Dataset
+from shoal.errors import CheckpointError, ConfigError, DataError, EmptyDataset, NoCheckpoint
 from shoal.features import encoding
 from shoal.features.columns import columns_of
 from shoal.features.declared import (

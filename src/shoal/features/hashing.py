@@ -12,7 +12,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from shoal.core.compiled import kernel, matrix, mixed, vector
+from shoal.runtime.kernel_cache import kernel, matrix, mixed, vector
 
 Hashes = NDArray[np.uint64]
 
@@ -48,7 +48,7 @@ def bucket_of(hashes: Hashes, buckets: int) -> NDArray[np.int64]:
 
 
 def _mix(words: Hashes) -> Hashes:
-    """64 bits well mixed, as `shoal.core.compiled.mixed`; wraps."""
+    """64 bits well mixed, as `shoal.runtime.kernel_cache.mixed`; wraps."""
     words = words ^ (words >> np.uint64(30))
     words = words * np.uint64(0xBF58476D1CE4E5B9)
     words = words ^ (words >> np.uint64(27))

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.core.errors import DataError
-from shoal.nn import HashEmbedding
+from shoal.embedding import HashEmbedding
+from shoal.errors import DataError
 
 STATE = "feature_set"
 """Name of the bytes in the state_dict."""

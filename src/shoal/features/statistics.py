@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import DataError
+from shoal.errors import DataError
 from shoal.features import moments, quantiles, token_counts
 from shoal.features.columns import Columns, columns_of
 from shoal.features.declared import Bag, Bucketized, Categorical, Crossed, Embedding, Feature, Numeric, Token

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.core.errors import DataError
+from shoal.errors import DataError
 from shoal.features.columns import Columns, Tokens
 from shoal.features.declared import Bag, Bucketized, Categorical, Crossed, Hashed, IdFeature, Numeric
 from shoal.features.hashing import Hashes, bucket_of, hash_ints, hash_text, hash_together

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.errors import DataError
+from shoal.errors import DataError
 from shoal.features.columns import Tokens
 from shoal.features.declared import Categorical, Token
 from shoal.features.hashing import bucket_of, hash_ints, hash_text

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.ps.kv import Handle as Handle
-    from shoal.ps.kv import Kv as Kv
-    from shoal.ps.kv import connect as connect
+    from shoal.ps.client.kv import Handle as Handle
+    from shoal.ps.client.kv import Kv as Kv
+    from shoal.ps.client.kv import connect as connect
 
 __all__ = ["Handle", "Kv", "connect"]
 
@@ -15,7 +15,7 @@ __all__ = ["Handle", "Kv", "connect"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'shoal.ps' has no attribute '{name}'")
-    from shoal.ps import kv  # numba and torch: only for those who use it
+    from shoal.ps.client import kv  # numba and torch: only for those who use it
 
     return getattr(kv, name)
 

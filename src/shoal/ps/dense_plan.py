@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import torch
 
-from shoal.core.errors import ConfigError
-from shoal.wire.ps_messages import ChunkSpec, DensePart
+from shoal.errors import ConfigError
+from shoal.runtime.transport.messages.ps import ChunkSpec, DensePart
 
 Parameter: TypeAlias = tuple[str, tuple[int, ...], str, int]
 """Name, shape, dtype ("float32") and parameter group."""

@@ -1,7 +1,7 @@
 """Loops of the parameter server over keys and rows: who gets which, sums over ranks, squares and digests by slot.
 
 All of them work on slots that were computed before (slots.py). What turns a
-batch's ids into keys and back is in nn/kernels.py.
+batch's ids into keys and back is in embedding/kernels.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from shoal.core.compiled import INT, floating_kernel, kernel, matrix, mixed, vector
 from shoal.ps.slots import slot_of
+from shoal.runtime.kernel_cache import INT, floating_kernel, kernel, matrix, mixed, vector
 
 
 def partition(

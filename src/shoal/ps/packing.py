@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import WireError
+from shoal.errors import WireError
 
 
 def memory_of(array: np.ndarray[Any, Any]) -> memoryview:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from shoal.cluster.slot_map import NUM_SLOTS
-from shoal.core.compiled import INT, inlined, kernel, mixed, vector
+from shoal.cluster.coordinator.slot_map import NUM_SLOTS
+from shoal.runtime.kernel_cache import INT, inlined, kernel, mixed, vector
 
 assert NUM_SLOTS == 256, "a slot is a byte of the hash"
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.core import placement, strategy_names
-from shoal.core.errors import ConfigError
-from shoal.core.job import Job
-from shoal.core.seeds import mix
+from shoal.config import placement
+from shoal.config import strategy_spec as strategy_names
+from shoal.config.job import Job
+from shoal.errors import ConfigError
+from shoal.runtime.seeds import mix
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

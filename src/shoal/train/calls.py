@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shoal.core import job as jobs
-from shoal.core import placement, shard_names
-from shoal.core.errors import BatchTooSmall, ConfigError, EmptyDataset
+from shoal.config import job as jobs
+from shoal.config import placement, shard_names
 from shoal.data.batches import Batches, as_batches
 from shoal.data.tree import Tree
-from shoal.strategies.timeline import Timeline
+from shoal.errors import BatchTooSmall, ConfigError, EmptyDataset
+from shoal.recovery.replay_log import Timeline
 
 R = TypeVar("R")
 

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from shoal.collectives import block_matmul, operations
 from shoal.collectives.gather import gather_any
-from shoal.collectives.gathered import Gathered
 from shoal.collectives.operations import described
+from shoal.collectives.p2p import part_bounds
 from shoal.collectives.reducer import Reducer
-from shoal.collectives.wires import part_bounds
-from shoal.core import job as jobs
-from shoal.core.errors import ConfigError
-from shoal.strategies.patience import Patience
-from shoal.strategies.together import Together
+from shoal.collectives.via_gather import Gathered
+from shoal.config import job as jobs
+from shoal.errors import ConfigError
+from shoal.recovery.collective_timeout import Patience
+from shoal.recovery.elastic_group import Together
 from shoal.train.custom import present_moment
 
 T = TypeVar("T")

@@ -21,26 +21,28 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal.cluster import session
-from shoal.core import job as jobs
-from shoal.core import outer_names, placement
-from shoal.core.errors import ConfigError
-from shoal.core.failpoints import BEFORE_FORWARD, failpoint
-from shoal.core.seeds import mix
+from shoal.cluster.worker import session
+from shoal.config import job as jobs
+from shoal.config import outer_names, placement
+from shoal.config.faults import BEFORE_FORWARD
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
-from shoal.strategies import create
-from shoal.strategies.compute import place, seed_all
-from shoal.strategies.loss import loss_rule
-from shoal.strategies.protocol import Strategy, TakesGradients, TrainJob, Wishes
-from shoal.train import custom_anchoring, fingerprint
+from shoal.errors import ConfigError
+from shoal.parallel import create
+from shoal.parallel.compute import place, seed_all
+from shoal.parallel.loss import loss_rule
+from shoal.parallel.protocol import Strategy, TakesGradients, TrainJob, Wishes
+from shoal.runtime.failpoints import failpoint
+from shoal.runtime.seeds import mix
+from shoal.train import custom_anchors as custom_anchoring
+from shoal.train import fingerprint
 from shoal.train.arguments import device_of
 from shoal.train.calls import Call, batches_of, described, next_number
 from shoal.train.interrupts import asked_to_leave
-from shoal.train.ledger_notes import LedgerNotes
+from shoal.train.ledger_report import LedgerNotes
+from shoal.train.load_balance import refuse
 from shoal.train.position import Position
-from shoal.train.sharing import refuse
 from shoal.train.verification import Verification
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)

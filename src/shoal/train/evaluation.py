@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from shoal.core.errors import EmptyDataset, TrainingError
-from shoal.core.failpoints import failpoint
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree, concatenate, leaves, map_tensors
-from shoal.strategies.compute import autocast, place
-from shoal.strategies.protocol import Strategy, TrainJob
-from shoal.train.measuring import Metrics
+from shoal.errors import EmptyDataset, TrainingError
+from shoal.parallel.compute import autocast, place
+from shoal.parallel.protocol import Strategy, TrainJob
+from shoal.runtime.failpoints import failpoint
+from shoal.train.metrics.metric_set import Metrics
 
 Tick = Callable[[Slice], None]
 """Called after every slice: progress, and leaving when asked to."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shoal.cluster import session
-from shoal.core import job as jobs
+from shoal.cluster.worker import session
+from shoal.config import job as jobs
 
 _models: list[nn.Module] = []
 

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from shoal.cluster import session
-from shoal.core import job as jobs
+from shoal.cluster.worker import session
+from shoal.config import job as jobs
 
 _asked: str | None = None
 

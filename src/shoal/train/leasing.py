@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.core.errors import ConfigError
 from shoal.data.batches import Batches
-from shoal.data.sharding import Balanced, Dynamic, Equal, Measured, Sharding, Weighted, weighted_cuts
+from shoal.data.sharding.sharding import Balanced, Dynamic, Equal, Measured, Sharding, Weighted, weighted_cuts
 from shoal.data.slice import Slice
-from shoal.strategies.ps_relaxed import Naming, PsRelaxed
-from shoal.train.ledger_notes import data_identity
+from shoal.errors import ConfigError
+from shoal.parallel.ps.relaxed import Naming, PsRelaxed
+from shoal.runtime.transport.messages.server_group import Leases, NoMoreLeases
+from shoal.train.ledger_report import data_identity
 from shoal.train.position import Position
-from shoal.wire.group_messages import Leases, NoMoreLeases
 
 LEASES_PER_WORKER = 8
 """Of an epoch, at least: so that a slow worker keeps the others waiting only for its last one."""

@@ -15,25 +15,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.cluster import session
-from shoal.core.errors import EmptyDataset, Interrupted, NonFiniteLoss, TrainingError
-from shoal.core.failpoints import BEFORE_FORWARD, failpoint
+from shoal.cluster.worker import session
+from shoal.config.faults import BEFORE_FORWARD
 from shoal.data.batches import Batches
+from shoal.data.cache.statistics import tell_figures
 from shoal.data.slice import Slice
-from shoal.memory.figures import tell_figures
-from shoal.strategies.compute import place
-from shoal.strategies.protocol import Leased, LooksAhead, LossSum, MeetsNowAndThen, Verdict
-from shoal.train import anchoring
-from shoal.train.anchoring import BEFORE_A_STEP, Place
+from shoal.errors import EmptyDataset, Interrupted, NonFiniteLoss, TrainingError
+from shoal.parallel.compute import place
+from shoal.parallel.protocol import Leased, LooksAhead, LossSum, MeetsNowAndThen, Verdict
+from shoal.runtime.failpoints import failpoint
+from shoal.train import anchors as anchoring
+from shoal.train.anchors import BEFORE_A_STEP, Place
 from shoal.train.callbacks.base import StepLogs
+from shoal.train.checkpoint.snapshots import Snapshots
 from shoal.train.evaluation import evaluate
 from shoal.train.history import History
 from shoal.train.interrupts import asked_to_leave
-from shoal.train.ledger_notes import LedgerNotes
-from shoal.train.metrics_log import MetricsLog
-from shoal.train.sharing import Sharing
-from shoal.train.snapshots import Snapshots
-from shoal.train.traffic_notes import TrafficNotes
+from shoal.train.ledger_report import LedgerNotes
+from shoal.train.load_balance import Sharing
+from shoal.train.metrics.log import MetricsLog
+from shoal.train.traffic_report import TrafficNotes
 
 if TYPE_CHECKING:
     from shoal.train.leasing import Leasing

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from shoal.cluster import session
-from shoal.cluster.display import open_display
-from shoal.core.errors import Interrupted
-from shoal.core.job import Job
+from shoal.cluster.supervisor.display import open_display
+from shoal.cluster.worker import session
+from shoal.config.job import Job
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
+from shoal.errors import Interrupted
+from shoal.runtime.transport.messages.cluster import Progress
 from shoal.train.interrupts import asked_to_leave
-from shoal.wire.messages import Progress
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer

@@ -17,18 +17,18 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from shoal.cluster import session
-from shoal.core import job as jobs
-from shoal.core import outer_names
-from shoal.core.errors import ConfigError, Interrupted
+from shoal.cluster.worker import session
+from shoal.config import job as jobs
+from shoal.config import outer_names
 from shoal.data.batches import Batches
 from shoal.data.tree import Tree
-from shoal.strategies import create
-from shoal.strategies.loss import loss_rule
-from shoal.strategies.mixing import describe_mixing, mixing_layers
-from shoal.strategies.protocol import Strategy, TrainJob, Wishes
-from shoal.train import fingerprint, saving
-from shoal.train.anchoring import BEFORE_A_STEP, inherit, restore, snapshot
+from shoal.errors import ConfigError, Interrupted
+from shoal.parallel import create
+from shoal.parallel.batch_dependence import describe_mixing, mixing_layers
+from shoal.parallel.loss import loss_rule
+from shoal.parallel.protocol import Strategy, TrainJob, Wishes
+from shoal.train import fingerprint
+from shoal.train.anchors import BEFORE_A_STEP, inherit, restore, snapshot
 from shoal.train.arguments import (
     OptimizerFactory,
     build_model,
@@ -40,12 +40,13 @@ from shoal.train.arguments import (
 )
 from shoal.train.callbacks.base import Callback
 from shoal.train.calls import Call, batches_of, described, first_inputs, next_number
+from shoal.train.checkpoint import saving
 from shoal.train.evaluation import evaluate, predict
 from shoal.train.history import History
 from shoal.train.interrupts import asked_to_leave, signals_finish_the_step
-from shoal.train.ledger_notes import LedgerNotes
+from shoal.train.ledger_report import LedgerNotes
 from shoal.train.loop import FitLoop
-from shoal.train.measuring import metric_set
+from shoal.train.metrics.metric_set import metric_set
 from shoal.train.position import Position
 from shoal.train.progress import drawn_here, passing
 from shoal.train.verification import Verification

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from shoal.core.job import VerifyPlan
-from shoal.strategies.mixing import MixingLayer, mixing_layers, watch_randomness
-from shoal.strategies.protocol import Strategy
-from shoal.strategies.state import MODEL
+from shoal.config.job import VerifyPlan
+from shoal.parallel.batch_dependence import MixingLayer, mixing_layers, watch_randomness
+from shoal.parallel.protocol import Strategy
+from shoal.parallel.state import MODEL
 
 
 class Verification:

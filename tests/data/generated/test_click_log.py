@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchmetrics.functional.classification import binary_auroc
 
-from shoal.core.errors import ConfigError
 from shoal.data.generated import best_auc, click_arrays, clicks
 from shoal.data.generated.click_log import ClickConfig, ClickLog, column_sizes
+from shoal.errors import ConfigError
 
 LOG = ClickLog(ClickConfig())
 INPUTS, LABELS = LOG.samples(np.arange(50_000))

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.errors import ConfigError
 from shoal.data.generated import images
 from shoal.data.generated.gratings import ImageConfig, pictures
+from shoal.errors import ConfigError
 
 CONFIG = ImageConfig()
 PIXELS, LABELS = pictures(CONFIG, np.arange(1000))

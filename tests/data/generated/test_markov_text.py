@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.errors import ConfigError
 from shoal.data.generated import ALPHABET, best_loss, decode, text
 from shoal.data.generated.markov_text import MarkovRule
+from shoal.errors import ConfigError
 
 RULE = MarkovRule(0)
 CHARACTERS, FOLLOWING = RULE.samples(np.arange(20_000), 8)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.core.errors import ConfigError
 from shoal.data.sources.arrays import ArraySource
+from shoal.errors import ConfigError
 
 
 def test_ranges_and_gathers_give_the_same_rows() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.core.errors import ConfigError, DataError
 from shoal.data import Dataset
+from shoal.errors import ConfigError, DataError
 
 
 def test_the_function_is_called_once_per_slice_with_its_indices() -> None:

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.errors import ConfigError, DataError, EmptyDataset
 from shoal.data import Dataset
+from shoal.errors import ConfigError, DataError, EmptyDataset
 
 
 def numbers() -> Iterator[int]:

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Subset, TensorDataset
 
-from shoal.core.errors import ConfigError
 from shoal.data import Dataset
+from shoal.errors import ConfigError
 
 
 class Squares(TorchDataset):  # type: ignore[type-arg]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.callbacks import Callback, ModelCheckpoint
-from shoal.core.job import current
+from shoal.config.job import current
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)

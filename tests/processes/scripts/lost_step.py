@@ -8,10 +8,10 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-from shoal.core import job
-from shoal.ps.step import Decision
-from shoal.strategies import ps
-from shoal.strategies.served import served
+from shoal.config import job
+from shoal.parallel.ps import exact as ps
+from shoal.parallel.ps.session import served
+from shoal.ps.client.step import Decision
 
 AT_STEP = 6
 about_to_run = ps.Ps.about_to_run

@@ -17,7 +17,7 @@ from torch import nn
 
 import shoal
 from shoal.callbacks import Callback, EarlyStopping, ModelCheckpoint, StopAtStep
-from shoal.cluster import session
+from shoal.cluster.worker import session
 
 OUT, KIND = Path(sys.argv[1]), sys.argv[2]
 N = 37  # with batches of 10: four steps an epoch, the last of 7 samples

@@ -11,7 +11,7 @@ from shoal.collectives.compression.compressor import Compressor
 from shoal.collectives.compression.int8 import Int8
 from shoal.collectives.compression.powersgd import PowerSgd
 from shoal.collectives.compression.topk import TopK
-from shoal.core import compress_names
+from shoal.config import compress_names
 
 _BUILDERS: dict[str, Callable[..., Compressor]] = {
     "bf16": lambda: Cast(torch.bfloat16),

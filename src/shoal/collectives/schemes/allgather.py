@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoal.collectives.p2p import Wires
 from shoal.collectives.schemes import ring
-from shoal.collectives.schemes.everyone import add_up
-from shoal.collectives.wires import Wires
+from shoal.collectives.schemes.broadcast import add_up
 
 
 def all_reduce(wires: Wires, flat: Tensor) -> None:

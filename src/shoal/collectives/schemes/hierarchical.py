@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from shoal.collectives.p2p import Wires
 from shoal.collectives.schemes import ring
 from shoal.collectives.shm import Shm
-from shoal.collectives.wires import Wires
 
 
 class Hierarchical:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.collectives.wires import Wires, parts_of
+from shoal.collectives.p2p import Wires, parts_of
 
 
 def all_reduce(wires: Wires, flat: Tensor) -> None:

@@ -15,10 +15,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from shoal.core.errors import ConfigError
-from shoal.core.seeds import mix
 from shoal.data.dataset import Dataset
 from shoal.data.generated.draws import Floats, Ints, bell, bits, uniform
+from shoal.errors import ConfigError
+from shoal.runtime.seeds import mix
 
 NUM_DENSE = 13
 NUM_COLUMNS = 26

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.core.errors import ConfigError
-from shoal.core.seeds import mix
 from shoal.data.dataset import Dataset
 from shoal.data.generated.draws import Ints, bits, uniform
+from shoal.errors import ConfigError
+from shoal.runtime.seeds import mix
 
 _Pixels = NDArray[np.float32]
 

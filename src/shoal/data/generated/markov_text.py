@@ -14,10 +14,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from shoal.core.errors import ConfigError
-from shoal.core.seeds import mix
 from shoal.data.dataset import Dataset
 from shoal.data.generated.draws import Floats, Ints, bell, bits, uniform
+from shoal.errors import ConfigError
+from shoal.runtime.seeds import mix
 
 ALPHABET = " abcdefghijklmnopqrstuvwxyz.,!?\n"
 """The characters, in the order of their numbers."""

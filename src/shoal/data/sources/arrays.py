@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.core.errors import ConfigError
 from shoal.data.collate import to_tensor, uncollate
-from shoal.data.order import Indices
+from shoal.data.order.order import Indices
 from shoal.data.sources.source import Source
 from shoal.data.tree import Tree, map_leaves, map_tensors
+from shoal.errors import ConfigError
 
 
 class ArraySource(Source):

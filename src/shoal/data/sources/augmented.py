@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from shoal.core.seeds import mix
-from shoal.data.order import Indices
+from shoal.data.order.order import Indices
 from shoal.data.sources.source import Derived, Source, name_of
 from shoal.data.sources.user_code import blame
 from shoal.data.weights import keep_weights
+from shoal.runtime.seeds import mix
 
 _AUGMENT = 0x4155474D454E54  # keeps augment(seed=0) and shuffle(seed=0) apart
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.core.errors import DataError
 from shoal.data.collate import to_tensors, uncollate
-from shoal.data.order import Indices, as_array
+from shoal.data.order.order import Indices, as_array
 from shoal.data.sources.source import Source, name_of
 from shoal.data.tree import Tree, map_leaves
+from shoal.errors import DataError
 
 
 class FunctionSource(Source):

@@ -10,10 +10,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shoal.core.errors import ConfigError, DataError
 from shoal.data.sources.source import name_of
 from shoal.data.sources.user_code import line_of
 from shoal.data.stream import OwnStream
+from shoal.errors import ConfigError, DataError
 
 
 class GeneratorStream(OwnStream):

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.core.errors import DataError
-from shoal.data.order import Indices, as_array
+from shoal.data.order.order import Indices, as_array
 from shoal.data.tree import Tree
+from shoal.errors import DataError
 
 
 def integers(indices: Indices) -> NDArray[np.int64]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.interleaving import Interleaving
-from shoal.data.order import Indices
+from shoal.data.order.interleaving import Interleaving
+from shoal.data.order.order import Indices
 from shoal.data.skipping import SkipSamples
 from shoal.data.sources.grouping import gather_batch, gather_samples, integers
 from shoal.data.sources.source import Derived, Source

@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.core.data_errors import BadSample
-from shoal.core.errors import DataError
 from shoal.data.collate import to_tensors, uncollate, with_string_arrays
-from shoal.data.order import Indices
+from shoal.data.order.order import Indices
 from shoal.data.skipping import SkipSamples
 from shoal.data.sources.source import Derived, Source, name_of
 from shoal.data.sources.user_code import bad_sample, blame
 from shoal.data.tree import Tree, map_leaves
 from shoal.data.weights import keep_weights
+from shoal.errors import BadSample, DataError
 
 
 def mapped(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.data.order import Indices, InOrder, Order
+from shoal.data.order.order import Indices, InOrder, Order
 from shoal.data.skipping import SkipSamples
 from shoal.data.sources.grouping import integers
 from shoal.data.sources.source import Derived, Source

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.order import ENDLESS, Indices
-from shoal.data.order_repeated import inner_epoch
+from shoal.data.order.order import ENDLESS, Indices
+from shoal.data.order.repeated import inner_epoch
 from shoal.data.skipping import SkipSamples
 from shoal.data.sources.grouping import gather_batch, gather_samples, integers
 from shoal.data.sources.source import Derived, Source

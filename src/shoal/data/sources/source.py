@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.collate import collate
-from shoal.data.order import Indices
+from shoal.data.order.order import Indices
 from shoal.data.tree import Tree
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from shoal.core.errors import ConfigError
-from shoal.data.order import Indices
+from shoal.data.order.order import Indices
 from shoal.data.sources.arrays import ArraySource
 from shoal.data.sources.source import Source
+from shoal.errors import ConfigError
 
 
 def torch_source(dataset: Any) -> Source:

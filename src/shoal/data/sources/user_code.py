@@ -9,9 +9,9 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from shoal.core.data_errors import BadSample
 from shoal.data.slice import Slice
 from shoal.data.sources.source import name_of
+from shoal.errors import BadSample
 
 
 def blame(stage: str, fn: Any, error: Exception, index: Any, epoch: int, extra: str = "") -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.core.errors import ConfigError, DataError
-from shoal.data.order import Indices
-from shoal.data.order_sampled import checked_weights
+from shoal.data.order.order import Indices
+from shoal.data.order.sampled import checked_weights
 from shoal.data.slice import split_target
 from shoal.data.sources.grouping import integers
 from shoal.data.sources.source import Derived, Source, name_of
@@ -18,6 +17,7 @@ from shoal.data.sources.user_code import blame
 from shoal.data.tree import Tree
 from shoal.data.values import Values, find_column, label_of
 from shoal.data.weights import Weighted
+from shoal.errors import ConfigError, DataError
 
 By = str | Callable[[Any], Any] | Values
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.data.order import Indices
+from shoal.data.order.order import Indices
 from shoal.data.sources.source import Derived, Source
 from shoal.data.tree import Tree
 

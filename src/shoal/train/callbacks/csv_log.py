@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 from shoal.train.callbacks.base import Callback, StepLogs
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shoal.core.errors import ConfigError
-from shoal.train import saving
+from shoal.errors import ConfigError
 from shoal.train.callbacks.base import Callback
 from shoal.train.callbacks.monitor import Mode, Monitor
+from shoal.train.checkpoint import saving
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer

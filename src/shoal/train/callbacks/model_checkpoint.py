@@ -10,10 +10,10 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 from shoal.train.callbacks.base import Callback, StepLogs
 from shoal.train.callbacks.monitor import Mode, Monitor
-from shoal.train.checkpoint_directory import prune, step_path
+from shoal.train.checkpoint.directory import prune, step_path
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer

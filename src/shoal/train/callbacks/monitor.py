@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 
 Mode = Literal["min", "max", "auto"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 from shoal.train.callbacks.base import Callback
 
 

@@ -6,7 +6,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from shoal.core.errors import ConfigError
+from shoal.errors import ConfigError
 from shoal.train.callbacks.base import Callback, StepLogs
 from shoal.train.callbacks.learning_rate import named_rates
 

@@ -1,0 +1,145 @@
+"""The options beside a strategy, as flags: written once, and given to every verb that launches with them.
+
+Names and defaults are those of `shoal.config.parallel_options.Spread`; what they mean
+together is refused where a launch is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+from shoal.cli.options import Shard
+from shoal.config import placement
+from shoal.config.parallel_options import Spread
+
+OPTIONS: dict[str, Any] = {
+    "shard": Shard,
+    "exchange": Annotated[
+        str,
+        typer.Option(
+            "--exchange",
+            metavar="EXCHANGE",
+            help="How gradients are summed: auto, native (gloo, NCCL), shm (shared memory on one host), ring, hierarchical, "
+            "tree, halving, broadcast, allgather, chain, mapreduce.",
+        ),
+    ],
+    "sync_every": Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            help="For slow networks: each worker of ddp makes K steps with its own optimizer, then their models are averaged.",
+            show_default="gradients are summed at every step",
+        ),
+    ],
+    "outer": Annotated[
+        str,
+        typer.Option(
+            "--outer",
+            metavar="OUTER",
+            help="With --sync-every: average, or nesterov:lr=0.7,momentum=0.9 (DiLoCo).",
+        ),
+    ],
+    "schedule": Annotated[
+        str,
+        typer.Option(
+            "--schedule",
+            metavar="SCHEDULE",
+            help="Of a pipeline (pp): 1f1b, gpipe, interleaved, zero-bubble.",
+        ),
+    ],
+    "compress": Annotated[
+        str,
+        typer.Option(
+            "--compress",
+            metavar="COMPRESS",
+            help="Make gradients smaller before they are summed: none, bf16, fp16, int8, topk:ratio=0.01, powersgd:rank=4.",
+        ),
+    ],
+    "snapshot_every": Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Where each worker holds a part (fsdp, tp, pp, --sync-every): steps between the snapshots to which all go back "
+            "when one dies. 0: none, they go back to the newest checkpoint.",
+            show_default="50, or as the script says",
+        ),
+    ],
+    "device": Annotated[
+        str,
+        typer.Option(
+            "--device", metavar="DEVICE", help=f"Where workers compute: {', '.join(placement.FORMS)}."
+        ),
+    ],
+    "soft_placement": Annotated[
+        bool,
+        typer.Option(
+            "--soft-placement",
+            help="A worker whose device is missing computes on the CPU, and says so; else the job is refused.",
+        ),
+    ],
+    "batchnorm": Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="Over what BatchNorm normalises: local (each worker its own slice) or sync (the whole batch, as one process does).",
+        ),
+    ],
+    "sequence_parallel": Annotated[
+        bool,
+        typer.Option(
+            "--sequence-parallel",
+            help="With tp: norms and dropout between the layers that are cut run on a part of the sequence each.",
+        ),
+    ],
+    "checkpoint_activations": Annotated[
+        bool,
+        typer.Option(
+            "--checkpoint-activations",
+            help="Keep only the inputs of the model's blocks, and run them again within backward: less memory, more time.",
+        ),
+    ],
+    "offload": Annotated[
+        bool,
+        typer.Option(
+            "--offload",
+            help="With fsdp on GPUs: shards and the optimizer's state stay in the host's memory. Without GPUs they are there anyway.",
+        ),
+    ],
+}
+"""By field of Spread, in the order of the help.
+
+A flag that is only ever set has its name, or it would have a --no-; and so has one whose value is called after it, which
+some versions of typer take for its name.
+"""
+
+
+def takes_spread(*, but_not: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb these flags where its signature has `spread`, which it is then called with."""
+    defaults = {option.name: option.default for option in fields(Spread)}
+    flags = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
+        for name, annotation in OPTIONS.items()
+        if name not in but_not
+    ]
+
+    def give(verb: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(verb, eval_str=True)
+
+        @functools.wraps(verb)
+        def called(**said: Any) -> None:
+            spread = Spread(**{flag.name: said.pop(flag.name) for flag in flags})
+            verb(spread=spread, **said)
+
+        shown: list[inspect.Parameter] = []
+        for parameter in own.parameters.values():
+            shown += flags if parameter.name == "spread" else [parameter]
+        called.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]  # what typer reads
+        return called
+
+    return give

@@ -1,0 +1,1 @@
+"""Coordinator: membership, views, calls, slot map, leases, over a journal."""

@@ -1,0 +1,346 @@
+"""Which call into shoal the ranks may make next, decided from what each says it is about to do.
+
+Pure: no clock, no socket, no thread. `coordination.py` feeds events in and
+carries out the actions that come back.
+
+    RUNNING ──a rank begins the next call, or ends its script──▶ GATHERING
+       ▲                                                            │
+       ├──all began it, alike: granted to all───────────────────────┤
+       │                                                            ├──all ended──────────▶ ENDED
+       └──whoever waited is gone, or is called away to a view───────┤
+                                                                    ├──ranks differ───────▶ REFUSED
+                                                                    └──timeout_s is over──▶ EXPIRED
+
+The last three are final: whatever a rank still asks is answered at once, in
+the same sense, so that nobody waits for a job that is over. Where processes
+can be replaced (`membership` is given) there is no EXPIRED: whoever keeps the
+others waiting is suspected, and they wait for its replacement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple, TypeAlias
+
+from shoal.cluster.coordinator.membership import Late, Membership
+
+
+class Phase(StrEnum):
+    """Where the ranks stand."""
+
+    RUNNING = "running"  # all are in the same call, or between two
+    GATHERING = "gathering"  # some wait at the next call, or at the script's end, for the rest
+    REFUSED = "refused"
+    EXPIRED = "expired"
+    ENDED = "ended"
+
+
+EDGES = {
+    Phase.RUNNING: {Phase.GATHERING},
+    Phase.GATHERING: {Phase.RUNNING, Phase.REFUSED, Phase.EXPIRED, Phase.ENDED},
+    Phase.REFUSED: set(),
+    Phase.EXPIRED: set(),
+    Phase.ENDED: set(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A rank has connected. Only sharpens what is said of it while it is missing."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A rank waits to make call `number`, counted from 1."""
+
+    rank: int
+    number: int
+    kind: str
+    detail: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A rank is at the end of its script and waits to leave."""
+
+    rank: int
+    num_calls: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The connection of a rank is closed: it waits for nothing any more."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """Somebody waits to enter a view: whoever waits here, or would, must go there first."""
+
+    view: int  # to be left
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The view is formed: calls go on."""
+
+
+Event: TypeAlias = Joined | Began | Ended | Gone | Tick | Recalled | Resumed
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Tell `rank` to go on with the call."""
+
+    rank: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell `rank` that the ranks differ, and what each known one did."""
+
+    rank: int
+    number: int
+    calls: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Expire:
+    """Tell `rank` that its wait is over, and for whom it was."""
+
+    rank: int
+    operation: str
+    waited_s: float
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """Tell `rank` that it may leave: all are at the script's end."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """Tell `rank` to leave `view`, enter the next one, and ask again."""
+
+    rank: int
+    view: int
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """Others wait too long for this process: it must be killed, so that another can take its place."""
+
+    late: Late
+    why: str
+    waited_s: float
+
+
+Action: TypeAlias = Grant | Refuse | Expire | LetGo | Regroup | Suspect
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a rank is about to do: its call of this number, or (None) the end of its script."""
+
+    number: int
+    call: tuple[str, str] | None
+
+    def __str__(self) -> str:
+        if self.call is None:
+            num_calls = self.number - 1
+            return f"ended its script after {num_calls} call{'' if num_calls == 1 else 's'}"
+        return f"called {self.call[0]}({self.call[1]})"
+
+    @property
+    def operation(self) -> str:
+        return "the end of the script" if self.call is None else f"call {self.number} ({self.call[0]})"
+
+
+class _Waiter(NamedTuple):
+    wish: _Wish
+    since: float
+
+
+class Calls:
+    """The barrier at every call and at the script's end, for all of `num_workers` ranks.
+
+    What was granted stays on record and is granted again to whoever asks
+    again: a worker whose answer was lost, or its replacement on its way
+    through the script.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        membership: Membership | None = None,
+        record: Sequence[tuple[str, str] | None] = (),
+    ) -> None:
+        """`record` is what was granted before, where a coordinator goes on after its own death; None: the end."""
+        self.num_workers, self.timeout_s = num_workers, timeout_s
+        self._membership = membership
+        self._record = [_Wish(number, call) for number, call in enumerate(record, start=1)]
+        self.phase = Phase.ENDED if self._record and self._record[-1].call is None else Phase.RUNNING
+        self._recalled_from: int | None = None  # the view that all must leave first
+        self._waiting: dict[int, _Waiter] = {}
+        self._connected: dict[int, bool] = {}
+        self._refused = Refuse(-1, 0, {})  # what every rank hears in REFUSED
+        self._gave_up: tuple[str, ...] = ()  # whom a latecomer in EXPIRED has missed
+
+    @property
+    def num_granted(self) -> int:
+        """How many calls all ranks have begun."""
+        return len(self._record) - (self.phase is Phase.ENDED)
+
+    @property
+    def record(self) -> list[tuple[str, str] | None]:
+        """What was granted, in order: (kind, detail) of each call, None for the end of the script."""
+        return [wish.call for wish in self._record]
+
+    @property
+    def deadline(self) -> float | None:
+        """When a Tick will have something to do, if nothing happens before."""
+        if not self._waiting:
+            return None
+        since = min(waiter.since for waiter in self._waiting.values())
+        if self._membership is None:
+            return since + self.timeout_s
+        return min(
+            self._membership.due(rank, since=since, patience_s=self.timeout_s) for rank in self._missing()
+        )
+
+    def handle(self, event: Event) -> list[Action]:
+        """Apply one event; return what must now be done, in order."""
+        match event:
+            case Joined(rank):
+                self._connected[rank] = True
+                return []
+            case Began(rank, number, kind, detail, at):
+                return self._ask(rank, _Wish(number, (kind, detail)), at)
+            case Ended(rank, num_calls, at):
+                return self._ask(rank, _Wish(num_calls + 1, None), at)
+            case Gone(rank):
+                self._connected[rank] = False
+                if self._waiting.pop(rank, None) and not self._waiting:
+                    self._move(Phase.RUNNING)
+                return []
+            case Tick(at):
+                deadline = self.deadline
+                if deadline is None or at < deadline:
+                    return []
+                return self._expire(at) if self._membership is None else self._suspect(self._membership, at)
+            case Recalled(view):
+                self._recalled_from = view
+                waiting = sorted(self._waiting)
+                if waiting:
+                    self._waiting.clear()
+                    self._move(Phase.RUNNING)
+                return [Regroup(rank, view) for rank in waiting]
+            case Resumed():
+                self._recalled_from = None
+                return []
+
+    def _ask(self, rank: int, wish: _Wish, at: float) -> list[Action]:
+        self._connected[rank] = True
+        if self.phase is Phase.REFUSED:
+            self._refused.calls[rank] = str(wish)
+            return [replace(self._refused, rank=rank, calls=dict(self._refused.calls))]
+        if self.phase is Phase.EXPIRED:
+            return [Expire(rank, wish.operation, 0.0, self._gave_up)]
+        if 1 <= wish.number <= len(self._record):
+            return [self._from_record(rank, wish)]
+        if self.phase is Phase.ENDED:
+            return [Refuse(rank, wish.number, self._all_did(self._record[-1]) | {rank: str(wish)})]
+
+        if self._recalled_from is not None:
+            return [Regroup(rank, self._recalled_from)]
+
+        if self.phase is Phase.RUNNING:
+            self._move(Phase.GATHERING)
+        since = self._waiting[rank].since if rank in self._waiting else at
+        self._waiting[rank] = _Waiter(wish, since)
+        wishes = {waiter.wish for waiter in self._waiting.values()}
+        if len(wishes) > 1 or wish.number != len(self._record) + 1:
+            return self._refuse_all()
+        return self._grant_all(wish) if len(self._waiting) == self.num_workers else []
+
+    def _from_record(self, rank: int, wish: _Wish) -> Action:
+        # Only this rank strays from what all did before, so only it hears of it.
+        recorded = self._record[wish.number - 1]
+        if wish != recorded:
+            return Refuse(rank, wish.number, self._all_did(recorded) | {rank: str(wish)})
+        return LetGo(rank) if wish.call is None else Grant(rank, wish.number)
+
+    def _grant_all(self, wish: _Wish) -> list[Action]:
+        self._record.append(wish)
+        self._waiting.clear()
+        self._move(Phase.ENDED if wish.call is None else Phase.RUNNING)
+        return [self._from_record(rank, wish) for rank in range(self.num_workers)]
+
+    def _refuse_all(self) -> list[Action]:
+        calls = {rank: str(waiter.wish) for rank, waiter in sorted(self._waiting.items())}
+        self._refused = Refuse(-1, len(self._record) + 1, calls)
+        self._waiting.clear()
+        self._move(Phase.REFUSED)
+        return [replace(self._refused, rank=rank, calls=dict(calls)) for rank in calls]
+
+    def _suspect(self, membership: Membership, at: float) -> list[Action]:
+        since = min(waiter.since for waiter in self._waiting.values())
+        operation = next(iter(self._waiting.values())).wish.operation
+        actions: list[Action] = []
+        for rank in self._missing():
+            late = membership.late(rank, since=since, patience_s=self.timeout_s, now=at)
+            if late is not None:
+                why = f"the others waited {at - since:.1f} s for {self._describe(rank)} at {operation}"
+                actions.append(Suspect(late, why, at - since))
+        return actions
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.num_workers) if rank not in self._waiting]
+
+    def _expire(self, at: float) -> list[Action]:
+        missing = tuple(self._describe(rank) for rank in self._missing())
+        waiters = sorted(self._waiting.items())
+        self._gave_up = tuple(
+            f"rank {rank} (gave up after {at - waiter.since:.1f} s)" for rank, waiter in waiters
+        )
+        self._waiting.clear()
+        self._move(Phase.EXPIRED)
+        return [Expire(rank, waiter.wish.operation, at - waiter.since, missing) for rank, waiter in waiters]
+
+    def _describe(self, rank: int) -> str:
+        if self._membership is not None and (known := self._membership.whereabouts(rank)):
+            return f"rank {rank} ({known})"
+        if rank not in self._connected:
+            return f"rank {rank} (never joined)"
+        if not self._connected[rank]:
+            return f"rank {rank} (its connection closed)"
+        return (
+            f"rank {rank} (last in {self._record[-1].operation})" if self._record else f"rank {rank} (joined)"
+        )
+
+    def _all_did(self, wish: _Wish) -> dict[int, str]:
+        return dict.fromkeys(range(self.num_workers), str(wish))
+
+    def _move(self, phase: Phase) -> None:
+        assert phase in EDGES[self.phase], f"{self.phase} to {phase}"
+        self.phase = phase

@@ -1,0 +1,181 @@
+"""What the coordinator must not forget: one entry for each promise, and what all of them amount to.
+
+Pure. `coordination.py` says what to remember before it is answered,
+`journal.py` writes it down, and after a death `Memory` is what the next
+coordinator begins with. Steps and clocks are not in it: they never pass
+through the coordinator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from shoal.cluster.coordinator.lease_types import LeaseSnapshot
+from shoal.cluster.ledger.entries import LedgerFact
+from shoal.runtime.transport.messages.cluster import Join, Message, Reaped, Saved, ViewFormed
+from shoal.runtime.transport.messages.ledger import Noted
+from shoal.runtime.transport.messages.message import Count
+from shoal.runtime.transport.messages.server_group import AskLease, JoinServer, ReapedServer, ScaleServers
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted", tag_field="type", forbid_unknown_fields=True):
+    """All ranks make this call; or, without one, all have reached the end of the script."""
+
+    number: Count
+    call: tuple[str, str] | None  # kind and detail
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChanged:
+    """What changed in the store, and the answers that must not be given differently when asked again."""
+
+    values: dict[str, bytes | None]  # None: gone
+    answers: dict[int, tuple[int, Message]]  # by client: its newest serial, and what was answered
+
+
+class ServerFilled(
+    msgspec.Struct, frozen=True, tag="server-filled", tag_field="type", forbid_unknown_fields=True
+):
+    """A server has these slots and follows their updates."""
+
+    number: Count
+    incarnation: Count
+    view: Count
+    slots: list[Count]
+
+
+class ServerLostStep(
+    msgspec.Struct, frozen=True, tag="server-lost-step", tag_field="type", forbid_unknown_fields=True
+):
+    """On a server a step can never count that counts elsewhere: a rank's part in it is gone."""
+
+    number: Count
+    incarnation: Count
+    view: Count
+    rank: Count
+
+
+class LeaseAsked(
+    msgspec.Struct, frozen=True, tag="lease-asked", tag_field="type", forbid_unknown_fields=True
+):
+    """A worker has asked for leases; by the clock of this host, which outlives a coordinator."""
+
+    at: float
+    ask: AskLease
+
+
+class LeaseTicked(
+    msgspec.Struct, frozen=True, tag="lease-ticked", tag_field="type", forbid_unknown_fields=True
+):
+    """Time has passed, and somebody was given a lease because of that."""
+
+    at: float
+
+
+class LeaseReturned(
+    msgspec.Struct, frozen=True, tag="lease-returned", tag_field="type", forbid_unknown_fields=True
+):
+    """What incarnations of this rank below this one held went back."""
+
+    rank: Count
+    incarnation: Count
+    at: float
+
+
+class LeaseGaveUp(
+    msgspec.Struct, frozen=True, tag="lease-gave-up", tag_field="type", forbid_unknown_fields=True
+):
+    """A worker waits no longer for a lease."""
+
+    rank: Count
+    incarnation: Count
+
+
+class LeasesStand(
+    msgspec.Struct, frozen=True, tag="leases-stand", tag_field="type", forbid_unknown_fields=True
+):
+    """How leases stand, after everything that was asked before; `asked` says how the epochs are cut."""
+
+    asked: AskLease
+    snapshot: LeaseSnapshot
+
+
+ServingFact: TypeAlias = (
+    JoinServer
+    | ReapedServer
+    | ServerFilled
+    | ServerLostStep
+    | ScaleServers
+    | LeaseAsked
+    | LeaseTicked
+    | LeaseReturned
+    | LeaseGaveUp
+    | LeasesStand
+)
+"""What changes servers and leases; told again in the same order, they stand where they stood."""
+
+Fact: TypeAlias = Join | Reaped | ViewFormed | Granted | Saved | ServingFact | Noted | LedgerFact
+"""Entries that stay: the history of a job."""
+
+Entry: TypeAlias = Fact | StoreChanged
+
+_ABOUT_LEASES = (LeaseAsked, LeaseTicked, LeaseReturned, LeaseGaveUp, LeasesStand)
+
+
+@dataclass(slots=True)
+class Memory:
+    """The sum of all entries."""
+
+    joins: dict[int, Join] = field(default_factory=dict)
+    """The newest of each rank."""
+
+    deaths: dict[int, Reaped] = field(default_factory=dict)
+    """The newest of each rank."""
+
+    view: ViewFormed | None = None
+    calls: list[tuple[str, str] | None] = field(default_factory=list)
+    """What was granted, in order; None at the end of the script."""
+
+    checkpoint: Saved | None = None
+    serving: list[ServingFact] = field(default_factory=list)
+    """What happened to servers and leases, in order, as far as it still matters."""
+
+    num_noted: int = 0
+    """Notes for the ledger, by the supervisor's count."""
+
+    store: dict[str, bytes] = field(default_factory=dict)
+    answers: dict[int, tuple[int, Message]] = field(default_factory=dict)
+
+    def take(self, entry: Entry) -> None:
+        """Add one entry."""
+        match entry:
+            case Join():
+                self.joins[entry.rank] = entry
+            case Reaped():
+                self.deaths[entry.rank] = entry
+            case JoinServer() | ReapedServer() | ServerFilled() | ServerLostStep() | ScaleServers():
+                self.serving.append(entry)
+            case LeaseAsked() | LeaseTicked() | LeaseReturned() | LeaseGaveUp():
+                self.serving.append(entry)
+            case Noted():
+                self.num_noted = max(self.num_noted, entry.serial)
+            case LeasesStand():
+                self.serving = [each for each in self.serving if not isinstance(each, _ABOUT_LEASES)]
+                self.serving.append(entry)
+            case ViewFormed():
+                self.view = entry
+            case Granted(number, call):
+                del self.calls[number - 1 :]
+                self.calls.append(call)
+            case Saved():
+                self.checkpoint = entry
+            case StoreChanged(values, answers):
+                for key, value in values.items():
+                    if value is None:
+                        self.store.pop(key, None)
+                    else:
+                        self.store[key] = value
+                self.answers.update(answers)

@@ -1,0 +1,129 @@
+"""A run's journal for whoever only looks: every launch's entries, also while a coordinator writes it.
+
+The coordinator holds its database exclusively, so nobody else can open it.
+What is read here is a copy. The file itself changes only when SQLite moves
+entries into it from the log beside it: a copy of both, before and after which
+nothing was moved, is whole. Never writes into the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sqlite3
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from shoal.cluster.coordinator.journal import APPLICATION_ID, FILE_NAME, VERSION
+from shoal.cluster.coordinator.journal_entries import Fact, Memory
+from shoal.cluster.coordinator.lease_service import LeaseDesk
+from shoal.cluster.coordinator.server_registry import Serving, ServingConfig
+from shoal.cluster.ledger import entries as ledger_facts
+from shoal.cluster.ledger.entries import LedgerFact
+from shoal.cluster.ledger.ledger import Ledger
+from shoal.cluster.ledger.trained_file import Trained
+from shoal.runtime.transport.messages.cluster import Join
+from shoal.runtime.transport.messages.ledger import Noted
+
+NUM_TRIES = 20
+AGAIN_S = 0.01
+"""Between two of them. Entries are moved once in some thousand, and in milliseconds."""
+
+_SALT = slice(16, 24)  # of the header of a write-ahead log: another after it was begun anew
+
+_facts: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(Fact)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of a run, and what was written down in it."""
+
+    number: int
+    num_workers: int
+    started: float
+    facts: list[tuple[float, Fact]] = field(default_factory=list)
+    """With the time of each, in seconds since 1970."""
+
+
+def read_launches(run: Path) -> list[Launch]:
+    """Everything in the journal of a run directory; empty where there is none that can be read."""
+    path = run / FILE_NAME
+    with tempfile.TemporaryDirectory(prefix="shoal-journal-") as folder:
+        copy = Path(folder) / FILE_NAME
+        for _ in range(NUM_TRIES if path.exists() else 0):
+            with contextlib.suppress(sqlite3.Error):
+                if _copied(path, copy):
+                    return _read(copy)
+            time.sleep(AGAIN_S)
+    return []
+
+
+def ledger_of(launches: list[Launch], trained: list[Trained]) -> Ledger:
+    """Who trained what, over all launches; `trained` is what workers have written down themselves."""
+    ledger = Ledger(trained=trained)
+    for launch in launches:
+        for _, fact in launch.facts:
+            match fact:
+                case Noted(fact=text):
+                    noted = ledger_facts.decode(text)
+                    if noted is not None:
+                        ledger.take(launch.number, noted)
+                case Join(rank, incarnation):
+                    ledger.joined(launch.number, rank, incarnation)
+                case _ if isinstance(fact, LedgerFact):
+                    ledger.take(launch.number, fact)
+    ledger.close()
+    return ledger
+
+
+def desk_of(launch: Launch) -> LeaseDesk:
+    """Leases as they stand in a launch: who holds what is left."""
+    memory = Memory()
+    for _, fact in launch.facts:
+        memory.take(fact)
+    serving = Serving(ServingConfig(), patience_s=1.0, join_patience_s=1.0, now=0.0, grace_s=0.0)
+    serving.recall(memory.serving)
+    return serving.desk
+
+
+def _copied(path: Path, copy: Path) -> bool:
+    """Copy the database and the log beside it; whether nothing was moved between them meanwhile."""
+    log, log_copy = path.with_name(path.name + "-wal"), copy.with_name(copy.name + "-wal")
+    try:
+        before = _version(path, log)
+        shutil.copyfile(path, copy)
+        log_copy.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(log, log_copy)
+        return before == _version(path, log)
+    except OSError:
+        return False
+
+
+def _version(path: Path, log: Path) -> tuple[int, int, bytes]:
+    stat = path.stat()
+    try:
+        with open(log, "rb") as file:
+            salt = file.read(32)[_SALT]
+    except FileNotFoundError:
+        salt = b""
+    return stat.st_mtime_ns, stat.st_size, salt
+
+
+def _read(path: Path) -> list[Launch]:
+    with closing(sqlite3.connect(path)) as db:
+        if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+            return []
+        if db.execute("PRAGMA user_version").fetchone()[0] > VERSION:
+            return []
+        rows = db.execute("SELECT launch, num_workers, started FROM launches ORDER BY launch")
+        launches = {number: Launch(number, num_workers, started) for number, num_workers, started in rows}
+        for number, at, text in db.execute("SELECT launch, time, fact FROM facts ORDER BY number"):
+            with contextlib.suppress(msgspec.MsgspecError):  # of another version: it says nothing to us
+                launches[number].facts.append((at, _facts.decode(text)))
+    return list(launches.values())

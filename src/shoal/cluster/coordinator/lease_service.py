@@ -1,0 +1,317 @@
+"""Leases as workers ask for them: one call's at a time, each question answered or ended at its deadline.
+
+Pure. `leases.py` decides who runs what; here are the questions that wait, what
+has to be remembered so that a new coordinator decides the same again, and
+what of it goes into the ledger.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from shoal.cluster.coordinator import lease_types as lease_terms
+from shoal.cluster.coordinator.actions import Remember, TellWatchers
+from shoal.cluster.coordinator.draining import Drained, Readmitted
+from shoal.cluster.coordinator.journal_entries import (
+    LeaseAsked,
+    LeaseGaveUp,
+    LeaseReturned,
+    LeasesStand,
+    LeaseTicked,
+)
+from shoal.cluster.coordinator.lease_types import Holder, LeaseConfig
+from shoal.cluster.coordinator.leases import Leases as Table
+from shoal.cluster.coordinator.store_table import Answer
+from shoal.cluster.ledger.entries import EpochLeased, RangesTrained, TrainingBegan
+from shoal.errors import ConfigError
+from shoal.runtime.transport.messages.cluster import WaitExpired
+from shoal.runtime.transport.messages.ledger import WorkerDrained, WorkerReadmitted
+from shoal.runtime.transport.messages.server_group import (
+    AskLease,
+    LeaseCounts,
+    LeaseRefused,
+    Leases,
+    NoMoreLeases,
+)
+
+SNAPSHOT_EVERY = 256
+"""Questions between two notes of how everything stands: so many are told again after a coordinator's death."""
+
+Said: TypeAlias = Answer | Remember | TellWatchers
+
+
+@dataclass(slots=True)
+class _Question:
+    client: int
+    asked_at: float
+    expires_at: float
+    below: int
+
+
+@dataclass(slots=True)
+class LeaseDesk:
+    """The newest call's leases, and who waits for some."""
+
+    call: int = 0
+    _asked: AskLease | None = None  # the first question of the call: it says how the epochs are cut
+    _table: Table | None = None
+    _questions: dict[Holder, _Question] = field(default_factory=dict)
+    _num_since_snapshot: int = 0
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        times = [each.expires_at for each in self._questions.values()]
+        if self._table is not None and self._table.deadline is not None:
+            times.append(self._table.deadline)
+        return min(times, default=None)
+
+    @property
+    def counts(self) -> LeaseCounts | None:
+        """What each rank has done."""
+        return LeaseCounts(dict(self._table.counts)) if self._table else None
+
+    @property
+    def drained(self) -> list[WorkerDrained]:
+        """Whoever is given no more."""
+        if self._table is None:
+            return []
+        return [self._drained(self._table.draining.figures(rank)) for rank in self._table.draining.drained]
+
+    @property
+    def holdings(self) -> tuple[LeaseConfig, dict[int, list[int]], int] | None:
+        """How epochs are cut, the leases each rank holds, and how many are still to be handed out; None before the first."""
+        if self._table is None:
+            return None
+        held: dict[int, list[int]] = defaultdict(list)
+        for number, rank, _ in self._table.snapshot().held:
+            held[rank].append(number)
+        return self._table.config, dict(held), self._table.num_todo
+
+    def ask(self, client: int, ask: AskLease, now: float) -> list[Said]:
+        """A worker asks. Client 0 is nobody: it is being remembered."""
+        if ask.call < self.call:
+            return [Answer(client, NoMoreLeases(0))]
+        began: list[Said] = []
+        if self._table is None or ask.call > self.call:
+            try:
+                table = Table(_config(ask), epoch=ask.first_epoch, done=ask.done)
+            except ConfigError as error:
+                return [Answer(client, LeaseRefused(str(error)))]
+            self.call, self._asked, self._table = ask.call, ask, table
+            began = [Remember(_began(ask, table))]
+        elif self._asked is not None and _config(ask) != _config(self._asked):
+            return [
+                Answer(
+                    client,
+                    LeaseRefused(f"it cuts epochs as {_config(ask)}, others as {_config(self._asked)}"),
+                )
+            ]
+        by = Holder(ask.rank, ask.incarnation)
+        if ask.is_last or (self._asked is not None and self._asked.is_last):
+            return self._end(client, ask, now)
+        self._questions[by] = _Question(client, now, now + ask.timeout_s, ask.below)
+        held = self._table.held_by(by)
+        event = lease_terms.Asked(by, tuple(ask.finished), now, tuple(ask.busy_s), tuple(ask.near))
+        acted = self._table.handle(event)
+        answers = self._answers(acted)
+        if not ask.finished and held and held == self._table.held_by(by):
+            return [
+                *began,
+                *answers,
+            ]  # it only looked whether it still has them: there is nothing to remember
+        self._num_since_snapshot += 1
+        remember: list[Said] = [*began, Remember(LeaseAsked(now, ask)), *self._ledger(acted)]
+        has_epoch_ended = any(isinstance(each, lease_terms.EndEpoch) for each in acted)
+        if self._num_since_snapshot >= SNAPSHOT_EVERY or has_epoch_ended:
+            self._num_since_snapshot = 0
+            assert self._asked is not None
+            remember.append(Remember(LeasesStand(self._asked, self._table.snapshot())))
+        told: list[Said] = [*self._tidings(acted)]
+        if ask.finished and self.counts is not None:
+            told.append(TellWatchers(self.counts))
+        return [*remember, *answers, *self._tell_of_the_epoch(), *told]
+
+    def _tell_of_the_epoch(self) -> list[Answer]:
+        """Who waits in an epoch that is over has to hear of it, though others hold all of the next one."""
+        assert self._table is not None
+        below, num_leases = self._table.done_below, self._table.config.num_leases
+        behind = [
+            by for by, each in self._questions.items() if each.below // num_leases < below // num_leases
+        ]
+        for by in behind:
+            self._table.handle(lease_terms.GaveUp(by))
+        answers = [self._answer(by, Leases([], below)) for by in behind]
+        return [each for each in answers if each.client]
+
+    def _end(self, client: int, ask: AskLease, now: float) -> list[Said]:
+        """The call ends early, by a wish that all have agreed on: whoever waits, waits for nothing."""
+        assert self._asked is not None
+        assert self._table is not None
+        self._asked = msgspec.structs.replace(self._asked, is_last=True)
+        by = Holder(ask.rank, ask.incarnation)
+        acted = self._table.handle(
+            lease_terms.Asked(by, tuple(ask.finished), now, tuple(ask.busy_s), tuple(ask.near))
+        )
+        waiting, self._questions = self._questions, {}
+        no_more = NoMoreLeases(self._table.done_below)
+        clients = [*(question.client for question in waiting.values()), client]
+        remember: list[Said] = [Remember(LeaseAsked(now, ask)), *self._ledger(acted)]
+        return [*remember, *(Answer(each, no_more) for each in clients if each)]
+
+    def replaced(self, rank: int, incarnation: int, now: float) -> list[Answer | Remember]:
+        """Incarnations of this rank below `incarnation` are gone: what they held goes back."""
+        for by in [by for by in self._questions if by.rank == rank and by.incarnation < incarnation]:
+            del self._questions[by]
+        if self._table is None:
+            return []
+        acted = self._table.handle(lease_terms.Replaced(rank, incarnation, now))
+        return [Remember(LeaseReturned(rank, incarnation, now)), *self._answers(acted)]
+
+    def gave_up(self, rank: int, incarnation: int) -> None:
+        """Nobody waits for an answer any more."""
+        by = Holder(rank, incarnation)
+        self._questions.pop(by, None)
+        if self._table is not None:
+            self._table.handle(lease_terms.GaveUp(by))
+
+    def gone(self, client: int) -> list[Remember]:
+        """A connection is closed."""
+        return [
+            self._give_up(by)
+            for by, each in list(self._questions.items())
+            if client and each.client == client
+        ]
+
+    def tick(self, now: float) -> list[Answer | Remember]:
+        """Hand out what is due by the clock, and end the waits that have lasted long enough."""
+        actions: list[Answer | Remember] = []
+        if self._table is not None and self._table.deadline is not None and now >= self._table.deadline:
+            actions += self.hand_out(now)
+        for by, question in list(self._questions.items()):
+            if now >= question.expires_at:
+                actions.append(self._give_up(by))
+                waited_s = now - question.asked_at
+                expired = WaitExpired(f"rank {by.rank}'s next lease", waited_s, self._whom_for(by))
+                actions.append(Answer(question.client, expired))
+        return actions
+
+    def hand_out(self, now: float) -> list[Answer | Remember]:
+        """Time has passed."""
+        acted = self._table.handle(lease_terms.Tick(now)) if self._table is not None else []
+        return [Remember(LeaseTicked(now)), *self._answers(acted)] if acted else []
+
+    def restore(self, stand: LeasesStand) -> None:
+        """Begin where a coordinator before stood."""
+        self.call, self._asked = stand.asked.call, stand.asked
+        self._table = Table.restore(_config(stand.asked), stand.snapshot)
+        self._num_since_snapshot = 0
+
+    def clear(self) -> None:
+        """The job begins anew from a checkpoint: whoever asks first says where."""
+        self._asked, self._table, self.call = None, None, 0
+        self._questions.clear()
+
+    def _give_up(self, by: Holder) -> Remember:
+        self.gave_up(*by)
+        return Remember(LeaseGaveUp(by.rank, by.incarnation))
+
+    def _whom_for(self, by: Holder) -> list[str]:
+        held = self._table.snapshot().held if self._table else []
+        return [f"rank {rank} (holds lease {number})" for number, rank, _ in held if rank != by.rank]
+
+    def _answers(self, acted: Sequence[lease_terms.Action]) -> list[Answer]:
+        assert self._table is not None
+        below, answers = self._table.done_below, list[Answer]()
+        for each in acted:
+            match each:
+                case lease_terms.Hand(to, held):
+                    told = [(*lease,) for lease in held]
+                    overtaken = self._table.may_be_overtaken(to)
+                    answers.append(self._answer(to, Leases(told, below, overtaken)))
+                case lease_terms.NoMore(to):
+                    answers.append(self._answer(to, NoMoreLeases(below)))
+                case lease_terms.Refuse(to, reason):
+                    answers.append(self._answer(to, LeaseRefused(reason)))
+        return [each for each in answers if each.client]
+
+    def _answer(self, to: Holder, message: Leases | NoMoreLeases | LeaseRefused) -> Answer:
+        question = self._questions.pop(to, None)
+        return Answer(question.client if question else 0, message)
+
+    def _ledger(self, acted: Sequence[lease_terms.Action]) -> list[Remember]:
+        """Who has trained what, and epochs that are whole."""
+        assert self._asked is not None
+        first, written = self._asked.from_epoch, list[Remember]()
+        for each in acted:
+            match each:
+                case lease_terms.Finish(by, leases):
+                    for epoch in sorted({lease.epoch for lease in leases}):
+                        ranges = [(lease.start, lease.stop) for lease in leases if lease.epoch == epoch]
+                        fact = RangesTrained(call=self.call, rank=by.rank, epoch=first + epoch, ranges=ranges)
+                        written.append(Remember(fact))
+                case lease_terms.EndEpoch(epoch, num_twice):
+                    ended = EpochLeased(call=self.call, epoch=first + epoch, num_samples_twice=num_twice)
+                    written.append(Remember(ended))
+        return written
+
+    def _tidings(self, acted: Sequence[lease_terms.Action]) -> list[TellWatchers]:
+        told: list[TellWatchers] = []
+        for each in acted:
+            match each:
+                case Drained():
+                    told.append(TellWatchers(self._drained(each)))
+                case Readmitted(rank, samples_per_s, others):
+                    told.append(TellWatchers(WorkerReadmitted(rank, samples_per_s, others)))
+        return told
+
+    def _drained(self, figures: Drained) -> WorkerDrained:
+        assert self._table is not None
+        limit = self._table.config.drain_slower_than or 0.0
+        incarnation = self._table.incarnations.get(figures.rank, 0)
+        return WorkerDrained(
+            figures.rank, incarnation, figures.samples_per_s, figures.others_samples_per_s, limit
+        )
+
+
+def _config(ask: AskLease) -> LeaseConfig:
+    return LeaseConfig(
+        num_samples=ask.num_samples,
+        samples_per_lease=ask.samples_per_lease,
+        num_epochs=ask.num_epochs,
+        num_ahead=ask.num_ahead,
+        num_workers=ask.num_workers,
+        backup=ask.backup,
+        drain_slower_than=ask.drain_slower_than or None,
+        probe_every_s=ask.probe_every_s,
+        shares=tuple(ask.shares),
+    )
+
+
+def _began(ask: AskLease, table: Table) -> TrainingBegan:
+    """A call's leases are handed out from where a checkpoint, or nothing, was done."""
+    config, epoch = table.config, table.epoch
+    within = table.done_below - epoch * config.num_leases
+    return TrainingBegan(
+        call=ask.call,
+        trainer=ask.trainer,
+        data=ask.data,
+        epoch=ask.from_epoch + epoch,
+        start=min(within * config.samples_per_lease, config.num_samples),
+        num_samples=config.num_samples,
+        num_workers=ask.num_workers,
+        sharding="fixed shares" if config.shares else "dynamic",
+        batch_size=ask.batch_size,
+        num_left_out=ask.num_left_out,
+        is_leased=True,
+        kept=[
+            (ask.from_epoch + lease.epoch, lease.start, min(lease.start + num * ask.batch_size, lease.stop))
+            for number, num in ask.counted
+            for lease in [config.lease(number)]
+        ],
+    )

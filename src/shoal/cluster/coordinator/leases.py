@@ -1,0 +1,368 @@
+"""Which worker runs which samples in the relaxed strategies, decided from what workers ask for and finish.
+
+Pure: no clock, no socket. The coordinator feeds events in and carries out the
+actions that come back. It writes every event into its journal before it
+carries them out (a Tick only where it led to something): fed with the same
+events again, a new `Leases` stands where the old one stood.
+
+    TODO ──handed to a worker──▶ HELD ──it says so──▶ DONE
+      ▲                           │
+      └──its holder was replaced──┘
+
+A lease is named by its number alone, and so are the pushes made from it
+(lease, batch). Whoever runs it again makes the same pushes, and servers apply
+only those they have not seen. So a lease may have two holders, too: where
+nothing is left to hand out, an idle worker gets one that another is slow with.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+
+from shoal.cluster.coordinator.draining import Drained, Draining, Pace, Readmitted
+from shoal.cluster.coordinator.lease_types import (
+    EDGES,
+    Action,
+    Asked,
+    EndEpoch,
+    Event,
+    Finish,
+    GaveUp,
+    Hand,
+    Holder,
+    Lease,
+    LeaseConfig,
+    LeaseSnapshot,
+    LeaseState,
+    NoMore,
+    Refuse,
+    Replaced,
+    Tick,
+)
+
+
+class Leases:
+    """The leases of one call: every lease is done once, and held by one worker at a time, or by two at an epoch's end.
+
+    A dead worker's leases go back and are handed out first. A worker that has
+    nothing to do waits for what comes back or for the next epoch.
+    """
+
+    def __init__(self, config: LeaseConfig, *, epoch: int = 0, done: Iterable[int] = ()) -> None:
+        """`epoch` and `done`, leases of it and of later ones, are where a checkpoint begins."""
+        self.config = config
+        self.epoch = epoch
+        self.num_samples_twice = 0  # in this epoch
+        self.counts: dict[int, tuple[int, int]] = {}  # rank: leases and samples it has finished
+        self.draining = Draining(config.drain)
+        self._begin_epoch()
+        self.incarnations: dict[int, int] = {}  # rank: the newest heard of
+        self._waiting: dict[Holder, float] = {}
+        self._near: dict[int, frozenset[int]] = {}  # by rank, leases of an epoch whose data is at its host
+        self._began: dict[Holder, float] = {}  # since when it works on the first lease it holds
+        self._is_over = epoch >= config.num_epochs
+        done = set(done)
+        self._pass_over(done)
+        while self._end_epoch():
+            self._pass_over(done)
+
+    def snapshot(self) -> LeaseSnapshot:
+        """Everything as it stands, in plain values."""
+        below = self.done_below
+        return LeaseSnapshot(
+            epoch=self.epoch,
+            done_below=below,
+            done=sorted(number for number in self._done if number >= below),
+            held=[(number, *by) for number, holders in sorted(self._holders.items()) for by in holders],
+            waiting=[(by.rank, by.incarnation) for by in self._waiting],
+            incarnations=dict(self.incarnations),
+            counts=dict(self.counts),
+            num_samples_twice=self.num_samples_twice,
+            began=[(*by, at) for by, at in sorted(self._began.items())],
+            paces={
+                rank: (pace.samples, pace.seconds, pace.num_slow)
+                for rank, pace in self.draining.paces.items()
+            },
+            drained=dict(self.draining.drained),
+            near={rank: sorted(near) for rank, near in self._near.items()},
+        )
+
+    @classmethod
+    def restore(cls, config: LeaseConfig, kept: LeaseSnapshot) -> Leases:
+        """Leases that stand where `kept` was taken."""
+        first = kept.epoch * config.num_leases
+        leases = cls(config, epoch=kept.epoch, done={*range(first, kept.done_below), *kept.done})
+        for number, rank, incarnation in kept.held:
+            leases._holders.setdefault(number, []).append(Holder(rank, incarnation))
+        leases._todo = [number for number in leases._todo if number not in leases._holders]
+        leases._waiting = {Holder(*by): 0.0 for by in kept.waiting}
+        leases.incarnations, leases.counts = dict(kept.incarnations), dict(kept.counts)
+        leases.num_samples_twice = kept.num_samples_twice
+        leases._began = {Holder(rank, incarnation): at for rank, incarnation, at in kept.began}
+        leases.draining.paces = {rank: Pace(*pace) for rank, pace in kept.paces.items()}
+        leases.draining.drained = dict(kept.drained)
+        leases._near = {rank: frozenset(near) for rank, near in kept.near.items()}
+        return leases
+
+    @property
+    def done_below(self) -> int:
+        """Every lease below this is done."""
+        while self._below in self._done:
+            self._below += 1
+        return self._below
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether leases may be handed out a second time."""
+        return self.config.backup and not self._todo
+
+    def may_be_overtaken(self, holder: Holder) -> bool:
+        """Whether others may finish what a worker holds before it does: it should look now and then."""
+        if not self.config.backup or self.config.shares:
+            return False
+        held = sum(self.config.lease(number).num_samples for number in self.held_by(holder))
+        held_s = self.draining.seconds_for(holder.rank, held)
+        return not self._todo or (held_s is not None and held_s > self._seconds_left)
+
+    @property
+    def num_todo(self) -> int:
+        """Leases of the epoch that nobody was given yet, or that came back."""
+        return len(self._todo)
+
+    @property
+    def deadline(self) -> float | None:
+        """When a Tick will have something to do, if nothing happens before."""
+        times: list[float] = []
+        for holder in self._waiting:
+            if holder.rank in self.draining.drained:
+                times += [self.draining.drained[holder.rank]] if self._todo else []
+            elif self.is_ending:
+                times += [expected + own_s for expected, own_s, _ in self._prospects(holder)]
+        return min(times, default=None)
+
+    def state(self, number: int) -> LeaseState:
+        """Where a lease is; those of epochs to come are TODO."""
+        if number // self.config.num_leases < self.epoch or number in self._done:
+            return LeaseState.DONE
+        return LeaseState.HELD if self._holders.get(number) else LeaseState.TODO
+
+    def holders(self, number: int) -> tuple[Holder, ...]:
+        """Who holds a lease at present."""
+        return tuple(self._holders.get(number, ()))
+
+    def held_by(self, holder: Holder) -> list[int]:
+        """The leases that a worker holds, in the order in which it runs them."""
+        return sorted(number for number, holders in self._holders.items() if holder in holders)
+
+    def handle(self, event: Event) -> list[Action]:
+        """Apply one event; return what must now be done, in order."""
+        match event:
+            case Asked():
+                return self._ask(event)
+            case Replaced(rank, incarnation, at):
+                self._fence(rank, incarnation)
+                return self._serve(at)
+            case GaveUp(by):
+                self._waiting.pop(by, None)
+                return []
+            case Tick(at):
+                return self._serve(at)
+
+    def _ask(self, asked: Asked) -> list[Action]:
+        by, at = asked.by, asked.at
+        newest = self.incarnations.get(by.rank, 0)
+        if by.incarnation < newest:
+            return [
+                Refuse(
+                    by, f"rank {by.rank} was replaced: incarnation {newest} is in, this is {by.incarnation}"
+                )
+            ]
+        self._fence(by.rank, by.incarnation)
+        if asked.near:
+            self._near[by.rank] = frozenset(asked.near)
+        strange = [
+            each
+            for each in asked.finished
+            if self.state(each) is not LeaseState.DONE and by not in self.holders(each)
+        ]
+        if strange:
+            return [Refuse(by, f"rank {by.rank} has finished leases {strange}, which it does not hold")]
+        actions = [*self._finish(asked), *self._end_epoch()]
+        self._waiting[by] = at
+        return actions + self._serve(at)
+
+    def _finish(self, asked: Asked) -> list[Action]:
+        by, done, judged = asked.by, list[Lease](), list[Drained | Readmitted | None]()
+        for index, number in enumerate(asked.finished):
+            if self.state(number) is not LeaseState.HELD:
+                continue  # said before, or another was faster
+            self._move(number, LeaseState.DONE)
+            lease = self.config.lease(number)
+            done.append(lease)
+            num_leases, num_samples = self.counts.get(by.rank, (0, 0))
+            self.counts[by.rank] = (num_leases + 1, num_samples + lease.num_samples)
+            busy_s = (
+                asked.busy_s[index] if index < len(asked.busy_s) else asked.at - self._began.get(by, asked.at)
+            )
+            judged.append(self.draining.finished(by.rank, lease.num_samples, busy_s, asked.at))
+            self._began[by] = asked.at
+        said = [each for each in judged if each is not None]
+        return [*([Finish(by, tuple(done))] if done else []), *said]
+
+    def _fence(self, rank: int, incarnation: int) -> None:
+        if incarnation > self.incarnations.get(rank, 0):
+            self.draining.replaced(rank)
+        self.incarnations[rank] = max(incarnation, self.incarnations.get(rank, 0))
+        for number, holders in list(self._holders.items()):
+            for holder in list(holders):
+                if holder.rank == rank and holder.incarnation < incarnation:
+                    holders.remove(holder)
+                    if not holders:
+                        self._move(number, LeaseState.TODO)
+        for known in (self._waiting, self._began):
+            for holder in [each for each in known if each.rank == rank and each.incarnation < incarnation]:
+                del known[holder]
+
+    def _serve(self, at: float) -> list[Action]:
+        """Answer those that wait and can be answered, the longest waiting first."""
+        actions: list[Action] = []
+        for holder in list(self._waiting):
+            if self._is_over:
+                actions.append(NoMore(holder))
+            else:
+                self._top_up(holder, at)
+                held = self.held_by(holder)
+                if not held:
+                    continue
+                actions.append(Hand(holder, tuple(self.config.lease(number) for number in held)))
+            del self._waiting[holder]
+        return actions
+
+    def _top_up(self, holder: Holder, at: float) -> None:
+        num_held = len(self.held_by(holder))
+        while num_held < self._num_allowed(holder, at):
+            number = self._next_for(holder)
+            if number is None:
+                break
+            self._move(number, LeaseState.HELD, holder)
+            self._hold(holder, num_held, at)
+            num_held += 1
+        if not num_held and self.is_ending and holder.rank not in self.draining.drained:
+            due = [
+                (expected, number)
+                for expected, own_s, number in self._prospects(holder)
+                if expected - at > own_s or at >= expected + own_s
+            ]
+            if due:
+                _, number = max(due)
+                self._holders[number].append(holder)
+                self._hold(holder, 0, at)
+                self.num_samples_twice += self.config.lease(number).num_samples
+
+    def _hold(self, holder: Holder, num_held: int, at: float) -> None:
+        if not num_held:
+            self._began[holder] = at
+        self.draining.probed(holder.rank, at)
+
+    def _num_allowed(self, holder: Holder, at: float) -> int:
+        if not self.draining.may_take(holder.rank, at):
+            return 0
+        if self.config.shares:
+            return self.config.num_ahead
+        # Whoever is slow would begin with it when the others are through.
+        own_s = self.draining.seconds_for(holder.rank, self.config.samples_per_lease)
+        is_late = own_s is not None and self.config.num_workers > 0 and own_s > self._seconds_left
+        is_last = is_late or len(self._todo) < self.config.num_workers
+        return 1 if is_last or holder.rank in self.draining.drained else self.config.num_ahead
+
+    @property
+    def _seconds_left(self) -> float:
+        """In how many seconds all workers together have begun everything that is left to hand out; for ever: who knows."""
+        if not self._todo:
+            return 0.0
+        samples_per_s = self.draining.samples_per_s
+        return len(self._todo) * self.config.samples_per_lease / samples_per_s if samples_per_s else math.inf
+
+    def _next_for(self, holder: Holder) -> int | None:
+        """The first lease that a worker may have."""
+        shares, first = self.config.shares, self.epoch * self.config.num_leases
+        if not shares:
+            return self._nearest(holder.rank, first)
+        if holder.rank + 1 >= len(shares):
+            return None
+        begin, end = (first + share for share in shares[holder.rank : holder.rank + 2])
+        return min((number for number in self._todo if begin <= number < end), default=None)
+
+    def _nearest(self, rank: int, first: int) -> int | None:
+        """What lies at the worker's own host; then what lies at nobody's; then anything."""
+        if not self._near or not self._todo:
+            return self._todo[0] if self._todo else None
+        mine = self._near.get(rank, frozenset())
+        others = frozenset().union(*(near for each, near in self._near.items() if each != rank))
+
+        def distance(number: int) -> int:
+            return 0 if number - first in mine else 2 if number - first in others else 1
+
+        return min(self._todo, key=lambda number: (distance(number), number))
+
+    def _prospects(self, holder: Holder) -> list[tuple[float, float, int]]:
+        """(when its only holder will have finished it, how long this worker would need, number) of every such lease.
+
+        One that is overdue is taken to need as long again as it is late.
+        """
+        found: list[tuple[float, float, int]] = []
+        for number, (only, *more) in self._holders.items():
+            if more or only == holder:
+                continue
+            num_samples = self.config.lease(number).num_samples
+            own_s = self.draining.seconds_for(holder.rank, num_samples)
+            num_before = sum(
+                self.config.lease(each).num_samples for each in self.held_by(only) if each <= number
+            )
+            theirs_s = self.draining.seconds_for(only.rank, num_before)
+            if own_s is not None and theirs_s is not None:
+                found.append((self._began.get(only, 0.0) + theirs_s, own_s, number))
+        return found
+
+    def _move(self, number: int, state: LeaseState, holder: Holder | None = None) -> None:
+        before = LeaseState.HELD if number in self._holders else self.state(number)
+        assert state in EDGES[before], f"lease {number}: {before} to {state}"
+        match state:
+            case LeaseState.HELD:
+                assert holder is not None
+                if self._todo[0] == number:
+                    heapq.heappop(self._todo)
+                else:
+                    self._todo.remove(number)
+                    heapq.heapify(self._todo)
+                self._holders[number] = [holder]
+            case LeaseState.TODO:
+                del self._holders[number]
+                heapq.heappush(self._todo, number)
+            case LeaseState.DONE:
+                del self._holders[number]
+                self._done.add(number)
+
+    def _begin_epoch(self) -> None:
+        first = self.epoch * self.config.num_leases
+        self._below = first
+        # What comes back goes first.
+        self._todo: list[int] = list(range(first, first + self.config.num_leases))
+        self._holders: dict[int, list[Holder]] = {}
+        self._done: set[int] = set()
+
+    def _pass_over(self, done: set[int]) -> None:
+        ahead = set(self._todo)
+        self._done |= ahead & done
+        self._todo = sorted(ahead - self._done)
+
+    def _end_epoch(self) -> list[Action]:
+        if self._is_over or len(self._done) < self.config.num_leases:
+            return []
+        ended = EndEpoch(self.epoch, self.num_samples_twice)
+        self.epoch, self.num_samples_twice = self.epoch + 1, 0
+        self._is_over = self.epoch == self.config.num_epochs
+        self._begin_epoch()
+        return [ended]

@@ -1,0 +1,127 @@
+"""Who is in the job, and for whom the others have waited too long; decided from joins, deaths and words.
+
+Pure: no clock, no socket. Liveness is the supervisor's word (`reaped`): a
+process that says nothing is slow, not dead. What this decides is when silence
+has lasted too long for those who wait, and how sure that is.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from typing import NamedTuple
+
+from shoal.runtime.transport.messages.cluster import Join
+
+
+class Member(NamedTuple):
+    """The process that a rank is at present."""
+
+    incarnation: int
+    pid: int
+
+
+class Late(NamedTuple):
+    """A process for which others have waited too long."""
+
+    rank: int
+    incarnation: int
+    lenient: bool
+    """It may well be at work, and is only to blame if it was stopped."""
+
+
+class Membership:
+    """The members by rank. An incarnation only ever gives way to a newer one.
+
+    A replacement runs the script from its top, so it may take as long as the
+    longest stretch in which any rank said nothing. Ranks that were in the
+    present view, or were there from the beginning, have no such excuse.
+    """
+
+    def __init__(self, *, num_workers: int, not_before: float = -math.inf) -> None:
+        """Before `not_before` nobody is late: a coordinator that was just started again has heard nobody yet."""
+        self.num_workers, self.not_before = num_workers, not_before
+        self.members: dict[int, Member] = {}
+        self.view = 0
+        self.seated: dict[int, int] = {}  # rank -> incarnation, in the present view
+        self.stretch_s = 0.0  # the longest time between two words of a rank
+        self._newest: dict[int, int] = {}
+        self._killed_by: dict[int, int] = {}  # rank -> how its last process ended, until the next one joins
+        self._spoke_at: dict[int, float] = {}
+        self._asked_at: dict[int, float] = {}  # rank -> when it was last found late
+
+    def admit(self, join: Join, at: float) -> str | None:
+        """Take this process in, or return why not."""
+        if join.num_workers != self.num_workers:
+            return f"it belongs to a job of {join.num_workers} workers, this one has {self.num_workers}"
+        if join.rank >= self.num_workers:
+            return f"there is no rank {join.rank} among {self.num_workers} workers"
+        if self.is_fenced(join.rank, join.incarnation):
+            return f"rank {join.rank} was replaced: incarnation {self.newest(join.rank)} is in, this is {join.incarnation}"
+        present = self.members.get(join.rank)
+        if present is not None and join.incarnation == present.incarnation:
+            if join.pid != present.pid:
+                return (
+                    f"rank {join.rank} is already here as process {present.pid}, this is process {join.pid}"
+                )
+            return None
+        self.members[join.rank] = Member(join.incarnation, join.pid)
+        self._renew(join.rank, join.incarnation, at)
+        self._killed_by.pop(join.rank, None)
+        return None
+
+    def reaped(self, rank: int, incarnation: int, code: int, at: float) -> bool:
+        """A process is dead: only its successor counts from now on. False where that was known."""
+        if rank >= self.num_workers or self.is_fenced(rank, incarnation):
+            return False
+        self._renew(rank, incarnation + 1, at)
+        self._killed_by[rank] = code
+        return True
+
+    def form(self, view: int, incarnations: list[int]) -> None:
+        """This is the view now."""
+        self.view, self.seated = view, dict(enumerate(incarnations))
+
+    def newest(self, rank: int) -> int:
+        """The incarnation that counts: the newest that joined, or the successor of one that died."""
+        return self._newest.get(rank, 0)
+
+    def is_fenced(self, rank: int, incarnation: int) -> bool:
+        """Has this incarnation been replaced by a newer one?"""
+        return incarnation < self.newest(rank)
+
+    def spoke(self, rank: int, at: float) -> None:
+        """A rank asked something: it is at work."""
+        before = self._spoke_at.get(rank)
+        if before is not None:
+            self.stretch_s = max(self.stretch_s, at - before)
+        self._spoke_at[rank] = at
+
+    def due(self, rank: int, *, since: float, patience_s: float) -> float:
+        """When those who have waited for `rank` since `since` may complain, for the first time or again."""
+        return max(since, self.not_before, self._asked_at.get(rank, -math.inf)) + patience_s
+
+    def late(
+        self, rank: int, *, since: float, patience_s: float, now: float, may_be_busy: bool = False
+    ) -> Late | None:
+        """Whether `rank` is to blame by now, for those who wait since `since`. `may_be_busy`: nothing hangs on it yet."""
+        if now < self.due(rank, since=since, patience_s=patience_s):
+            return None
+        self._asked_at[rank] = now
+        incarnation = self.newest(rank)
+        is_catching_up = incarnation > 0 and self.seated.get(rank) != incarnation
+        excused_until = max(since, self._spoke_at.get(rank, -math.inf)) + patience_s + self.stretch_s
+        return Late(rank, incarnation, may_be_busy or (is_catching_up and now < excused_until))
+
+    def whereabouts(self, rank: int) -> str | None:
+        """What is known of a rank that does not come: a phrase, or None where it is simply somewhere else."""
+        if rank in self._killed_by:
+            code = self._killed_by[rank]
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            return f"{how}, its replacement has not joined"
+        return None if rank in self.members else "never joined"
+
+    def _renew(self, rank: int, incarnation: int, at: float) -> None:
+        self._newest[rank] = max(self.newest(rank), incarnation)
+        self._spoke_at[rank] = at  # from here its stretch counts
+        self._asked_at.pop(rank, None)

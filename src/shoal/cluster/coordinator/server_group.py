@@ -1,0 +1,366 @@
+"""Which servers are in the group and which slots each of them holds, decided from joins, deaths and reports.
+
+Pure: no clock, no socket. `serving.py` feeds events in and carries out the
+actions that come back. Fed with the same events again, a new `ServerGroup`
+stands where the old one stood: so a coordinator that was killed goes on from
+the events in its journal.
+
+    nobody ──all have joined──▶ a view ──a server died, came, was filled, or the number changed──▶ the next view
+      ▲                           │
+      └──a slot lost all holders──┘     everything begins anew, from a checkpoint; so where a step is lost
+
+Where slots belong is a function of the servers there should be
+(`slot_map.place`). A dead server's slots are answered for by the next holder
+at once; its successor comes empty, is filled while it follows updates, and
+takes its place back by one further view when it has everything. Servers that
+come or go by wish do so in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shoal.cluster.coordinator.slot_map import (
+    NUM_SLOTS,
+    Holders,
+    Move,
+    MoveState,
+    SlotMap,
+    evenest_seed,
+    fail_over,
+    place,
+    plan_moves,
+    switch,
+)
+from shoal.runtime.transport.messages.ps import ServerView
+
+# ---- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServerJoined:
+    """A server is there, and holds nothing."""
+
+    number: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDied:
+    """This incarnation and all before it are gone."""
+
+    number: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A server has these slots and follows their updates, in a view."""
+
+    number: int
+    incarnation: int
+    view: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLost:
+    """A server says, in a view, that a step which counts elsewhere never will on it: a rank's part in it is gone."""
+
+    number: int
+    incarnation: int
+    view: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleTo:
+    """There shall be so many servers: 0 to num_servers-1."""
+
+    num_servers: int
+
+
+Event: TypeAlias = ServerJoined | ServerDied | Filled | StepLost | ScaleTo
+
+# ---- actions -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Let everybody know of the new view."""
+
+    view: ServerView
+
+
+@dataclass(frozen=True, slots=True)
+class Lose:
+    """Nobody holds these slots any more, as of one step; `servers` did last. All begin anew."""
+
+    number: int
+    view: int
+    slots: tuple[int, ...]
+    servers: tuple[int, ...]
+    rank: int | None = None
+    """Where the servers live: whose part in a step is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Every slot is where it belongs; servers beyond `num_servers` hold nothing and may leave."""
+
+    view: int
+    num_servers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Nothing was changed."""
+
+    reason: str
+
+
+Action: TypeAlias = Tell | Lose | Settle | Refuse
+
+
+class ServerGroup:
+    """The servers of one job.
+
+    `num_copies` is of every slot, the primary's among them; with fewer servers
+    than that in the map (some are dead) a slot has fewer, and is filled up again.
+    """
+
+    def __init__(self, *, num_servers: int, num_copies: int, max_servers: int) -> None:
+        self.num_servers, self.num_copies, self.max_servers = num_servers, num_copies, max_servers
+        self.members: dict[int, int] = {}  # number -> incarnation, of those that live and have joined
+        self.view = 0
+        self.num_losses = 0
+        self.newest: ServerView | None = None  # None before the first, and after a loss
+        self._fenced_below: dict[int, int] = {}  # number -> incarnation
+        self._map = SlotMap(0, ())
+        self._moves: dict[int, Move] = {}  # by slot: those under way, as far as they are in this view
+        self.is_settled = False  # every slot is where it belongs
+
+    @property
+    def missing(self) -> list[int]:
+        """Servers there should be and are not."""
+        return [number for number in range(self.num_servers) if number not in self.members]
+
+    @property
+    def num_moving(self) -> int:
+        """Slots that are on their way."""
+        return len(self._moves)
+
+    def is_fenced(self, number: int, incarnation: int) -> bool:
+        """Whether this incarnation is over, or no such server is wanted."""
+        return incarnation < self._fenced_below.get(number, 0)
+
+    def expected(self, number: int) -> int:
+        """The incarnation that is in, or will be the next to come."""
+        return max(self.members.get(number, 0), self._fenced_below.get(number, 0))
+
+    def handle(self, event: Event) -> list[Action]:
+        """Apply one event; return what must now be done, in order."""
+        match event:
+            case ServerJoined(number, incarnation):
+                return self._join(number, incarnation)
+            case ServerDied(number, incarnation):
+                return self._die(number, incarnation)
+            case Filled():
+                return self._fill(event)
+            case StepLost():
+                return self._lose_step(event)
+            case ScaleTo(num_servers):
+                return self._scale(num_servers)
+
+    # ---- who is there ---------------------------------------------------------------------------
+
+    def _join(self, number: int, incarnation: int) -> list[Action]:
+        if number >= self.max_servers:
+            return [Refuse(f"there is no server {number} among at most {self.max_servers}")]
+        if self.is_fenced(number, incarnation) or incarnation < self.members.get(number, 0):
+            return [
+                Refuse(
+                    f"server {number} was replaced: incarnation {self.expected(number)} is expected, this is {incarnation}"
+                )
+            ]
+        if self.members.get(number) == incarnation:
+            # On a new line. What it was filled with, it may have said on the old one to nobody: it is asked anew.
+            if any(_name(number) in move.missing for move in self._moves.values()):
+                return self._new_view(self._map.holders, always=True)
+            return []
+        # News of its predecessor's death may come later than itself.
+        lost = self._die(number, incarnation - 1) if number in self.members else []
+        self.members[number] = incarnation
+        if self.newest is None:
+            return lost if self.missing else [*lost, *self._form()]
+        return [*lost, *self._go_on(self._map)]
+
+    def _die(self, number: int, incarnation: int) -> list[Action]:
+        if self.is_fenced(number, incarnation):
+            return []
+        self._fenced_below[number] = incarnation + 1
+        if self.members.get(number, incarnation + 1) > incarnation:
+            return []
+        del self.members[number]
+        if self.newest is None:
+            return []
+        name = _name(number)
+        survivors = fail_over(
+            self._map,
+            dead=[name],
+            marks={_name(each): _NO_MARKS for each in self.members},
+            view=self.view + 1,
+        )
+        if survivors.lost:
+            return [self._lose(survivors.lost)]
+        # Of several replicas the first in the order of holders takes over. All have what was acknowledged, but another
+        # may have more of what was not: it is filled anew from the new primary.
+        holders = (
+            left[:1] if before[0] == name else left
+            for before, left in zip(self._map.holders, survivors.holders, strict=True)
+        )
+        return self._go_on(SlotMap(survivors.view, tuple(holders)))
+
+    def _lose_step(self, lost: StepLost) -> list[Action]:
+        is_in = self.members.get(lost.number) == lost.incarnation
+        if self.newest is None or not is_in or lost.view != self.view:
+            return []  # the next view may know better, and is asked the same
+        return [self._lose(range(NUM_SLOTS), lost.rank)]
+
+    def _lose(self, slots: Iterable[int], rank: int | None = None) -> Lose:
+        holders = {number for slot in slots for number in map(_number, self._map.holders[slot])}
+        self.num_losses += 1
+        # What the others still hold is of no use without these, and of a later time than any checkpoint.
+        for number, incarnation in self.members.items():
+            self._fenced_below[number] = incarnation + 1
+        self.members.clear()
+        self._moves.clear()
+        self.newest = None
+        return Lose(self.num_losses, self.view, tuple(slots), tuple(sorted(holders)), rank)
+
+    # ---- where slots are ------------------------------------------------------------------------
+
+    def _form(self) -> list[Action]:
+        wanted = tuple(range(self.num_servers))
+        self._map = SlotMap(self.view, _placed(wanted, self.num_copies, self._seed))
+        self._moves.clear()
+        return [*self._new_view(self._map.holders), *self._settle()]
+
+    @functools.cached_property
+    def _seed(self) -> int:
+        # Of the group as it was launched, so that later changes move as little as they can.
+        return _evenest_seed(self.num_servers, self.num_copies)
+
+    def _go_on(self, there: SlotMap) -> list[Action]:
+        """From the map as it is: plan what is missing, carry out what is ready, and tell of it if anything changed."""
+        self._plan(there)
+        # All at once: every view costs every worker a question.
+        if self._is_ready:
+            there = switch(SlotMap(self.view, there.holders), self._moves.values(), view=self.view + 1)
+            self._plan(there)
+        return [*self._new_view(there.holders), *self._settle()]
+
+    def _plan(self, there: SlotMap) -> None:
+        """Moves to where slots belong. Those under way that are still right are as far as they were."""
+        placed = _placed(tuple(range(self.num_servers)), self.num_copies, self._seed)
+        target = [self._belongs(*each) for each in zip(placed, there.holders, strict=True)]
+        planned = {move.slot: move for move in plan_moves(there, target)}
+        for slot, move in planned.items():
+            before = self._moves.get(slot)
+            if before is not None and (before.before, before.after) == (move.before, move.after):
+                planned[slot] = before
+        self._moves = planned
+
+    @property
+    def _is_ready(self) -> bool:
+        return bool(self._moves) and all(move.state is MoveState.READY for move in self._moves.values())
+
+    def _belongs(self, placed: Holders, before: Holders) -> Holders:
+        """Who shall hold a slot, of those that are there now: a server that is expected back is waited for."""
+        after = [name for name in placed if _number(name) in self.members]
+        # As long as not all are there, nobody lets go of a copy.
+        after += [name for name in before if name not in after][: max(0, self._num_wanted - len(after))]
+        return tuple(after)
+
+    @property
+    def _num_wanted(self) -> int:
+        return min(self.num_copies, self.num_servers)
+
+    def _fill(self, filled: Filled) -> list[Action]:
+        if self.newest is None or self.members.get(filled.number) != filled.incarnation:
+            return []
+        if filled.view != self.view:
+            return []  # since then updates may have passed it by: it is filled anew, and will say so
+        name = _name(filled.number)
+        for slot in filled.slots:
+            if slot in self._moves:
+                self._moves[slot] = self._moves[slot].caught_up(name)
+        return self._go_on(self._map) if self._is_ready else []
+
+    def _scale(self, num_servers: int) -> list[Action]:
+        if num_servers == self.num_servers:
+            return [Refuse(f"the group has {num_servers} servers already")]
+        if not max(1, self.num_copies) <= num_servers <= self.max_servers:
+            return [
+                Refuse(
+                    f"{num_servers} servers cannot be: with {self.num_copies} copies of every slot (--replicas) this job "
+                    f"can have {self.num_copies} to {self.max_servers}"
+                )
+            ]
+        if self.newest is None:
+            return [Refuse("the servers have not all joined yet; try again in a moment")]
+        _ = self._seed  # of the group as it was launched: before the number changes
+        self.num_servers, self.is_settled = num_servers, False
+        return self._go_on(self._map)
+
+    # ---- what is told ---------------------------------------------------------------------------
+
+    def _new_view(self, holders: tuple[Holders, ...], *, always: bool = False) -> list[Action]:
+        said = [[_number(name) for name in names] for names in holders]
+        joining = {
+            slot: [_number(name) for name in move.after if name not in move.before]
+            for slot, move in sorted(self._moves.items())
+            if set(move.after) - set(move.before)
+        }
+        incarnations = dict(sorted(self.members.items()))
+        now = ServerView(self.view, said, incarnations, joining)
+        if now == self.newest and not always:
+            return []
+        self.view += 1
+        self._map = SlotMap(self.view, holders)
+        # Whoever is being filled is filled anew in every view: only the primary knows what is still right.
+        self._moves = {}
+        self._plan(self._map)
+        self.newest = ServerView(self.view, said, incarnations, joining)
+        return [Tell(self.newest)]
+
+    def _settle(self) -> list[Action]:
+        was_settled, self.is_settled = self.is_settled, not self._moves and not self.missing
+        if self.is_settled and not was_settled:
+            return [Settle(self.view, self.num_servers)]
+        return []
+
+
+_NO_MARKS = (0,) * NUM_SLOTS
+
+
+@functools.lru_cache(maxsize=64)
+def _evenest_seed(num_servers: int, num_copies: int) -> int:
+    weights = {_name(number): 1.0 for number in range(num_servers)}
+    return evenest_seed(weights, [1.0] * NUM_SLOTS, num_copies=num_copies) if num_servers > 1 else 0
+
+
+@functools.lru_cache(maxsize=64)
+def _placed(numbers: tuple[int, ...], num_copies: int, seed: int) -> tuple[Holders, ...]:
+    return place({_name(number): 1.0 for number in numbers}, num_copies=num_copies, seed=seed)
+
+
+def _name(number: int) -> str:
+    return f"server-{number}"
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("server-"))

@@ -1,0 +1,346 @@
+"""The coordinator's conversation about servers: who is in, who hears of which view, who is silent; and leases.
+
+Pure, a part of `coordination.py`, which hands on what concerns servers. It
+decides who is told what; where slots are is `server_group.py`'s business, who
+runs which samples `leases.py`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from shoal.cluster.coordinator import server_group
+from shoal.cluster.coordinator.actions import Drop, Remember, TellWatchers
+from shoal.cluster.coordinator.journal_entries import (
+    LeaseAsked,
+    LeaseGaveUp,
+    LeaseReturned,
+    LeasesStand,
+    LeaseTicked,
+    ServerFilled,
+    ServerLostStep,
+    ServingFact,
+)
+from shoal.cluster.coordinator.lease_service import LeaseDesk
+from shoal.cluster.coordinator.server_group import ServerGroup
+from shoal.cluster.coordinator.store_table import Answer
+from shoal.runtime.transport.messages.cluster import JoinRefused, WaitExpired
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.replication import SlotsFilled, StepLost
+from shoal.runtime.transport.messages.server_group import (
+    AskLease,
+    AskServers,
+    JoinedServer,
+    JoinServer,
+    LeaseRefused,
+    PingServer,
+    RankDead,
+    RankJoined,
+    ReapedServer,
+    ScaleBegun,
+    ScaleRefused,
+    ScaleServers,
+    ServersScaled,
+    SlotsLost,
+    SuspectServer,
+)
+
+PING_EVERY_S = 2.0
+"""At most. Four times within the patience there is with a silent server."""
+
+Action: TypeAlias = Answer | Remember | Drop | TellWatchers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingConfig:
+    """What the coordinator is told of the servers."""
+
+    num_servers: int = 0
+    """At launch; 0 where the job has none."""
+
+    num_copies: int = 1
+    """Of every slot, the primary's among them."""
+
+    max_servers: int = 0
+    """To how many the group can be scaled."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """A server's line."""
+
+    number: int
+    incarnation: int
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A worker that waits for a view."""
+
+    after_view: int
+    asked_at: float
+    expires_at: float
+
+
+@dataclass(slots=True)
+class _Liveness:
+    """When servers were last heard of. One that should be there and is not counts as silent."""
+
+    heard_at: dict[int, float] = field(default_factory=dict)
+    pinged_at: float = 0.0
+
+
+class Serving:
+    """Every method applies what happened and returns what must now be done, in order."""
+
+    def __init__(
+        self, config: ServingConfig, *, patience_s: float, join_patience_s: float, now: float, grace_s: float
+    ) -> None:
+        """`grace_s`: for so long from `now` nobody is blamed."""
+        self._group = ServerGroup(
+            num_servers=config.num_servers,
+            num_copies=config.num_copies,
+            max_servers=max(config.max_servers, config.num_servers),
+        )
+        self.desk = LeaseDesk()
+        self._has_servers = config.num_servers > 0
+        self._lines: dict[int, _Line] = {}  # by client
+        self._waiting: dict[int, _Waiting] = {}  # by client
+        self._ranks: dict[int, int] = {}  # rank -> incarnation, of those that are in
+        self._patience_s, self._join_patience_s = patience_s, join_patience_s
+        self._ping_every_s = min(PING_EVERY_S, patience_s / 4)
+        self._liveness = _Liveness(pinged_at=now)
+        self._not_before, self._began = now + grace_s, now
+        self._loss: SlotsLost | None = None  # the newest, until the group is whole again
+        self._lost_view = -1
+
+    # ---- remembering ----------------------------------------------------------------------------
+
+    def recall(self, facts: list[ServingFact]) -> None:
+        """Go on where another coordinator was killed."""
+        for fact in facts:
+            match fact:
+                case JoinServer(number, incarnation):
+                    self._about(self._group.handle(server_group.ServerJoined(number, incarnation)))
+                case ReapedServer(number, incarnation):
+                    self._about(self._group.handle(server_group.ServerDied(number, incarnation)))
+                case ServerFilled(number, incarnation, view, slots):
+                    filled = server_group.Filled(number, incarnation, view, tuple(slots))
+                    self._about(self._group.handle(filled))
+                case ServerLostStep(number, incarnation, view, rank):
+                    lost = server_group.StepLost(number, incarnation, view, rank)
+                    self._about(self._group.handle(lost))
+                case ScaleServers(num_servers):
+                    self._about(self._group.handle(server_group.ScaleTo(num_servers)))
+                case LeaseReturned(rank, incarnation, at):
+                    self.desk.replaced(rank, incarnation, at)
+                case LeaseAsked(at, ask):
+                    self.desk.ask(0, ask, at)
+                case LeaseTicked(at):
+                    self.desk.hand_out(at)
+                case LeaseGaveUp(rank, incarnation):
+                    self.desk.gave_up(rank, incarnation)
+                case LeasesStand():
+                    self.desk.restore(fact)
+
+    # ---- who speaks -----------------------------------------------------------------------------
+
+    def is_server(self, client: int) -> bool:
+        """Whether this connection is a server's line."""
+        return client in self._lines
+
+    def join_server(self, client: int, join: JoinServer, now: float) -> list[Action]:
+        """A server introduces itself."""
+        if not self._has_servers:
+            reason = "this job has no servers"
+            return [Answer(client, JoinRefused(reason)), Drop(client, reason)]
+        is_known = self._group.members.get(join.number) == join.incarnation
+        decided = self._group.handle(server_group.ServerJoined(join.number, join.incarnation))
+        for each in decided:
+            if isinstance(each, server_group.Refuse):
+                return [Answer(client, JoinRefused(each.reason)), Drop(client, each.reason)]
+        older = [
+            other
+            for other, line in self._lines.items()
+            if line.number == join.number and line.incarnation <= join.incarnation
+        ]
+        for other in older:
+            del self._lines[other]
+        view_before = self._group.newest
+        self._lines[client] = _Line(join.number, join.incarnation)
+        self._liveness.heard_at[join.number] = now
+        told = self._about(decided)
+        greeting: list[Action] = [Answer(client, JoinedServer(self._group.view))]
+        greeting += [Answer(client, RankJoined(*each)) for each in sorted(self._ranks.items())]
+        if view_before is not None and not any(isinstance(each, server_group.Tell) for each in decided):
+            greeting.append(Answer(client, view_before))
+        return [
+            *([] if is_known and not decided else [Remember(join)]),
+            *(Drop(other) for other in older),
+            *greeting,
+            *told,
+        ]
+
+    def hear_server(self, client: int, message: Message, now: float) -> list[Action]:
+        """A server says something."""
+        line = self._lines[client]
+        self._liveness.heard_at[line.number] = now
+        if isinstance(message, StepLost):
+            lost = server_group.StepLost(line.number, line.incarnation, message.view, message.rank)
+            decided = self._group.handle(lost)
+            fact = ServerLostStep(lost.number, lost.incarnation, lost.view, lost.rank)
+            return [Remember(fact), *self._about(decided)] if decided else []
+        if not isinstance(message, SlotsFilled):
+            return []
+        filled = ServerFilled(line.number, line.incarnation, message.view, message.slots)
+        event = server_group.Filled(line.number, line.incarnation, message.view, tuple(message.slots))
+        return [Remember(filled), *self._about(self._group.handle(event))]
+
+    def ask_servers(self, client: int, ask: AskServers, now: float) -> list[Action]:
+        """A worker wants to know of a newer view."""
+        newest = self._group.newest
+        if newest is not None and newest.view > ask.after_view:
+            return [Answer(client, newest)]
+        self._waiting[client] = _Waiting(ask.after_view, now, now + ask.timeout_s)
+        return []
+
+    def ask_lease(self, client: int, ask: AskLease, now: float) -> list[Action]:
+        """A worker wants more to do."""
+        if ask.view <= self._lost_view:
+            # It will be killed in a moment; what it knows of the epoch is not what the checkpoint knows.
+            reason = f"the servers of view {ask.view} are lost, and the job begins anew"
+            return [Answer(client, LeaseRefused(reason))]
+        return [*self.desk.ask(client, ask, now)]
+
+    def hear_supervisor(self, client: int, message: ReapedServer | ScaleServers, now: float) -> list[Action]:
+        """A server is dead, or there shall be more or fewer."""
+        if isinstance(message, ReapedServer):
+            if self._group.is_fenced(message.number, message.incarnation):
+                return []
+            self._liveness.heard_at[message.number] = now
+            died = server_group.ServerDied(message.number, message.incarnation)
+            fenced = [
+                other
+                for other, line in self._lines.items()
+                if line.number == message.number and line.incarnation <= message.incarnation
+            ]
+            for other in fenced:
+                del self._lines[other]
+            return [
+                Remember(message),
+                *(Drop(other) for other in fenced),
+                *self._about(self._group.handle(died)),
+            ]
+        before = self._group.num_servers
+        decided = self._group.handle(server_group.ScaleTo(message.num_servers))
+        for each in decided:
+            if isinstance(each, server_group.Refuse):
+                return [Answer(client, ScaleRefused(each.reason))]
+        for number in range(before, message.num_servers):
+            self._liveness.heard_at[number] = now
+        return [
+            Remember(message),
+            Answer(client, ScaleBegun(message.num_servers)),
+            *self._about(decided),
+        ]
+
+    def news_for_watcher(self) -> list[Message]:
+        """What a supervisor that watches anew must know."""
+        if not self._has_servers:
+            return []
+        news: list[Message] = [ScaleBegun(self._group.num_servers), *self.desk.drained]
+        if self._loss is not None:
+            news.append(self._loss)
+        if self._group.newest is not None:
+            news.append(self._group.newest)
+            if self._group.is_settled:
+                news.append(ServersScaled(self._group.view, self._group.num_servers))
+        return news
+
+    def rank_joined(self, rank: int, incarnation: int) -> list[Action]:
+        """A worker is in."""
+        self._ranks[rank] = incarnation
+        return [Answer(client, RankJoined(rank, incarnation)) for client in self._lines]
+
+    def rank_dead(self, rank: int, incarnation: int, now: float) -> list[Action]:
+        """A worker is dead: its leases go back."""
+        if self._ranks.get(rank, incarnation) <= incarnation:
+            self._ranks.pop(rank, None)
+        told: list[Action] = [Answer(client, RankDead(rank, incarnation)) for client in self._lines]
+        return [*told, *self.desk.replaced(rank, incarnation + 1, now)]
+
+    def gone(self, client: int) -> list[Action]:
+        """A connection is closed. A server whose line broke may live: its supervisor tells of deaths."""
+        self._lines.pop(client, None)
+        self._waiting.pop(client, None)
+        return [*self.desk.gone(client)]
+
+    # ---- time -----------------------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` has something to do, if nothing happens before."""
+        times = [each.expires_at for each in self._waiting.values()]
+        if self._has_servers:
+            times.append(self._liveness.pinged_at + self._ping_every_s)
+        if self.desk.deadline is not None:
+            times.append(self.desk.deadline)
+        return min(times, default=None)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        actions: list[Action] = [*self.desk.tick(now)]
+        for client, waiting in list(self._waiting.items()):
+            if now >= waiting.expires_at:
+                del self._waiting[client]
+                actions.append(Answer(client, self._expired(waiting, now)))
+        if self._has_servers and now >= self._liveness.pinged_at + self._ping_every_s:
+            self._liveness.pinged_at = now
+            actions += [Answer(client, PingServer(line.number)) for client, line in self._lines.items()]
+            actions += self._suspects(now)
+        return actions
+
+    def _expired(self, waiting: _Waiting, now: float) -> WaitExpired:
+        missing = [f"server {number} (has not joined)" for number in self._group.missing]
+        missing = missing or [f"a view of the servers after view {waiting.after_view}"]
+        return WaitExpired("the servers", now - waiting.asked_at, missing)
+
+    def _suspects(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        numbers = {*range(self._group.num_servers), *self._group.members}
+        for number in sorted(numbers):
+            is_in = number in self._group.members
+            patience_s = self._patience_s if is_in else self._join_patience_s
+            silent_s = now - max(self._liveness.heard_at.get(number, self._began), self._not_before)
+            if silent_s >= patience_s:
+                self._liveness.heard_at[number] = now  # it is complained of again after as long
+                why = f"it said nothing for {silent_s:.1f} s" if is_in else "it never joined"
+                actions.append(
+                    TellWatchers(SuspectServer(number, self._group.expected(number), why, silent_s))
+                )
+        return actions
+
+    # ---- what the group decided -----------------------------------------------------------------
+
+    def _about(self, decided: list[server_group.Action]) -> list[Action]:
+        actions: list[Action] = []
+        for each in decided:
+            match each:
+                case server_group.Tell(view):
+                    self._loss = None
+                    told = [
+                        client for client, waiting in self._waiting.items() if view.view > waiting.after_view
+                    ]
+                    for client in told:
+                        del self._waiting[client]
+                    actions += [Answer(client, view) for client in (*self._lines, *told)]
+                    actions.append(TellWatchers(view))
+                case server_group.Lose(number, view_lost, slots, servers, rank):
+                    self._loss = SlotsLost(number, view_lost, len(slots), list(servers), rank)
+                    self._lost_view = view_lost
+                    self.desk.clear()
+                    actions.append(TellWatchers(self._loss))
+                case server_group.Settle(settled, num_servers):
+                    actions.append(TellWatchers(ServersScaled(settled, num_servers)))
+        return actions

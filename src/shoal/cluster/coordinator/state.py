@@ -1,0 +1,424 @@
+"""All that the coordinator decides: who is in, which view and which call comes next, who hears what.
+
+Pure: no clock, no socket, no disk. It joins `membership.py`, `views.py`,
+`calls.py` and `store_table.py` into one conversation with many clients, each
+of which asks one thing at a time. `coordinator.py` moves the bytes; a
+simulator can run this by the thousand.
+
+What it promises comes back as `Remember`, together with the answers that
+promise it: whoever carries the actions out must write down before it answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shoal.cluster.coordinator import calls, store_table, views
+from shoal.cluster.coordinator import server_registry as serving
+from shoal.cluster.coordinator.actions import Action as Action
+from shoal.cluster.coordinator.actions import Drop as Drop
+from shoal.cluster.coordinator.actions import Remember as Remember
+from shoal.cluster.coordinator.actions import TellWatchers
+from shoal.cluster.coordinator.calls import Calls
+from shoal.cluster.coordinator.journal_entries import Granted, Memory, StoreChanged
+from shoal.cluster.coordinator.membership import Membership
+from shoal.cluster.coordinator.server_registry import Serving, ServingConfig
+from shoal.cluster.coordinator.store_table import Answer, StoreTable
+from shoal.cluster.coordinator.views import FormView, Views
+from shoal.runtime.transport.messages.cluster import (
+    BeginCall,
+    CallGranted,
+    CallRefused,
+    EnterView,
+    Join,
+    Joined,
+    JoinRefused,
+    Leave,
+    Message,
+    Reaped,
+    Regroup,
+    Saved,
+    ScriptEnded,
+    Suspect,
+    ViewFormed,
+    ViewRefused,
+    WaitExpired,
+    Watch,
+    Watching,
+)
+from shoal.runtime.transport.messages.lateness import Late, LateHeard
+from shoal.runtime.transport.messages.ledger import Noted
+from shoal.runtime.transport.messages.replication import SlotsFilled, StepLost
+from shoal.runtime.transport.messages.server_group import (
+    AskLease,
+    AskServers,
+    JoinServer,
+    ReapedServer,
+    ScaleServers,
+    ServerAlive,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinationConfig:
+    """What a coordinator is told of its job."""
+
+    num_workers: int
+    """How many ranks there are."""
+
+    join_timeout_s: float
+    """How long ranks wait for each other at a call."""
+
+    step_timeout_s: float = 300.0
+    """How long ranks that left a view wait for the others to leave it too."""
+
+    can_recover: bool = False
+    """Whether a process that keeps the others waiting is killed and replaced. Else the wait ends, and the job."""
+
+    dead_after_s: float = 5.0
+    """After its own restart nobody is suspected for so long."""
+
+    servers: ServingConfig = field(default_factory=ServingConfig)
+    """How many servers there are."""
+
+
+@dataclass(slots=True)
+class _Client:
+    """One connection. `rank` is -1 until it has joined, and stays so for one that watches."""
+
+    is_supervisor: bool
+    rank: int = -1
+    incarnation: int = -1
+    is_watching: bool = False
+    has_asked: bool = False  # and was not answered yet
+
+
+class Coordination:
+    """One job's conversation. Every method applies what happened and returns what must now be done, in order."""
+
+    def __init__(self, config: CoordinationConfig, memory: Memory | None = None, *, now: float = 0.0) -> None:
+        """With a `memory` it goes on where another coordinator was killed."""
+        memory = memory or Memory()
+        self._clients: dict[int, _Client] = {}
+        self._callers: dict[int, int] = {}  # rank -> the client on which it makes its calls
+        self._enterers: dict[int, int] = {}  # rank -> the client on which it entered a view
+        self._suspects: dict[int, Suspect] = {}
+        self._can_recover = config.can_recover
+        self._membership = Membership(
+            num_workers=config.num_workers, not_before=now + config.dead_after_s if memory.joins else now
+        )
+        for join in memory.joins.values():
+            self._membership.admit(join, now)
+        for death in memory.deaths.values():
+            self._membership.reaped(death.rank, death.incarnation, death.code, now)
+        self._views = Views(
+            self._membership,
+            patience_s=config.step_timeout_s,
+            can_recover=config.can_recover,
+            formed=_formed(memory.view) if memory.view else None,
+        )
+        self._calls = Calls(
+            num_workers=config.num_workers,
+            # Whoever is still in an exchange first has step_timeout_s to find out that nobody comes to it.
+            timeout_s=config.join_timeout_s + (config.step_timeout_s if config.can_recover else 0.0),
+            membership=self._membership if config.can_recover else None,
+            record=memory.calls,
+        )
+        self._num_remembered, self._num_noted = len(memory.calls), memory.num_noted
+        self._store = StoreTable(memory.store, memory.answers)
+        self._serving = Serving(
+            config.servers,
+            patience_s=config.step_timeout_s,
+            join_patience_s=config.join_timeout_s,
+            now=now,
+            grace_s=config.dead_after_s if memory.joins else 0.0,
+        )
+        self._serving.recall(memory.serving)
+        for join in memory.joins.values():
+            if not self._membership.is_fenced(join.rank, join.incarnation):
+                self._serving.rank_joined(join.rank, join.incarnation)
+        if memory.view is not None:
+            self._membership.form(memory.view.view, memory.view.incarnations)
+            self._store.handle(store_table.Closed(memory.view.view - 1))
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` will have something to do, if nothing happens before."""
+        parts = (self._calls, self._store, self._views, self._serving)
+        deadlines = [part.deadline for part in parts]
+        return min((each for each in deadlines if each is not None), default=None)
+
+    def connected(self, client: int, *, is_supervisor: bool = False) -> None:
+        """Somebody connected; who, it has yet to say. The supervisor is known by the kernel's word."""
+        self._clients[client] = _Client(is_supervisor)
+
+    def has_introduced_itself(self, client: int) -> bool:
+        """Whether this connection has joined or watches."""
+        me = self._clients.get(client)
+        return me is None or me.rank >= 0 or me.is_watching or self._serving.is_server(client)
+
+    def hear(self, client: int, message: Message, now: float) -> list[Action]:
+        """A client says something."""
+        me = self._clients.get(client)
+        if me is None:
+            return []  # dropped a moment ago, and what it said before that is of no account
+        if me.has_asked:
+            return [Drop(client, "it asks before it was answered")]
+        if isinstance(message, Watch | Reaped | Saved | Noted | ReapedServer | ScaleServers):
+            return self._hear_supervisor(client, me, message, now)
+        if self._serving.is_server(client):
+            if isinstance(message, SlotsFilled | StepLost | ServerAlive):
+                return self._about_serving(self._serving.hear_server(client, message, now))
+            return [Drop(client, f"a server says {type(message).__name__}, which is not for it to say")]
+        if isinstance(message, JoinServer):
+            if me.rank >= 0 or me.is_watching:
+                return [Drop(client, f"rank {me.rank} joins a second time, as server {message.number}")]
+            return self._about_serving(self._serving.join_server(client, message, now))
+        me.has_asked = True
+        match message:
+            case Join():
+                return self._join(client, me, message, now)
+            case _ if me.rank < 0:
+                return [Drop(client, f"it says {type(message).__name__} before it has joined")]
+            case BeginCall() | ScriptEnded() if client < self._callers.get(me.rank, 0):
+                return [self._overtaken(client)]
+            case EnterView() if client < self._enterers.get(me.rank, 0):
+                return [self._overtaken(client)]
+            case BeginCall(rank, number, kind, detail) if rank == me.rank:
+                self._callers[rank] = client
+                self._membership.spoke(rank, now)
+                return self._about_calls(self._calls.handle(calls.Began(rank, number, kind, detail, now)))
+            case ScriptEnded(rank, num_calls) if rank == me.rank:
+                self._callers[rank] = client
+                self._membership.spoke(rank, now)
+                return self._about_calls(self._calls.handle(calls.Ended(rank, num_calls, now)))
+            case EnterView() if (message.rank, message.incarnation) == (me.rank, me.incarnation):
+                self._enterers[me.rank] = client
+                self._membership.spoke(me.rank, now)
+                return self._about_views(self._views.handle(_entered(message, now)))
+            case AskServers():
+                return self._about_serving(self._serving.ask_servers(client, message, now))
+            case AskLease() if (message.rank, message.incarnation) == (me.rank, me.incarnation):
+                return self._about_serving(self._serving.ask_lease(client, message, now))
+            case Late():
+                return [*self._look_at(me.rank, message, now), self._answer(client, LateHeard())]
+            case _ if isinstance(message, store_table.Request):
+                return self._about_store(self._store.handle(store_table.Asked(client, message, now)))
+        return [Drop(client, f"rank {me.rank} says {message}, which is not for it to say")]
+
+    def gone(self, client: int) -> list[Action]:
+        """A connection is closed."""
+        me = self._clients.pop(client, None)
+        if me is None:
+            return []
+        self._store.handle(store_table.Gone(client))
+        served = self._about_serving(self._serving.gone(client))
+        if self._callers.get(me.rank) == client:
+            del self._callers[me.rank]
+            self._calls.handle(calls.Gone(me.rank))
+        if self._enterers.get(me.rank) == client:
+            del self._enterers[me.rank]
+            return [*served, *self._about_views(self._views.handle(views.Gone(me.rank, me.incarnation)))]
+        return served
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        return [
+            *self._about_calls(self._calls.handle(calls.Tick(now))),
+            *self._about_views(self._views.handle(views.Tick(now))),
+            *self._about_store(self._store.handle(store_table.Tick(now))),
+            *self._about_serving(self._serving.tick(now)),
+        ]
+
+    # ---- who speaks -----------------------------------------------------------------------------
+
+    def _join(self, client: int, me: _Client, join: Join, now: float) -> list[Action]:
+        if me.rank >= 0 or me.is_watching:
+            return [Drop(client, f"it joins a second time, as rank {join.rank}")]
+        known = self._membership.members.get(join.rank)
+        if (
+            known is not None
+            and join.incarnation > known.incarnation
+            and self._calls.phase is calls.Phase.ENDED
+        ):
+            # A replacement for a process that was let go before it was killed: nothing is left to do. It is not
+            # admitted, so that it hears the same when it has to ask again.
+            return [self._answer(client, Leave())]
+        reason = self._membership.admit(join, now)
+        if reason is not None:
+            return [self._answer(client, JoinRefused(reason)), Drop(client, reason)]
+        me.rank, me.incarnation = join.rank, join.incarnation
+        if known is not None and known.incarnation == join.incarnation:
+            return [self._answer(client, Joined(self._membership.view))]
+        self._calls.handle(calls.Joined(join.rank))
+        return [
+            Remember(join),
+            *self._drop_fenced(),
+            self._answer(client, Joined(self._membership.view)),
+            *self._about_serving(self._serving.rank_joined(join.rank, join.incarnation)),
+        ]
+
+    def _hear_supervisor(self, client: int, me: _Client, message: Message, now: float) -> list[Action]:
+        if not me.is_supervisor or me.rank >= 0 or not (me.is_watching or isinstance(message, Watch)):
+            return [Drop(client, f"it says {type(message).__name__} and is not this job's supervisor")]
+        match message:
+            case Reaped(rank, incarnation, code):
+                if not self._membership.reaped(rank, incarnation, code, now):
+                    return []
+                freed = self._about_serving(self._serving.rank_dead(rank, incarnation, now))
+                return [Remember(message), *self._drop_fenced(), *freed]
+            case Saved():
+                return [Remember(message)]
+            case Noted(serial=serial):
+                is_new, self._num_noted = serial > self._num_noted, max(serial, self._num_noted)
+                return [Remember(message)] if is_new else []
+            case ReapedServer() | ScaleServers():
+                return self._about_serving(self._serving.hear_supervisor(client, message, now))
+        news = () if me.is_watching else self._serving.news_for_watcher()
+        me.is_watching = True
+        said = (Watching(self._membership.view, self._num_noted), *self._suspects.values(), *news)
+        return [Answer(client, each) for each in said]
+
+    def _drop_fenced(self) -> list[Action]:
+        fenced = [
+            client
+            for client, each in self._clients.items()
+            if each.rank >= 0 and self._membership.is_fenced(each.rank, each.incarnation)
+        ]
+        for rank in [rank for rank, each in self._suspects.items() if self._is_settled(each)]:
+            del self._suspects[rank]
+        return [action for client in fenced for action in (Drop(client), *self.gone(client))]
+
+    def _is_settled(self, suspect: Suspect) -> bool:
+        return self._membership.is_fenced(suspect.rank, suspect.incarnation)
+
+    # ---- what the parts decided -----------------------------------------------------------------
+
+    def _about_calls(self, decided: list[calls.Action]) -> list[Action]:
+        record, first_new = self._calls.record, self._num_remembered
+        actions: list[Action] = [
+            Remember(Granted(number, call)) for number, call in enumerate(record[first_new:], first_new + 1)
+        ]
+        self._num_remembered = len(record)
+        for each in decided:
+            match each:
+                case calls.Grant(rank, number):
+                    actions.append(self._to_caller(rank, CallGranted(number)))
+                case calls.LetGo(rank):
+                    actions.append(self._to_caller(rank, Leave()))
+                case calls.Refuse(rank, number, differing):
+                    actions.append(self._to_caller(rank, CallRefused(number, differing)))
+                case calls.Expire(rank, operation, waited_s, missing):
+                    actions.append(self._to_caller(rank, WaitExpired(operation, waited_s, list(missing))))
+                case calls.Regroup(rank, view):
+                    actions.append(self._to_caller(rank, Regroup(view)))
+                case calls.Suspect():
+                    actions += self._suspect(each)
+        return actions
+
+    def _about_views(self, decided: list[views.Action]) -> list[Action]:
+        actions: list[Action] = []
+        for each in decided:
+            match each:
+                case FormView():
+                    actions += self._form(each)
+                case views.Refuse(rank, reason):
+                    actions.append(self._to_enterer(rank, ViewRefused(reason)))
+                case views.Expire(rank, operation, waited_s, missing):
+                    actions.append(self._to_enterer(rank, WaitExpired(operation, waited_s, list(missing))))
+                case views.Suspect():
+                    actions += self._suspect(each)
+        if self._views.is_gathering:
+            # Somebody has left this view, so it is over for all: they are fetched from wherever they wait.
+            view = self._membership.view
+            actions += self._about_calls(self._calls.handle(calls.Recalled(view)))
+            actions += self._about_store(self._store.handle(store_table.Closed(view)))
+        else:
+            self._calls.handle(calls.Resumed())
+        return actions
+
+    def _about_store(self, answers: list[Answer]) -> list[Action]:
+        values, answered = self._store.take_changes()
+        changes = [Remember(StoreChanged(values, answered))] if values or answered else []
+        return [*changes, *(self._answer(each.client, each.message) for each in answers)]
+
+    def _about_serving(self, decided: list[serving.Action]) -> list[Action]:
+        actions: list[Action] = []
+        for each in decided:
+            match each:
+                case TellWatchers(message):
+                    actions += self._to_watchers(message)
+                case Answer(client, message):
+                    actions.append(self._answer(client, message))
+                case _:
+                    actions.append(each)
+        return actions
+
+    def _form(self, formed: FormView) -> list[Action]:
+        message = ViewFormed(
+            formed.view, formed.donor, formed.finished, formed.call, list(formed.incarnations)
+        )
+        actions: list[Action] = []
+        if formed.view > self._membership.view:
+            self._membership.form(formed.view, message.incarnations)
+            actions = [Remember(message), *self._to_watchers(message)]
+        return actions + [self._to_enterer(rank, message) for rank in formed.ranks]
+
+    def _look_at(self, rank: int, message: Late, now: float) -> list[Action]:
+        """A worker waits at a server for others, who may be at work: only who was stopped is to blame."""
+        actions: list[Action] = []
+        for other in message.ranks if self._can_recover else []:
+            if other == rank or other >= self._membership.num_workers:
+                continue
+            since = now - message.waited_s
+            late = self._membership.late(
+                other, since=since, patience_s=message.waited_s, now=now, may_be_busy=True
+            )
+            if late is not None:
+                why = f"rank {rank} waited {message.waited_s:.1f} s for rank {other} in {message.operation}"
+                actions += self._suspect(views.Suspect(late, why, message.waited_s))
+        return actions
+
+    def _suspect(self, found: calls.Suspect | views.Suspect) -> list[Action]:
+        late = found.late
+        message = Suspect(late.rank, late.incarnation, found.why, found.waited_s, late.lenient)
+        self._suspects[late.rank] = message
+        return self._to_watchers(message)
+
+    # ---- whom it concerns -----------------------------------------------------------------------
+
+    def _answer(self, client: int, message: Message) -> Answer:
+        if client in self._clients:
+            self._clients[client].has_asked = False
+        return Answer(client, message)
+
+    def _overtaken(self, client: int) -> Drop:
+        # Its line broke, it asked again on a new one, and only now the old question arrives. Nobody reads the answer
+        # there; to take it for the newest would leave the one who waits on the new line without.
+        return Drop(client)
+
+    def _to_caller(self, rank: int, message: Message) -> Answer:
+        return self._answer(self._callers.get(rank, 0), message)
+
+    def _to_enterer(self, rank: int, message: Message) -> Answer:
+        return self._answer(self._enterers.get(rank, 0), message)
+
+    def _to_watchers(self, message: Message) -> list[Action]:
+        return [Answer(client, message) for client, each in self._clients.items() if each.is_watching]
+
+
+def _entered(message: EnterView, now: float) -> views.Entered:
+    return views.Entered(
+        message.rank,
+        message.incarnation,
+        message.view_left,
+        message.finished,
+        message.call,
+        now,
+        message.waited_s,
+        message.waited_in,
+    )
+
+
+def _formed(view: ViewFormed) -> FormView:
+    return FormView(view.view, view.donor, view.finished, view.call, tuple(view.incarnations), ranks=())

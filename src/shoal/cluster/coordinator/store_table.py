@@ -1,0 +1,243 @@
+"""What the coordinator keeps for torch's rendezvous: keys, values, and who waits for them.
+
+Pure: no clock, no socket. The rules are those of torch's own stores, so that
+`store.py` can stand in for one. Beyond them: the keys of a view end with it,
+and whoever still waits for one is told so at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from shoal.runtime.transport.messages.cluster import (
+    Message,
+    StoreAdd,
+    StoreAppend,
+    StoreCheck,
+    StoreCompareSet,
+    StoreCount,
+    StoreDelete,
+    StoreDone,
+    StoreFlag,
+    StoreGet,
+    StoreNumKeys,
+    StoreRefused,
+    StoreSet,
+    StoreValues,
+    StoreWait,
+    WaitExpired,
+)
+
+Request: TypeAlias = (
+    StoreSet
+    | StoreGet
+    | StoreWait
+    | StoreAdd
+    | StoreAppend
+    | StoreCompareSet
+    | StoreCheck
+    | StoreDelete
+    | StoreNumKeys
+)
+
+_INT64 = range(-(2**63), 2**63)
+
+
+def prefix_of(view: int) -> str:
+    """How the keys of a view begin."""
+    return f"view-{view}"
+
+
+_VIEW_OF = re.compile(prefix_of(0).replace("0", "([0-9]{1,9})") + "/")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A client asks something; it asks nothing else before it is answered."""
+
+    client: int
+    request: Request
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A client left: it waits for nothing any more. What it set stays."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """This view is over: its keys are gone, and nobody sets or waits for one again."""
+
+    view: int
+
+
+Event: TypeAlias = Asked | Gone | Tick | Closed
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Send `message` to `client`."""
+
+    client: int
+    message: Message
+
+
+class _Waiter(NamedTuple):
+    request: StoreGet | StoreWait
+    since: float
+
+    @property
+    def deadline(self) -> float:
+        return self.since + self.request.timeout_s
+
+
+class StoreTable:
+    """A dictionary whose readers may wait, each with a deadline.
+
+    A value is answered as it is at the moment the last missing key appears;
+    a key that was deleted again by then is waited for again.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, bytes] | None = None,
+        answers: Mapping[int, tuple[int, Message]] | None = None,
+    ) -> None:
+        """`values` and `answers` are those of a coordinator that died."""
+        self.values = dict(values or {})
+        self.answers = dict(answers or {})  # by client: its newest request that must not be done twice
+        self._closed_view = 0
+        self._waiting: dict[int, _Waiter] = {}
+        self._changed_keys: set[str] = set()
+        self._changed_answers: set[int] = set()
+
+    @property
+    def deadline(self) -> float | None:
+        """When a Tick will have something to do, if nothing happens before."""
+        return min((waiter.deadline for waiter in self._waiting.values()), default=None)
+
+    def handle(self, event: Event) -> list[Answer]:
+        """Apply one event; return what must now be answered, in order."""
+        match event:
+            case Asked(client, request) if view := self._view_over(request):
+                return [Answer(client, _over(view))]
+            case Asked(client, StoreGet() | StoreWait() as request, at):
+                self._waiting[client] = _Waiter(request, at)
+                return self._wake(client)
+            case Asked(client, request, _):
+                return [Answer(client, self._apply_once(request)), *self._wake(*self._waiting)]
+            case Closed(view):
+                self._closed_view = max(self._closed_view, view)
+                for key in [key for key in self.values if self._is_over(key)]:
+                    del self.values[key]
+                    self._changed_keys.add(key)
+                woken = [client for client, each in self._waiting.items() if self._view_over(each.request)]
+                return [Answer(client, _over(view)) for client in woken if self._waiting.pop(client)]
+            case Gone(client):
+                self._waiting.pop(client, None)
+                return []
+            case Tick(at):
+                late = [client for client, waiter in self._waiting.items() if at >= waiter.deadline]
+                return [Answer(client, self._expired(self._waiting.pop(client), at)) for client in late]
+
+    def take_changes(self) -> tuple[dict[str, bytes | None], dict[int, tuple[int, Message]]]:
+        """What is new since this was last asked: values by key (None: gone), newest answers by client."""
+        changed = {key: self.values.get(key) for key in sorted(self._changed_keys)}
+        answered = {client: self.answers[client] for client in sorted(self._changed_answers)}
+        self._changed_keys.clear()
+        self._changed_answers.clear()
+        return changed, answered
+
+    def _apply_once(self, request: Request) -> Message:
+        """Do it, or answer as before where it was done before."""
+        client = getattr(request, "client", 0)
+        if not client:
+            return self._apply(request)
+        serial: int = getattr(request, "serial", 0)
+        done = self.answers.get(client)
+        if done is None or done[0] != serial:
+            done = self.answers[client] = (serial, self._apply(request))
+            self._changed_answers.add(client)
+        return done[1]
+
+    def _view_over(self, request: Request) -> int:
+        """The view that is over, if this request is about its keys; else 0."""
+        match request:
+            case StoreSet(values):
+                keys: Iterable[str] = values
+            case StoreGet(keys) | StoreWait(keys) | StoreCheck(keys):
+                pass
+            case StoreNumKeys():
+                return 0
+            case _:
+                keys = (request.key,)
+        return self._closed_view if any(self._is_over(key) for key in keys) else 0
+
+    def _is_over(self, key: str) -> bool:
+        found = _VIEW_OF.match(key)
+        return found is not None and int(found[1]) <= self._closed_view
+
+    def _apply(self, request: Request) -> Message:
+        values = self.values
+        match request:
+            case StoreSet(changes):
+                self._changed_keys.update(changes)
+            case StoreAdd(key) | StoreAppend(key) | StoreCompareSet(key) | StoreDelete(key):
+                self._changed_keys.add(key)
+        match request:
+            case StoreSet(changes):
+                values.update(changes)
+                return StoreDone()
+            case StoreAdd(key, amount):
+                try:
+                    total = int(values.get(key, b"0")) + amount
+                except ValueError:
+                    return StoreRefused(f"the value of {key!r} is no number, so nothing can be added to it")
+                if total not in _INT64:
+                    return StoreRefused(f"{key!r} would become {total}, which 64 bits cannot hold")
+                values[key] = str(total).encode()
+                return StoreCount(total)
+            case StoreAppend(key, value):
+                values[key] = values.get(key, b"") + value
+                return StoreDone()
+            case StoreCompareSet(key, expected, desired):
+                if values.get(key, b"") == expected:
+                    values[key] = desired
+                return StoreValues([values.get(key, expected)])
+            case StoreCheck(keys):
+                return StoreFlag(not self._missing(keys))
+            case StoreDelete(key):
+                return StoreFlag(values.pop(key, None) is not None)
+            case StoreNumKeys():
+                return StoreCount(len(values))
+            case StoreGet(keys):
+                return StoreValues([values[key] for key in keys])
+            case StoreWait():
+                return StoreDone()
+
+    def _wake(self, *clients: int) -> list[Answer]:
+        ready = [client for client in clients if not self._missing(self._waiting[client].request.keys)]
+        return [Answer(client, self._apply(self._waiting.pop(client).request)) for client in ready]
+
+    def _missing(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if key not in self.values]
+
+    def _expired(self, waiter: _Waiter, at: float) -> WaitExpired:
+        return WaitExpired("the store", at - waiter.since, self._missing(waiter.request.keys))
+
+
+def _over(view: int) -> StoreRefused:
+    return StoreRefused(f"view {view} is over: a rank has left it")

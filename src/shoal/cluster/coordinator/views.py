@@ -1,0 +1,310 @@
+"""Which view comes next and whose state is the newest, decided from who has left the last one.
+
+Pure: no clock, no socket, no thread. `coordination.py` feeds events in and
+carries out the actions that come back.
+
+    FORMED ──a rank enters──▶ GATHERING ──every rank has come, in its newest incarnation──▶ FORMED, view + 1
+       ▲                        │  │  │
+       └──whoever waited is gone┘  │  └──patience is over and nobody may be replaced──▶ EXPIRED
+                                   └─────survivors are more than one exchange apart───▶ REFUSED
+
+View 0 is the job before its first view. The last two phases are final:
+whoever still enters is answered at once, in the same sense. While recovery is
+possible there is no EXPIRED: whoever keeps the others waiting is suspected,
+killed and replaced, again and again; when to give that up is the supervisor's
+decision (`fate.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeAlias
+
+from shoal.cluster.coordinator.membership import Late, Membership
+
+MAX_APART = 1
+"""Survivors finish the same exchanges in the same order, so one may be ahead of another by one and no more."""
+
+
+TIME_TO_COME_S = 2.0
+"""From the moment one rank has left a view, however long it had waited before: for the others to notice, and leave."""
+
+
+class Phase(StrEnum):
+    """Where the ranks stand between two views."""
+
+    FORMED = "formed"  # nobody waits
+    GATHERING = "gathering"  # some have left the view and wait for the rest
+    REFUSED = "refused"
+    EXPIRED = "expired"
+
+
+EDGES = {
+    Phase.FORMED: {Phase.GATHERING},
+    Phase.GATHERING: {Phase.FORMED, Phase.REFUSED, Phase.EXPIRED},
+    Phase.REFUSED: set(),
+    Phase.EXPIRED: set(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A rank has left view `view_left` (0: it was in none) and waits for the next one."""
+
+    rank: int
+    incarnation: int
+    view_left: int
+    finished: int  # exchanges; -1: none, and no state either
+    call: int
+    at: float
+    waited_s: float = 0.0  # already, in the exchange that broke
+    waited_in: str = ""  # which one that was
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A process waits no more: its connection closed, or it is dead."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+    at: float
+
+
+Event: TypeAlias = Entered | Gone | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class FormView:
+    """This is the view now. Tell `ranks`: everybody who waits, or one who asks again."""
+
+    view: int
+    donor: int  # the lowest rank among those that finished most; -1: nobody has state
+    finished: int
+    call: int
+    incarnations: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell `rank` that it cannot be in the next view."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """Others wait too long for this process: it must be killed, so that another can take its place."""
+
+    late: Late
+    why: str
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Expire:
+    """Tell `rank` that its wait is over, and for whom it was."""
+
+    rank: int
+    operation: str
+    waited_s: float
+    missing: tuple[str, ...]
+
+
+Action: TypeAlias = FormView | Refuse | Suspect | Expire
+
+
+class Views:
+    """Forms one view after the other out of all of `num_workers` ranks.
+
+    A view is formed once; whoever lost the news of it is told again. Nobody
+    is in it but the newest incarnation of each rank.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        patience_s: float,
+        can_recover: bool,
+        formed: FormView | None = None,
+    ) -> None:
+        """`formed` is the present view, where a coordinator goes on after its own death."""
+        self.phase = Phase.FORMED
+        self._membership, self._patience_s, self._can_recover = membership, patience_s, can_recover
+        self._formed = formed or FormView(0, -1, -1, 0, (), ())
+        self._waiting: dict[int, Entered] = {}
+        self._refused = ""
+        self._gave_up: tuple[str, ...] = ()
+
+    @property
+    def view(self) -> int:
+        """The view that was formed last."""
+        return self._formed.view
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether somebody waits for the next view."""
+        return self.phase is Phase.GATHERING
+
+    @property
+    def deadline(self) -> float | None:
+        """When a Tick will have something to do, if nothing happens before."""
+        if not self.is_gathering:
+            return None
+        since = self._since()
+        return min(
+            self._membership.due(rank, since=since, patience_s=self._patience_s) for rank in self._missing()
+        )
+
+    def handle(self, event: Event) -> list[Action]:
+        """Apply one event; return what must now be done, in order."""
+        match event:
+            case Entered():
+                return self._enter(event)
+            case Gone(rank, incarnation):
+                waiter = self._waiting.get(rank)
+                if waiter is not None and waiter.incarnation == incarnation:
+                    del self._waiting[rank]
+                    if not self._waiting:
+                        self._move(Phase.FORMED)
+                return []
+            case Tick(at):
+                deadline = self.deadline
+                return self._look_for_the_missing(at) if deadline is not None and at >= deadline else []
+
+    def _enter(self, entered: Entered) -> list[Action]:
+        rank = entered.rank
+        if self.phase is Phase.REFUSED:
+            return [Refuse(rank, self._refused)]
+        if self.phase is Phase.EXPIRED:
+            return [Expire(rank, self._operation, 0.0, self._gave_up)]
+        if (reason := self._why_not(entered)) is not None:
+            return [Refuse(rank, reason)]
+        if self._is_in(entered) and entered.view_left != self.view:
+            # The news of it was lost, with a coordinator or a connection.
+            return [replace(self._formed, ranks=(rank,))]
+        if self.phase is Phase.FORMED:
+            self._move(Phase.GATHERING)
+        before = self._waiting.get(rank)
+        if before is not None and before.incarnation == entered.incarnation:
+            entered = replace(entered, at=before.at)  # asked again: it waits since it first did
+        self._waiting[rank] = entered
+        return [] if self._missing() else self._form()
+
+    def _why_not(self, entered: Entered) -> str | None:
+        rank, incarnation, left = entered.rank, entered.incarnation, entered.view_left
+        newest = self._membership.newest(rank)
+        if incarnation < newest:
+            return f"rank {rank} was replaced: incarnation {newest} is in, this is {incarnation}"
+        if left > self.view:
+            return f"rank {rank} says it left view {left}, and the newest there was is {self.view}"
+        is_in = self._is_in(entered)
+        if left > 0 and (not is_in or left < self.view - 1):
+            return f"rank {rank} left view {left}, and is not one of those that may follow view {self.view}"
+        return None
+
+    def _is_in(self, entered: Entered) -> bool:
+        return self.view > 0 and self._formed.incarnations[entered.rank] == entered.incarnation
+
+    def _form(self) -> list[Action]:
+        waiting = dict(sorted(self._waiting.items()))
+        # A replacement whose donor died before it gave anything has left the view too, and still has no state.
+        survivors = {
+            rank: each
+            for rank, each in waiting.items()
+            if each.finished >= 0 and self.view and each.view_left == self.view
+        }
+        finished = [each.finished for each in survivors.values()]
+        if survivors and max(finished) - min(finished) > MAX_APART:
+            told = ", ".join(f"rank {rank} {each.finished}" for rank, each in survivors.items())
+            self._refused = (
+                f"the ranks that left view {self.view} are more than one exchange apart ({told} finished), "
+                "so none of them has what the others lack"
+            )
+            self._waiting.clear()
+            self._move(Phase.REFUSED)
+            return [Refuse(rank, self._refused) for rank in waiting]
+        most = max(finished, default=-1)
+        donor = min((rank for rank, each in survivors.items() if each.finished == most), default=-1)
+        self._formed = FormView(
+            view=self.view + 1,
+            donor=donor,
+            finished=most,
+            call=survivors[donor].call if donor >= 0 else 0,
+            incarnations=tuple(each.incarnation for each in waiting.values()),
+            ranks=tuple(waiting),
+        )
+        self._waiting.clear()
+        self._move(Phase.FORMED)
+        return [self._formed]
+
+    def _look_for_the_missing(self, at: float) -> list[Action]:
+        missing, since = self._missing(), self._since()
+        waited_s = at - since
+        if not self._can_recover:
+            return self._expire(at, missing)
+        # Survivors have given up an exchange, so something hangs. A replacement alone may have come while the
+        # others are at work of their own: they will notice it at their next call or exchange.
+        nothing_hangs = self.view > 0 and not any(each.view_left for each in self._waiting.values())
+        waiters = _ranks(sorted(self._waiting))
+        actions: list[Action] = []
+        for rank in missing:
+            late = self._membership.late(
+                rank, since=since, patience_s=self._patience_s, now=at, may_be_busy=nothing_hangs
+            )
+            if late is not None:
+                why = f"{waiters} waited {waited_s:.1f} s for {self._describe(rank)} {self._where}"
+                actions.append(Suspect(late, why, waited_s))
+        return actions
+
+    def _expire(self, at: float, missing: list[int]) -> list[Action]:
+        described = tuple(self._describe(rank) for rank in missing)
+        waiters = sorted(self._waiting.items())
+        self._gave_up = tuple(f"rank {rank} (gave up after {at - each.at:.1f} s)" for rank, each in waiters)
+        self._waiting.clear()
+        self._move(Phase.EXPIRED)
+        return [Expire(rank, self._operation, at - each.at, described) for rank, each in waiters]
+
+    def _missing(self) -> list[int]:
+        """Ranks whose newest incarnation does not wait here."""
+        return [
+            rank
+            for rank in range(self._membership.num_workers)
+            if rank not in self._waiting or self._membership.is_fenced(rank, self._waiting[rank].incarnation)
+        ]
+
+    def _since(self) -> float:
+        """Since when the most patient of them waits. Time spent in a broken exchange counts, save a moment to come."""
+        most_s = max(0.0, self._patience_s - TIME_TO_COME_S)
+        return min(each.at - min(each.waited_s, most_s) for each in self._waiting.values())
+
+    @property
+    def _where(self) -> str:
+        """Where the others are missed: in the exchange that the lowest rank gave up, or else at the view."""
+        broken = [each.waited_in for _, each in sorted(self._waiting.items()) if each.waited_in]
+        return f"in {broken[0]}" if broken else f"to enter {self._operation}"
+
+    @property
+    def _operation(self) -> str:
+        return f"view {self.view + 1}"
+
+    def _describe(self, rank: int) -> str:
+        known = self._membership.whereabouts(rank)
+        return f"rank {rank} ({known})" if known else f"rank {rank}"
+
+    def _move(self, phase: Phase) -> None:
+        assert phase in EDGES[self.phase], f"{self.phase} to {phase}"
+        self.phase = phase
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

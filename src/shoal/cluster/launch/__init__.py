@@ -1,0 +1,1 @@
+"""Launching a job: what to run, where, and whether the machine can."""

@@ -1,0 +1,339 @@
+"""Launching a job from Python: what to run, and what came of it.
+
+`launch` answers with a RunResult whatever happens once a job has started, and
+raises ConfigError for what cannot be started; it does not print the error of
+a job, which is its caller's to show. `run` raises it. The processes are the
+supervisor's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib import metadata
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from setproctitle import setproctitle
+
+import shoal
+from shoal.cluster.launch.preflight import refuse_without_room
+from shoal.cluster.launch.roles import preload_for
+from shoal.cluster.launch.run_directory import RunDirectory, read_config
+from shoal.cluster.launch.threads import available_cores, threads_per_worker
+from shoal.cluster.supervisor.display import Display, binary, open_display
+from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.job_lifecycle import Fate, Patience
+from shoal.cluster.supervisor.outcome import Outcome, error_of, summary_of
+from shoal.cluster.supervisor.signals import SignalInbox
+from shoal.cluster.supervisor.supervisor import Supervisor
+from shoal.cluster.worker.process import WorkerSpec
+from shoal.config import exchange_rule
+from shoal.config import option_checks as spread_names
+from shoal.config import strategy_spec as strategy_names
+from shoal.config.job import Job
+from shoal.config.launch import LaunchConfig
+from shoal.config.parallel_options import as_typed, kept_of, options_of
+from shoal.config.run import RunConfig, Versions
+from shoal.errors import ClusterError, ConfigError, ScriptNotFound, ShoalError
+from shoal.runtime import scratch
+
+__all__ = ["LaunchConfig", "RunResult", "launch", "resume_config", "run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What came of a job."""
+
+    exit_code: int
+    """0; 1 the script failed; 2 configuration; 3 the job failed; 130, 143 asked to leave; or the script's own."""
+
+    run_dir: Path
+    """`<run-dir>/<name>`."""
+
+    summary: dict[str, Any] = field(default_factory=dict)
+    """What summary.json holds."""
+
+    error: ShoalError | None = None
+    """Why the job did not end well; nobody has printed it yet."""
+
+
+def launch(
+    config: LaunchConfig,
+    *,
+    warm: WarmParent | None = None,
+    stdout: BinaryIO | None = None,
+    stderr: BinaryIO | None = None,
+    set_title: bool = False,
+) -> RunResult:
+    """Run a job to its end, with this process as its supervisor.
+
+    Raises ConfigError for what cannot be started. Once started, whatever
+    happens to the job is in the result, and none of its processes is left.
+    `warm` is a warm parent to use and to leave alive; `stdout` and `stderr`
+    are where output goes instead of this process's own. `set_title` renames
+    this process, for a command line that is nothing else.
+    """
+    cores = available_cores()
+    described = _describe(config, cores)
+    refuse_without_room(config, cores)
+    with _open_run(config, described) as run:
+        display = open_display(stdout or binary(sys.stdout), stderr or binary(sys.stderr), quiet=config.quiet)
+        if set_title:
+            setproctitle(f"shoal supervisor [{run.name}]")
+        if not config.quiet:
+            display.note(_first_words(run, described, cores))
+            for note in config.notes():
+                display.note(note)
+        return _run_job(config, described, run, display, warm)
+
+
+def run(
+    script: str | os.PathLike[str],
+    *,
+    workers: int = 1,
+    strategy: str | None = None,
+    args: Sequence[str] = (),
+    **options: Any,
+) -> RunResult:
+    """Run a script as a job and return what came of it: `shoal run`, from Python.
+
+    `options` are the other fields of LaunchConfig. Raises the ShoalError
+    that ended the job, if one did.
+    """
+    try:
+        config = LaunchConfig(
+            script=os.fspath(script), workers=workers, strategy=strategy, args=tuple(args), **options
+        )
+    except TypeError as error:  # an option that LaunchConfig does not have
+        raise ConfigError(f"shoal.run: {error}. Nothing was started.") from None
+    result = launch(config)
+    if result.error is not None:
+        raise result.error
+    return result
+
+
+def resume_config(
+    run: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    shard: str | None = None,
+    strategy: str | None = None,
+    servers: int | None = None,
+    oversubscribe: bool = False,
+) -> LaunchConfig:
+    """How to go on with the job of a run directory: as before, but for what is given."""
+    path = Path(run).absolute()
+    before = read_config(path)
+    num_workers = before.workers if workers is None else workers
+    if strategy is None or strategy == before.strategy:
+        said = {
+            # What was chosen by the number of workers is chosen again.
+            "strategy": None if before.strategy == "single" else before.strategy,
+            "servers": before.servers or None,
+            "replicas": before.replicas if before.servers else None,
+            **options_of(before),
+        }
+        if num_workers != before.workers:
+            said["exchange_rule"] = ""  # other workers make the sums, so the order they had need not be kept
+    else:
+        said = {"strategy": strategy, **kept_of(before)}
+    if shard is not None:
+        said["shard"] = shard
+    if servers is not None:
+        said["servers"] = servers
+    # What ran before may run again, however full it makes the machine.
+    is_larger = num_workers > before.workers or (servers or 0) > before.servers
+    return LaunchConfig(
+        script=before.script,
+        args=tuple(before.args),
+        workers=num_workers,
+        name=path.name,
+        run_dir=str(path.parent),
+        seed=before.seed,
+        step_timeout_s=before.step_timeout_s,
+        join_timeout_s=before.join_timeout_s,
+        grace_s=before.grace_s,
+        max_restarts=before.max_restarts,
+        pretend_hosts=min(before.pretend_hosts, num_workers),
+        resume=True,
+        oversubscribe=oversubscribe or not is_larger,
+        cwd=before.cwd,
+        **said,
+    )
+
+
+def _run_job(
+    config: LaunchConfig, described: RunConfig, run: RunDirectory, display: Display, warm: WarmParent | None
+) -> RunResult:
+    """Supervise the job, and write down what came of it, whatever that is."""
+    spec = WorkerSpec(
+        job=Job(
+            name=run.name,
+            run_dir=run.path,
+            launch=run.launch,
+            num_workers=described.workers,
+            num_servers=described.servers,
+            num_replicas=described.replicas,
+            strategy=described.strategy,
+            launched=True,
+            resume=config.resume,
+            seed=described.seed,
+            step_timeout_s=described.step_timeout_s,
+            join_timeout_s=described.join_timeout_s,
+            can_recover=described.max_restarts > 0,
+            num_hosts=described.pretend_hosts,
+            verify=config.verify,
+            faults=config.faults.planned if config.faults else (),
+            fingerprints=config.fingerprints,
+            **options_of(described),
+        ),
+        env=dict(os.environb),
+        cwd=described.cwd,
+        script=described.script,
+        args=described.args,
+        num_threads=described.threads,
+    )
+    patience = Patience(
+        grace_s=config.grace_s,
+        max_restarts=config.max_restarts,
+        all_hold_parts=spread_names.holds_parts(described, described.strategy),
+    )
+    outcome = Outcome(Fate(num_workers=described.workers, patience=patience))
+    error: ShoalError | None = None
+    exit_code = ShoalError.exit_code
+    scratch_path = run.path / scratch.NAME
+    shutil.rmtree(scratch_path, ignore_errors=True)  # of a job whose supervisor was killed
+    try:
+        # The inbox first: from the first process on, Ctrl-C is a wish and not an exception.
+        with (
+            SignalInbox() as inbox,
+            contextlib.nullcontext(warm) if warm else _warm_parent(run, described) as parent,
+        ):
+            supervisor = Supervisor(spec, patience=patience, run=run, display=display, warm=parent)
+            outcome = supervisor.outcome
+            supervisor.supervise(inbox)
+        error = error_of(outcome, num_workers=described.workers, run=_shown(run.path))
+        exit_code = outcome.fate.exit_code
+    except ClusterError as failed:  # of the launching itself: nothing of the script's
+        error = failed
+    finally:
+        display.close()
+        shutil.rmtree(scratch_path, ignore_errors=True)
+        summary = summary_of(
+            outcome,
+            strategy=described.strategy,
+            workers=described.workers,
+            servers=outcome.num_servers or described.servers,
+            exit=exit_code,
+            error=str(error) if error else None,
+            started=described.started,
+            ended=time.time(),
+        )
+        run.event("job-ended", exit=exit_code)
+        run.write_summary(summary)
+    return RunResult(exit_code=exit_code, run_dir=run.path, summary=summary, error=error)
+
+
+def _describe(config: LaunchConfig, cores: int) -> RunConfig:
+    """The job with everything settled that the config left open."""
+    cwd = os.path.abspath(config.cwd) if config.cwd else _here()
+    if not os.path.isdir(cwd):
+        raise ConfigError(f"the folder the script is to run in, {cwd}, does not exist. Nothing was started.")
+    script = os.path.abspath(config.script)
+    if not os.path.isfile(script):
+        folder, name = os.path.split(script)
+        scripts = [entry for entry in _entries(folder) if entry.endswith(".py")]
+        guess = get_close_matches(name, scripts, n=1)
+        here = os.path.dirname(config.script)
+        raise ScriptNotFound(script=config.script, guess=os.path.join(here, guess[0]) if guess else None)
+    return RunConfig(
+        script=script,
+        args=list(config.args),
+        cwd=cwd,
+        strategy=strategy_names.choose(config.strategy, config.workers),
+        workers=config.workers,
+        servers=config.num_servers,
+        replicas=config.num_replicas,
+        seed=secrets.randbits(32) if config.seed is None else config.seed,
+        threads=threads_per_worker(config.workers, cores=cores, env=os.environ),
+        step_timeout_s=config.step_timeout_s,
+        join_timeout_s=config.join_timeout_s,
+        grace_s=config.grace_s,
+        max_restarts=config.max_restarts,
+        pretend_hosts=config.pretend_hosts,
+        versions=Versions(
+            python=platform.python_version(), torch=metadata.version("torch"), shoal=shoal.__version__
+        ),
+        started=time.time(),
+        resumed=config.resume,
+        **(options_of(config) | {"exchange_rule": _exchange_rule(config)}),
+    )
+
+
+def _exchange_rule(config: LaunchConfig) -> str:
+    if config.exchange != "auto":
+        return ""
+    if config.exchange_rule:
+        return config.exchange_rule
+    return exchange_rule.for_job(num_workers=config.workers, num_hosts=config.pretend_hosts)
+
+
+def _open_run(config: LaunchConfig, described: RunConfig) -> RunDirectory:
+    if config.resume:
+        if config.name is None:
+            raise ConfigError("resume needs the name of the run to go on with. Nothing was started.")
+        return RunDirectory.reopen(Path(config.run_dir).absolute() / config.name, described)
+    return RunDirectory.claim(Path(config.run_dir), name=config.name, config=described)
+
+
+def _first_words(run: RunDirectory, described: RunConfig, cores: int) -> str:
+    workers, threads = _count(described.workers, "worker"), _count(described.threads, "thread")
+    each = " each" if described.workers > 1 else ""
+    servers = f"{_count(described.servers, 'server')}, " if described.servers else ""
+    words = (
+        f"{_shown(run.path)}: {workers}, {servers}{described.strategy}{as_typed(described)}, {threads}{each}"
+    )
+    if described.workers > cores:
+        words += f"; they share {_count(cores, 'core')} and take turns"
+    return words
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _shown(path: Path) -> str:
+    """As short as it can be typed from here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the folder we are in no longer exists. Nothing was started; cd to another."
+        ) from None
+
+
+def _entries(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _warm_parent(run: RunDirectory, described: RunConfig) -> WarmParent:
+    is_mesh = strategy_names.parse(described.strategy).base == "mesh"
+    modules = preload_for(described.script, with_servers=bool(described.servers), with_mesh=is_mesh)
+    return WarmParent(run.name, preload=modules)

@@ -1,0 +1,289 @@
+"""A job's directory on disk: claimed by one supervisor, readable by anybody, before and after.
+
+    <run-dir>/<name>/
+        config.json      what was launched: enough to launch it again
+        events.jsonl     what happened, a line each
+        metrics.jsonl    a line per step, written by rank 0's Trainer
+        logs/            worker-<rank>.log, server-<number>.log: what each process wrote
+        checkpoints/     written by the Trainer
+        summary.json     what came of it; appears when the job has ended
+        journal.sqlite   what the coordinator has promised
+        trained/         <launch>-<rank>-<incarnation>: the batches of a worker under a relaxed strategy
+        scratch/         what the job keeps on disk while it runs: gone with it
+        lock             held by the live supervisor, and only by it
+
+Decides whether a directory may be used and says why not. Does not know what
+the events mean or how a checkpoint is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import msgspec
+
+from shoal.cluster.coordinator import journal
+from shoal.cluster.ledger import trained_file
+from shoal.config.run import RunConfig
+from shoal.errors import RunDirectoryError
+
+_TAIL_BYTES = 1 << 16
+"""Of metrics.jsonl: more than a line of it is long."""
+
+
+class RunDirectory:
+    """One job's directory, claimed. Whoever holds the object is the job's only supervisor until `close`."""
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path = path
+        self.launch = 0  # which launch of this run we are, from 1
+        self._lock_fd = lock_fd
+        self._events: BinaryIO | None = None
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @classmethod
+    def claim(cls, base: Path, *, name: str | None, config: RunConfig) -> RunDirectory:
+        """A directory for a new job: `<base>/<name>`, or the script's name with the first free number.
+
+        A name that an ended job of the same script used may be used again:
+        its checkpoints stay where `resume="auto"` finds them.
+        """
+        base = base.absolute()
+        _make_base(base)
+        path = base / name if name is not None else _first_free(base, Path(config.script).stem)
+        is_new = name is None
+        if not is_new:
+            try:
+                path.mkdir()
+                is_new = True
+            except FileExistsError:
+                pass
+            except OSError as error:
+                raise _unwritable(path, error) from None
+        try:
+            if not is_new:
+                _refuse_other_job(path, config.script)
+            run = cls._lock(path)
+        except BaseException:
+            if is_new:
+                path.rmdir()
+            raise
+        return run._filled(config, is_new=is_new)
+
+    @classmethod
+    def reopen(cls, path: Path, config: RunConfig) -> RunDirectory:
+        """The directory of an ended job, to go on with it."""
+        _refuse_other_job(path, config.script)
+        return cls._lock(path)._filled(config, is_new=False)
+
+    @classmethod
+    def _lock(cls, path: Path) -> RunDirectory:
+        try:
+            fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise _unwritable(path, error) from None
+            raise RunDirectoryError(
+                f"the run {path} is still alive: its supervisor holds its lock. Nothing was started; wait for it to end, "
+                "stop it, or choose another --name.",
+                path=str(path),
+            ) from None
+        return cls(path, fd)
+
+    def _filled(self, config: RunConfig, *, is_new: bool) -> RunDirectory:
+        """Put in what every run has. Written for real: permissions alone do not tell whether a disk takes it."""
+        try:
+            for folder in ("logs", "checkpoints"):
+                (self.path / folder).mkdir(exist_ok=True)
+            self.launch = journal.begin_launch(self.journal_path, num_workers=config.workers)
+            trained_file.forget_from(self.path, self.launch)
+            (self.path / "summary.json").unlink(missing_ok=True)  # of the ended job; this one has not ended
+            write_atomically(self.path / "config.json", msgspec.json.encode(config))
+            self._events = open(self.path / "events.jsonl", "ab", buffering=0)  # noqa: SIM115  closed in close()
+        except OSError as error:
+            self.close()
+            if is_new:
+                _remove_what_was_made(self.path)
+            raise _unwritable(self.path, error) from None
+        except RunDirectoryError:
+            self.close()
+            if is_new:
+                _remove_what_was_made(self.path)
+            raise
+        return self
+
+    @property
+    def journal_path(self) -> Path:
+        """Where the coordinator keeps what it promises."""
+        return self.path / journal.FILE_NAME
+
+    def last_step(self) -> int:
+        """Of the newest line in metrics.jsonl; 0 where there is none."""
+        try:
+            with open(self.path / "metrics.jsonl", "rb") as source:
+                source.seek(max(source.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+                whole = source.read().split(b"\n")[:-1]
+            return int(msgspec.json.decode(whole[-1])["step"])
+        except (OSError, IndexError, KeyError, TypeError, ValueError, msgspec.DecodeError):
+            return 0
+
+    def event(self, kind: str, /, **facts: Any) -> None:
+        """Add a line to events.jsonl. A disk that takes no more lines does not end a job."""
+        if self._events is None:
+            return
+        line = {"time": time.time(), "monotonic": time.monotonic(), "event": kind, **facts}
+        with contextlib.suppress(OSError):
+            self._events.write(msgspec.json.encode(line) + b"\n")
+
+    def log_path(self, rank: int) -> Path:
+        """Where a worker's output is kept."""
+        return self.path / "logs" / f"worker-{rank}.log"
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json: the job has ended. On a full disk there is none, as after a kill."""
+        with contextlib.suppress(OSError):
+            # msgspec, because a loss that is NaN becomes null: JSON has no other word for it.
+            write_atomically(self.path / "summary.json", msgspec.json.encode(summary))
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_config(path: Path) -> RunConfig:
+    """config.json of a run directory; RunDirectoryError where it is not one."""
+    if not path.is_dir():
+        raise RunDirectoryError(
+            f"there is no run {path}. Nothing was started; `shoal status` lists the runs there are.",
+            path=str(path),
+        )
+    try:
+        return msgspec.json.decode((path / "config.json").read_bytes(), type=RunConfig)
+    except FileNotFoundError:
+        raise RunDirectoryError(
+            f"{path} exists and is not a run directory: it has no config.json. Nothing in it was touched; choose another "
+            "--name or --run-dir.",
+            path=str(path),
+        ) from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunDirectoryError(
+            f"{path / 'config.json'} cannot be read: {error}. Nothing was started; choose another --name.",
+            path=str(path),
+        ) from None
+
+
+def is_alive(path: Path) -> bool:
+    """Whether a supervisor holds this run directory now."""
+    try:
+        fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file by a whole new one: a reader sees the old or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _make_base(base: Path) -> None:
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"the run directory {base} cannot be made: {error.strerror}. Nothing was started; choose another --run-dir.",
+            path=str(base),
+        ) from None
+
+
+def _first_free(base: Path, stem: str) -> Path:
+    k = 1
+    while True:
+        path = base / f"{stem}-{k}"
+        try:
+            path.mkdir()  # the claim: of two launches at the same time one succeeds
+        except FileExistsError:
+            k += 1
+        except OSError as error:
+            raise _unwritable(path, error) from None
+        else:
+            return path
+
+
+def _is_blank(path: Path) -> bool:
+    """Empty, or begun by a launch that was killed before it had written what it is."""
+    files = {"lock", "logs", "checkpoints", journal.FILE_NAME, f"{journal.FILE_NAME}-wal"}
+    return path.is_dir() and set(os.listdir(path)) <= files
+
+
+def _refuse_other_job(path: Path, script: str) -> None:
+    if _is_blank(path):
+        return
+    theirs = read_config(path).script
+    if theirs != script:
+        raise RunDirectoryError(
+            f"{path} is the run directory of another job: it ran {theirs}, not {script}. Nothing in it was touched; "
+            "choose another --name.",
+            path=str(path),
+        )
+
+
+def _unwritable(path: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"the run directory {path} cannot be written: {error.strerror}. Nothing was started; make it writable or choose "
+        "another --run-dir.",
+        path=str(path),
+    )
+
+
+def _remove_what_was_made(path: Path) -> None:
+    for leftover in (path / "logs", path / "checkpoints"):
+        if leftover.is_dir():
+            leftover.rmdir()
+    for leftover in (path / "config.json", path / "events.jsonl", path / journal.FILE_NAME, path / "lock"):
+        leftover.unlink(missing_ok=True)
+    path.rmdir()

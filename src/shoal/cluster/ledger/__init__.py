@@ -1,0 +1,1 @@
+"""Ledger: which worker trained which samples."""

@@ -1,0 +1,116 @@
+"""What the journal holds about who trained which samples: one entry for a stretch, never one for a step.
+
+Where workers cut every batch (exact strategies), rank 0's Trainer tells where
+it begins and how far it has come, with what each worker had of it. Where
+ranges are leased, the coordinator writes down who has finished which; who
+computed the batches of it, workers write into files (`trained_file.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from shoal.runtime.transport.messages.message import Count
+
+
+class _Fact(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True):
+    pass
+
+
+class Stretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Samples start..stop-1 of an epoch, and what of them each worker had, by rank."""
+
+    start: Count
+    stop: Count
+    samples: list[Count]
+    batches: list[Count]  # in which it had a part
+
+
+class TrainingBegan(_Fact, frozen=True, tag="training-began"):
+    """A fit trains from here on. Whatever it, or a later call, had trained from here on before counts no more."""
+
+    call: Count
+    trainer: Count
+    data: str  # the same where the data are the same
+    epoch: Count
+    start: Count
+    num_samples: Count | None  # of an epoch, that are to be trained; None for a stream
+    num_workers: Count
+    sharding: str
+    batch_size: Count = 0  # 0 where batches are of any size
+    num_left_out: Count = 0  # of an epoch: of a last batch that is not full
+    is_leased: bool = False
+    again: list[tuple[Count, Count, Count]] = []  # (epoch, start, stop) that had been trained, and is lost
+    before: Stretch | None = None  # the last of this epoch before `start`, where a checkpoint knows it
+    kept: list[
+        tuple[Count, Count, Count]
+    ] = []  # leased: (epoch, start, stop) beyond `start` that a checkpoint has
+
+
+class TrainingReached(_Fact, frozen=True, tag="training-reached"):
+    """A stretch was trained, by all workers together."""
+
+    call: Count
+    epoch: Count
+    stretch: Stretch
+    is_end: bool = False  # of the epoch
+
+
+class RangesTrained(_Fact, frozen=True, tag="ranges-trained"):
+    """These ranges, (start, stop) each, are done; one worker has told so, which need not have trained all of them."""
+
+    call: Count
+    rank: Count
+    epoch: Count
+    ranges: list[tuple[Count, Count]]
+
+
+class EpochLeased(_Fact, frozen=True, tag="epoch-leased"):
+    """All ranges of an epoch are done; so many samples were handed to two workers."""
+
+    call: Count
+    epoch: Count
+    num_samples_twice: Count
+
+
+class SampleSkipped(_Fact, frozen=True, tag="sample-skipped"):
+    """A bad sample was left out."""
+
+    rank: Count
+    epoch: Count
+    index: int
+    where: str = ""
+    reason: str = ""
+
+
+LedgerFact: TypeAlias = TrainingBegan | TrainingReached | RangesTrained | EpochLeased | SampleSkipped
+
+
+def of_event(kind: str, rank: int, facts: dict[str, Any]) -> LedgerFact | None:
+    """What the ledger keeps of something that a worker tells of; None: nothing."""
+    if kind != "sample skipped":
+        return None
+    known: dict[str, Any] = {"type": "sample-skipped", "rank": rank}
+    known |= {name: facts[name] for name in ("epoch", "index", "where", "reason") if name in facts}
+    try:
+        return msgspec.convert(known, SampleSkipped)
+    except msgspec.ValidationError:
+        return None
+
+
+_decoder: msgspec.json.Decoder[LedgerFact] = msgspec.json.Decoder(LedgerFact)
+
+
+def encode(fact: LedgerFact) -> str:
+    """A fact as text."""
+    return msgspec.json.encode(fact).decode()
+
+
+def decode(text: str) -> LedgerFact | None:
+    """What a text says; None where it says nothing we know."""
+    try:
+        return _decoder.decode(text)
+    except msgspec.MsgspecError:
+        return None

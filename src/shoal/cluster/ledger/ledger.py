@@ -1,0 +1,390 @@
+"""Who trained which samples, and whether every one of an epoch was trained once: the journal's entries added up.
+
+Pure. Entries are taken in the order in which they were written, over all
+launches of a run. A fit that begins, from a checkpoint say, voids what it or
+a later call had trained beyond that place: those samples are trained again,
+and what came of them the first time is in no weights. What workers of leased
+ranges wrote down themselves is given beforehand.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from shoal.cluster.ledger.attribution import Life, Piece, kept_of, settle
+from shoal.cluster.ledger.entries import (
+    EpochLeased,
+    LedgerFact,
+    RangesTrained,
+    SampleSkipped,
+    Stretch,
+    TrainingBegan,
+    TrainingReached,
+)
+from shoal.cluster.ledger.ranges import Range, both, minus
+from shoal.cluster.ledger.trained_file import Trained
+
+
+@dataclass(frozen=True, slots=True)
+class Had:
+    """What a worker had of something."""
+
+    batches: int = 0
+    samples: int = 0
+
+    def __add__(self, other: Had) -> Had:
+        return Had(self.batches + other.batches, self.samples + other.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Samples start..stop-1 of an epoch, trained by one worker or by several together."""
+
+    start: int
+    stop: int
+    launch: int
+    call: int
+    num_workers: int
+    sharding: str
+    by_rank: dict[int, Had]
+    """Empty where it is not known who of them had how much."""
+
+    batch_size: int = 0
+
+    @property
+    def is_accounted_for(self) -> bool:
+        """Whether what the workers had adds up to all of it."""
+        return sum(had.samples for had in self.by_rank.values()) == self.stop - self.start
+
+    def cut(self, start: int, stop: int) -> Span:
+        """A part of it."""
+        if (start, stop) == (self.start, self.stop):
+            return self
+        (only,) = self.by_rank if len(self.by_rank) == 1 else (None,)
+        # One worker's range is its range; of several together it is not known who had how much of a part.
+        kept = (
+            {only: Had(num_batches(start, stop, self.batch_size), stop - start)} if only is not None else {}
+        )
+        return replace(self, start=start, stop=stop, by_rank=kept)
+
+
+def num_batches(start: int, stop: int, batch_size: int) -> int:
+    """Of a range; 0 where they are of any size."""
+    return -(-(stop - start) // batch_size) if batch_size else 0
+
+
+@dataclass(slots=True)
+class Epoch:
+    """One pass of one trainer over its data."""
+
+    trainer: int
+    data: str
+    number: int
+    num_samples: int | None
+    """That are to be trained; None for a stream."""
+
+    num_left_out: int = 0
+    """Beyond those: of a last batch that is not full, where the user left it out."""
+
+    spans: list[Span] = field(default_factory=list)
+    """What counts, in the order in which it was trained."""
+
+    again: list[Span] = field(default_factory=list)
+    """What was trained, lost with a job that died, and has to be trained again."""
+
+    skipped: set[int] = field(default_factory=set)
+    """Numbers of samples that were bad and left out."""
+
+    num_samples_twice: int = 0
+    """Samples of ranges that two workers were given; the first result counted."""
+
+    num_repeated: int = 0
+    """Samples that were computed when they counted already; nothing came of it."""
+
+    end: int | None = None
+    """Where it ended, once it has."""
+
+    @property
+    def total(self) -> int | None:
+        """Samples there are in it, as far as one knows."""
+        return (
+            self.num_samples
+            if self.end is None or self.num_samples is None
+            else max(self.end, self.num_samples)
+        )
+
+    @property
+    def reached(self) -> int:
+        """Samples that count."""
+        return sum(span.stop - span.start for span in self.spans)
+
+    @property
+    def missing(self) -> list[Range]:
+        """Ranges that nobody has trained, up to where it ended or should end."""
+        total = self.total if self.total is not None else self.end or 0
+        gaps, at = [], 0
+        for start, stop in sorted((span.start, span.stop) for span in self.spans):
+            if start > at:
+                gaps.append((at, start))
+            at = max(at, stop)
+        return [*gaps, (at, total)] if at < total else gaps
+
+    @property
+    def doubled(self) -> list[Range]:
+        """Ranges that count more than once."""
+        found, at = [], 0
+        for start, stop in sorted((span.start, span.stop) for span in self.spans):
+            if start < at:
+                found.append((start, min(at, stop)))
+            at = max(at, stop)
+        return found
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is over, and every sample was trained exactly once."""
+        accounted = all(span.is_accounted_for for span in self.spans)
+        return self.end is not None and not self.missing and not self.doubled and accounted
+
+    @property
+    def by_rank(self) -> dict[int, Had]:
+        """What each worker had of what counts."""
+        return _summed(self.spans)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """All of a run."""
+
+    epochs: dict[tuple[int, str, int], Epoch] = field(default_factory=dict)
+    replaced: list[tuple[int, int, int]] = field(default_factory=list)
+    """(launch, rank, incarnation) of every worker that took another's place."""
+
+    trained: list[Trained] = field(default_factory=list)
+    """What workers wrote into files of their own, over all launches."""
+
+    _began: dict[int, tuple[int, TrainingBegan]] = field(default_factory=dict)  # by call: launch and fact
+    _newest: int | None = None  # call
+    _lives: list[Life] = field(default_factory=list)  # that are not settled
+    _joined: tuple[int, dict[int, int]] = (0, {})  # the launch, and by rank the newest incarnation
+
+    def joined(self, launch: int, rank: int, incarnation: int) -> None:
+        """A worker is in."""
+        if self._joined[0] != launch:
+            self._joined = (launch, {})
+        if incarnation and self._joined[1].get(rank) != incarnation:
+            self.replaced.append((launch, rank, incarnation))
+        self._joined[1][rank] = incarnation
+
+    def close(self) -> None:
+        """There are no more entries."""
+        for life in self._lives:
+            self._settle(life, None, None)
+        self._lives.clear()
+
+    def take(self, launch: int, fact: LedgerFact) -> None:
+        """One entry more."""
+        match fact:
+            case TrainingBegan():
+                self._begin(launch, fact)
+            case TrainingReached(call=call, epoch=number, stretch=stretch, is_end=is_end):
+                epoch = self._epoch(call, number, len(stretch.samples))
+                self._reach(epoch, launch, call, stretch)
+                if is_end:
+                    epoch.end = stretch.stop
+            case RangesTrained(call=call, epoch=number):
+                self._epoch(call, number, 0)
+                life = next((life for life in self._lives if life.began.call == call), None)
+                if life is None:
+                    life = Life(launch, self._began[call][1], {})
+                    self._lives.append(life)
+                life.done.append(fact)
+            case EpochLeased(call=call, epoch=number, num_samples_twice=num_twice):
+                epoch = self._epoch(call, number, 0)
+                epoch.end, epoch.num_samples_twice = epoch.num_samples, epoch.num_samples_twice + num_twice
+            case SampleSkipped(epoch=number, index=index):
+                if self._newest is not None:
+                    self._epoch(self._newest, number, 0).skipped.add(index)
+
+    @property
+    def current(self) -> Epoch | None:
+        """The epoch that is or was trained last."""
+        trained = [epoch for epoch in self.epochs.values() if epoch.spans]
+        return trained[-1] if trained else None
+
+    @property
+    def by_rank(self) -> dict[int, Had]:
+        """What each worker had of everything that counts."""
+        return _summed(span for epoch in self.epochs.values() for span in epoch.spans)
+
+    @property
+    def by_launch(self) -> dict[int, dict[int, Had]]:
+        """The same, by the launch in which it had it."""
+        spans = sorted(
+            (span for epoch in self.epochs.values() for span in epoch.spans), key=lambda span: span.launch
+        )
+        return {launch: _summed(had) for launch, had in itertools.groupby(spans, lambda span: span.launch)}
+
+    def _begin(self, launch: int, began: TrainingBegan) -> None:
+        self._settle_before(launch, began)
+        before = self._began.get(began.call)
+        for epoch in self.epochs.values():
+            self._void(epoch, began)
+        self._began[began.call] = (launch, began)
+        self._newest = began.call
+        if began.is_leased:
+            joined = self._joined[1] if self._joined[0] == launch else {}
+            self._lives.append(Life(launch, began, dict(joined)))
+        for number, start, stop in began.again:
+            self._lose(began.call, number, start, stop, before)
+        if began.before is not None and began.before.stop > began.before.start:
+            earlier = before[0] if before is not None else launch
+            epoch = self._epoch(began.call, began.epoch, 0)
+            epoch.spans = [
+                span for span in epoch.spans if not began.before.start <= span.start < began.before.stop
+            ]
+            self._reach(epoch, earlier, began.call, began.before, before[1] if before is not None else None)
+
+    def _settle_before(self, launch: int, began: TrainingBegan) -> None:
+        """A call begins: what there was before it is over."""
+        for life in self._lives:
+            joined = self._joined[1] if self._joined[0] == launch == life.launch else None
+            goes_back = began.call <= life.began.call
+            if joined is not None and goes_back:  # by now all workers are other ones
+                joined = {rank: incarnation - 1 for rank, incarnation in joined.items()}
+            self._settle(life, joined, began if goes_back else None)
+        self._lives.clear()
+
+    def _settle(self, life: Life, last: dict[int, int] | None, begins_anew: TrainingBegan | None) -> None:
+        call, began = life.began.call, life.began
+        counted: dict[int, list[Range]] = defaultdict(list)
+        for epoch in self.epochs.values():
+            if (epoch.trainer, epoch.data) == (began.trainer, began.data):
+                counted[epoch.number] += [(span.start, span.stop) for span in epoch.spans]
+        entries = [each for each in self.trained if life.is_of(each, last)]
+        for number, found in settle(life, entries, counted, begins_anew):
+            epoch = self._epoch(call, number, 0)
+            epoch.spans += [self._piece(life, piece) for piece in found.counted]
+            epoch.again += [self._piece(life, piece) for piece in found.lost]
+            epoch.num_repeated += found.num_repeated
+
+    def _piece(self, life: Life, piece: Piece) -> Span:
+        rank, start, stop = piece
+        had = Had(num_batches(start, stop, life.began.batch_size), stop - start)
+        return self._span(life.launch, life.began.call, start, stop, {rank: had}, life.began)
+
+    def _void(self, epoch: Epoch, began: TrainingBegan) -> None:
+        """Move out what was trained beyond where a fit begins."""
+        kept: list[Span] = []
+        for span in epoch.spans:
+            own = [(span.start, span.stop)]
+            counts = own
+            if span.call == began.call:
+                counts = both(own, kept_of(began, epoch.number))
+            elif span.call > began.call:
+                counts = []
+            kept += [span.cut(*part) for part in counts]
+            epoch.again += [self._lost(span.cut(*part)) for part in minus(own, counts)]
+        if kept != epoch.spans:
+            epoch.spans, epoch.end = kept, None
+
+    @staticmethod
+    def _lost(span: Span) -> Span:
+        return span if len(span.by_rank) == 1 else replace(span, by_rank={})
+
+    def _lose(
+        self, call: int, number: int, start: int, stop: int, before: tuple[int, TrainingBegan] | None
+    ) -> None:
+        """A stretch is trained again of which not all was told when it was trained first."""
+        epoch = self._epoch(call, number, 0)
+        launch, of = before if before is not None else (0, None)
+        known = [span.stop for span in epoch.again if span.launch == launch and span.stop > start]
+        if max(known, default=start) < stop:
+            epoch.again.append(self._span(launch, call, max(known, default=start), stop, {}, of))
+
+    def _reach(
+        self, epoch: Epoch, launch: int, call: int, stretch: Stretch, of: TrainingBegan | None = None
+    ) -> None:
+        by_rank = {
+            rank: Had(batches, samples)
+            for rank, (batches, samples) in enumerate(zip(stretch.batches, stretch.samples, strict=False))
+        }
+        span = self._span(launch, call, stretch.start, stretch.stop, by_rank, of)
+        same = [
+            each
+            for each in epoch.spans
+            if (each.launch, each.call, each.start) == (launch, call, stretch.start)
+        ]
+        if same and same[0].stop > stretch.stop:
+            return  # told again, by a replacement
+        epoch.spans = [each for each in epoch.spans if each not in same]
+        epoch.spans.append(span)
+
+    def _span(
+        self,
+        launch: int,
+        call: int,
+        start: int,
+        stop: int,
+        by_rank: dict[int, Had],
+        of: TrainingBegan | None = None,
+    ) -> Span:
+        began = of or self._began[call][1]
+        return Span(
+            start=start,
+            stop=stop,
+            launch=launch,
+            call=call,
+            num_workers=began.num_workers,
+            sharding=began.sharding,
+            by_rank=by_rank,
+            batch_size=began.batch_size,
+        )
+
+    def _epoch(self, call: int, number: int, num_workers: int) -> Epoch:
+        if call not in self._began:  # whoever was to tell died before it could
+            began = TrainingBegan(
+                call=call,
+                trainer=0,
+                data="",
+                epoch=number,
+                start=0,
+                num_samples=None,
+                num_workers=num_workers,
+                sharding="",
+            )
+            self._began[call] = (0, began)
+            self._newest = call
+        began = self._began[call][1]
+        key = (began.trainer, began.data, number)
+        if key not in self.epochs:
+            self.epochs[key] = Epoch(*key, began.num_samples, began.num_left_out)
+        return self.epochs[key]
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """In order, and neighbours that the same workers trained in the same way as one."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.launch)):
+        last = found[-1] if found else None
+        if last is not None and last.stop == span.start and _is_alike(last, span):
+            found[-1] = replace(last, stop=span.stop, by_rank=_summed([last, span]))
+        else:
+            found.append(span)
+    return found
+
+
+def _is_alike(one: Span, other: Span) -> bool:
+    same = ("launch", "call", "num_workers", "sharding")
+    return all(getattr(one, name) == getattr(other, name) for name in same) and [*one.by_rank] == [
+        *other.by_rank
+    ]
+
+
+def _summed(spans: Iterable[Span]) -> dict[int, Had]:
+    total: dict[int, Had] = {}
+    for rank, had in itertools.chain.from_iterable(span.by_rank.items() for span in spans):
+        total[rank] = total.get(rank, Had()) + had
+    return dict(sorted(total.items()))

@@ -1,0 +1,128 @@
+"""What a worker of a relaxed strategy has trained, batch by batch: a small file of its own in the run directory.
+
+The journal says which ranges are done, and is told of one when it is. Who
+computed which batches of it, and which of them counted, only the workers
+know, and a worker may be killed at any moment, all of them together too. So
+each writes it down at once, where a kill cannot undo it: before its push may
+count, and when it has heard whether it did. Neighbouring batches share an
+entry, so there are about as many as leases; a batch costs two small writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.config.job import Job
+
+FOLDER = "trained"
+_NAME = "[0-9]*-[0-9]*-[0-9]*"  # launch, rank, incarnation
+_ENTRY = struct.Struct(
+    "<IIQQIxxxx"
+)  # 32 bytes: none lies across two pages, so each is written whole or not at all
+
+
+class Outcome(IntEnum):
+    """What became of a push."""
+
+    COUNTED = 1
+    KNOWN = 2  # the servers had it from somebody else
+    PUSHED = 3  # it may have counted or not: whoever pushed it has not heard, or sent it twice
+
+
+class Trained(NamedTuple):
+    """A worker has computed these batches of an epoch, in one call of its script, with this outcome."""
+
+    launch: int
+    rank: int
+    incarnation: int
+    call: int
+    epoch: int
+    start: int
+    stop: int
+    outcome: Outcome
+
+
+class TrainedFile:
+    """One worker's, for as long as it lives. A disk that takes no more does not end a job: what it lacks is the finishers'."""
+
+    def __init__(self, job: Job) -> None:
+        path = job.run_dir / FOLDER / f"{job.launch}-{job.rank}-{job.incarnation}"
+        self._fd = self._num = -1
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            self._fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            self._num = os.fstat(self._fd).st_size // _ENTRY.size  # whole ones
+        self._last: tuple[int, int, int, int, Outcome] | None = None
+        self._now: tuple[int, int, int, int] | None = None
+
+    def pushing(self, *, call: int, epoch: int, start: int, stop: int) -> None:
+        """From here on it may count."""
+        self._now = (call, epoch, start, stop)
+        self._write(self._num, (*self._now, Outcome.PUSHED))
+
+    def heard(self, outcome: Outcome) -> None:
+        """What became of it."""
+        assert self._now is not None
+        (call, epoch, start, stop), self._now = self._now, None
+        last = self._last
+        if (
+            last is not None
+            and (last[0], last[1], last[3], last[4]) == (call, epoch, start, outcome)
+            and outcome is not Outcome.PUSHED
+        ):
+            # The long one first: killed in between, the same batch is in both, which says nothing more.
+            # What stays behind it is overwritten by the next.
+            self._last = (*last[:3], stop, outcome)
+            self._write(self._num - 1, self._last)
+            return
+        self._last = (call, epoch, start, stop, outcome)
+        self._write(self._num, self._last)
+        self._num += 1
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def _write(self, number: int, entry: tuple[int, int, int, int, Outcome]) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._fd, _ENTRY.pack(*entry), number * _ENTRY.size)
+
+
+def forget_from(run: Path, launch: int) -> None:
+    """What launches of this number and later had written is of no account: there is a new journal."""
+    for path in (run / FOLDER).glob(_NAME):
+        if int(path.name.partition("-")[0]) >= launch:
+            path.unlink(missing_ok=True)
+
+
+def read(run: Path) -> list[Trained]:
+    """What all workers of a run have written down, in all of its launches."""
+    return [each for path in sorted((run / FOLDER).glob(_NAME)) for each in _entries(path)]
+
+
+def _entries(path: Path) -> Iterator[Trained]:
+    try:
+        launch, rank, incarnation = map(int, path.name.split("-"))
+        raw = path.read_bytes()
+    except (OSError, ValueError):
+        return
+    last: Trained | None = None
+    for call, epoch, start, stop, outcome in _ENTRY.iter_unpack(raw[: len(raw) // _ENTRY.size * _ENTRY.size]):
+        try:
+            entry = Trained(launch, rank, incarnation, call, epoch, start, stop, Outcome(outcome))
+        except ValueError:
+            return
+        is_same = (
+            last is not None and (last.call, last.epoch) == (call, epoch) and last.start <= start < last.stop
+        )
+        if not (is_same and entry.outcome is Outcome.PUSHED):
+            yield entry
+        last = entry

@@ -1,0 +1,209 @@
+"""Keeps a job's coordinator at work: its socket, its log, and a line over which it and the supervisor tell news.
+
+The socket is the keeper's, so a coordinator that is killed is started again
+at the same address, and nobody who connects meanwhile is turned away. Whether
+it is started again is decided in `fate.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from shoal.cluster.coordinator.journal import Journal
+from shoal.cluster.coordinator.process import CoordinatorSpec
+from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.output import Log, Pipe
+from shoal.cluster.supervisor.sockets import listen_unnamed
+from shoal.errors import JournalFailed, WireError
+from shoal.runtime.transport import unix
+from shoal.runtime.transport.framing import Decoder, encode
+from shoal.runtime.transport.messages.cluster import Message, Reaped, Saved, Watch, Watching
+from shoal.runtime.transport.messages.ledger import Noted
+from shoal.runtime.transport.messages.server_group import ReapedServer, ScaleServers
+
+ASK_EVERY_S = 3.0
+"""How often it is asked whether it is there."""
+
+SILENT_S = 15.0
+"""So long without an answer and it is killed: stopped, or stuck. Starting it again costs nobody anything."""
+
+CONNECT_TIMEOUT_S = 1.0
+
+
+class CoordinatorKeeper:
+    """One coordinator after the other, at one address. Use it as a context manager."""
+
+    def __init__(
+        self,
+        spec: CoordinatorSpec,
+        *,
+        title: str,
+        log: Path,
+        warm: WarmParent,
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self.pid: int | None = None  # while it lives
+        self._spec, self._title, self._warm, self._selector = spec, title, warm, selector
+        self._log = Log(log)
+        self._listener, self.way_in = listen_unnamed("coordinator")
+        self._pipe: Pipe | None = None
+        self._line: socket.socket | None = None
+        self._decoder = Decoder()
+        self._facts: dict[object, Message] = {}  # the newest of each kind, for one that is started anew
+        self._notes: list[Noted] = []  # for the ledger, and not known to be written down
+        self._num_notes = 0
+        self._heard_at = self._asked_at = 0.0
+
+    def start(self) -> int:
+        """Fork it, and begin to watch it; its pid."""
+        ours, theirs = os.pipe()
+        self._pipe = Pipe(ours, self._log)
+        try:
+            self.pid = self._warm.fork(
+                "coordinator",
+                title=self._title,
+                spec=msgspec.msgpack.encode(self._spec),
+                fds={"stdout": theirs, "stderr": theirs, "listener": self._listener.fileno()},
+            )
+        finally:
+            os.close(theirs)
+        self._selector.register(self._pipe, selectors.EVENT_READ, self._pipe)
+        self._spec = msgspec.structs.replace(self._spec, incarnation=self._spec.incarnation + 1)
+        self._heard_at = time.monotonic()
+        self._watch()
+        return self.pid
+
+    def exited(self) -> list[str]:
+        """It is gone; the last lines it wrote."""
+        self.pid = None
+        self._hang_up()
+        if self._pipe is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(self._pipe)
+            self._pipe.close()
+            self._pipe = None
+        return self._log.last_lines()
+
+    def tell(self, fact: Reaped | Saved | ReapedServer) -> None:
+        """Let it know, now and, should it be started again, once more."""
+        match fact:
+            case Reaped(rank):
+                self._facts[("reaped", rank)] = fact
+            case ReapedServer(number):
+                self._facts[("reaped-server", number)] = fact
+            case Saved():
+                self._facts["saved"] = fact
+        self._say(fact)
+
+    def note(self, note: Noted) -> None:
+        """Have something written into the ledger, whoever lives to do it."""
+        self._num_notes += 1
+        self._notes.append(msgspec.structs.replace(note, serial=self._num_notes))
+        self._say(self._notes[-1])
+
+    def ask_to_scale(self, num_servers: int) -> bool:
+        """Ask for more or fewer servers; False where nobody hears it at present."""
+        self._say(ScaleServers(num_servers))
+        return self._line is not None
+
+    def hear(self) -> list[Message]:
+        """What it has said."""
+        received: list[Message] = []
+        try:
+            while self._line is not None:
+                data = self._line.recv(64 * 1024)
+                if not data:
+                    raise ConnectionResetError
+                received += [message for message, _ in self._decoder.feed(data)]
+        except BlockingIOError:
+            pass
+        except (OSError, WireError):
+            self._hang_up()
+        if received:
+            self._heard_at = time.monotonic()
+        for message in received:
+            if isinstance(message, Watching):
+                self._notes = [note for note in self._notes if note.serial > message.num_noted]
+        return received
+
+    def tick(self) -> float | None:
+        """See that it is there; returns after how many seconds to come again, None for never."""
+        if self.pid is None:
+            return None
+        now = time.monotonic()
+        if now >= self._heard_at + SILENT_S:
+            self._warm.signal(self.pid, signal.SIGKILL)
+            self._heard_at = now
+        if now >= self._asked_at + ASK_EVERY_S:
+            self._asked_at = now
+            if self._line is None:
+                self._watch()
+            else:
+                self._say(Watch())
+        return max(0.0, self._asked_at + ASK_EVERY_S - now)
+
+    def signal(self, signum: signal.Signals) -> None:
+        """Signal it, if it lives."""
+        if self.pid is not None:
+            self._warm.signal(self.pid, signum)
+
+    def close(self) -> None:
+        """Let go of everything. It must be gone."""
+        self.exited()
+        self._write_notes()
+        self._log.close()
+        os.close(self.way_in)
+        self._listener.close()
+
+    def __enter__(self) -> CoordinatorKeeper:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write_notes(self) -> None:
+        """What it had no time to write down, now that nobody else has the journal."""
+        if not self._notes or not self._spec.journal:
+            return
+        with contextlib.suppress(JournalFailed):  # as on a full disk: the job has ended all the same
+            journal = Journal(Path(self._spec.journal), launch=self._spec.launch)
+            try:
+                num_noted = journal.load().num_noted
+                journal.write([note for note in self._notes if note.serial > num_noted])
+            finally:
+                journal.close()
+
+    def _watch(self) -> None:
+        self._asked_at = time.monotonic()
+        # Should too many wait to be let in, it is tried again at the next tick.
+        with contextlib.suppress(OSError):
+            self._line = unix.connect(f"/proc/self/fd/{self.way_in}", timeout_s=CONNECT_TIMEOUT_S)
+            self._line.setblocking(False)
+            self._decoder = Decoder()
+            self._selector.register(self._line, selectors.EVENT_READ, self)
+            self._say(Watch(), *self._facts.values(), *self._notes)
+
+    def _say(self, *messages: Message) -> None:
+        if self._line is not None:
+            try:
+                self._line.sendall(b"".join(b"".join(encode(message)) for message in messages))
+            except OSError:
+                self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(self._line)
+            self._line.close()
+            self._line = None

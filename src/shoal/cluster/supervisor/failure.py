@@ -1,0 +1,148 @@
+"""What a worker tells of an exception, and what its supervisor makes of that.
+
+The user's own error is shown as the user would have seen it without shoal:
+the traceback begins at their script, and shoal's frames between their calls
+and their code are left out. shoal's errors are paragraphs; only their class,
+text and plain facts travel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import traceback
+
+import shoal
+from shoal import errors
+from shoal.errors import CoordinatorLost, Interrupted, PeerLost, ScriptExited, ScriptFailed, ShoalError
+from shoal.runtime.transport.messages.cluster import Failed
+from shoal.runtime.user_frames import hide_ours
+
+MAX_TEXT_CHARS = 12_000
+"""Of each text of a Failed, which must fit a packet. The middle is left out: that of a recursion says nothing new."""
+
+_SIZES = re.compile(r"gloo.* (\d+) vs (\d+)\. Received data size doesn't match")
+_SHOAL = os.path.dirname(os.path.abspath(shoal.__file__)) + os.sep
+
+
+def describe(error: BaseException, *, rank: int, stop: str | None = None) -> Failed:
+    """What to tell the supervisor of an exception that ended the script. `stop`: the signal that asked it to leave."""
+    kind, told, code = "script", error, 1
+    if isinstance(error, KeyboardInterrupt):
+        told = Interrupted(signal_name=stop or signal.SIGINT.name, step=None, checkpoint=None)
+    if isinstance(error, SystemExit):
+        code = exit_code_of(error)
+    elif isinstance(told, ShoalError):
+        kind, code = "shoal", told.exit_code
+    if _came_from_a_peer(error):
+        kind, code = "peer", PeerLost.exit_code
+    return Failed(
+        rank=rank,
+        kind=kind,  # type: ignore[arg-type]  # one of the three literals
+        error=type(told).__name__,
+        message=_cut(_words(told)),
+        traceback=_cut(user_traceback(error)),
+        exit_code=code,
+        facts=_plain_facts(told),
+    )
+
+
+def exit_code_of(error: SystemExit) -> int:
+    """What python would have ended with."""
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def to_error(failed: Failed, *, num_workers: int) -> ShoalError:
+    """The error a failure stands for, with its facts as attributes."""
+    if failed.error == "SystemExit":
+        return ScriptExited(rank=failed.rank, code=failed.exit_code)
+    kind = _error_named(failed.error)
+    if failed.kind == "script" or kind is None:
+        return ScriptFailed(rank=failed.rank, traceback=failed.traceback, num_workers=num_workers)
+    # Not through __init__: the paragraph is written already, and its parameters differ from class to class.
+    error = kind.__new__(kind)
+    error.args = (failed.message,)
+    for name, value in json.loads(failed.facts).items():
+        setattr(error, name, value)
+    error.exit_code = failed.exit_code
+    return error
+
+
+def _error_named(name: str) -> type[ShoalError] | None:
+    kind = getattr(errors, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, ShoalError) else None
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback without the launcher, and without shoal where the user's own code comes after it."""
+    hide_ours(error)
+    return "".join(traceback.format_exception(error))
+
+
+def without_launcher(lines: list[str]) -> list[str]:
+    """What a crashed interpreter wrote of its stack, without our part of it and the list of all that was loaded."""
+    launcher = ('  File "<frozen runpy>"', f'  File "{_SHOAL}cluster{os.sep}', "Extension modules:")
+    return [line for line in lines if not line.startswith(launcher)]
+
+
+def last_words(lines: list[str], num_lines: int) -> list[str]:
+    """The newest lines of a log; where gloo ended the process, what it said, and not the stack behind that."""
+    kept = without_launcher(lines)
+    for at, line in enumerate(kept):
+        if "gloo::EnforceNotMet" in line:
+            kept = kept[: at + 2]
+            break
+    return kept[-num_lines:]
+
+
+def why_gloo_ended_it(lines: list[str]) -> str:
+    """What is behind an abort of gloo's for data of another size than it waits for; empty where it said no such thing."""
+    found = next((sizes for line in lines if (sizes := _SIZES.search(line))), None)
+    if found is None:
+        return ""
+    return (
+        f" (it was sent {found[1]} bytes within the model where it waited for {found[2]}: most likely a layer was used for one "
+        "rank's part of a batch and not for another's, by a forward that decides by the length or the values of its part; "
+        "have every rank run the same layers for every batch, or use --strategy ddp, which allows for that)"
+    )
+
+
+def _came_from_a_peer(error: BaseException) -> bool:
+    """Whether it is, or was raised while handling, the loss of another process: the cause is to be found there."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        if isinstance(at, PeerLost | CoordinatorLost):
+            return True
+        seen.add(id(at))
+        at = at.__cause__ or at.__context__
+    return False
+
+
+def _plain_facts(error: BaseException) -> str:
+    if not isinstance(error, ShoalError):
+        return "{}"
+    try:
+        facts = json.dumps(vars(error))
+    except (TypeError, ValueError):
+        return "{}"
+    return facts if len(facts) <= MAX_TEXT_CHARS else "{}"
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # the user's own __str__
+        return f"<its text cannot be had: {type(broken).__name__}>"
+
+
+def _cut(text: str) -> str:
+    text = text.encode(errors="backslashreplace").decode()  # a file's name in it need not be text
+    if len(text) <= MAX_TEXT_CHARS:
+        return text
+    half = MAX_TEXT_CHARS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

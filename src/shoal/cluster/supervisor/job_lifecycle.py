@@ -1,0 +1,398 @@
+"""Whether a job goes on or ends: from what its workers say and how they die, to replacements, or to one cause.
+
+Pure: no clock, no process, no socket. `supervisor.py` feeds events in with
+the time at which they came and carries out the actions that come back.
+
+    RUNNING ──asked to leave──▶ LEAVING ──all gone──▶ ENDED
+     │ ▲ │                         │
+     │ │ ├──a worker failed, ──────┴──▶ ENDING ──all gone──▶ ENDED
+     │ │ │  or died once too often
+     │ │ └──all finished, all gone──────▶ ENDED
+     └─┴──a worker died: it is replaced
+
+A worker that dies without a word is replaced by the next incarnation of its
+rank, and so is a server. Where servers were the last to hold something, all
+are killed and started anew from the newest checkpoint. A user's exception is not retried: it would come again. Deaths are
+counted per rank and forgotten when the job gets ahead, so that only a crash
+loop ends it.
+
+A failure has consequences that look like failures: the exchange of every
+other rank breaks. So an error of kind "peer" is only believed when `blame_s`
+has passed without a better one, and once the cause is known whatever follows
+is not reported.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shoal.cluster.supervisor.job_events import (
+    LEAVE_SIGNALS,
+    Action,
+    Advanced,
+    Asked,
+    AskToLeave,
+    CaughtUp,
+    Cause,
+    CoordinatorDied,
+    CoordinatorExited,
+    CoordinatorServes,
+    Died,
+    Event,
+    Exited,
+    GoBack,
+    Kill,
+    KillServers,
+    Left,
+    LetGo,
+    Replace,
+    ReplaceServer,
+    RestartCoordinator,
+    ServerDied,
+    ServerExited,
+    ServerStarted,
+    ServerSuspected,
+    StartAnew,
+    Started,
+    StateLost,
+    Stuck,
+    Suspected,
+    Tick,
+)
+from shoal.runtime.transport.messages.cluster import Failed, Finished
+
+
+class Phase(StrEnum):
+    """How far the job is from its end."""
+
+    RUNNING = "running"
+    LEAVING = "leaving"  # asked to: finishing the step and saving
+    ENDING = "ending"  # the cause is known; whoever is left has a moment to flush, then is killed
+    ENDED = "ended"
+
+
+EDGES = {
+    Phase.RUNNING: {Phase.LEAVING, Phase.ENDING, Phase.ENDED},
+    Phase.LEAVING: {Phase.ENDING, Phase.ENDED},
+    Phase.ENDING: {Phase.ENDED},
+    Phase.ENDED: set(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How often a job is helped up, and how long each wait of an ending one may take."""
+
+    max_restarts: int = 0
+    """How often a rank is replaced without the job getting ahead; the next death ends it. 0: never."""
+
+    all_hold_parts: bool = False
+    """Each worker holds state that no other has: where one dies, all begin anew from the newest snapshot."""
+
+    max_coordinator_restarts: int = 3
+    """How often in a row a coordinator may die before it was at work for `steady_s`."""
+
+    steady_s: float = 0.1
+    """A coordinator that answered for so long has not died of being started, nor of what it was first asked."""
+
+    grace_s: float = 60.0
+    """From being asked to leave to being killed."""
+
+    blame_s: float = 1.0
+    """How long a broken exchange waits for a better explanation."""
+
+    settle_s: float = 0.5
+    """From the cause to the kill: time for the others to write out what they printed."""
+
+    exit_s: float = 30.0
+    """From the last script's end to the end of its process."""
+
+    reap_s: float = 10.0
+    """From the kill to the news of it. Longer only where the kernel itself is stuck, in a dead disk say."""
+
+
+class Fate:
+    """The end of one job, or that there is none yet."""
+
+    def __init__(self, *, num_workers: int, patience: Patience) -> None:
+        self.phase = Phase.RUNNING
+        self.cause: Cause | None = None
+        self.finished: dict[int, Finished] = {}
+        self.failures: list[Failed] = []
+        self.num_restarts = 0
+        self._num_workers, self._patience = num_workers, patience
+        self._alive: dict[int, int] = {}  # rank -> incarnation
+        self._behind: set[int] = set()  # replacements that have not caught up
+        self._num_deaths: dict[int, int] = {}  # by rank, since the job last got ahead
+        self._unrecovered: Died | None = None  # the newest death since then
+        self._why_killed: dict[int, str] = {}
+        self._servers: dict[int, int] = {}  # number -> incarnation, of those that live
+        self._num_server_deaths: dict[int, int] = {}  # as for ranks
+        self._why_servers_killed: dict[int, str] = {}
+        self._num_losses = 0  # of everything, since the job last got ahead
+        self._starting_anew: StartAnew | None = None  # once all are gone
+        self._has_let_go = False  # since they were started
+        self._coordinator_served_at: float | None = None
+        self._num_coordinator_deaths = 0
+        self._suspicion: tuple[Failed, float] | None = None  # a broken exchange, and until when it may wait
+        self._kill_at: float | None = None
+        self._give_up_at: float | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """When a Tick has something to do, if nothing else happens before."""
+        if self.phase is Phase.ENDED:
+            return None
+        times = [self._kill_at, self._give_up_at, self._suspicion[1] if self._suspicion else None]
+        return min((at for at in times if at is not None), default=None)
+
+    @property
+    def exit_code(self) -> int:
+        """What the job's process ends with, once it has."""
+        match self.cause:
+            case None:
+                return 0
+            case Failed():
+                # A script that leaves with sys.exit does so on every rank; which came first is chance, rank 0 is not.
+                alike = [f for f in self.failures if (f.kind, f.error) == (self.cause.kind, self.cause.error)]
+                return min(alike, key=lambda f: f.rank != 0).exit_code
+            case Left(signum):
+                return 128 + signum
+            case _:
+                return 3
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Apply one event; return what must now be done, in order."""
+        if self.phase is Phase.ENDED:
+            return []
+        match event:
+            case Started(rank, incarnation):
+                self._alive[rank] = incarnation
+                if incarnation:
+                    self._behind.add(rank)
+                return []
+            case CaughtUp(rank):
+                self._behind.discard(rank)
+                return [AskToLeave((rank,), self.cause.signum)] if isinstance(self.cause, Left) else []
+            case Advanced():
+                self._num_deaths.clear()
+                self._num_server_deaths.clear()
+                self._num_losses = 0
+                self._unrecovered = None
+                return []
+            case Suspected(rank, incarnation, why):
+                return self._suspected(rank, incarnation, why)
+            case ServerStarted(number, incarnation):
+                self._servers[number] = incarnation
+                return []
+            case ServerExited(number, code, is_wanted):
+                return self._server_exited(number, code, is_wanted, now)
+            case ServerSuspected(number, incarnation, why):
+                if self._servers.get(number) != incarnation or self.phase is Phase.ENDING:
+                    return []
+                self._why_servers_killed[number] = why
+                return [KillServers((number,))]
+            case StateLost():
+                return self._state_lost(event, now)
+            case LetGo():
+                return self._let_go()
+            case Failed() | Finished() if self._starting_anew:
+                return []  # of one that is being killed
+            case Failed():
+                return self._failed(event, now)
+            case Finished():
+                self.finished[event.rank] = event
+                if len(self.finished) == self._num_workers and self._kill_at is None:
+                    self._kill_at = now + self._patience.exit_s
+                return []
+            case Exited(rank, code):
+                return self._exited(rank, code, now)
+            case CoordinatorServes():
+                self._coordinator_served_at = self._coordinator_served_at or now
+                return []
+            case CoordinatorExited(code, is_final):
+                return self._coordinator_exited(code, is_final, now)
+            case Asked(signum):
+                return self._asked(signum, now)
+            case Tick():
+                return self._tick(now)
+
+    def _failed(self, failed: Failed, now: float) -> list[Action]:
+        self.failures.append(failed)
+        if self.phase is Phase.ENDING:
+            return []
+        if failed.error == "Interrupted":
+            if self.phase is Phase.LEAVING:
+                return []
+            # Somebody asked the worker and not us: the others follow it.
+            return self._leave(
+                signal.SIGTERM if failed.exit_code == 128 + signal.SIGTERM else signal.SIGINT, now
+            )
+        if failed.kind == "peer":
+            # Those who leave first break the exchange of those who leave last.
+            if self.phase is Phase.RUNNING and self._suspicion is None:
+                self._suspicion = (failed, now + self._patience.blame_s)
+            return []
+        return self._end(failed, now)
+
+    def _suspected(self, rank: int, incarnation: int, why: str) -> list[Action]:
+        if self.phase not in (Phase.RUNNING, Phase.LEAVING) or self._alive.get(rank) != incarnation:
+            return []  # told of one that is gone, or goes anyway
+        self._why_killed[rank] = why
+        return [Kill((rank,))]
+
+    def _exited(self, rank: int, code: int, now: float) -> list[Action]:
+        incarnation = self._alive.pop(rank, 0)
+        self._behind.discard(rank)
+        if self._starting_anew and self.phase is Phase.RUNNING:
+            return self._start_anew()
+        actions: list[Action] = []
+        if self.phase is not Phase.ENDING and not self._explains(rank, code):
+            actions = self._died(rank, incarnation, code, now)
+            if any(isinstance(action, (Replace, GoBack)) for action in actions):
+                return actions
+        if not self._alive:
+            if self._suspicion and self.cause is None:
+                self.cause = (
+                    self._unrecovered or self._suspicion[0]
+                )  # nobody is left who could explain it better
+            self.phase, self._kill_at, self._give_up_at, self._suspicion = Phase.ENDED, None, None, None
+        return actions
+
+    def _died(self, rank: int, incarnation: int, code: int, now: float) -> list[Action]:
+        num_times = self._num_deaths[rank] = self._num_deaths.get(rank, 0) + 1
+        died = Died(rank, code, rank in self.finished, self._why_killed.pop(rank, ""), num_times)
+        # Once a rank has left, there is nobody for a replacement to take its state from, or to run with.
+        have_others_left = bool(self.finished or self.failures)
+        if num_times > self._patience.max_restarts or have_others_left:
+            return self._end(died, now)
+        takes_all_back = self._patience.all_hold_parts or self._has_let_go
+        if self.phase is Phase.LEAVING and (not self._alive or takes_all_back):
+            return self._end(died, now)
+        self._unrecovered = died
+        if takes_all_back:
+            parts = self._patience.all_hold_parts
+            lost = StateLost((), num_times, rank, holds_parts=parts, has_let_go=not parts, died=died)
+            return self._begin_anew(lost, {rank: incarnation})
+        self.num_restarts += 1
+        return [Replace(died, incarnation + 1)]
+
+    def _explains(self, rank: int, code: int) -> bool:
+        """Whether this end was announced, or wanted, or came too late to matter."""
+        if any(failed.rank == rank for failed in self.failures):
+            return True
+        if self.phase is Phase.LEAVING and -code in LEAVE_SIGNALS.values():
+            return True  # asked before its handler was in place
+        if code == -signal.SIGKILL and self.finished and self._patience.max_restarts:
+            return True  # nobody leaves before all reach the script's end, so it had
+        return code == 0 and rank in self.finished
+
+    def _server_exited(self, number: int, code: int, is_wanted: bool, now: float) -> list[Action]:
+        incarnation = self._servers.pop(number, 0)
+        why = self._why_servers_killed.pop(number, "")
+        if self._starting_anew and self.phase is Phase.RUNNING:
+            return self._start_anew()
+        # Nobody leaves before all have reached the script's end, and from there on nobody needs a server.
+        if not is_wanted or self.finished or self.phase not in (Phase.RUNNING, Phase.LEAVING):
+            return []
+        num_times = self._num_server_deaths[number] = self._num_server_deaths.get(number, 0) + 1
+        died = ServerDied(number, code, why, num_times)
+        if num_times > self._patience.max_restarts:
+            return self._end(died, now)
+        self.num_restarts += 1
+        return [ReplaceServer(died, incarnation + 1)]
+
+    def _state_lost(self, lost: StateLost, now: float) -> list[Action]:
+        if self.phase not in (Phase.RUNNING, Phase.LEAVING) or self._starting_anew or self.finished:
+            return []
+        self._num_losses += 1
+        lost = StateLost(lost.servers, self._num_losses, lost.rank)
+        if self.phase is Phase.LEAVING or self._num_losses > 1 or not self._patience.max_restarts:
+            return self._end(lost, now)
+        return self._begin_anew(lost, {})
+
+    def _let_go(self) -> list[Action]:
+        if self._has_let_go or self._starting_anew:
+            return []
+        self._has_let_go = True
+        if not self._behind or self.phase is not Phase.RUNNING:
+            return []
+        # One was replaced a moment before this came to be known, and nobody may have what it needs.
+        return self._begin_anew(StateLost((), rank=min(self._behind), has_let_go=True), {})
+
+    def _begin_anew(self, lost: StateLost, dead: dict[int, int]) -> list[Action]:
+        # Those that live hold what is later than any checkpoint. They all go before any of them comes back: else one
+        # that goes late would be lost anew, from the new group.
+        self._starting_anew = StartAnew(
+            {rank: incarnation + 1 for rank, incarnation in (self._alive | dead).items()},
+            {number: incarnation + 1 for number, incarnation in self._servers.items()},
+        )
+        self._suspicion = None
+        self.failures.clear()
+        kill: list[Action] = [Kill(tuple(sorted(self._alive))), KillServers(tuple(sorted(self._servers)))]
+        return [GoBack(lost), *kill, *self._start_anew()]
+
+    def _start_anew(self) -> list[Action]:
+        if self._alive or self._servers:
+            return []
+        anew, self._starting_anew = self._starting_anew, None
+        assert anew is not None
+        self._has_let_go = False
+        self.num_restarts += 1
+        return [anew]
+
+    def _coordinator_exited(self, code: int, is_final: bool, now: float) -> list[Action]:
+        served_at, self._coordinator_served_at = self._coordinator_served_at, None
+        if self.phase not in (Phase.RUNNING, Phase.LEAVING) or not (self._alive or self._starting_anew):
+            return []
+        if served_at is not None and now - served_at >= self._patience.steady_s:
+            self._num_coordinator_deaths = 0
+        self._num_coordinator_deaths += 1
+        if is_final or self._num_coordinator_deaths > self._patience.max_coordinator_restarts:
+            return self._end(CoordinatorDied(code), now)
+        return [RestartCoordinator()]
+
+    def _asked(self, signum: signal.Signals, now: float) -> list[Action]:
+        if not self._alive:
+            self.cause, self.phase = self.cause or Left(signum), Phase.ENDED
+            return []
+        if self._starting_anew:  # nobody could finish a step
+            self.cause = Left(signum)
+            return self._kill_all(now)
+        if self.phase is Phase.RUNNING:
+            return self._leave(signum, now)
+        return self._kill_all(now)  # asked again, or while it ends anyway: now
+
+    def _leave(self, signum: signal.Signals, now: float) -> list[Action]:
+        self.cause, self.phase = Left(signum), Phase.LEAVING
+        self._kill_at = now + self._patience.grace_s
+        # One wish is enough for all to leave at one step. A replacement that is not yet with them could only break
+        # off, and they would wait for it; it is asked when it has caught up.
+        ranks = self._alive.keys() - self._behind or self._alive.keys()
+        return [AskToLeave(tuple(sorted(ranks)), signum)]
+
+    def _end(self, cause: Cause, now: float) -> list[Action]:
+        self.cause, self.phase, self._suspicion = cause, Phase.ENDING, None
+        self._kill_at = now + self._patience.settle_s
+        return []
+
+    def _tick(self, now: float) -> list[Action]:
+        if self._suspicion and now >= self._suspicion[1]:
+            return self._end(self._unrecovered or self._suspicion[0], now)
+        if self._kill_at is not None and now >= self._kill_at and self._alive:
+            late = tuple(sorted(self._alive))
+            if isinstance(self.cause, Left):
+                self.cause = Left(self.cause.signum, late)
+            elif self.cause is None:
+                self.cause = Stuck(late)
+            return self._kill_all(now)
+        if self._give_up_at is not None and now >= self._give_up_at:
+            self.phase, self._give_up_at = Phase.ENDED, None
+        return []
+
+    def _kill_all(self, now: float) -> list[Action]:
+        self._kill_at, self._suspicion, self.phase = None, None, Phase.ENDING
+        self._give_up_at = now + self._patience.reap_s
+        return [Kill(tuple(sorted(self._alive)))]

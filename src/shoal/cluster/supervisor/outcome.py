@@ -1,0 +1,236 @@
+"""What came of a job, for its user: one error in words, and the figures of summary.json.
+
+Pure: `supervisor.py` fills an Outcome while it watches; nothing here looks at
+a process or a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.cluster.supervisor import failure
+from shoal.cluster.supervisor.job_events import CoordinatorDied, Died, Left, ServerDied, StateLost, Stuck
+from shoal.cluster.supervisor.job_lifecycle import Fate
+from shoal.errors import ClusterError, Interrupted, ShoalError, StageCannotRun, WaitTimedOut, WorkerDied
+from shoal.runtime.transport.messages.cluster import Failed, Finished, Progress, Saved
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the supervisor saw of a job."""
+
+    fate: Fate
+    progress: dict[int, Progress] = field(default_factory=dict)
+    """The newest of each rank."""
+
+    checkpoint: Saved | None = None
+    """The newest that is whole, be it a snapshot that goes with the job."""
+
+    lasting: Saved | None = None
+    """The newest that is whole and stays."""
+
+    last_lines: dict[int, list[str]] = field(default_factory=dict)
+    """Of each rank's log, once it is gone."""
+
+    server_last_lines: dict[int, list[str]] = field(default_factory=dict)
+    """Of each server's log, once it is gone."""
+
+    num_servers: int = 0
+    """How many there are; `shoal scale` changes it."""
+
+    num_went_back: int = 0
+    """How often all began anew from a checkpoint, because servers were lost."""
+
+    leases: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By rank: leases and samples it has finished. Empty where the strategy hands out none."""
+
+    sharding: dict[str, Any] = field(default_factory=dict)
+    """How even the batches of the newest fit are cut, where it goes by what samples cost."""
+
+    exchange: dict[str, Any] = field(default_factory=dict)
+    """What the newest fit sent of its gradients."""
+
+    coordinator_last_lines: list[str] = field(default_factory=list)
+    """Of its log, once it is gone."""
+
+
+def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | None:
+    """Why the job did not end well, as its user should read it; `run` is what `shoal resume` would be given."""
+    cause = outcome.fate.cause
+    checkpoint = outcome.lasting.path if outcome.lasting else None
+    match cause:
+        case None:
+            return None
+        case Failed():
+            error = failure.to_error(cause, num_workers=num_workers)
+            if isinstance(error, StageCannotRun):
+                error.args = (f"{error} {_go_on(checkpoint, run)}",)
+            return _with_logs(error, outcome.last_lines)
+        case Died(rank, code, finished, why, num_times):
+            again = f" {num_times} times without the job getting ahead" if num_times > 1 else ""
+            return WorkerDied(
+                rank=rank,
+                how=("had finished its script, then " if finished else "")
+                + how_it_ended(code, finished=finished)
+                + again
+                + (
+                    f" ({why}; if it is only slow, raise --step-timeout, or join_timeout_s of shoal.run)"
+                    if why
+                    else ""
+                )
+                + failure.why_gloo_ended_it(outcome.last_lines.get(rank, [])),
+                step=outcome.progress[rank].step if rank in outcome.progress else None,
+                checkpoint=checkpoint,
+                log=outcome.last_lines.get(rank, []),
+                run=run,
+            )
+        case ServerDied(number, code, why, num_times):
+            again = f" {num_times} times without the job getting ahead" if num_times > 1 else ""
+            because = f" ({why}; if it is only slow, raise --step-timeout)" if why else ""
+            last_lines = outcome.server_last_lines.get(number, [])
+            return ClusterError(
+                f"server {number} {how_it_ended(code, finished=True)}{again}{because}, so the job was stopped. "
+                f"{_go_on(checkpoint, run)}"
+                + "\n  ".join([f"\nLast lines of server {number}:", *last_lines] if last_lines else [])
+            )
+        case StateLost(servers, num_times, rank) as lost:
+            again = ", the second time without the job getting ahead" if num_times > 1 else ""
+            return ClusterError(
+                f"{lost_state(lost)}{again}, so the job was stopped. {_go_on(checkpoint, run)}"
+                + (
+                    f" To survive this, run with --replicas {len(servers) + 1} or more."
+                    if rank is None
+                    else ""
+                )
+            )
+        case CoordinatorDied(code):
+            said = " ".join(outcome.coordinator_last_lines)
+            return ClusterError(
+                f"the coordinator {how_it_ended(code, finished=True)}, so the workers were stopped; its last words"
+                + (f": {said} " if said else f", if any, are in {run}/logs/coordinator.log. ")
+                + _go_on(checkpoint, run)
+            )
+        case Left(signum, late):
+            return _interrupted(outcome, signum, late, run)
+        case Stuck(ranks):
+            return ClusterError(
+                f"the script ended on every rank, but {_workers(ranks)} did not exit and had to be killed: a thread of the "
+                "script that is not a daemon, or an exit handler, goes on. What the script wrote is there; let it end its "
+                "threads."
+            )
+
+
+def lost_state(lost: StateLost) -> str:
+    """What is gone, and with whom."""
+    how = "died" if lost.died is None else how_it_ended(lost.died.code)
+    if lost.died is not None and lost.died.why:
+        how += f" ({lost.died.why})"
+    if lost.holds_parts:
+        return f"worker {lost.rank} {how}, and nobody else held its part of the model"
+    if lost.has_let_go:
+        return f"worker {lost.rank} {how}, and results that its replacement would need had become too large to be kept"
+    if lost.rank is not None:
+        return f"worker {lost.rank} and a server died in the same step, and what it had pushed to that server is lost"
+    who = ("server " if len(lost.servers) == 1 else "servers ") + ", ".join(map(str, lost.servers))
+    return f"{who} died, and nobody else held what they held of the weights"
+
+
+def _with_logs(error: ShoalError, last_lines: dict[int, list[str]]) -> ShoalError:
+    """To a wait that ended without its answer: what the ranks had to say that did not come."""
+    if isinstance(error, WaitTimedOut):
+        missing = [int(found[1]) for each in error.missing if (found := re.match(r"rank (\d+)\b", str(each)))]
+        for rank in missing:
+            if last_lines.get(rank):
+                said = "\n  ".join(last_lines[rank])
+                error.args = (f"{error}\nLast lines of rank {rank}:\n  {said}",)
+    return error
+
+
+def how_it_ended(code: int, *, finished: bool = False) -> str:
+    """ "was killed by SIGKILL", or what else an exit code says."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}" + ("" if finished else " before the end of its script")
+
+
+def summary_of(outcome: Outcome, *, started: float, ended: float, **facts: Any) -> dict[str, Any]:
+    """The figures of summary.json: totals as rank 0 told them, or as far as it had come."""
+    # Rank 0's word; or another's, where rank 0 was killed after its script's end and its replacement did nothing.
+    finished = sorted(outcome.fate.finished.values(), key=lambda each: (-each.steps, each.rank))
+    done, last = finished[0] if finished else None, outcome.progress.get(0)
+    if done is not None:
+        samples, seconds, steps, metrics = done.samples, done.seconds, done.steps, done.metrics
+    elif last is not None:
+        samples, steps, metrics = last.samples, last.step, dict(last.metrics)
+        seconds = samples / last.samples_per_s if last.samples_per_s else 0.0
+        if last.loss is not None:
+            metrics.setdefault("loss", last.loss)
+    else:
+        samples, seconds, steps, metrics = 0, 0.0, 0, {}
+    return {
+        **facts,
+        "samples": samples,
+        "seconds": seconds,
+        "samples_per_s": samples / seconds if seconds else 0.0,
+        "steps": steps,
+        "metrics": metrics,
+        **_bent(finished),
+        "restarts": outcome.fate.num_restarts,
+        **({"went_back": outcome.num_went_back} if outcome.num_servers else {}),
+        **(
+            {"leases": {str(rank): list(done) for rank, done in sorted(outcome.leases.items())}}
+            if outcome.leases
+            else {}
+        ),
+        **({"sharding": outcome.sharding} if outcome.sharding else {}),
+        **({"exchange": outcome.exchange} if outcome.exchange else {}),
+        "checkpoint": outcome.lasting.path if outcome.lasting else None,
+        "started": started,
+        "ended": ended,
+    }
+
+
+def _bent(finished: Sequence[Finished]) -> dict[str, Any]:
+    """What a strategy with servers counted, over all workers; nothing where there is nothing of it."""
+    staleness: Counter[int] = Counter()
+    for each in finished:
+        staleness.update(each.staleness)
+    counted: dict[str, Any] = {}
+    if staleness:
+        counted["staleness"] = {str(ahead): staleness[ahead] for ahead in sorted(staleness)}
+    for name in ("num_late", "num_missed", "exchange_bytes"):
+        total = sum(getattr(each, name) for each in finished)
+        if total:
+            counted[name.removeprefix("num_")] = total
+    return counted
+
+
+def _interrupted(outcome: Outcome, signum: signal.Signals, late: tuple[int, ...], run: str) -> Interrupted:
+    said = [failed for failed in outcome.fate.failures if failed.error == "Interrupted"]
+    facts = json.loads(min(said, key=lambda failed: failed.rank).facts) if said else {}
+    last = outcome.progress.get(0)
+    error = Interrupted(
+        signal_name=signum.name,
+        step=facts.get("step") or (last.step if last else None),
+        checkpoint=facts.get("checkpoint") or (outcome.lasting.path if outcome.lasting else None),
+        run=run,
+    )
+    if late:
+        error.args = (f"{error} {_workers(late).capitalize()} did not leave in time and had to be killed.",)
+    return error
+
+
+def _go_on(checkpoint: str | None, run: str) -> str:
+    if checkpoint is None:
+        return "No checkpoint was written yet; ModelCheckpoint(every_steps=...) keeps one."
+    return f"The newest checkpoint is {checkpoint}; go on with `shoal resume {run}`."
+
+
+def _workers(ranks: tuple[int, ...]) -> str:
+    return ("worker " if len(ranks) == 1 else "workers ") + ", ".join(map(str, ranks))

@@ -1,0 +1,37 @@
+"""First calls whose cost is paid once, in the warm parent, and not by every process that is forked from it.
+
+numba and torch fill tables of Python objects when a compiled loop or an
+optimizer is used for the first time. In a child that writes to pages which it
+shares with its parent until then: 14 MiB of a server's own memory for the
+first loop, 3 MiB for the first step of an optimizer, and the time for both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from shoal.runtime.kernel_cache import kernel, vector
+
+
+@kernel((vector(types.int64),))
+def _length(numbers: Any) -> int:
+    return len(numbers)
+
+
+def make() -> None:
+    """Make them. Only where compiled loops are wanted: this imports numba."""
+    import torch
+
+    _length(np.zeros(1, np.int64))
+    if any(getattr(torch.version, kind, None) for kind in ("cuda", "hip", "xpu")):
+        # Built for an accelerator: an optimizer's first step asks whether there is one, and the driver that answers
+        # starts a thread. After that nothing could be forked, and no child could use the device.
+        return
+    for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam):
+        one = torch.zeros(1)
+        one.grad = torch.ones(1)
+        make_optimizer: Any = kind
+        make_optimizer([one], lr=0.1).step()

@@ -1,0 +1,72 @@
+"""Progress in words: numbers as people read them, and one line that says where a job is.
+
+Pure; `display.py` decides when a line is shown and where.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.runtime.transport.messages.cluster import (
+        Progress,  # `shoal --help` reads this file too, and answers at once
+    )
+
+
+def rate(per_s: float) -> str:
+    """Samples per second with three digits: "71.3 k"."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if per_s >= 0.9995 * factor:
+            return f"{_three_digits(per_s / factor)} {unit}"
+    return _three_digits(per_s) if per_s else "0"
+
+
+def duration(seconds: float) -> str:
+    """Rounded as a person would: "9 s", "4 min 10 s", "3 h 20 min"."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def value(number: float) -> str:
+    """A loss or a metric: four digits behind the point, or four that matter where that would say nothing."""
+    if number != number or number in (float("inf"), float("-inf")):
+        return str(number)
+    return f"{number:.4f}" if 1e-3 <= abs(number) < 1e6 or number == 0 else f"{number:.3e}"
+
+
+def of(number: int, total: int | None) -> str:
+    """ "200/800", or "200" where nobody knows the end."""
+    return f"{number}/{total}" if total is not None else str(number)
+
+
+def line(progress: Progress) -> str:
+    """Where a job is, in one line."""
+    parts = [progress.phase]
+    if progress.epoch:  # evaluate and predict have none
+        parts.append(f"epoch {of(progress.epoch, progress.num_epochs)}")
+    parts.append(f"step {of(progress.step, progress.num_steps)}")
+    if progress.loss is not None:
+        parts.append(f"loss {value(progress.loss)}")
+    parts += [f"{name} {value(number)}" for name, number in progress.metrics.items() if name != "loss"]
+    if progress.samples_per_s > 0:
+        parts.append(f"{rate(progress.samples_per_s)} samples/s")
+    if progress.eta_s is not None:
+        parts.append(f"ETA {duration(progress.eta_s)}")
+    return "  ".join(parts)
+
+
+def _three_digits(number: float) -> str:
+    digits = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:.{digits}f}"
+
+
+def exchanged(facts: dict[str, Any]) -> str:
+    """What a fit sent of its gradients, and where its loss curve is; `facts` as summary.json holds them."""
+    raw, sent = (rate(facts[f"{kind}_bytes_per_step"]) for kind in ("raw", "sent"))
+    less = f" instead of {raw}B, {facts['ratio']:g} times less" if facts["ratio"] != 1 else ""
+    how = f"{facts['compress']} over " if facts["compress"] != "none" else ""
+    return f"{sent}B a step{less}, by {how}{facts['exchange']}; the loss of every step is in {facts['loss_curve']}"

@@ -1,0 +1,431 @@
+"""The supervisor: starts a job's processes, carries their words, replaces the dead, and sees every one of them off.
+
+One thread, one selector, nothing that blocks for long. It decides nothing
+about the job's course: what workers say and how they die goes to `fate.py`,
+and what comes back is done. Whatever happens in here, `supervise` returns or
+raises only when no process of the job is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from shoal.cluster.coordinator.process import CANNOT_GO_ON, CoordinatorSpec
+from shoal.cluster.coordinator.server_registry import ServingConfig
+from shoal.cluster.coordinator.state import CoordinationConfig
+from shoal.cluster.launch.run_directory import RunDirectory
+from shoal.cluster.ledger import entries as ledger_facts
+from shoal.cluster.supervisor import failure
+from shoal.cluster.supervisor import job_events as fate_events
+from shoal.cluster.supervisor import server_handles as server_keeper
+from shoal.cluster.supervisor import user_messages as notes
+from shoal.cluster.supervisor import worker_handle as worker_process
+from shoal.cluster.supervisor.control import Control
+from shoal.cluster.supervisor.coordinator_handle import CoordinatorKeeper
+from shoal.cluster.supervisor.display import Display
+from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.job_events import LEAVE_SIGNALS
+from shoal.cluster.supervisor.job_lifecycle import Fate, Patience, Phase
+from shoal.cluster.supervisor.outcome import Outcome
+from shoal.cluster.supervisor.output import Pipe
+from shoal.cluster.supervisor.server_handles import Server
+from shoal.cluster.supervisor.server_supervision import ServerSupervision
+from shoal.cluster.supervisor.signals import SignalInbox
+from shoal.cluster.supervisor.worker_handle import Worker
+from shoal.cluster.worker.process import WorkerSpec
+from shoal.config.faults import Faults, Injector
+from shoal.errors import ClusterError
+from shoal.runtime import scratch
+from shoal.runtime.events import RESULTS_LET_GO
+from shoal.runtime.transport.messages.cluster import (
+    Failed,
+    Finished,
+    Happened,
+    Live,
+    Message,
+    Progress,
+    Reaped,
+    Saved,
+    Suspect,
+    ViewFormed,
+    Watching,
+)
+from shoal.runtime.transport.messages.ledger import Noted
+
+REAP_TIMEOUT_S = 10.0
+"""From SIGKILL to the news of it. Longer only where the kernel itself is stuck (a dead disk)."""
+
+PAUSE_POLL_S = 0.05
+"""How often a process is looked at that a fault may have paused, and has to be woken."""
+
+NUM_LAST_LINES = 8
+"""Of a dead process's log, shown with the news of its death."""
+
+
+class Supervisor:
+    """Runs one job in the processes of one host."""
+
+    def __init__(
+        self, spec: WorkerSpec, *, patience: Patience, run: RunDirectory, display: Display, warm: WarmParent
+    ) -> None:
+        """`spec` is rank 0's; the other ranks differ from it in their number alone."""
+        self._spec, self._run, self._display, self._warm = spec, run, display, warm
+        self._patience = patience
+        self._fate = Fate(num_workers=spec.job.num_workers, patience=patience)
+        self.outcome = Outcome(self._fate)
+        self._workers: dict[int, Worker] = {}  # by pid, while they live
+        self._died_at: dict[int, float] = {}  # by rank, until its replacement has caught up
+        self._suspects: dict[int, tuple[Suspect, bool]] = {}  # by rank: what was written down last
+        self._coordinator_died_at: float | None = None  # until the next one answers
+        self._furthest = (0, 0, 0)  # call, epoch and step that any worker has reached
+        self._most_finished = 0  # exchanges, as of the newest view
+        self._incarnations: list[int] = []  # of the newest view
+        self._injector = Injector(Faults(spec.job.faults))
+        self._started_at = time.monotonic()
+        self._selector = selectors.DefaultSelector()
+        self._coordinator: CoordinatorKeeper
+        self._servers: ServerSupervision
+
+    def supervise(self, inbox: SignalInbox) -> None:
+        """Start everything, watch it, heed what comes to `inbox`, and return when all of it is gone."""
+        with self._selector, self._warm.in_use(), self._keep_coordinator(), self._keep_servers():
+            self._selector.register(inbox, selectors.EVENT_READ, inbox)
+            self._selector.register(self._warm, selectors.EVENT_READ)
+            try:
+                # With an ear for Ctrl-C: the imports take seconds.
+                while not self._warm.is_ready and not self._has_ended:
+                    self._turn(self._warm.seconds_to_start())
+                if not self._has_ended:
+                    self._run.event("coordinator-started", pid=self._coordinator.start())
+                    self._started_at = time.monotonic()
+                    self._servers.start_all()
+                    for rank in range(self._spec.job.num_workers):
+                        self._start_worker(rank)
+                while not self._has_ended:
+                    self._turn(self._wait_s())
+                    self._inject()
+            finally:
+                self._end_everything()
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._fate.phase is Phase.ENDED
+
+    # ---- starting -------------------------------------------------------------------------------
+
+    def _keep_coordinator(self) -> CoordinatorKeeper:
+        job = self._spec.job
+        config = CoordinationConfig(
+            num_workers=job.num_workers,
+            join_timeout_s=job.join_timeout_s,
+            step_timeout_s=job.step_timeout_s,
+            can_recover=self._patience.max_restarts > 0,
+            servers=ServingConfig(
+                num_servers=job.num_servers,
+                num_copies=job.num_replicas,
+                max_servers=server_keeper.max_servers(job.num_servers),
+            ),
+        )
+        self._coordinator = CoordinatorKeeper(
+            CoordinatorSpec(
+                config=config,
+                supervisor=os.getpid(),
+                journal=str(self._run.journal_path),
+                launch=self._run.launch,
+                faults=job.faults,
+            ),
+            title=f"shoal coordinator [{job.name}]",
+            log=self._run.path / "logs" / "coordinator.log",
+            warm=self._warm,
+            selector=self._selector,
+        )
+        return self._coordinator
+
+    def _keep_servers(self) -> ServerSupervision:
+        self._servers = ServerSupervision(
+            self._spec,
+            run=self._run,
+            screen=self._display,
+            warm=self._warm,
+            selector=self._selector,
+            coordinator=self._coordinator,
+            outcome=self.outcome,
+            feed=self._feed,
+        )
+        return self._servers
+
+    def _start_worker(self, rank: int, incarnation: int = 0) -> None:
+        worker = worker_process.start(
+            self._spec,
+            rank=rank,
+            incarnation=incarnation,
+            ways_in={"coordinator": self._coordinator.way_in, **self._servers.ways_in},
+            run=self._run,
+            screen=self._display,
+            warm=self._warm,
+        )
+        self._workers[worker.pid] = worker
+        worker.register(self._selector)
+        facts = {"rank": rank, "pid": worker.pid, "incarnation": incarnation}
+        if incarnation:
+            self._run.event("worker-replaced", **facts, after_s=self._since_death(rank))
+        else:
+            self._run.event("worker-started", **facts)
+        self._feed(fate_events.Started(rank, incarnation))
+
+    def _since_death(self, rank: int) -> float:
+        now = time.monotonic()
+        return round(now - self._died_at.get(rank, now), 4)
+
+    # ---- watching -------------------------------------------------------------------------------
+
+    def _wait_s(self) -> float | None:
+        """How long nothing can happen of itself."""
+        waits = [self._display.tick(), self._coordinator.tick()]
+        waits.append(self._injector.wait_s(time.monotonic() - self._started_at))
+        if self._injector.pauses:
+            waits.append(PAUSE_POLL_S)
+        if self._fate.deadline is not None:
+            waits.append(max(0.0, self._fate.deadline - time.monotonic()))
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _turn(self, timeout_s: float | None) -> None:
+        """Wait for something to happen, at most so long, and attend to it."""
+        for key, _ in self._selector.select(0 if self._warm.has_exits else timeout_s):
+            if self._selector.get_map().get(key.fd) is not key:
+                continue  # closed earlier in this turn, with its worker
+            match key.data:
+                case Pipe() as pipe:
+                    if not pipe.pump():
+                        self._selector.unregister(pipe)  # its writers are gone
+                case Worker() as worker:
+                    if not self._hear(worker):
+                        self._selector.unregister(worker.status)
+                case CoordinatorKeeper() as coordinator:
+                    for message in coordinator.hear():
+                        self._told_by_coordinator(message)
+                case Control() as control:
+                    self._servers.asked(control, is_running=self._fate.phase is Phase.RUNNING)
+                case SignalInbox() as inbox:
+                    for signum in inbox.take():
+                        self._asked(signum)
+        for exited in self._warm.exits():
+            self._exited(exited.pid, exited.code)
+        self._feed(fate_events.Tick())
+
+    def _hear(self, worker: Worker) -> bool:
+        """One message of a worker; False when there is none left."""
+        has_spoken, message = worker.hear()
+        if message is not None:
+            self._told(worker, message)
+        return has_spoken
+
+    def _told(self, worker: Worker, message: Message) -> None:
+        match message:
+            case Progress():
+                self.outcome.progress[message.rank] = message
+                self._display.update(message)
+                reached = (message.call, message.epoch, message.step)
+                if reached > self._furthest:
+                    self._furthest = reached
+                    self._feed(fate_events.Advanced())
+            case Saved():
+                if self.outcome.checkpoint is None or message.step > self.outcome.checkpoint.step:
+                    self._feed(fate_events.Advanced())
+                self.outcome.checkpoint = message
+                if not Path(message.path).is_relative_to(self._run.path / scratch.NAME):
+                    self.outcome.lasting = message
+                self._run.event("saved", rank=message.rank, path=message.path, step=message.step)
+                self._coordinator.tell(message)
+            case Happened(rank, kind, facts):
+                told = msgspec.json.decode(facts)
+                self._run.event(kind, **{**told, "rank": rank})
+                if kind == "sharding":
+                    self.outcome.sharding = told
+                if kind == RESULTS_LET_GO:
+                    self._feed(fate_events.LetGo(rank))
+                if kind == "exchanged":
+                    self.outcome.exchange = told
+                if (fact := ledger_facts.of_event(kind, rank, told)) is not None:
+                    self._coordinator.note(Noted(rank, ledger_facts.encode(fact)))
+            case Noted():
+                self._coordinator.note(message)
+            case Live(rank):
+                self._run.event(
+                    "worker-live", rank=rank, incarnation=worker.incarnation, after_s=self._since_death(rank)
+                )
+                self._feed(fate_events.CaughtUp(rank))
+            case Failed():
+                worker.log.write(message.traceback.encode(errors="replace"))
+                kind = "worker-left" if message.error == "Interrupted" else "worker-failed"
+                self._run.event(kind, rank=message.rank, error=message.error)
+                self._feed(message)
+            case Finished():
+                self._feed(message)
+
+    def _told_by_coordinator(self, message: Message) -> None:
+        match message:
+            case Watching():
+                if self._coordinator_died_at is not None:
+                    after_s = round(time.monotonic() - self._coordinator_died_at, 4)
+                    self._coordinator_died_at = None
+                    self._run.event("coordinator-serves-again", pid=self._coordinator.pid, after_s=after_s)
+                self._feed(fate_events.CoordinatorServes())
+            case ViewFormed(view, donor, finished, call, incarnations):
+                self._run.event(
+                    "view-formed",
+                    view=view,
+                    donor=donor,
+                    finished=finished,
+                    call=call,
+                    incarnations=incarnations,
+                )
+                before, self._incarnations = self._incarnations, incarnations
+                if before and all(new > old for new, old in zip(incarnations, before, strict=True)):
+                    self._display.note(notes.begins_anew(self.outcome.checkpoint))
+                if finished > self._most_finished:
+                    self._most_finished = finished
+                    self._feed(fate_events.Advanced())
+            case Suspect():
+                self._suspect(message)
+            case _:
+                self._servers.told(message)
+
+    def _suspect(self, suspect: Suspect) -> None:
+        rank, incarnation = suspect.rank, suspect.incarnation
+        of_that_name = [
+            each for each in self._workers.values() if (each.rank, each.incarnation) == (rank, incarnation)
+        ]
+        if not of_that_name:
+            return  # dead, or replaced already
+        is_to_blame = not suspect.lenient or of_that_name[0].is_stopped()
+        if self._suspects.get(rank) != (suspect, is_to_blame):  # the coordinator says it again and again
+            self._suspects[rank] = (suspect, is_to_blame)
+            self._run.event(
+                "suspect",
+                rank=rank,
+                incarnation=incarnation,
+                why=suspect.why,
+                waited_s=round(suspect.waited_s, 3),
+                killed=is_to_blame,
+            )
+        if is_to_blame:
+            self._feed(fate_events.Suspected(rank, incarnation, suspect.why))
+
+    def _exited(self, pid: int, code: int) -> None:
+        if pid == self._coordinator.pid:
+            for message in self._coordinator.hear():  # its last words first
+                self._told_by_coordinator(message)
+            self._coordinator_died_at = time.monotonic()
+            self.outcome.coordinator_last_lines = self._coordinator.exited()[-NUM_LAST_LINES:]
+            self._run.event("coordinator-exited", code=code)
+            self._feed(fate_events.CoordinatorExited(code, is_final=code == CANNOT_GO_ON))
+        elif worker := self._workers.pop(pid, None):
+            self._died_at[worker.rank] = time.monotonic()
+            while self._hear(worker):  # its last words first
+                pass
+            worker.unregister(self._selector)
+            worker.close()
+            self.outcome.last_lines[worker.rank] = failure.last_words(worker.log.last_lines(), NUM_LAST_LINES)
+            self._run.event("worker-exited", rank=worker.rank, incarnation=worker.incarnation, code=code)
+            self._coordinator.tell(Reaped(worker.rank, worker.incarnation, code))
+            self._feed(fate_events.Exited(worker.rank, code))
+        else:
+            self._servers.exited(pid, code)
+
+    def _asked(self, signum: signal.Signals) -> None:
+        self._run.event("asked-to-leave", signal=signum.name)
+        if self._fate.phase is Phase.RUNNING and self._workers:
+            self._display.note("finishing the step and saving; Ctrl-C again to leave now")
+        self._feed(fate_events.Asked(signum))
+
+    def _feed(self, event: fate_events.Event) -> None:
+        """Tell the job's fate what happened, and do what it asks for."""
+        for action in self._fate.handle(event, time.monotonic()):
+            match action:
+                case fate_events.AskToLeave(ranks, signum):
+                    self._signal(ranks, LEAVE_SIGNALS[signum])
+                case fate_events.Kill(ranks):
+                    self._signal(ranks, signal.SIGKILL)
+                case fate_events.Replace(died, incarnation):
+                    self._display.note(notes.replacing(died, self._patience.max_restarts))
+                    self._start_worker(died.rank, incarnation)
+                case fate_events.KillServers(numbers):
+                    self._servers.kill(numbers)
+                case fate_events.ReplaceServer(server_died, incarnation):
+                    self._display.note(notes.replacing_server(server_died, self._patience.max_restarts))
+                    self._servers.start(server_died.number, incarnation)
+                case fate_events.GoBack(lost):
+                    self._go_back(lost)
+                case fate_events.StartAnew(ranks, servers):
+                    self._start_anew(ranks, servers)
+                case fate_events.RestartCoordinator():
+                    self._run.event("coordinator-restarted", pid=self._coordinator.start())
+
+    def _go_back(self, lost: fate_events.StateLost) -> None:
+        checkpoint, reached = self.outcome.checkpoint, self._furthest[2]
+        if reached:  # progress is told now and then, every step is written down
+            reached = max(reached, self._run.last_step())
+        self.outcome.num_went_back += 1
+        self._run.event(
+            "went-back", servers=lost.servers, to_step=checkpoint.step if checkpoint else 0, from_step=reached
+        )
+        self._display.note(notes.going_back(lost, checkpoint, reached))
+
+    def _start_anew(self, ranks: dict[int, int], servers: dict[int, int]) -> None:
+        job = replace(self._spec.job, resume=True)
+        self._spec = msgspec.structs.replace(self._spec, job=job)
+        self._incarnations = []  # that all of them are new was said when they went
+        self._servers.start_anew(servers)
+        for rank, incarnation in sorted(ranks.items()):
+            self._start_worker(rank, incarnation)
+
+    def _inject(self) -> None:
+        """Cause the faults that are this process's to cause."""
+        step = max((progress.step for progress in self.outcome.progress.values()), default=0)
+        processes: list[Worker | Server] = [*self._workers.values(), *self._servers.living.values()]
+        pids = {process.name: process.pid for process in processes}
+        if self._coordinator.pid is not None:
+            pids["coordinator"] = self._coordinator.pid
+        now = time.monotonic()
+        for fault in self._injector.due(since_start_s=now - self._started_at, step=step):
+            self._run.event("fault", what=str(fault), hit=fault.process in pids)
+            if fault.process in pids:
+                stop = fault.act == "pause"
+                self._warm.signal(pids[fault.process], signal.SIGSTOP if stop else signal.SIGKILL)
+        for process in processes if self._injector.pauses else ():
+            if self._injector.is_to_wake(process.name, process.pid, process.is_stopped(), now):
+                self._warm.signal(process.pid, signal.SIGCONT)
+
+    def _signal(self, ranks: tuple[int, ...], signum: signal.Signals) -> None:
+        for pid, worker in self._workers.items():
+            if worker.rank in ranks:
+                self._warm.signal(pid, signum)
+
+    # ---- ending ---------------------------------------------------------------------------------
+
+    def _end_everything(self) -> None:
+        """Nobody is left behind, whatever brought us here."""
+        self._servers.note_leases()
+        for pid in (*self._workers, *self._servers.living):
+            self._warm.signal(pid, signal.SIGKILL)
+        # Where the warm parent is gone, so are all its children.
+        with contextlib.suppress(ClusterError):
+            # The coordinator may have something to write down.
+            for signum in (signal.SIGTERM, signal.SIGKILL):
+                self._coordinator.signal(signum)
+                deadline = time.monotonic() + REAP_TIMEOUT_S
+                while (self._workers or self._servers.living or self._coordinator.pid) and (
+                    left_s := deadline - time.monotonic()
+                ) > 0:
+                    self._turn(left_s)
+        for worker in self._workers.values():
+            worker.close()

@@ -1,0 +1,145 @@
+"""A worker as its supervisor holds it: forked, listened to, and seen off.
+
+Starts the process with its pipes and its line, and closes them when it is
+gone. When one is started, and what is made of what it says, is decided
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from shoal.cluster.launch.run_directory import RunDirectory
+from shoal.cluster.supervisor import output
+from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.output import Log, Pipe, Screen
+from shoal.cluster.worker.process import WorkerSpec, encode_spec
+from shoal.errors import WireError
+from shoal.runtime.transport import framing as codec
+from shoal.runtime.transport.messages.cluster import Message
+
+MAX_STATUS_BYTES = 256 * 1024
+_CREDENTIALS_BYTES = socket.CMSG_SPACE(struct.calcsize("iII"))  # room for who sent it, and for no descriptor
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """A living worker."""
+
+    rank: int
+    incarnation: int
+    pid: int
+    status: socket.socket
+    pipes: list[Pipe]
+    log: Log
+
+    @property
+    def name(self) -> str:
+        """As faults call it."""
+        return f"worker-{self.rank}"
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Listen to it."""
+        for pipe in self.pipes:
+            selector.register(pipe, selectors.EVENT_READ, pipe)
+        selector.register(self.status, selectors.EVENT_READ, self)
+
+    def unregister(self, selector: selectors.BaseSelector) -> None:
+        """Listen no more."""
+        for fd in [self.status.fileno(), *(pipe.fileno() for pipe in self.pipes)]:
+            with contextlib.suppress(KeyError):  # its other end may have been closed before
+                selector.unregister(fd)
+
+    def hear(self) -> tuple[bool, Message | None]:
+        """Whether it has said something, and the message that was, if it was one."""
+        try:
+            packet, sender, _, _ = self.status.recvmsg(MAX_STATUS_BYTES, _CREDENTIALS_BYTES)
+        except OSError:
+            return False, None
+        # The end of the line has no sender. An empty packet has: it must not cost what was said after it.
+        if not sender:
+            return False, None
+        # What is no message comes from a script that wrote to a descriptor it did not open.
+        with contextlib.suppress(WireError):
+            return True, codec.decode(packet)[0]
+        return True, None
+
+    def is_stopped(self) -> bool:
+        """Whether somebody stopped it (SIGSTOP, a debugger): the one kind of silence that is no work."""
+        return is_stopped(self.pid)
+
+    def close(self) -> None:
+        """Let go of everything, when it is dead: what it wrote is handed on first."""
+        for pipe in self.pipes:
+            pipe.close()
+        self.status.close()
+        self.log.close()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of ours was stopped by a signal or a debugger."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
+
+
+def start(
+    spec: WorkerSpec,
+    *,
+    rank: int,
+    incarnation: int,
+    ways_in: Mapping[str, int],
+    run: RunDirectory,
+    screen: Screen,
+    warm: WarmParent,
+) -> Worker:
+    """Fork a worker. `spec` is rank 0's; `ways_in` lead to the coordinator and the servers.
+
+    A replacement begins with its output going to its log alone: it repeats
+    what was done before. It has the real pipes beside it, for when it has caught up.
+    """
+    job = replace(spec.job, rank=rank, incarnation=incarnation)
+    status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    status.setblocking(False)
+    status.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    theirs: dict[str, int] = {}
+    log = Log(run.log_path(rank))
+
+    def pipe(*names: str) -> int:
+        ours, end = os.pipe()
+        theirs.update(dict.fromkeys(names, end))
+        return ours
+
+    prefix = "live_" if incarnation else ""
+    pipes = [
+        output.stdout_pipe(pipe(f"{prefix}stdout"), log, screen, rank=rank),
+        output.stderr_pipe(pipe(f"{prefix}stderr"), log, screen, rank=rank, num_workers=job.num_workers),
+    ]
+    if incarnation:
+        pipes.insert(0, Pipe(pipe("stdout", "stderr"), log))
+    worker = Worker(rank=rank, incarnation=incarnation, pid=0, status=status, pipes=pipes, log=log)
+    try:
+        worker.pid = warm.fork(
+            "worker",
+            title=f"shoal worker {rank} [{job.name}]",
+            spec=encode_spec(msgspec.structs.replace(spec, job=job)),
+            fds={**theirs, "status": their_status.fileno(), **ways_in},
+        )
+    except BaseException:
+        worker.close()
+        raise
+    finally:
+        for fd in set(theirs.values()):
+            os.close(fd)
+        their_status.close()
+    return worker

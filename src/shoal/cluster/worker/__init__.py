@@ -1,0 +1,1 @@
+"""Worker process and its connection to the coordinator and the supervisor."""

@@ -1,0 +1,190 @@
+"""A worker's life: from a fresh fork to the user's script, and out again in order.
+
+Runs in the child. It puts everything in place that `python train.py` would
+have found (environment, folder, arguments, path) and what a job adds (a share
+of the cores, one seed, a line to supervisor and coordinator), runs the
+script, and tells how it ended. What is done about it is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import random
+import runpy
+import signal
+import socket
+import sys
+import threading
+from dataclasses import replace
+from types import FrameType
+
+import msgspec
+
+from shoal.cluster.launch import threads
+from shoal.cluster.supervisor import failure
+from shoal.cluster.worker import session
+from shoal.cluster.worker.coordinator_client import CoordinatorClient, JobOver
+from shoal.config import job as jobs
+from shoal.config import placement
+from shoal.config.job import Job
+from shoal.runtime import failpoints
+
+_LEAVE = {signal.SIGUSR1: "SIGINT", signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM"}
+"""What asks a worker to leave -> what asked its job. SIGUSR1 is how the supervisor hands Ctrl-C on."""
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All a worker is told."""
+
+    job: Job
+    env: dict[bytes, bytes]  # bytes: an environment need not be text
+    cwd: str
+    script: str  # absolute
+    args: list[str]
+    num_threads: int
+
+
+def encode_spec(spec: WorkerSpec) -> bytes:
+    """A spec as bytes, for the fork."""
+    return msgspec.msgpack.encode(spec, enc_hook=str)  # a Path is all there is to be turned into a str
+
+
+def _decode(spec: bytes) -> WorkerSpec:
+    return msgspec.msgpack.decode(spec, type=WorkerSpec, dec_hook=lambda kind, value: kind(value))
+
+
+def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
+    """Be a worker until the script has ended on every rank; returns the exit code."""
+    spec = _decode(spec_bytes)
+    # The sockets of coordinator and servers have no name in the file system: these descriptors are the ways to them.
+    servers = [fds[name] for number in range(len(fds)) if (name := f"server-{number}") in fds]
+    job = replace(
+        spec.job,
+        coordinator=f"/proc/self/fd/{fds['coordinator']}",
+        servers=tuple(f"/proc/self/fd/{fd}" for fd in servers),
+    )
+    # A replacement is silent until it has caught up: its output leads elsewhere, and these are where it then goes.
+    live_output = (fds["live_stdout"], fds["live_stderr"]) if "live_stdout" in fds else None
+    session.attach(rank=job.rank, status=socket.socket(fileno=fds["status"]), live_output=live_output)
+    try:
+        _heed_signals()
+        _enter(spec, job)
+        # Kept to the end: what the script made must not be taken apart before the exit handlers have run.
+        _kept = _run_with_the_others(spec.script, job)
+        session.finished()
+        code = 0
+    except BaseException as error:
+        _ignore_signals()
+        code = _tell(error, job.rank)
+    _ignore_signals()
+    _clean_up()
+    return code
+
+
+def _tell(error: BaseException, rank: int) -> int:
+    """Tell the supervisor what ended the script; returns the exit code that goes with it."""
+    if isinstance(error, SystemExit) and isinstance(error.code, str):
+        print(error.code, file=sys.stderr)
+    told = failure.describe(error, rank=rank, stop=session.stop_requested())
+    session.failed(told)
+    return told.exit_code
+
+
+def _enter(spec: WorkerSpec, job: Job) -> None:
+    os.environb.clear()
+    os.environb.update(spec.env)
+    os.chdir(spec.cwd)
+    threads.use(spec.num_threads)
+    jobs.enter(job)
+    failpoints.arm(job.faults, process=f"worker-{job.rank}", incarnation=job.incarnation)
+    _seed(job.seed)
+    _take_device(job)
+    # Lines, not blocks: a worker that is killed has said what it printed.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # both are TextIOWrapper in a child
+    faulthandler.enable()
+    sys.argv = [spec.script, *spec.args]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(spec.script)))
+
+
+def _take_device(job: Job) -> None:
+    """Refuse a device that was asked for and is not there, before the script begins; make ours the current one."""
+    if job.device in (placement.AUTO, placement.CPU):
+        return  # nothing can be missing: whoever needs a device finds it
+    import torch
+
+    placed = placement.of_job(job)
+    mine = torch.device(placed.devices[job.rank])
+    if mine.type != placement.CPU:
+        torch.accelerator.set_device_index(mine.index)
+
+
+def _seed(seed: int) -> None:
+    """The same on every rank, so that ranks which build things at random build the same things."""
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+def _run_with_the_others(script: str, job: Job) -> dict[str, object]:
+    """Join, run the script, and wait for the other ranks at its end. Returns the script's globals."""
+    failpoints.failpoint("worker: not joined")
+    try:
+        client = CoordinatorClient(
+            str(job.coordinator),
+            job.rank,
+            job.incarnation,
+            num_workers=job.num_workers,
+            join_timeout_s=job.join_timeout_s,
+        )
+    except JobOver:
+        return {}
+    session.agree_through(client)
+    script_globals: dict[str, object] = {}
+    try:
+        script_globals = runpy.run_path(script, run_name="__main__")
+    except SystemExit as left:
+        if failure.exit_code_of(left):
+            raise  # sys.exit() without a reason is an ordinary end
+    session.end_script()
+    return script_globals
+
+
+def _heed_signals() -> None:
+    """Being asked to leave is a wish. Where nobody would act on it, break off."""
+
+    def on_leave(signum: int, frame: FrameType | None) -> None:
+        session.request_stop(_LEAVE[signal.Signals(signum)])
+        if not session.is_inside_call():
+            raise KeyboardInterrupt
+
+    for signum in _LEAVE:
+        signal.signal(signum, on_leave)
+    # A DataLoader ends its own workers by SIGTERM; they must not take it for a wish.
+    os.register_at_fork(after_in_child=_forget_signals)
+
+
+def _forget_signals() -> None:
+    for signum in _LEAVE:
+        with contextlib.suppress(ValueError):
+            signal.signal(signum, signal.SIG_DFL)
+
+
+def _ignore_signals() -> None:
+    for signum in _LEAVE:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def _clean_up() -> None:
+    """What python does when it ends, short of taking itself apart: torch's threads would not survive that."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()  # ends DataLoader workers, among others
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

@@ -1,0 +1,320 @@
+"""A worker's line to its job: calls that are counted, progress that is told, wishes that are heard.
+
+The Trainer uses it without asking whether there is a job: in a plain process
+the calls are only counted, nobody asks to leave, and progress goes to the
+sink that `listen` was given, if any. Nothing here blocks training: progress
+that does not fit into the socket is dropped, only the newest counts anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from shoal.cluster.ledger import entries as ledger_facts
+from shoal.cluster.ledger.entries import LedgerFact
+from shoal.cluster.worker.coordinator_client import CoordinatorClient, Regrouping
+from shoal.runtime import events as happenings
+from shoal.runtime.failpoints import failpoint
+from shoal.runtime.transport import framing as codec
+from shoal.runtime.transport.messages.cluster import (
+    Failed,
+    Finished,
+    Happened,
+    Live,
+    Message,
+    Progress,
+    Saved,
+    ViewFormed,
+)
+from shoal.runtime.transport.messages.ledger import Noted
+
+REPORT_EVERY_S = 0.1
+"""Progress is told at most so often, except where a phase or an epoch begins or ends."""
+
+SEND_TIMEOUT_S = 10.0
+"""For what must arrive. The supervisor reads all the time; one that does not for so long is gone."""
+
+
+@dataclass(slots=True)
+class _Session:
+    rank: int = 0
+    status: socket.socket | None = None
+    client: CoordinatorClient | None = None
+    regroup: Callable[[], None] | None = None
+    is_live: bool = True
+    live_output: tuple[int, int] | None = None
+    sink: Callable[[Progress], None] | None = None
+    num_calls: int = 0
+    num_begun: int = 0  # calls that every rank makes; one less than num_calls while it waits for the others
+    is_waiting: bool = False  # for the other ranks, at a call or at the script's end
+    stop: str | None = None
+    report_at: float = 0.0
+    reported: tuple[str, int] = ("", -1)
+    samples: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    staleness: Counter[int] = field(default_factory=Counter)
+    num_late: int = 0
+    num_missed: int = 0
+    exchange_bytes: int = 0
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    pid: int = field(default_factory=os.getpid)
+
+
+_session = _Session()
+
+
+def attach(*, rank: int, status: socket.socket, live_output: tuple[int, int] | None = None) -> None:
+    """Speak to the supervisor through `status` from now on. Called once, by the launcher.
+
+    `live_output` is given to a replacement: where its stdout and stderr lead once it has caught up.
+    """
+    global _session
+    _session = _Session(
+        rank=rank,
+        status=status,
+        is_live=live_output is None,
+        live_output=live_output,
+        sink=lambda progress: _send(progress, wait=False),
+    )
+    happenings.send_to(_write_down)
+
+
+def agree_through(client: CoordinatorClient) -> None:
+    """Let the coordinator compare every numbered call with the other ranks'. Called once, by the launcher."""
+    _session.client = client
+
+
+def regroup_through(regroup: Callable[[], None] | None) -> None:
+    """Call `regroup` where a wait for the others is cut short because somebody waits to enter a view.
+
+    It leaves this process's group, enters the next view (`enter_view`), and
+    returns when what a view needs is done; the wait then begins again.
+    """
+    _session.regroup = regroup
+
+
+def listen(sink: Callable[[Progress], None] | None) -> None:
+    """In a plain process: give progress to `sink` from now on; None to nobody. A launched worker keeps its supervisor."""
+    if _session.status is None:
+        _session.sink = sink
+
+
+def begin_call(kind: str, detail: str) -> int:
+    """Count a call into shoal, and wait until every rank makes the same one. The calls count from 1."""
+    failpoint("worker: a call begins")
+    _session.num_calls += 1
+    if (client := _session.client) is not None:
+        _through_regroups(lambda: client.begin_call(_session.num_calls, kind, detail))
+    _session.num_begun = _session.num_calls
+    return _session.num_calls
+
+
+def end_script() -> None:
+    """Wait until every rank has reached the end of its script."""
+    failpoint("worker: script ended")
+    for act in _session.at_end:
+        act()
+    if (client := _session.client) is not None:
+        _through_regroups(lambda: client.end_script(_session.num_calls))
+    live()
+
+
+def at_end(act: Callable[[], None]) -> None:
+    """Do this when the script has ended, before the others are waited for."""
+    _session.at_end.append(act)
+
+
+def enter_view(*, view_left: int, finished: int, waited_s: float = 0.0, waited_in: str = "") -> ViewFormed:
+    """Wait for all ranks at the next view. In a plain process there is one view, and nobody to wait for.
+
+    `waited_s` is how long this rank waited for the others in the exchange
+    that broke (`waited_in`): whoever is to blame for it has used up so much of
+    their patience.
+    """
+    if (client := _session.client) is None:
+        return ViewFormed(view=view_left + 1, donor=-1, finished=-1, call=0, incarnations=[0])
+    return client.enter_view(
+        view_left=view_left,
+        finished=finished,
+        call=_session.num_begun,
+        waited_s=waited_s,
+        waited_in=waited_in,
+    )
+
+
+def is_live() -> bool:
+    """False in a replacement that has not caught up: what it does was done before."""
+    return _session.is_live
+
+
+def live() -> None:
+    """A replacement has caught up: from here on it is heard and seen like the others. Calling it twice is fine."""
+    if _session.is_live:
+        return
+    _session.is_live = True
+    if _session.live_output is not None:
+        for stream, fd, live_fd in zip((sys.stdout, sys.stderr), (1, 2), _session.live_output, strict=True):
+            stream.flush()  # what was printed so far belongs to the past
+            os.dup2(live_fd, fd, inheritable=True)
+            os.close(live_fd)
+    _send(Live(rank=_session.rank))
+
+
+def _through_regroups(wait: Callable[[], None]) -> None:
+    _session.is_waiting = True
+    # Before the look, so that no signal falls between: who was asked to leave waits for nobody, and others need not
+    # come to where nobody is.
+    if _session.stop is not None:
+        raise KeyboardInterrupt
+    while True:
+        try:
+            wait()
+            _session.is_waiting = False
+            return
+        except Regrouping:
+            if _session.regroup is None:
+                raise
+            regroup = _session.regroup
+        # Outside of the handler: whatever of the old group the exception's frames hold is let go first.
+        regroup()
+
+
+def is_inside_call() -> bool:
+    """Whether somebody may look at `stop_requested`: not before the first call, nor while waiting for other ranks."""
+    return _session.num_begun > 0 and not _session.is_waiting
+
+
+def num_calls() -> int:
+    """How many calls the script has made."""
+    return _session.num_calls
+
+
+def report(
+    *,
+    phase: str,
+    epoch: int,
+    num_epochs: int | None,
+    step: int,
+    num_steps: int | None,
+    loss: float | None,
+    metrics: Mapping[str, float],
+    samples: int,
+    samples_per_s: float,
+    eta_s: float | None,
+) -> None:
+    """Tell where this rank is, if it is time to."""
+    sink = _session.sink
+    if sink is None or not _session.is_live:
+        return
+    now = time.monotonic()
+    if now < _session.report_at and (phase, epoch) == _session.reported and step != num_steps:
+        return
+    _session.report_at, _session.reported = now + REPORT_EVERY_S, (phase, epoch)
+    sink(
+        Progress(
+            rank=_session.rank,
+            call=_session.num_calls,
+            phase=phase,
+            epoch=epoch,
+            num_epochs=num_epochs,
+            step=step,
+            num_steps=num_steps,
+            loss=loss,
+            metrics=dict(metrics),
+            samples=samples,
+            samples_per_s=samples_per_s,
+            eta_s=eta_s,
+        )
+    )
+
+
+def saved(path: str, step: int) -> None:
+    """Tell that the checkpoint of this step is whole."""
+    _send(Saved(rank=_session.rank, path=path, step=step))
+
+
+def note(fact: LedgerFact) -> None:
+    """Have a fact written into the journal's ledger."""
+    if _session.status is not None:
+        _send(Noted(_session.rank, ledger_facts.encode(fact)))
+
+
+def summary(*, metrics: Mapping[str, float], samples: int, seconds: float, steps: int) -> None:
+    """Add to the totals of the run; of the metrics the newest count."""
+    _session.samples += samples
+    _session.seconds += seconds
+    _session.steps += steps
+    _session.metrics.update(metrics)
+
+
+def bent(*, staleness: Mapping[int, int], num_late: int, num_missed: int) -> None:
+    """Add to what a relaxed strategy has counted: pulls by their staleness, contributions late, steps missed."""
+    _session.staleness.update(staleness)
+    _session.num_late += num_late
+    _session.num_missed += num_missed
+
+
+def shared(num_bytes: int) -> None:
+    """So much memory is reserved for what is exchanged with servers; the most there was is told at the end."""
+    _session.exchange_bytes = max(_session.exchange_bytes, num_bytes)
+
+
+def failed(failure: Failed) -> None:
+    """Tell why this worker cannot go on."""
+    _send(failure)
+
+
+def finished() -> None:
+    """Tell that the script is done, with the totals."""
+    _send(
+        Finished(
+            rank=_session.rank,
+            samples=_session.samples,
+            seconds=_session.seconds,
+            steps=_session.steps,
+            metrics=_session.metrics,
+            staleness=dict(_session.staleness),
+            num_late=_session.num_late,
+            num_missed=_session.num_missed,
+            exchange_bytes=_session.exchange_bytes,
+        )
+    )
+
+
+def request_stop(signal_name: str) -> None:
+    """Wish to leave; whoever asks `stop_requested` next acts on it."""
+    _session.stop = signal_name
+
+
+def stop_requested() -> str | None:
+    """The signal that asked this process to leave: finish the step, save, and leave."""
+    return _session.stop
+
+
+def _write_down(kind: str, facts: dict[str, Any]) -> None:
+    if os.getpid() == _session.pid:  # a process of the worker's own, forked from it, has no line of its own
+        _send(Happened(_session.rank, kind, msgspec.json.encode(facts).decode()))
+
+
+def _send(message: Message, *, wait: bool = True) -> None:
+    if _session.status is None:
+        return
+    # A full socket drops progress; a closed one means the supervisor is gone, and we with it in a moment.
+    # The lock: threads that read data tell what happens to them.
+    with _session.sending, contextlib.suppress(OSError):
+        _session.status.settimeout(SEND_TIMEOUT_S if wait else 0.0)
+        _session.status.sendall(b"".join(codec.encode(message)))

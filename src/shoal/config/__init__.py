@@ -1,0 +1,1 @@
+"""Configuration of a job: strategy, placement, parallel options, launch and run. Imports no torch."""

@@ -1,0 +1,168 @@
+"""Which job this process belongs to, and who it is in it.
+
+A worker's launcher calls `enter` before the script starts; under plain
+`python train.py` nobody does, and the process is rank 0 of 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.config import mesh as mesh_names
+from shoal.config.faults import Fault
+from shoal.config.mesh import Axes
+from shoal.config.parallel_options import Spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyPlan:
+    """What `shoal verify` asks of a run: a few steps, in a given precision, and the weights written down."""
+
+    dtype: str
+    """"float64" or "float32": model and floating inputs are cast to it."""
+
+    num_steps: int
+    """The first fit (or custom loop) ends after so many steps, and with it the script."""
+
+    dump_to: str
+    """Directory where rank 0 writes state.safetensors and report.json."""
+
+    num_slices: int = 1
+    """In one process: run every batch as the slices of so many workers in turn, with the workers' seeds."""
+
+    num_micro: int | None = None
+    """In one process: run every slice in so many parts, as the micro-batches of a pipeline; None: as the script says."""
+
+    stands_for: int = 1
+    """In one process: of how many workers it is the reference. What they are given each, it is given for all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Spread):
+    """What a process knows of its job from birth."""
+
+    name: str
+    """The run's name; also in the process title."""
+
+    run_dir: Path
+    """`<run-dir>/<name>`. Under plain python it is only created when something is written to it."""
+
+    rank: int = 0
+    """This worker's number."""
+
+    num_workers: int = 1
+    """How many workers share one global batch."""
+
+    num_hosts: int = 1
+    """Machines that the workers are on; or as how many one machine is treated, to try out what happens between them."""
+
+    incarnation: int = 0
+    """How often this rank was started again; only fences."""
+
+    launch: int = 1
+    """Which launch of its run this is: `shoal resume` begins the next."""
+
+    strategy: str = "single"
+    """As given to --strategy."""
+
+    launched: bool = False
+    """True under `shoal run`: there is a supervisor, a coordinator and a run directory."""
+
+    resume: bool = False
+    """`shoal resume`: the first fit goes on from the newest checkpoint of the run directory."""
+
+    seed: int = 0
+    """Seeds the script's global generators on every rank alike, so that ranks build the same things."""
+
+    coordinator: str | None = None
+    """Path of the coordinator's Unix socket."""
+
+    num_servers: int = 0
+    """Servers of the parameter server, at launch; `shoal scale` changes how many there are, never this."""
+
+    num_replicas: int = 1
+    """Copies of everything on the servers, the one that answers among them."""
+
+    servers: tuple[str, ...] = ()
+    """Paths of the servers' Unix sockets by number, for as many as there may ever be."""
+
+    step_timeout_s: float = 300.0
+    """How long a rank waits for the others within one step before it gives up and names them."""
+
+    join_timeout_s: float = 120.0
+    """How long ranks wait for each other at a call into shoal."""
+
+    can_recover: bool = False
+    """Whether a worker that dies is replaced. Else its death ends the job."""
+
+    verify: VerifyPlan | None = None
+    """Set by `shoal verify`."""
+
+    faults: tuple[Fault, ...] = ()
+    """What is to go wrong in this job's processes, at failpoints."""
+
+    fingerprints: str | None = None
+    """Directory where every rank writes the hashes of its final weights, for `shoal chaos`."""
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Parts into which a batch is cut: as many as workers, unless some of them compute the same part."""
+        return self._axes.num_data_ranks if self._axes else self.num_workers
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them is this worker's."""
+        return self._axes.data_rank(self.rank) if self._axes else self.rank
+
+    @property
+    def batch_ranks(self) -> list[int]:
+        """The workers over which this one's batches are spread, each with the same layers; itself among them."""
+        axes = self._axes
+        if axes is None:
+            return list(range(self.num_workers))
+        at = axes.coordinates(self.rank)
+        return [
+            rank
+            for rank in range(self.num_workers)
+            if (axes.coordinates(rank).pp, axes.coordinates(rank).tp) == (at.pp, at.tp)
+        ]
+
+    @property
+    def _axes(self) -> Axes | None:
+        axes = mesh_names.parse(self.strategy)
+        return axes and mesh_names.fill(axes, self.num_workers, self.strategy)
+
+    @property
+    def host(self) -> int:
+        """Which host this worker is on: ranks fill one host after the other."""
+        return self.rank * self.num_hosts // self.num_workers
+
+
+_current: Job | None = None
+
+
+def enter(job: Job) -> None:
+    """Make `job` the job of this process. Called once, by the launcher."""
+    global _current
+    _current = job
+
+
+def current() -> Job:
+    """The job of this process; rank 0 of 1 when nobody launched it."""
+    global _current
+    if _current is None:
+        script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "python"
+        _current = Job(name=script or "python", run_dir=Path("runs") / (script or "python"))
+    return _current
+
+
+def rank() -> int:
+    """This process's number, 0..num_workers-1."""
+    return current().rank
+
+
+def num_workers() -> int:
+    """How many workers share one global batch; 1 under plain python."""
+    return current().num_workers

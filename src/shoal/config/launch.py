@@ -1,0 +1,200 @@
+"""What a user asks of a launch, and which wishes are refused before anything starts.
+
+Only what can be told from the wishes themselves: whether there is such a
+script or directory is looked up in `api.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.config import option_checks as spread_names
+from shoal.config import strategy_spec as strategy_names
+from shoal.config.faults import Faults
+from shoal.config.job import VerifyPlan
+from shoal.config.parallel_options import Spread
+from shoal.errors import ConfigError
+
+MAX_WORKERS = 1024
+"""On one host. Beyond it a number is a slip of the hand."""
+
+MAX_LAUNCHED_SERVERS = 64
+"""On one host. Every worker is given a way to each of them."""
+
+MAX_RESTARTS = 1000
+"""Of one worker, without a step between. Beyond it a crash loop would fill the disk with its logs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig(Spread):
+    """One job, as its user asked for it. Refuses at birth what cannot be meant."""
+
+    script: str
+    """Path of the Python file to run."""
+
+    args: tuple[str, ...] = ()
+    """What the script finds in sys.argv[1:]."""
+
+    workers: int = 1
+    """How many workers share one global batch."""
+
+    strategy: str | None = None
+    """How the model is spread. None: "single" for one worker, "ddp" for more."""
+
+    servers: int | None = None
+    """How many servers hold the weights. None: one for the strategies of the parameter server, none for others."""
+
+    replicas: int | None = None
+    """On how many servers everything is kept. None: two where there are two servers or more."""
+
+    name: str | None = None
+    """Name of the run. None: the script's name and the first free number."""
+
+    run_dir: str = "runs"
+    """Where run directories are made."""
+
+    seed: int | None = None
+    """Seeds the script's global generators alike on every rank. None: drawn, and written in config.json."""
+
+    step_timeout_s: float = 300.0
+    """How long a rank waits for the others within one step before it gives up and names them."""
+
+    join_timeout_s: float = 120.0
+    """How long ranks wait for each other at a call into shoal."""
+
+    grace_s: float = 60.0
+    """How long workers that were asked to leave may take to finish their step and save."""
+
+    max_restarts: int = 3
+    """How often a worker that dies is replaced without the job getting ahead. 0: its death ends the job."""
+
+    pretend_hosts: int = 1
+    """As how many hosts this machine is treated where hosts hold data of their own."""
+
+    oversubscribe: bool = False
+    """Start it also where this machine seems too small for so many processes."""
+
+    resume: bool = False
+    """Go on from the newest checkpoint of the run directory, which must exist. See `resume_config`."""
+
+    cwd: str | None = None
+    """Folder the script runs in. None: where we are."""
+
+    verify: VerifyPlan | None = None
+    """What `shoal verify` asks of the run."""
+
+    faults: Faults | None = None
+    """What is to go wrong, on purpose."""
+
+    fingerprints: str | None = None
+    """Directory for the hashes of every rank's final weights."""
+
+    quiet: bool = False
+    """No progress; the script's own output stays."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ConfigError(
+                f"{self.workers} workers cannot be started: give a number from 1 to {MAX_WORKERS} with -n. "
+                "Nothing was started."
+            )
+        for name in ("step_timeout_s", "join_timeout_s", "grace_s"):
+            if not 0 < getattr(self, name) < 1e9:
+                raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)}.")
+        if not 1 <= self.pretend_hosts <= self.workers:
+            raise ConfigError(
+                f"{self.workers} workers cannot be on {self.pretend_hosts} hosts: each host needs one. Nothing was started; give "
+                f"--pretend-hosts a number from 1 to {self.workers}."
+            )
+        if not 0 <= self.max_restarts <= MAX_RESTARTS:
+            raise ConfigError(f"max_restarts must be from 0 to {MAX_RESTARTS}, got {self.max_restarts}.")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"seed must be from 0 to 2^63-1, got {self.seed}.")
+        if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
+            raise ConfigError(
+                f"'{self.name}' cannot name a run: it becomes a folder's name. Nothing was started; use --run-dir for "
+                "the place and --name for the name."
+            )
+        try:
+            "\0".join([self.script, *self.args, self.name or "", self.run_dir]).encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                "a path or an argument of this job is not valid UTF-8, so it cannot be written down in config.json. "
+                "Nothing was started; rename it."
+            ) from None
+        spread_names.check(
+            self,
+            strategy=strategy_names.choose(self.strategy, self.workers),
+            num_workers=self.workers,
+            num_hosts=self.pretend_hosts,
+        )
+        self._check_servers()
+        if self.faults is not None:
+            if not isinstance(self.faults, Faults):
+                raise ConfigError(
+                    f"faults must be a shoal.Faults(), got {self.faults!r}. Nothing was started."
+                )
+            self.faults.check(num_workers=self.workers, num_servers=self.num_servers)
+
+    def notes(self) -> list[str]:
+        """What was asked for and does nothing in one process, where a sweep over -n begins, or a resumed run ends."""
+        asked = [f"--exchange {self.exchange}"] if self.exchange != "auto" else []
+        asked += [f"--compress {self.compress}"] if self.compress != "none" else []
+        chosen = strategy_names.choose(self.strategy, self.workers)
+        if not asked or self.workers > 1 or strategy_names.parse(chosen).has_servers:
+            return []
+        what = "does" if len(asked) == 1 else "do"
+        return [
+            f"note: {' and '.join(asked)} {what} nothing here: one worker has nobody to sum gradients with"
+        ]
+
+    @property
+    def is_mesh(self) -> bool:
+        """Whether the model is cut over the workers."""
+        return strategy_names.parse(strategy_names.choose(self.strategy, self.workers)).base == "mesh"
+
+    @property
+    def num_servers(self) -> int:
+        """How many servers there will be."""
+        if self.servers is not None:
+            return self.servers
+        return int(self._has_servers)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of everything there will be."""
+        if self.replicas is not None:
+            return self.replicas
+        return 2 if self.num_servers >= 2 else 1
+
+    @property
+    def _has_servers(self) -> bool:
+        return strategy_names.parse(strategy_names.choose(self.strategy, self.workers)).has_servers
+
+    def _check_servers(self) -> None:
+        strategy = strategy_names.choose(self.strategy, self.workers)
+        if not 0 <= self.num_servers <= MAX_LAUNCHED_SERVERS:
+            raise ConfigError(
+                f"{self.num_servers} servers cannot be started: give a number from 1 to {MAX_LAUNCHED_SERVERS} with "
+                "--servers. Nothing was started."
+            )
+        if self.num_servers and not self._has_servers:
+            raise ConfigError(
+                f"the strategy '{strategy}' has no servers, and {self.num_servers} were asked for. Nothing was started; use "
+                "--strategy ps, or leave --servers out."
+            )
+        if self._has_servers and not self.num_servers:
+            raise ConfigError(
+                f"the strategy '{strategy}' needs a server, and 0 were asked for. Nothing was started; use --servers 1."
+            )
+        if self.replicas is not None and not self._has_servers:
+            raise ConfigError(
+                f"the strategy '{strategy}' has no servers, so nothing is replicated. Nothing was started; leave "
+                "--replicas out, or use --strategy ps."
+            )
+        if not 1 <= self.num_replicas <= max(1, self.num_servers):
+            raise ConfigError(
+                f"{self.num_replicas} replicas of everything need as many servers, and there are {self.num_servers}. "
+                f"Nothing was started; give --replicas from 1 to {max(1, self.num_servers)}, or more --servers. One "
+                "replica means: a server that dies takes the job back to its newest checkpoint."
+            )

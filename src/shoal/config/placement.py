@@ -1,0 +1,209 @@
+"""Which device each worker of a host computes on: decided from what was said and what there is.
+
+Pure, and without torch, but for `of_job` at the end, which asks torch what is
+visible. All workers of a host see the same devices and so work out the same
+placement, each for all of them: that is how they agree on how to exchange.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from shoal.config import strategy_spec as strategy_names
+from shoal.config.job import Job
+from shoal.errors import ConfigError, DeviceMissing
+
+AUTO = "auto"
+CPU = "cpu"
+
+TAKES_TURNS = "cuda"
+"""Workers that share one of these can exchange as if each had its own: slowly, for trying out a cut (NCCL)."""
+
+KINDS = (AUTO, CPU, "cuda", "xpu", "mps", "mtia", "hpu", "npu")
+
+FORMS = {
+    AUTO: "an accelerator for every worker where there are enough of them, else the CPU for all",
+    CPU: "the CPU",
+    "cuda": "one accelerator of this kind per worker, by local rank",
+    "cuda:1": "this one",
+    "cuda:0,cpu,...": "one for each worker: of different kinds, they share batches by measured speed",
+}
+
+_WORD = re.compile(r"(?P<kind>[a-z][a-z0-9]*)(:(?P<index>[0-9]{1,4}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A device for each worker of the host, and what has to be said about it."""
+
+    devices: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Kinds of devices in use."""
+        return frozenset(device.partition(":")[0] for device in self.devices)
+
+    @property
+    def accelerator(self) -> str | None:
+        """The kind of accelerator in use, if any."""
+        return next(iter(self.kinds - {CPU}), None)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some workers compute on an accelerator and some do not."""
+        return len(self.kinds) > 1
+
+    @property
+    def has_own_devices(self) -> bool:
+        """Whether every worker has an accelerator to itself: then those can exchange by themselves (NCCL)."""
+        return CPU not in self.kinds and not self.is_shared
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several workers compute on one accelerator, by turns."""
+        taken = [device for device in self.devices if device != CPU]
+        return len(set(taken)) < len(taken)
+
+
+def parse(said: str, num_workers: int) -> list[tuple[str, int | None]]:
+    """(kind, number or None) of each worker; a single word is said of all of them. Refuses what means nothing."""
+    words = said.split(",")
+    found = [_WORD.fullmatch(word.strip()) for word in words]
+    if not all(found) or any(match["index"] and match["kind"] in (AUTO, CPU) for match in found if match):
+        raise ConfigError(
+            f"'{said}' names no device. Nothing was started; --device takes {', '.join(FORMS)}."
+        )
+    wanted = [(match["kind"], int(match["index"]) if match["index"] else None) for match in found if match]
+    for (
+        kind,
+        _,
+    ) in wanted:  # other backends bring names of their own, so only what is almost a known one is refused
+        guess = get_close_matches(kind, KINDS, n=1) if kind not in KINDS else []
+        if guess:
+            raise ConfigError(f"'{said}' names no device. Did you mean '{guess[0]}'? Nothing was started.")
+    if len(wanted) == 1:
+        return wanted * num_workers
+    if any(kind == AUTO for kind, _ in wanted):
+        raise ConfigError(
+            f"--device {said} names 'auto' among others, and auto is said of all workers. Nothing was started; name a device for "
+            "each worker (cuda:0,cpu), or say auto alone."
+        )
+    if len(wanted) != num_workers:
+        raise ConfigError(
+            f"--device {said} names {len(wanted)} devices, and there are {num_workers} workers. Nothing was started; name one "
+            "for each worker (cuda:0,cpu), or one word for all."
+        )
+    return wanted
+
+
+def check(said: str, *, num_workers: int, strategy: str, is_mesh: bool) -> None:
+    """Refuse before anything starts what no host could do."""
+    wanted = parse(said, num_workers)
+    if not is_mesh or num_workers == 1:
+        return
+    kinds = {kind for kind, _ in wanted}
+    named = [each for each in wanted if each[1] is not None]
+    is_shared = len(set(named)) < len(named) or 0 < len(named) < len(wanted)
+    if len(kinds) > 1 or (is_shared and kinds != {TAKES_TURNS}):
+        what = "devices of different kinds" if len(kinds) > 1 else "one device for several workers"
+        raise ConfigError(
+            f"--device {said} gives {what}, and '{strategy}' cuts the model over devices that exchange its parts by "
+            f"themselves. Nothing was started; give each of the {num_workers} workers a device of one kind, or use ddp or ps."
+        )
+
+
+def place(said: str, *, num_workers: int, visible: Mapping[str, int], is_soft: bool = False) -> Placement:
+    """A device for each of a host's workers. `visible` counts the accelerators there are, by kind."""
+    wanted = parse(said, num_workers)
+    if wanted[0][0] == AUTO:
+        return _automatic(num_workers, visible)
+    devices: list[str] = []
+    notes: list[str] = []
+    named = {(kind, index) for kind, index in wanted if index is not None}
+    taken = dict.fromkeys(visible, 0)
+    for rank, (kind, index) in enumerate(wanted):
+        if kind == CPU:
+            devices.append(CPU)
+            continue
+        # By local rank, counted over those that want this kind, past those that are asked for by number.
+        number = index if index is not None else taken.get(kind, 0)
+        while index is None and (kind, number) in named:
+            number += 1
+        if index is None:
+            taken[kind] = number + 1
+        device = f"{kind}:{number}"
+        if number < visible.get(kind, 0):
+            devices.append(device)
+        elif is_soft:
+            devices.append(CPU)
+            notes.append(f"worker {rank} computes on the CPU: there is no {device} (--soft-placement)")
+        else:
+            raise DeviceMissing(device=device, rank=rank, num_workers=num_workers, visible=visible)
+    placed = Placement(tuple(devices), tuple(notes))
+    if not placed.is_shared:
+        return placed
+    return Placement(placed.devices, (*notes, _by_turns(placed)))
+
+
+def _by_turns(placed: Placement) -> str:
+    sharing = {device: placed.devices.count(device) for device in placed.devices if device != CPU}
+    most = max(sharing, key=lambda device: sharing[device])
+    return f"{sharing[most]} workers share {most} and take turns on it: right for trying things out, and slower than one alone"
+
+
+def _automatic(num_workers: int, visible: Mapping[str, int]) -> Placement:
+    for kind, count in visible.items():
+        if count >= num_workers:
+            return Placement(tuple(f"{kind}:{rank}" for rank in range(num_workers)))
+    notes = [
+        f"{count} {kind} and {num_workers} workers: all compute on the CPU; to use both, say which with --device "
+        f"{','.join([f'{kind}:{number}' for number in range(count)] + [CPU] * (num_workers - count))}"
+        for kind, count in visible.items()
+        if count and num_workers <= 16
+    ]
+    return Placement((CPU,) * num_workers, tuple(notes))
+
+
+def visible_devices() -> dict[str, int]:
+    """Accelerators that torch can use in this process, by kind."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not torch.accelerator.is_available():
+        return {}
+    return {kind.type: torch.accelerator.device_count()}
+
+
+def of_job(job: Job, said: str | None = None) -> Placement:
+    """Where the workers of `job` compute on this host; `said` instead of what the job was told."""
+    # All of a job's workers are on this machine; hosts that are only pretended share its devices.
+    placed = _placed(said if said is not None else job.device, job.num_workers, job.soft_placement)
+    if placed.is_mixed and strategy_names.parse(job.strategy).base == "mesh":
+        # Only --soft-placement comes here: what was asked for by name has been refused.
+        note = (
+            f"all workers compute on the CPU: the parts of '{job.strategy}' have to be on devices of one kind"
+        )
+        return Placement((CPU,) * job.num_workers, (*placed.notes, note))
+    return placed
+
+
+def meet_on_devices(job: Job) -> bool:
+    """Whether the workers' accelerators exchange by themselves: each has its own, or they were told to."""
+    placed = of_job(job)
+    if placed.accelerator is None or placed.is_mixed:
+        return False
+    # Two that take turns on a device are faster through the host's memory; a mesh has no way through it.
+    is_told = job.exchange == "native" or strategy_names.parse(job.strategy).base == "mesh"
+    return placed.has_own_devices or (is_told and placed.accelerator == TAKES_TURNS)
+
+
+@functools.lru_cache(maxsize=8)
+def _placed(said: str, num_workers: int, is_soft: bool) -> Placement:
+    # What is visible does not change in a process's life; and without a wish for a device torch need not be asked.
+    visible = {} if said == CPU else visible_devices()
+    return place(said, num_workers=num_workers, visible=visible, is_soft=is_soft)

@@ -1,0 +1,444 @@
+"""A store of blocks over device memory, RAM and disk.
+
+The doing: bytes, files, threads and waiting. What goes where is decided by
+`tiering.py`. Slow work happens outside the lock, so that a block in RAM is
+handed out while another is written to disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shoal.data.cache import block_format
+from shoal.data.cache import statistics as figures
+from shoal.data.cache.background import Errands
+from shoal.data.cache.block_format import Tree
+from shoal.data.cache.policies import Key
+from shoal.data.cache.statistics import Stats, TierStats
+from shoal.data.cache.tier import Limits, Tier
+from shoal.data.cache.tier_contents import TierContents
+from shoal.data.cache.tier_events import (
+    Changed,
+    Discard,
+    Drop,
+    Enough,
+    Event,
+    Failed,
+    Finished,
+    Flush,
+    Full,
+    Load,
+    Move,
+    NotKept,
+    Offer,
+    Read,
+    Ready,
+    Release,
+    Request,
+    Slow,
+    Store,
+    Wait,
+    Want,
+)
+from shoal.data.cache.tiering import Tiering
+from shoal.errors import BlockDamaged, ConfigError, StoreFull
+
+Loader = Callable[[Any], Tree]
+"""Gives the block of a key: from a file, a computation, another host."""
+
+
+class BlockStore:
+    """Blocks by key: trees of tensors and arrays, or bytes, as much of them in fast tiers as the limits allow.
+
+    What `get` returns is the store's own and shared: read it. To change a
+    block, `put` a new one, or `hold` it, write to it and `mark_dirty`.
+    Changes reach a slower tier before a block leaves a faster one. Safe to
+    use from several threads; a forked child has a store of its own that
+    begins with the same content.
+
+        store = BlockStore(Limits(ram_bytes=1 << 30), policy="lru")
+        block = store.get("rows-7", load=lambda key: read_rows(7))
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        policy: str = "lru",
+        directory: str | os.PathLike[str] | None = None,
+        name: str = "blocks",
+        device: torch.device | str | None = None,
+    ) -> None:
+        """The disk tier is a new folder of `directory`, or of the job's scratch directory; it goes with the store."""
+        self.name = name
+        self._contents = TierContents(directory, device)
+        if self._contents.device is None:
+            limits = Limits(ram_bytes=limits.ram_bytes, disk_bytes=limits.disk_bytes)
+        self._limits, self._policy = limits, policy
+        self._tiering = Tiering(limits, policy)
+        self._stats = Stats({tier: TierStats(limit_bytes=limits.of(tier)) for tier in Tier})
+        self._changed = threading.Condition(threading.Lock())
+        self._ahead: list[tuple[Key, Loader | None, Tier]] = []
+        self._errands = Errands("shoal-read-ahead")
+        self._pid = os.getpid()
+        figures.watch(self)
+
+    # ---- reading -----------------------------------------------------------------------------------
+
+    def get(self, key: Key, load: Loader | None = None, *, tier: Tier | None = None) -> Tree:
+        """The block, brought into the fastest tier, or into `tier`; loaded where no tier has it.
+
+        KeyError where there is none and no `load`.
+        """
+        with self._entered():
+            tree = self._bring(key, load, tier, is_held=False)
+        self._go_on_reading_ahead()
+        return tree
+
+    @contextlib.contextmanager
+    def hold(self, key: Key, load: Loader | None = None, *, tier: Tier | None = None) -> Iterator[Tree]:
+        """The block, which stays where it is until the end of the `with`: the way to change one.
+
+        with store.hold("weights") as block:
+            block["rows"] += 1
+            store.mark_dirty("weights")
+        """
+        with self._entered():
+            tree = self._bring(key, load, tier, is_held=True)
+        try:
+            yield tree
+        finally:
+            with self._entered():
+                self._tiering.let_go(key)
+                self._changed.notify_all()
+
+    def prefetch(self, keys: Iterable[Key], load: Loader | None = None, *, tier: Tier | None = None) -> None:
+        """These blocks will be wanted soon, in this order: bring them in the background.
+
+        At most half of the tier is filled ahead; as blocks are used, more
+        follow. What was announced before and not read yet is forgotten. An
+        error waits for whoever gets the block.
+        """
+        with self._entered():
+            self._ahead = [(key, load, self._tier(tier)) for key in reversed(list(keys))]
+        self._go_on_reading_ahead()
+
+    def __contains__(self, key: Key) -> bool:
+        with self._entered():
+            block = self._tiering.blocks.get(key)
+            return block is not None and bool(block.copies)
+
+    def __len__(self) -> int:
+        with self._entered():
+            return sum(1 for block in self._tiering.blocks.values() if block.copies)
+
+    # ---- writing -----------------------------------------------------------------------------------
+
+    def put(self, key: Key, tree: Tree, *, can_load: bool = False, tier: Tier | None = None) -> None:
+        """Keep this as the block's content. It is the store's from now on.
+
+        With `can_load` it may be lost under pressure: somebody can make it
+        again. StoreFull where no tier can take it; then the block is what it
+        was before. ConfigError where the store has a disk and this could
+        never be written there.
+        """
+        tier = self._tier(tier)
+        self._check(tree)
+        tree = self._contents.as_in(tier, tree)
+        with self._entered():
+            while can_load and isinstance(self._ask(Discard(key)), Wait):
+                self._changed.wait()
+            self._offer(key, tree, tier, is_new=not can_load)
+
+    def mark_dirty(self, key: Key, *, tier: Tier | None = None) -> None:
+        """The block that the caller holds was written to."""
+        with self._entered():
+            block = self._tiering.blocks.get(key)
+            there = [] if block is None else [each for each in block.copies if each != Tier.DISK]
+            if tier is not None:
+                there = [each for each in there if each == tier]
+            if block is None or not there or not block.num_holds:
+                raise ConfigError(
+                    f"mark_dirty({key!r}) says that the block was written to, but nobody holds it in memory: it may have "
+                    "left with its old content. Change a block inside `with store.hold(key) as block:`."
+                )
+            self._report(Changed(key, min(there)))
+
+    def flush(self) -> None:
+        """Copy every change to the slowest tier. StoreFull where it cannot take one; nothing is lost then."""
+        with self._entered():
+            self._tiering.try_again()
+            for key in list(self._tiering.blocks):
+                while not isinstance(answer := self._ask(Flush(key)), Ready):
+                    if isinstance(answer, (Full, OSError)):
+                        raise self._full(key, answer if isinstance(answer, OSError) else None)
+                    if isinstance(answer, Wait):
+                        self._changed.wait()
+
+    def release(self, key: Key) -> None:
+        """Nobody needs the block at the moment: it leaves memory, or with policy="delayed" may leave it later."""
+        with self._entered():
+            while not isinstance(answer := self._ask(Release(key)), (Ready, Full)):
+                if isinstance(answer, Wait):
+                    self._changed.wait()
+
+    def discard(self, key: Key) -> None:
+        """Forget the block and its content, everywhere."""
+        with self._entered():
+            while isinstance(self._ask(Discard(key)), Wait):
+                self._changed.wait()
+
+    def close(self) -> None:
+        """Forget everything and remove what is on disk. The store may be used again, and begins empty."""
+        with self._entered():
+            self._ahead = []
+        self._errands.finish()
+        with self._entered():
+            self._tiering = Tiering(self._limits, self._policy)
+            self._contents.close()
+
+    def __enter__(self) -> BlockStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- figures -----------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> Stats:
+        """Hit rates and bytes moved, as of now."""
+        with self._entered():
+            now = self._stats
+            now.num_blocks = sum(1 for block in self._tiering.blocks.values() if block.copies)
+            now.num_dirty = sum(1 for key in self._tiering.blocks if self._tiering.is_dirty(key))
+            for tier, tier_figures in now.tiers.items():
+                tier_figures.num_bytes = self._tiering.used[tier]
+            return now
+
+    def figures(self) -> dict[str, Any]:
+        """The same, fit for JSON."""
+        return {"kind": "blocks", "policy": self._policy, **self.stats.as_dict()}
+
+    # ---- the doing, with the lock held -------------------------------------------------------------
+
+    def _bring(self, key: Key, load: Loader | None, tier: Tier | None, *, is_held: bool) -> Tree:
+        tier = self._tier(tier)
+        self._count_request(key, tier)
+        failure: OSError | None = None
+        while True:
+            outcome = self._next(Want(key, tier, must_stay=is_held))
+            match outcome:
+                case Ready():
+                    if is_held:
+                        self._tiering.hold(key)
+                    version = self._tiering.blocks[key].copies[tier].version
+                    return self._contents.read(key, tier, version, self._outside)
+                case Wait():
+                    self._changed.wait()
+                case Load():
+                    kept, tree = self._load(outcome, load, tier, must_stay=is_held)
+                    if not is_held:
+                        return tree
+                    if not kept:
+                        raise self._full(key, None)
+                case Read() | Move():
+                    try:
+                        tree = self._carry_out(outcome)
+                    except OSError as error:
+                        failure = error
+                        continue  # there is another way: the tiering knows by now that this one is closed
+                    if isinstance(outcome, Read):
+                        if is_held and failure is None and self._tiering.try_again():
+                            continue  # somebody may have made room on the disk since
+                        if is_held:
+                            raise self._full(key, failure)
+                        return self._contents.as_in(tier, tree)
+
+    def _load(
+        self, action: Load, load: Loader | None, tier: Tier, *, must_stay: bool = False
+    ) -> tuple[bool, Tree]:
+        try:
+            if load is None:
+                raise KeyError(action.key)
+            with self._outside():
+                tree = load(action.key)
+                self._check(tree)
+                tree = self._contents.as_in(tier, tree)
+        except BaseException:
+            self._report(Failed(action))
+            raise
+        self._stats.num_loads += 1
+        self._stats.bytes_loaded += block_format.num_bytes(tree)
+        return self._offer(action.key, tree, tier, is_new=False, must_stay=must_stay), tree
+
+    def _offer(self, key: Key, tree: Tree, tier: Tier, *, is_new: bool, must_stay: bool = False) -> bool:
+        num_bytes, failure = block_format.num_bytes(tree), None
+        while True:
+            outcome = self._next(Offer(key, num_bytes, tier, is_new, must_stay))
+            match outcome:
+                case Wait():
+                    self._changed.wait()
+                case Ready():
+                    return True  # somebody put it meanwhile
+                case NotKept():
+                    self._changed.notify_all()
+                    return False
+                case Full():
+                    if failure is None and self._tiering.try_again():
+                        continue  # somebody may have made room on the disk since
+                    raise self._full(key, failure, num_bytes)
+                case Store() | Move():
+                    try:
+                        self._carry_out(outcome, tree)
+                    except OSError as error:
+                        failure = error
+                    else:
+                        if isinstance(outcome, Store):
+                            return True
+
+    def _ask(self, request: Request) -> Any:
+        """The next answer to a request, with one action carried out on the way; an OSError where that failed."""
+        outcome = self._next(request)
+        if isinstance(outcome, (Load, Store, Move, Read)):
+            try:
+                self._carry_out(outcome)
+            except OSError as error:
+                return error
+        return outcome
+
+    def _next(self, request: Request) -> Any:
+        """The last of what must be done; drops before it are done."""
+        last = None
+        for last in self._tiering.handle(request):
+            if isinstance(last, Drop):
+                self._contents.drop(last.key, last.tier, last.version)
+        return last
+
+    def _carry_out(self, action: Slow, offered: Tree = None) -> Tree:
+        """Do it and report; what was read or written. OSError where a tier did not take it."""
+        try:
+            match action:
+                case Store(key, tier, version, num_bytes):
+                    tree = self._contents.write(key, tier, version, offered, self._outside)
+                    self._stats.tiers[tier].bytes_in += num_bytes
+                case Move(key, source, tier, version, num_bytes):
+                    tree = self._contents.read(key, source, version, self._outside)
+                    tree = self._contents.write(key, tier, version, tree, self._outside)
+                    self._stats.tiers[source].bytes_out += num_bytes
+                    self._stats.tiers[tier].bytes_in += num_bytes
+                case Read(key, source, _, version):
+                    tree = self._contents.read(key, source, version, self._outside)
+        except torch.OutOfMemoryError as error:
+            self._report(Failed(action))
+            raise OSError(str(error)) from error
+        except BlockDamaged as error:
+            can_load = self._tiering.blocks[action.key].can_load
+            self._report(Failed(action, source_is_bad=True))
+            if not can_load:
+                raise
+            raise OSError(str(error)) from error
+        except BaseException:
+            self._report(Failed(action))
+            raise
+        self._report(Finished(action))
+        return tree
+
+    def _report(self, event: Event) -> None:
+        for drop in self._tiering.handle(event):
+            if isinstance(drop, Drop):
+                self._contents.drop(drop.key, drop.tier, drop.version)
+        self._changed.notify_all()
+
+    # ---- reading ahead -----------------------------------------------------------------------------
+
+    def _go_on_reading_ahead(self) -> None:
+        if self._ahead and self._errands.is_idle:
+            self._errands(self._read_ahead)
+
+    def _read_ahead(self) -> None:
+        while True:
+            with self._entered():
+                if not self._ahead:
+                    return
+                key, load, tier = self._ahead[-1]
+                outcome = self._next(Want(key, tier, ahead=True))
+                if isinstance(outcome, (Enough, Wait)):
+                    return  # the next `get` sends us again
+                try:
+                    if isinstance(outcome, Load):
+                        self._load(outcome, load, tier)
+                    elif isinstance(outcome, Move):
+                        self._carry_out(outcome)
+                except Exception:
+                    # Whoever gets the block meets the same error, with somebody there to see it.
+                    outcome = Ready()
+                is_there = isinstance(outcome, (Ready, Load)) or (
+                    isinstance(outcome, Move) and outcome.key == key
+                )
+                if is_there and self._ahead and self._ahead[-1][0] == key:
+                    self._ahead.pop()
+
+    def _count_request(self, key: Key, tier: Tier) -> None:
+        block = self._tiering.blocks.get(key)
+        if block is not None and block.is_ahead and tier in block.copies:
+            self._stats.num_ahead += 1
+        for each, counted in self._stats.tiers.items():
+            if each < tier or self._limits.of(each) == 0:
+                continue
+            if block is not None and each in block.copies:
+                counted.num_hits += 1
+                return
+            counted.num_misses += 1
+
+    # ---- the rest ----------------------------------------------------------------------------------
+
+    def _check(self, tree: Tree) -> None:
+        """Refuse now what a disk would refuse in somebody else's call, when room is made for another block."""
+        if self._limits.of(Tier.DISK) != 0:
+            block_format.check(tree)
+
+    def _tier(self, tier: Tier | None) -> Tier:
+        return self._tiering.fastest if tier is None else tier
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        if self._pid != os.getpid():
+            # A lock that another thread of the parent held stays held in a child for ever, and what it did is not done.
+            self._changed, self._pid = threading.Condition(threading.Lock()), os.getpid()
+            for block in list(self._tiering.blocks.values()):
+                if block.busy is not None:
+                    self._tiering.handle(Failed(block.busy))
+            self._tiering.try_again()
+        with self._changed:
+            yield
+
+    @contextlib.contextmanager
+    def _outside(self) -> Iterator[None]:
+        """Without the lock, for as long as it takes."""
+        self._changed.release()
+        try:
+            yield
+        finally:
+            self._changed.acquire()
+
+    def _full(self, key: Key, failure: OSError | None, num_bytes: int | None = None) -> StoreFull:
+        used = {tier.name.lower(): self._tiering.used[tier] for tier in Tier if self._limits.of(tier) != 0}
+        return StoreFull(
+            store=self.name,
+            key=repr(key),
+            num_bytes=num_bytes,
+            used=used,
+            limits={tier.name.lower(): self._limits.of(tier) for tier in Tier if self._limits.of(tier) != 0},
+            directory=None if self._contents.directory is None else str(self._contents.directory),
+            reason=None if failure is None else failure.strerror or str(failure),
+        )

@@ -1,0 +1,123 @@
+"""What of a data set lies in RAM and what on disk, and why."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shoal.config import job as jobs
+from shoal.errors import ConfigError
+from shoal.runtime import events as happenings
+
+NUM_AHEAD = 3
+"""Pieces that are in memory at most: one in use, one whole, one being read."""
+
+Where = Literal["auto", "ram", "disk"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Where a cache keeps what it holds."""
+
+    where: Where = "auto"
+    """"auto": in RAM what fits, on disk the rest. "ram", "disk": all of it."""
+
+    ram_bytes: int | None = None
+    """At most so much RAM; None for half of what is free when the cache is made."""
+
+    directory: str | None = None
+    """Where the disk part lies; None for the job's scratch directory."""
+
+    def __post_init__(self) -> None:
+        if self.where not in ("auto", "ram", "disk"):
+            raise ConfigError(f"a cache is 'auto', 'ram' or 'disk', got {self.where!r}")
+        if self.ram_bytes is not None and self.ram_bytes < 0:
+            raise ConfigError(f"ram_bytes must be 0 or more, got {self.ram_bytes}")
+
+    @classmethod
+    def of(cls, cache: Any) -> CacheConfig:
+        """From what people write: a word, or one of these."""
+        return cache if isinstance(cache, cls) else cls(where=cache)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """How many of the rows, from the first on, are in RAM."""
+
+    num_ram_rows: int
+    ram_bytes: int
+    disk_bytes: int
+    why: str
+    """For people, to stand behind "because"."""
+
+
+def place(
+    num_rows: int, bytes_per_row: float, config: CacheConfig, *, budget_bytes: int, num_sharers: int = 1
+) -> Placement:
+    """Cut the rows: as many as fit from the first on in RAM.
+
+    A cut, and not the rows in use: a shuffled epoch uses all of them alike,
+    and whatever was moved in would only move others out.
+    """
+
+    def cut(num_ram_rows: int, why: str) -> Placement:
+        total, in_ram = round(num_rows * bytes_per_row), round(num_ram_rows * bytes_per_row)
+        return Placement(num_ram_rows=num_ram_rows, ram_bytes=in_ram, disk_bytes=total - in_ram, why=why)
+
+    if config.where == "disk":
+        return cut(0, "cache='disk'")
+    if config.where == "ram" and config.ram_bytes is None:
+        return cut(num_rows, "cache='ram'")
+    limit = budget_bytes if config.ram_bytes is None else config.ram_bytes
+    each = f" for each of {num_sharers} workers" if num_sharers > 1 else ""
+    whose = (
+        f"ram_bytes is {amount(limit)}"
+        if config.ram_bytes is not None
+        else f"half of the free memory is {amount(limit)}{each}"
+    )
+    total = num_rows * bytes_per_row
+    why = f"it is {amount(total)} and {whose}"
+    if total <= limit:
+        return cut(num_rows, why)
+    if config.where == "ram":
+        raise ConfigError(
+            f"cache='ram' would need {amount(total)}, but {whose}. Nothing was read; raise ram_bytes, or let the rest lie on "
+            "disk with cache='auto'."
+        )
+    # What is read ahead from disk takes its part of the limit.
+    return cut(int((limit - NUM_AHEAD * piece_bytes(limit)) / bytes_per_row), why)
+
+
+def piece_bytes(limit: int) -> int:
+    """How much is read ahead at a time by a cache with this limit."""
+    return min(32 << 20, limit // 16)
+
+
+def say_where(what: str, placed: Placement, directory: Any) -> None:
+    """Write down which part of a cache lies where, and why; on the screen too, if a part is on disk."""
+    if not placed.disk_bytes:
+        where = "in RAM"
+    elif not placed.ram_bytes:
+        where = f"on disk ({directory})"
+    else:
+        where = f"{amount(placed.ram_bytes)} in RAM, {amount(placed.disk_bytes)} on disk ({directory})"
+    happenings.tell(
+        "cache placed",
+        what=what,
+        ram_bytes=placed.ram_bytes,
+        disk_bytes=placed.disk_bytes,
+        because=placed.why,
+        directory=str(directory) if placed.disk_bytes else None,
+    )
+    if placed.disk_bytes and jobs.rank() == 0:
+        print(f"shoal: the cache of {what} is {where}, because {placed.why}", file=sys.stderr)
+
+
+def amount(num_bytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

@@ -1,0 +1,138 @@
+"""Rows of one length in a file without a name, in RAM or on disk, read in any order.
+
+In RAM they are a matrix. From disk each row is read by a system call (1.1 µs
+where the kernel has it in its cache, and then nothing of the file counts as
+this process's memory); through a mapping it takes longer, a page fault each,
+and what was touched stays until it is let go of.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shoal.data.cache import anon_file as nameless
+
+# Slower than this, rows are not in the kernel's cache: then several threads wait for the disk at once.
+_SLOW_S_PER_ROW = 20e-6
+_NUM_THREADS = 16
+_AT_ONCE = 1024
+_OWN_PAGES_BYTES = 1 << 20
+# From here on torch's threads copy faster; below, they wait for each other longer than they copy.
+_LARGE_BYTES = 8 << 20
+
+
+class RowFile:
+    """`num_rows` rows from `offset` on. The descriptor stays its owner's."""
+
+    def __init__(self, fd: int, *, offset: int, num_rows: int, row_bytes: int, is_on_disk: bool) -> None:
+        self.num_rows, self.row_bytes = num_rows, row_bytes
+        self._fd, self._offset, self._is_on_disk = fd, offset, is_on_disk
+        self._is_slow = False
+        in_memory = 0 if is_on_disk else num_rows
+        mapped = mmap.mmap(fd, in_memory * row_bytes, offset=offset) if in_memory else bytearray(8)
+        words = torch.frombuffer(mapped, dtype=torch.int64)
+        self._rows = words[: in_memory * row_bytes // 8].view(in_memory, row_bytes // 8)
+        self._array = self._rows.numpy()
+
+    def write(self, begin: int, rows: NDArray[np.uint8]) -> None:
+        """Rows that follow each other; OSError where the disk takes no more."""
+        nameless.write_at(self._fd, self._offset + begin * self.row_bytes, rows)
+
+    def put(self, numbers: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+        """Rows here and there."""
+        for number, row in zip(numbers.tolist(), rows, strict=True):
+            nameless.write_at(self._fd, self._offset + number * self.row_bytes, row)
+
+    def take(self, numbers: NDArray[np.int64]) -> torch.Tensor:
+        """Copies of these rows, in this order: int64, [n, words]. In RAM."""
+        if len(numbers) * self.row_bytes >= _LARGE_BYTES:
+            return self._rows.index_select(0, torch.from_numpy(numbers))
+        return torch.from_numpy(self._array.take(numbers, axis=0))
+
+    def take_into(
+        self, numbers: NDArray[np.int64], found: NDArray[np.int64], places: NDArray[np.int64]
+    ) -> None:
+        """Copy these rows to their places among others."""
+        if self._is_on_disk:
+            self._read_into(numbers, found, places)
+            return
+        for begin in range(0, len(numbers), _AT_ONCE):
+            chosen = slice(begin, begin + _AT_ONCE)
+            found[places[chosen]] = self._array.take(numbers[chosen], axis=0)
+
+    def take_range(self, begin: int, end: int) -> torch.Tensor:
+        """Copies of rows that follow each other."""
+        if not self._is_on_disk:
+            return self._rows[begin:end].clone()
+        found = buffer(end - begin, self.row_bytes)
+        nameless.read_at(self._fd, self._offset + begin * self.row_bytes, found)
+        return torch.from_numpy(found)
+
+    def _read_into(
+        self, numbers: NDArray[np.int64], found: NDArray[np.int64], places: NDArray[np.int64]
+    ) -> None:
+        began, length = time.perf_counter(), self.row_bytes
+        order = np.argsort(numbers)  # a disk is faster from its beginning to its end
+        offsets = (self._offset + numbers[order] * length).tolist()
+        targets = (places[order] * length).tolist()
+        view = found.data.cast("B")
+
+        def read(begin: int, end: int) -> None:
+            for target, offset in zip(targets[begin:end], offsets[begin:end], strict=True):
+                if os.preadv(self._fd, (view[target : target + length],), offset) != length:
+                    raise OSError(f"it ends before row {(offset - self._offset) // length}")
+
+        if self._is_slow:
+            cuts = np.linspace(0, len(numbers), _NUM_THREADS + 1).astype(int).tolist()
+            with ThreadPoolExecutor(_NUM_THREADS, "shoal-rows") as threads:
+                list(threads.map(read, cuts[:-1], cuts[1:]))
+        else:
+            read(0, len(numbers))
+        if len(numbers) >= 64:
+            per_row = (time.perf_counter() - began) / len(numbers)
+            self._is_slow = per_row * (_NUM_THREADS if self._is_slow else 1) > _SLOW_S_PER_ROW
+
+
+def buffer(num_rows: int, row_bytes: int) -> NDArray[np.int64]:
+    """Memory for rows, [n, words]. What is large goes back to the system as soon as nobody has it.
+
+    malloc would keep it for the thread that asked for it, of which there are
+    many, one after the other.
+    """
+    num_bytes = num_rows * row_bytes
+    memory = mmap.mmap(-1, num_bytes) if num_bytes >= _OWN_PAGES_BYTES else bytearray(num_bytes)
+    return np.frombuffer(memory, np.int64).reshape(num_rows, row_bytes // 8)
+
+
+class Heap:
+    """Bytes of any length in a file that grows; rows say where theirs begin."""
+
+    def __init__(self, fd: int, *, is_on_disk: bool) -> None:
+        self._fd, self._is_on_disk = fd, is_on_disk
+        self._view = memoryview(b"")
+        self._lock = threading.Lock()
+
+    def write(self, at: int, data: Any) -> None:
+        """Put bytes at a place that was asked for before."""
+        nameless.write_at(self._fd, at, data)
+
+    def read(self, at: int, length: int) -> bytes | memoryview:
+        """The bytes at a place; in RAM without a copy."""
+        if not length:
+            return b""
+        if self._is_on_disk:
+            return os.pread(self._fd, length, at)
+        if at + length > len(self._view):
+            with self._lock:
+                size = os.fstat(self._fd).st_size
+                self._view = memoryview(mmap.mmap(self._fd, size))
+        return self._view[at : at + length]

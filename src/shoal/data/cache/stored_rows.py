@@ -1,0 +1,223 @@
+"""The decoded rows of a table, each block decoded once: in RAM as far as they fit, else on disk.
+
+All workers of a host share them: a block is decoded by whichever of them
+needs it first, and a worker that was started again finds what is there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shoal.config import job as jobs
+from shoal.data.cache import CacheConfig, available
+from shoal.data.cache.cache_plan import piece_bytes, place, say_where
+from shoal.data.cache.row_layout import Field, RowLayout
+from shoal.data.cache.row_prefetch import RowsAhead
+from shoal.data.cache.row_store import UNLIMITED, Lists, RowSpec, RowStore
+from shoal.data.cache.table_storage import Gathered
+from shoal.data.formats.table import Column, Ragged, Table
+from shoal.errors import BadSample, CacheFull
+
+_THERE, _THERE_WITH_BAD_ROWS = 1, 2
+_MAX_DECODERS = 4
+_DECODING_NEEDS = 3  # times what comes of it: read, decoded, as columns
+_PATIENCE_S = 0.002  # between two looks at a block that another process is decoding
+
+
+class StoredRows:
+    """A table's rows in a `RowStore`."""
+
+    def __init__(self, table: Table, config: CacheConfig) -> None:
+        self._table, self._config = table, config
+        self._bounds = np.cumsum([0, *(block.num_rows for block in table.blocks)])
+        self._bad: dict[int, BadSample] = {}
+        self._bad_of_block: dict[int, Mapping[int, BadSample]] = {}
+        self._is_whole = self._said = False
+        self._lock = threading.Lock()
+        job = jobs.current()
+        fields = {c.name: Field.of(c.dtype, c.shape) for c in table.columns if not c.is_ragged}
+        lists = {c.name: c.dtype for c in table.columns if c.is_ragged}
+        row_bytes = RowLayout({**fields, **_hidden(lists)}).row_bytes
+        num_rows = int(self._bounds[-1])
+        list_bytes = sum(_list_bytes(block, table.columns) for block in table.blocks) if lists else 0
+        budget = available.for_caches()
+        self._limit = budget if config.ram_bytes is None else config.ram_bytes
+        self._placement = placed = place(
+            num_rows, row_bytes + list_bytes / max(num_rows, 1), config, budget_bytes=budget
+        )
+        spec = RowSpec(
+            fields=fields,
+            lists=lists,
+            num_rows=num_rows,
+            num_parts=len(table.blocks),
+            num_ram_rows=placed.num_ram_rows,
+            # Sizes of lists are guesses; where all of them go to RAM, so does what they were guessed too small.
+            heap_ram_bytes=UNLIMITED
+            if placed.num_ram_rows == num_rows
+            else max(placed.ram_bytes - placed.num_ram_rows * row_bytes, 0),
+        )
+        where = table.blocks[0].where if table.blocks else "a table"
+        self._what = where.rpartition(", ")[0] or where
+        self._store = RowStore(
+            spec,
+            name=self._what,
+            directory=config.directory,
+            shared_as=table.identity if job.launched else None,
+            granted_bytes=self._placement.ram_bytes,
+        )
+        self._ahead = RowsAhead(self._take, row_bytes=row_bytes, piece_bytes=piece_bytes(self._limit))
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether some of the rows are on disk."""
+        return not self._store.is_all_in_ram
+
+    def gather(self, rows: range | NDArray[np.int64]) -> Gathered:
+        """Copies of these rows, of blocks that are decoded now if they were not before."""
+        taken = None
+        if self.looks_ahead and not isinstance(rows, range):
+            taken = self._ahead.take(rows)
+            if taken is not None:
+                self._store.count_ahead(len(rows))
+        columns: dict[str, Any] = self._store.unpack(self._take(rows) if taken is None else taken)
+        if self._store.spec.lists:
+            columns = {column.name: _as_ragged(columns[column.name]) for column in self._table.columns}
+        return Gathered(columns, self._bad_among(rows) if self._bad else {})
+
+    def will_need(self, rows: NDArray[np.int64]) -> None:
+        """Read them ahead, where they are on disk."""
+        if self.looks_ahead and len(rows):
+            self._ahead.announce(rows)
+
+    def describe(self) -> dict[str, Any]:
+        """What is kept where, and why."""
+        placed = self._placement
+        return {
+            "cache": self._config.where,
+            "ram_bytes": placed.ram_bytes,
+            "disk_bytes": placed.disk_bytes,
+            "because": placed.why,
+            **self._store.figures(),
+        }
+
+    # ---- decoding ----------------------------------------------------------------------------------
+
+    def _take(self, rows: range | NDArray[np.int64]) -> torch.Tensor:
+        if not self._is_whole:
+            self._have(self._blocks_of(rows))
+        return self._store.take(rows)
+
+    def _blocks_of(self, rows: range | NDArray[np.int64]) -> list[int]:
+        if isinstance(rows, range):
+            ends = np.asarray([rows[0], rows[-1]])
+            first, last = (np.searchsorted(self._bounds, ends, side="right") - 1).tolist()
+            return list(range(min(first, last), max(first, last) + 1))
+        found: list[int] = np.unique(np.searchsorted(self._bounds, rows, side="right") - 1).tolist()
+        return found
+
+    def _have(self, blocks: Sequence[int]) -> None:
+        """Return when all of these are decoded, by us or by others, and their bad rows are known."""
+        flags = self._store.flags
+        missing = [block for block in blocks if not flags[block]]
+        if missing and self._lock.acquire(blocking=False):
+            try:
+                self._begin()
+            finally:
+                self._lock.release()
+        while missing:
+            self._decode(missing)
+            missing = [block for block in missing if not flags[block]]
+            if missing:
+                time.sleep(_PATIENCE_S)  # another process has them; if it dies, its locks are free
+        for block in blocks:
+            if flags[block] == _THERE_WITH_BAD_ROWS:
+                self._learn_bad(block)
+        self._is_whole = bool(flags.all())
+
+    def _decode(self, blocks: Sequence[int]) -> None:
+        largest = max(self._table.blocks[block].num_bytes for block in blocks)
+        cores = len(os.sched_getaffinity(0)) // jobs.current().num_workers
+        room = self._limit // (_DECODING_NEEDS * max(largest, 1))
+        num_threads = max(1, min(_MAX_DECODERS, cores, room, len(blocks)))
+        try:
+            if num_threads == 1:
+                for block in blocks:
+                    self._decode_one(block)
+            else:
+                with ThreadPoolExecutor(num_threads, "shoal-decode") as threads:
+                    for _ in threads.map(self._decode_one, blocks):
+                        pass
+        finally:
+            _give_back_unused()
+
+    def _decode_one(self, block: int) -> None:
+        with self._store.claimed(block) as is_ours:
+            if not is_ours or self._store.flags[block]:
+                return
+            rows = self._table.read(block)
+            self._store.write(int(self._bounds[block]), rows.num_rows, rows.columns)
+            if rows.bad:
+                self._bad_of_block[block] = rows.bad
+            self._store.flags[block] = _THERE_WITH_BAD_ROWS if rows.bad else _THERE
+
+    def _learn_bad(self, block: int) -> None:
+        """What is wrong with rows of a block; if another process decoded it, by decoding it again."""
+        first = int(self._bounds[block])
+        if block not in self._bad_of_block:
+            self._bad_of_block[block] = self._table.read(block).bad
+        known = self._bad_of_block[block]
+        if known and first + next(iter(known)) not in self._bad:
+            self._bad.update({first + row: bad for row, bad in known.items()})
+
+    def _bad_among(self, rows: range | NDArray[np.int64]) -> dict[int, BadSample]:
+        asked = rows if isinstance(rows, range) else rows.tolist()
+        return {row: self._bad[row] for row in asked if row in self._bad}
+
+    def _begin(self) -> None:
+        """Once, before the first block is kept: say where it all goes, and whether there is room for it."""
+        if self._store.flags.any() or not self._store.is_first or self._said:
+            return
+        placed, directory = self._placement, self._store.directory
+        if placed.disk_bytes:
+            free = available.free_disk_bytes(directory)
+            if free < placed.disk_bytes:
+                raise CacheFull(
+                    what=self._what,
+                    directory=str(directory),
+                    needed_bytes=placed.disk_bytes,
+                    free_bytes=free,
+                    reason="the rows that do not fit in RAM do not fit there either",
+                )
+        self._said = True
+        say_where(self._what, placed, directory)
+
+
+def _give_back_unused() -> None:
+    """What Arrow keeps of freed memory, for blocks that will not come."""
+    arrow = sys.modules.get("pyarrow")
+    if arrow is not None:
+        arrow.default_memory_pool().release_unused()
+
+
+def _hidden(lists: Mapping[str, Any]) -> dict[str, Field]:
+    return {f"{name}\0{what}": Field(torch.int64) for name in lists for what in ("at", "length")}
+
+
+def _list_bytes(block: Any, columns: Sequence[Column]) -> int:
+    """What the lists of a block take, about: what is left of its bytes when everything else is counted."""
+    fixed = sum(c.dtype.itemsize * int(np.prod(c.shape)) for c in columns if not c.is_ragged)
+    return max(int(block.num_bytes) - int(block.num_rows) * fixed, 0)
+
+
+def _as_ragged(column: torch.Tensor | Lists) -> torch.Tensor | Ragged:
+    return Ragged(*column) if isinstance(column, Lists) else column

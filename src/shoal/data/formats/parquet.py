@@ -1,0 +1,326 @@
+"""Parquet files as one table: row groups are the blocks.
+
+Footers are read when the table is opened; columns that nobody asked for, and
+row groups that `where=` rules out by their statistics, are never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.arguments import OnError, skipping
+from shoal.data.cache.disk_cache import identity_of, remembered
+from shoal.data.files import FileInfo, Files, SharedFiles, Where, in_threads
+from shoal.data.formats.arrow import BadRows, Fill, as_indices, decoded
+from shoal.data.formats.file_ranges import file_of
+from shoal.data.formats.predicate import Predicate, Statistics
+from shoal.data.formats.schema import check_names, chosen, columns_of, label_names
+from shoal.data.formats.source import TableSource
+from shoal.data.formats.table import Block, Column, Rows, empty_rows, joined_rows
+from shoal.errors import FileDamaged, SchemasDiffer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+ENDINGS = (".parquet", ".pq", ".parq")
+
+_BLOCK_BYTES = 8 << 20  # small row groups are read several at a time, up to this
+
+
+def open_parquet(
+    path: Where,
+    *,
+    label: str | Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    where: Any = None,
+    fill: Mapping[str, Any] | None = None,
+    cache: Any = "auto",
+    on_error: OnError = "raise",
+    max_skips: int | None = None,
+    files: Files | None = None,
+) -> TableSource:
+    """The source behind `Dataset.from_parquet`."""
+    on_error, max_skips = skipping("", on_error, max_skips)
+    table = ParquetTable(
+        path, columns=columns, needed=label_names(label), where=where, fill=fill, files=files
+    )
+    return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Consecutive row groups of a file that are read at once."""
+
+    file: int
+    groups: tuple[int, ...]
+
+
+class ParquetTable:
+    """Row groups of one or several files of one schema."""
+
+    def __init__(
+        self,
+        path: Where,
+        *,
+        columns: Sequence[str] | None = None,
+        needed: Sequence[str] = (),
+        where: Any = None,
+        fill: Mapping[str, Any] | None = None,
+        files: Files | None = None,
+    ) -> None:
+        self._files = files or SharedFiles()
+        self._infos = self._files.expand(path, ENDINGS)
+        self._footers: list[pq.FileMetaData] = in_threads(self._footer, self._infos)
+        schema, first = self._footers[0].schema.to_arrow_schema(), self._infos[0].url
+        self._names = chosen(schema.names, columns, first, needed=needed)
+        check_names("fill=", fill, self._names, first)
+        self._predicate: Predicate | None = None
+        if where is not None:
+            self._predicate = Predicate(where, {field.name: field.type for field in schema}, first)
+        self._read_names = [*self._names, *self._only_for_rows()]
+        self._check_schemas(schema)
+        self.columns: tuple[Column, ...] = columns_of(pa_subset(schema, self._names), first)
+        self._fill = Fill(fill, self.columns)
+        kept = self._predicate.describe() if self._predicate else None
+        self.identity = identity_of(self._infos, format="parquet", columns=self._names, where=kept, fill=fill)
+        self._parts: list[_Part] = []
+        self._first_rows: list[list[int]] = []
+        self._counts = self._kept_rows()
+        self.blocks = self._plan()
+        for file, info in enumerate(self._infos):
+            self._files.narrow(info.url, self._wanted_ranges(file))
+
+    def read(self, block: int) -> Rows:
+        """Decode the row groups of one block."""
+        import pyarrow as pa
+
+        part = self._parts[block]
+        try:
+            return self._read(part.file, part.groups)
+        except (pa.ArrowException, OSError):
+            # One of them is damaged; the others need not be.
+            return joined_rows([self._read_or_bad(part.file, group) for group in part.groups])
+
+    def _wanted_ranges(self, file: int) -> list[tuple[int, int]]:
+        """The bytes of the chosen columns, and the footer: where files come from elsewhere, no others do."""
+        footer = self._footers[file]
+        tail = footer.serialized_size + (
+            64 << 10
+        )  # it is read from the end, some of what stands before it too
+        ranges = [(max(self._infos[file].num_bytes - tail, 0), self._infos[file].num_bytes)]
+        wanted = set(self._read_names)
+        for group in range(footer.num_row_groups):
+            for number in range(footer.row_group(group).num_columns):
+                column = footer.row_group(group).column(number)
+                if _belongs(column.path_in_schema, wanted):
+                    begin = min(
+                        column.dictionary_page_offset or column.data_page_offset, column.data_page_offset
+                    )
+                    ranges.append((begin, begin + column.total_compressed_size))
+        return ranges
+
+    def _read(self, file: int, groups: Sequence[int]) -> Rows:
+        table = self._open(file).read_row_groups(list(groups), columns=self._read_names, use_threads=True)
+        kept: NDArray[np.int64] | None = None
+        if self._predicate:
+            kept = np.flatnonzero(self._predicate.mask(table))
+            table = table.take(as_indices(kept))
+        url, first = self._infos[file].url, int(self._first_rows[file][groups[0]]) + 1
+
+        def address(row: int) -> dict[str, Any]:
+            return {"where": url, "row": first + (row if kept is None else int(kept[row]))}
+
+        return decoded(table, self.columns, self._fill, address)
+
+    def _read_or_bad(self, file: int, group: int) -> Rows:
+        """A row group, or one of which each row is a bad sample."""
+        import pyarrow as pa
+
+        try:
+            return self._read(file, [group])
+        except (pa.ArrowException, OSError) as error:
+            where, first = self._where(file, [group]), int(self._first_rows[file][group]) + 1
+            bad = BadRows(lambda row: {"where": where, "row": first + row})
+            num_rows = self._counts[file][group]
+            for row in range(num_rows):
+                bad.add(row, None, f"its row group cannot be decoded ({_short(error)})")
+            return empty_rows(self.columns, num_rows, bad)
+
+    def is_here(self, block: int) -> bool:
+        """Whether this host has the file of a block itself."""
+        return self._files.is_here(self._infos[self._parts[block].file].url)
+
+    def stage(self) -> None:
+        """Have all files at this host."""
+        self._files.stage()
+
+    def describe(self) -> dict[str, Any]:
+        """Format, files, columns and conditions."""
+        said: dict[str, Any] = {"format": "parquet", "num_files": len(self._infos)}
+        return {**said, "where": self._predicate.describe()} if self._predicate else said
+
+    def _footer(self, info: FileInfo) -> pq.FileMetaData:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if info.num_bytes == 0:
+            raise FileDamaged(url=info.url, problem="it is empty, and even a table without rows has a footer")
+        try:
+            return pq.read_metadata(file_of(self._files, info))
+        except (pa.ArrowException, OSError) as error:
+            problem = f"its {info.num_bytes} bytes do not end in a Parquet footer ({_short(error)}), so it is no Parquet file or only the beginning of one"
+            raise FileDamaged(url=info.url, problem=problem) from error
+
+    def _open(self, file: int) -> pq.ParquetFile:
+        """One per reader: they are not to be shared between threads."""
+        import pyarrow.parquet as pq
+
+        return pq.ParquetFile(
+            file_of(self._files, self._infos[file]),
+            metadata=self._footers[file],
+            pre_buffer=True,
+            page_checksum_verification=True,
+        )
+
+    def _only_for_rows(self) -> list[str]:
+        return (
+            [name for name in self._predicate.columns if name not in self._names] if self._predicate else []
+        )
+
+    def _check_schemas(self, first: pa.Schema) -> None:
+        for info, footer in zip(self._infos[1:], self._footers[1:], strict=True):
+            other = footer.schema.to_arrow_schema()
+            differences = []
+            for name in self._read_names:
+                if name not in other.names:
+                    differences.append(f"it has no column '{name}'")
+                elif other.field(name).type != first.field(name).type:
+                    kinds = f"{other.field(name).type}, not {first.field(name).type}"
+                    differences.append(f"its column '{name}' is of type {kinds}")
+            if len(self._names) == len(first.names):
+                differences += [
+                    f"it has a column '{name}' more" for name in other.names if name not in first.names
+                ]
+            if differences:
+                raise SchemasDiffer(first=self._infos[0].url, other=info.url, differences=differences)
+
+    def _plan(self) -> tuple[Block, ...]:
+        """Blocks of the row groups that have rows to give, small ones joined."""
+        blocks = []
+        for file, footer in enumerate(self._footers):
+            infos = [footer.row_group(group) for group in range(footer.num_row_groups)]
+            first_rows = np.cumsum([0, *(info.num_rows for info in infos)]).tolist()
+            self._first_rows.append(first_rows)
+            counts, sizes = self._counts[file], [self._decoded_bytes(info) for info in infos]
+            for groups in runs(counts, sizes, _BLOCK_BYTES):
+                self._parts.append(_Part(file, groups))
+                num_rows = sum(counts[group] for group in groups)
+                num_bytes = sum(sizes[group] for group in groups)
+                blocks.append(Block(num_rows, num_bytes, self._where(file, groups), first_rows[groups[0]]))
+        return tuple(blocks)
+
+    def _where(self, file: int, groups: Sequence[int]) -> str:
+        number = f"row group {groups[0]}" if len(groups) == 1 else f"row groups {groups[0]} to {groups[-1]}"
+        return f"{self._infos[file].url}, {number}"
+
+    def _kept_rows(self) -> list[list[int]]:
+        """Rows of each row group of each file that `where=` keeps; reads what statistics leave open."""
+        counts = [
+            [footer.row_group(g).num_rows for g in range(footer.num_row_groups)] for footer in self._footers
+        ]
+        if self._predicate is None:
+            return counts
+        predicate = self._predicate
+
+        def count() -> list[list[int]]:
+            undecided = []
+            for file, footer in enumerate(self._footers):
+                for group in range(footer.num_row_groups):
+                    decision = predicate.decide(_statistics(footer.row_group(group), predicate.columns))
+                    if decision is None:
+                        undecided.append((file, group))
+                    elif not decision:
+                        counts[file][group] = 0
+            for (file, group), kept in zip(undecided, in_threads(self._count, undecided), strict=True):
+                counts[file][group] = kept
+            return counts
+
+        kept: list[list[int]] = remembered(f"{self.identity}-rows", count)
+        return kept
+
+    def _count(self, at: tuple[int, int]) -> int:
+        import pyarrow as pa
+
+        assert self._predicate
+        file, group = at
+        try:
+            table = self._open(file).read_row_group(group, columns=self._predicate.columns, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            url = self._infos[file].url
+            problem = (
+                f"the columns that where= compares cannot be decoded in row group {group} ({_short(error)})"
+            )
+            raise FileDamaged(url=url, problem=problem) from error
+        return int(self._predicate.mask(table).sum())
+
+    def _decoded_bytes(self, group: Any) -> int:
+        fixed = sum(
+            column.dtype.itemsize * int(np.prod(column.shape))
+            for column in self.columns
+            if not column.is_ragged
+        )
+        ragged = {column.name for column in self.columns if column.is_ragged}
+        chunks = (group.column(number) for number in range(group.num_columns)) if ragged else ()
+        sizes = [chunk.total_uncompressed_size for chunk in chunks if _belongs(chunk.path_in_schema, ragged)]
+        return int(group.num_rows * fixed + sum(sizes))
+
+
+def _belongs(path: str, names: Collection[str]) -> bool:
+    """Whether a leaf of the file is of one of these columns: lists have theirs below them, and names may have points."""
+    return path in names or any(path.startswith(f"{name}.") for name in names)
+
+
+def runs(counts: Sequence[int], sizes: Sequence[int], most_bytes: int) -> list[tuple[int, ...]]:
+    """Neighbours that have rows, joined as long as they stay below a size."""
+    found: list[list[int]] = []
+    total = 0
+    for number, (count, size) in enumerate(zip(counts, sizes, strict=True)):
+        if not count:
+            continue
+        follows = bool(found) and found[-1][-1] == number - 1
+        if follows and total + size <= most_bytes:
+            found[-1].append(number)
+            total += size
+        else:
+            found.append([number])
+            total = size
+    return [tuple(run) for run in found]
+
+
+def pa_subset(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
+    """The fields with these names, in their order."""
+    import pyarrow as pa
+
+    return pa.schema([schema.field(name) for name in names])
+
+
+def _statistics(group: Any, names: Sequence[str]) -> dict[str, Statistics]:
+    known = {}
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        if chunk.path_in_schema in names and chunk.is_stats_set and chunk.statistics.has_min_max:
+            found = chunk.statistics
+            has_nulls = not found.has_null_count or found.null_count > 0
+            known[chunk.path_in_schema] = Statistics(found.min, found.max, has_nulls)
+    return known
+
+
+def _short(error: Exception) -> str:
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return text if len(text) < 200 else f"{text[:200]}..."

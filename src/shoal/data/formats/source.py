@@ -1,0 +1,186 @@
+"""Samples and batches of a table, by index.
+
+A sample is a dict of columns, or (dict, label). The rows come from a storage;
+here they become tensors, strings and padded lists, and a bad row becomes the
+error of whoever asks for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shoal.data.arguments import OnError, skipping
+from shoal.data.cache.table_storage import open_storage
+from shoal.data.collate import as_objects
+from shoal.data.formats.schema import label_names
+from shoal.data.formats.table import Column, Ragged, StagedTable, Table
+from shoal.data.formats.text_lists import unpacked
+from shoal.data.order.order import Indices
+from shoal.data.skipping import SkipSamples
+from shoal.data.sources.source import Source
+from shoal.data.tree import Tree
+from shoal.errors import ConfigError, DataError, NoSuchColumn
+from shoal.runtime.user_frames import calling_line
+
+
+class TableSource(Source):
+    """Rows of a table.
+
+    A batch holds copies. Lists of several lengths are padded behind to the
+    longest of the batch: whole numbers with -1, floats with 0, booleans with
+    False. Strings are a numpy array of `str`, bytes one of objects; lists of
+    strings are such an array each, and in a batch an array of those.
+    """
+
+    runs_user_code = False
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        label: str | Sequence[str] | None = None,
+        cache: Any = "auto",
+        on_error: OnError = "raise",
+        max_skips: int | None = None,
+    ) -> None:
+        self.table = table
+        self.on_error, self.max_skips = skipping("", on_error, max_skips)
+        self.num_samples = sum(block.num_rows for block in table.blocks)
+        self._columns = {column.name: column for column in table.columns}
+        self._ragged = [column for column in table.columns if column.is_ragged]
+        self._label = label
+        self._labels = label_names(label)
+        missing = [name for name in self._labels if name not in self._columns]
+        if missing:
+            where = table.blocks[0].where if table.blocks else "the table"
+            raise NoSuchColumn(asked=missing, there=list(self._columns), where=where, asked_by="label=")
+        if label is not None and len(self._labels) == len(self._columns):
+            raise ConfigError(
+                f"label={label!r} leaves no column for the inputs: the table has {', '.join(self._columns)}. Read more "
+                "columns, or read without label=."
+            )
+        self._cache = cache
+        self._opened_at = calling_line()
+        self._storage = open_storage(table, cache=cache)
+
+    def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
+        """The rows: numbers as tensors, lists as tensors of their own length, strings as `str`."""
+        columns = self._gather(indices)
+        rows = {name: column_samples(self._columns[name], column) for name, column in columns.items()}
+        return [
+            self._arranged({name: values[row] for name, values in rows.items()})
+            for row in range(len(indices))
+        ]
+
+    def batch(self, indices: Indices, epoch: int = 0) -> Tree:
+        """The rows as columns."""
+        columns: dict[str, Any] = self._gather(indices)
+        for column in self._ragged:
+            columns[column.name] = _batch(column, columns[column.name])
+        return self._arranged(columns)
+
+    @property
+    def looks_ahead(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
+        """Whether rows may be on disk."""
+        return self._storage.looks_ahead
+
+    def will_need(self, indices: Indices, epoch: int = 0) -> None:
+        """Read them ahead, where they are on disk."""
+        if self.looks_ahead:
+            self._storage.will_need(np.asarray(indices, dtype=np.int64))
+
+    def here(self) -> NDArray[np.bool_] | None:
+        """By index, whether this host has the sample itself; None where all hosts have all."""
+        if not isinstance(self.table, StagedTable):
+            return None
+        here = [self.table.is_here(number) for number in range(len(self.table.blocks))]
+        if all(here):
+            return None
+        return np.repeat(here, [block.num_rows for block in self.table.blocks])
+
+    def stage(self) -> None:
+        """Have the files at this host."""
+        if isinstance(self.table, StagedTable):
+            try:
+                self.table.stage()
+            except DataError as error:
+                error.opened_by(self._opened_at)
+                raise
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The table's own, with the label and how many rows there are."""
+        stage = {"source": "table", **self.table.describe(), "num_samples": self.num_samples}
+        stage["columns"] = [column.describe() for column in self.table.columns]
+        if self._label is not None:
+            stage["label"] = self._label if isinstance(self._label, str) else self._labels
+        return [stage]
+
+    def _gather(self, indices: Indices) -> dict[str, torch.Tensor | Ragged]:
+        rows = indices if isinstance(indices, range) else np.asarray(indices, dtype=np.int64)
+        try:
+            gathered = self._storage.gather(rows)
+        except DataError as error:
+            error.opened_by(self._opened_at)
+            raise
+        if gathered.bad:
+            bad = {
+                row: sample.at_index(row).opened_by(self._opened_at)
+                for row, sample in sorted(gathered.bad.items())
+            }
+            if self.on_error == "skip":
+                raise SkipSamples(bad, max_skips=self.max_skips)
+            raise next(iter(bad.values()))
+        return gathered.columns
+
+    def _arranged(self, columns: dict[str, Any]) -> Tree:
+        if self._label is None:
+            return columns
+        labels = {name: columns.pop(name) for name in self._labels}
+        return columns, labels[self._label] if isinstance(self._label, str) else labels
+
+
+def padding_of(dtype: np.dtype[Any]) -> Any:
+    """What stands behind the end of a shorter list."""
+    return -1 if dtype.kind == "i" else 0
+
+
+def _batch(column: Column, values: Ragged) -> Any:
+    if column.kind != "number":
+        return _objects(column, values)
+    lengths = np.diff(values.offsets)
+    longest = int(lengths.max(initial=0))
+    padded = np.full((values.num_rows, longest), padding_of(values.values.dtype), dtype=values.values.dtype)
+    padded[np.arange(longest) < lengths[:, None]] = values.values[values.offsets[0] : values.offsets[-1]]
+    return torch.from_numpy(padded)
+
+
+def column_samples(column: Column, values: torch.Tensor | Ragged) -> Sequence[Any]:
+    """The rows of a column, one by one."""
+    if isinstance(values, torch.Tensor):
+        return values.unbind(0)
+    if column.kind == "text" and not column.is_list:
+        # Not through an array, whose strings end before zeros.
+        return [piece.decode() for piece in _pieces(values)]
+    if column.kind != "number":
+        return list(_objects(column, values))
+    return torch.split_with_sizes(torch.from_numpy(values.values), np.diff(values.offsets).tolist())
+
+
+def _objects(column: Column, values: Ragged) -> Any:
+    pieces = _pieces(values)
+    if column.is_list:
+        return as_objects([unpacked(piece, is_text=column.kind == "text") for piece in pieces])
+    if column.kind == "text":
+        return np.array([piece.decode() for piece in pieces], dtype=np.str_)
+    return as_objects(pieces)
+
+
+def _pieces(values: Ragged) -> list[bytes]:
+    raw, offsets = values.values.tobytes(), values.offsets.tolist()
+    return [raw[begin:end] for begin, end in itertools.pairwise(offsets)]

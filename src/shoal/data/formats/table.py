@@ -1,0 +1,197 @@
+"""What every table offers: a schema, blocks of rows, and the columns of one block.
+
+Formats implement `Table`; `TableSource` makes samples of any of them. Nothing
+here reads a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.errors import BadSample
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a schema. What its rows are in memory follows from it."""
+
+    name: str
+    dtype: np.dtype[Any]
+    """Of one element; uint8 for text and bytes, whose rows are ragged."""
+
+    shape: tuple[int, ...] = ()
+    """Of one row: () a number, (k,) a list of always k numbers. Of a ragged column, ()."""
+
+    is_ragged: bool = False
+    """Rows are lists of several lengths, and come as a `Ragged`."""
+
+    kind: Literal["number", "text", "bytes"] = "number"
+    """Text is a ragged column of UTF-8; bytes are what they are."""
+
+    is_list: bool = False
+    """Of text and bytes: rows are lists of them, packed as `text_lists.py` says."""
+
+    @classmethod
+    def text(cls, name: str, *, is_list: bool = False) -> Column:
+        """A column of strings, or of lists of them."""
+        return cls(name, np.dtype(np.uint8), is_ragged=True, kind="text", is_list=is_list)
+
+    @classmethod
+    def binary(cls, name: str, *, is_list: bool = False) -> Column:
+        """A column of bytes, or of lists of them."""
+        return cls(name, np.dtype(np.uint8), is_ragged=True, kind="bytes", is_list=is_list)
+
+    @classmethod
+    def ragged(cls, name: str, dtype: Any) -> Column:
+        """A column of lists of several lengths."""
+        return cls(name, np.dtype(dtype), is_ragged=True)
+
+    @property
+    def type_name(self) -> str:
+        """As people say it: float32, str, list of int64."""
+        if self.kind != "number":
+            name = "str" if self.kind == "text" else "bytes"
+            return f"list of {name}" if self.is_list else name
+        if self.is_ragged:
+            return f"list of {self.dtype}"
+        return f"{self.dtype}{list(self.shape)}" if self.shape else str(self.dtype)
+
+    def describe(self) -> dict[str, Any]:
+        """Fit for JSON."""
+        return {"at": self.name, "dtype": self.type_name, "shape": list(self.shape)}
+
+
+class Ragged(NamedTuple):
+    """Rows of several lengths: row i is values[offsets[i]:offsets[i + 1]]."""
+
+    values: NDArray[Any]
+    offsets: NDArray[np.int64]
+
+    @property
+    def num_rows(self) -> int:
+        """One less than there are offsets."""
+        return len(self.offsets) - 1
+
+    @classmethod
+    def of(cls, rows: list[Any], dtype: Any) -> Ragged:
+        """From one array or list per row."""
+        lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        parts = [np.asarray(row, dtype=dtype) for row in rows]
+        values = np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+        return cls(values, offsets)
+
+    @classmethod
+    def of_bytes(cls, rows: list[bytes]) -> Ragged:
+        """Text as UTF-8, or bytes, from one object per row."""
+        return cls.of([np.frombuffer(row, dtype=np.uint8) for row in rows], np.uint8)
+
+    def take(self, rows: NDArray[np.int64]) -> Ragged:
+        """These rows, in this order."""
+        begins = self.offsets[rows]
+        lengths = self.offsets[rows + 1] - begins
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        # Where each value comes from: its row's beginning, and how far into the row it is.
+        at = np.repeat(begins - offsets[:-1], lengths) + np.arange(offsets[-1])
+        return Ragged(self.values[at], offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What is read in one piece: a row group, a stretch of lines, a range of keys."""
+
+    num_rows: int
+    num_bytes: int
+    """About, decoded."""
+
+    where: str
+    """For messages: "clicks-03.parquet, row group 7"."""
+
+    first_row: int = 0
+    """Of its file, from 0; messages count from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The decoded rows of a block. Arrays may be read-only views of what was read."""
+
+    num_rows: int
+    columns: dict[str, NDArray[Any] | Ragged]
+    """By name, as the schema says: [num_rows, *shape], or a Ragged of num_rows."""
+
+    bad: Mapping[int, BadSample] = field(default_factory=dict)
+    """Row within the block to what is wrong with it; its columns hold something of the right type and no meaning."""
+
+
+class Table(Protocol):
+    """Columns in blocks. Reading a block twice gives the same; several threads may read at once."""
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The schema."""
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """In the order of the rows."""
+
+    @property
+    def identity(self) -> str:
+        """Changes when the data does (paths, sizes, times, options): the key of caches."""
+
+    def read(self, block: int) -> Rows:
+        """Decode one block. A row that cannot be decoded is in `Rows.bad`; what concerns a whole file raises."""
+
+    def describe(self) -> dict[str, Any]:
+        """Format, files, sizes and columns, fit for JSON."""
+
+
+@runtime_checkable
+class StagedTable(Protocol):
+    """A table of files, which may have to come from elsewhere."""
+
+    def stage(self) -> None:
+        """Have all of them at this host."""
+
+    def is_here(self, block: int) -> bool:
+        """Whether this host has the file of a block itself."""
+
+
+def empty_rows(columns: Sequence[Column], num_rows: int, bad: Mapping[int, BadSample]) -> Rows:
+    """Rows of the right types and no meaning, for a block of which every row is bad."""
+    made: dict[str, NDArray[Any] | Ragged] = {}
+    for column in columns:
+        if column.is_ragged:
+            made[column.name] = Ragged(np.zeros(0, column.dtype), np.zeros(num_rows + 1, dtype=np.int64))
+        else:
+            made[column.name] = np.zeros((num_rows, *column.shape), column.dtype)
+    return Rows(num_rows, made, bad)
+
+
+def joined_rows(parts: Sequence[Rows]) -> Rows:
+    """Rows one behind the other."""
+    columns: dict[str, NDArray[Any] | Ragged] = {}
+    for name in parts[0].columns:
+        pieces = [part.columns[name] for part in parts]
+        ragged = [piece for piece in pieces if isinstance(piece, Ragged)]
+        arrays = [piece for piece in pieces if not isinstance(piece, Ragged)]
+        columns[name] = joined_ragged(ragged) if ragged else np.concatenate(arrays)
+    bad: dict[int, BadSample] = {}
+    num_rows = 0
+    for part in parts:
+        bad |= {num_rows + row: part.bad[row] for row in part.bad}
+        num_rows += part.num_rows
+    return Rows(num_rows, columns, bad)
+
+
+def joined_ragged(pieces: Sequence[Ragged]) -> Ragged:
+    """Rows of several lengths one behind the other."""
+    lengths = np.concatenate([np.diff(piece.offsets) for piece in pieces])
+    values = [piece.values[piece.offsets[0] : piece.offsets[-1]] for piece in pieces]
+    return Ragged(np.concatenate(values), np.concatenate(([0], np.cumsum(lengths))))

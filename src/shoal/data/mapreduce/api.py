@@ -1,0 +1,133 @@
+"""The front door of map_reduce: what was asked for becomes tasks in a directory, and those an Aggregate."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from shoal.config import job as jobs
+from shoal.data import arguments
+from shoal.data.arguments import whole_number
+from shoal.data.mapreduce import places
+from shoal.data.mapreduce.aggregate import Aggregate
+from shoal.data.mapreduce.combine import Combine
+from shoal.data.mapreduce.fork import finish_in_processes
+from shoal.data.mapreduce.identity import identity_of
+from shoal.data.mapreduce.reading import Indexed, Streamed
+from shoal.data.mapreduce.tasks import MAX_MAP_TASKS, AggregatePlan, Tasks
+from shoal.data.order.order import Order
+from shoal.data.reader import Reader
+from shoal.data.sources.source import Source, name_of
+from shoal.data.stream import Stream
+from shoal.errors import ConfigError
+
+_BATCH_SIZE = 1024
+
+
+def map_reduce(
+    source: Source | Stream,
+    access: tuple[Reader, Order] | None,
+    map: Callable[[Any], Iterable[tuple[Any, Any]]],
+    combine: Combine | None,
+    reduce: Combine | None,
+    *,
+    partitions: int = 8,
+    batched: bool | int = False,
+    key: str | None = None,
+    workers: int = 1,
+    buffer_bytes: int = 64 << 20,
+    timeout_s: float = 300.0,
+    directory: str | os.PathLike[str] | None = None,
+) -> Aggregate:
+    """`Dataset.map_reduce`, which says what the arguments mean."""
+    _check(map, combine, reduce, key, timeout_s)
+    num_partitions = whole_number("map_reduce(partitions=)", partitions, at_least=1)
+    num_workers = whole_number("map_reduce(workers=)", workers, at_least=1)
+    buffer_bytes = whole_number("map_reduce(buffer_bytes=)", buffer_bytes, at_least=1)
+    size = _batch_size(batched)
+    data = Streamed(source, size) if access is None else Indexed(*access, size)  # type: ignore[arg-type]
+    plan = AggregatePlan(
+        map=map,
+        combine=combine,
+        reduce=reduce or combine,
+        num_partitions=num_partitions,
+        buffer_bytes=buffer_bytes,
+        num_map_tasks=max(1, min(MAX_MAP_TASKS, -(-data.num_samples // data.at_once))),
+    )
+    sizes = (num_partitions, plan.num_map_tasks, buffer_bytes, size, data.num_samples)
+    identity = (
+        _given(key, sizes)
+        if key is not None
+        else identity_of(source, access[1] if access else None, map, combine, reduce, sizes)
+    )
+    root = Path(arguments.directory("map_reduce(directory=)", directory)) if directory is not None else None
+    own = places.cached(identity, root) if identity is not None else None
+    is_in_cache = own is not None and jobs.current().num_hosts == 1
+    if own is not None and is_in_cache:
+        shared = own
+    elif identity is not None:
+        shared = places.in_scratch(identity)
+    else:
+        parts = [part for part in (source, access[1] if access else None) if part is not None]
+        called = [name_of(fn) for fn in (map, combine, reduce) if fn is not None]
+        shared = places.numbered(_digest([[part.describe() for part in parts], called, sizes]))
+    own = own or _host_directory(shared)
+
+    run = f"job {jobs.current().run_dir}" if jobs.current().launched else uuid.uuid4().hex
+
+    def tasks(number: int) -> Tasks:
+        first = jobs.rank() * plan.num_map_tasks // max(1, jobs.num_workers()) + number
+        return Tasks(plan, data, shared, run=run, timeout_s=timeout_s, first=first)
+
+    for place in (own, shared):
+        if places.is_complete(place, num_partitions):
+            return Aggregate(place, num_partitions, own_directory=own, was_reused=True)
+    if num_workers == 1:
+        tasks(0).finish()
+    else:
+        finish_in_processes(tasks, num_workers)
+    if is_in_cache:
+        places.sweep(own.parent, keep=own)
+    return Aggregate(shared, num_partitions, own_directory=own, was_reused=False)
+
+
+def _given(key: str, sizes: tuple[Any, ...]) -> str:
+    """The user says what the inputs are; how it is cut into tasks still counts, or halves of two could meet."""
+    return _digest(["given", key, sizes])
+
+
+def _digest(parts: Any) -> str:
+    return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _host_directory(shared: Path) -> Path:
+    job = jobs.current()
+    if job.num_hosts == 1:
+        return shared
+    own = shared.with_name(f"{shared.name}-host-{job.host}")
+    own.mkdir(mode=0o700, exist_ok=True)
+    return own
+
+
+def _batch_size(batched: bool | int) -> int | None:
+    if batched is True:
+        return _BATCH_SIZE
+    return None if batched is False else whole_number("map_reduce(batched=)", batched, at_least=1)
+
+
+def _check(map: Any, combine: Any, reduce: Any, key: Any, timeout_s: Any) -> None:
+    for name, fn in (("map", map), ("combine", combine), ("reduce", reduce)):
+        if not callable(fn) and not (fn is None and name != "map"):
+            raise ConfigError(
+                f"map_reduce({name}=) takes a function, got a {type(fn).__name__}: map(sample) yields (key, value) pairs, "
+                "combine(key, values) and reduce(key, values) make one value of several."
+            )
+    if key is not None and (not isinstance(key, str) or not key):
+        raise ConfigError(f"map_reduce(key=) takes a text that names the data and the functions, got {key!r}")
+    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise ConfigError(f"map_reduce(timeout_s=) takes a positive number of seconds, got {timeout_s!r}")

@@ -1,0 +1,98 @@
+"""A line to a host's keeper: one question, one answer."""
+
+from __future__ import annotations
+
+import socket
+from types import TracebackType
+
+from shoal.data.remote.blocks import BLOCK_BYTES
+from shoal.errors import WireError
+from shoal.runtime.transport import framing as codec
+from shoal.runtime.transport import tcp
+from shoal.runtime.transport.framing import Bytes, Limits
+from shoal.runtime.transport.messages.cluster import Message
+
+LIMITS = Limits(num_frames=1, frames_bytes=BLOCK_BYTES)
+"""A message about blocks carries one of them, or none."""
+
+ANSWER_TIMEOUT_S = 60.0
+"""For one block between two hosts. A keeper that is busy for longer is asked again, or another is."""
+
+
+class Line:
+    """A connection to a keeper. Not for two threads at once."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._socket = tcp.connect(*address, timeout_s=5.0)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def ask(
+        self, message: Message, frame: Bytes | None = None, *, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> tuple[Message, Bytes]:
+        """Its answer, and the block that came with it. OSError where the line is dead: make a new one."""
+        try:
+            self._socket.settimeout(timeout_s)
+            codec.send_message(self._socket, message, () if frame is None else (frame,), limits=LIMITS)
+            answer, frames = codec.read_message(self._socket, limits=LIMITS, timeout_s=timeout_s)
+        except (EOFError, WireError) as error:
+            raise ConnectionError(str(error)) from error
+        return answer, frames[0] if frames else b""
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Lines:
+    """Lines to other hosts, kept for the next question. For several threads."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[str, int], list[Line]] = {}
+        self._is_closed = False
+
+    def ask(
+        self, address: tuple[str, int], message: Message, frame: Bytes | None = None
+    ) -> tuple[Message, Bytes]:
+        """Ask whoever listens there; OSError where nobody answers."""
+        idle = self._idle.setdefault(address, [])
+        line = idle.pop() if idle else None  # a pop is atomic: no two threads get one line
+        if line is not None:
+            try:
+                answer = line.ask(message, frame)
+                self._keep(line, idle)
+                return answer
+            except OSError:
+                line.close()  # it may only have been idle for too long; a fresh one tells
+        line = Line(address)
+        try:
+            answer = line.ask(message, frame)
+        except BaseException:
+            line.close()
+            raise
+        self._keep(line, idle)
+        return answer
+
+    def _keep(self, line: Line, idle: list[Line]) -> None:
+        if self._is_closed:
+            line.close()  # whoever asked outlived us
+        else:
+            idle.append(line)
+
+    def close(self) -> None:
+        """Hang up everywhere."""
+        self._is_closed = True
+        for lines in self._idle.values():
+            while lines:
+                lines.pop().close()

@@ -1,0 +1,304 @@
+"""Files that lie at one host, or some at each, read at all of them.
+
+What a host lacks comes in blocks into its cache, from which all its workers
+read: the first reader fetches, or everything is spread before anybody asks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from shoal.config import job as jobs
+from shoal.data.files import FileInfo, Files, SharedFiles, Where
+from shoal.data.remote import blocks
+from shoal.data.remote.block_client import Line
+from shoal.data.remote.block_file import BlockFile
+from shoal.data.remote.blocks import Block
+from shoal.data.remote.copies import CopiedFiles
+from shoal.data.remote.host_cache import HostCache
+from shoal.data.remote.hosts import Hosts
+from shoal.data.remote.leader_lock import line_to_keeper
+from shoal.errors import ConfigError, DataError, FileLost, NoFiles
+from shoal.runtime.transport.framing import Bytes
+from shoal.runtime.transport.messages.blocks import (
+    AskFiles,
+    BlockKept,
+    BlockRefused,
+    FetchBlock,
+    FilesAre,
+    NeedBlocks,
+    ShareFiles,
+    SpreadFiles,
+)
+from shoal.runtime.transport.messages.cluster import Message
+
+CENTRAL = 0
+"""The host that serves files of `location="central"`: rank 0's."""
+
+_STALLED_S = 1.0  # nothing came for so long: whoever passes blocks on may be dead, so they are asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocationConfig:
+    """Where files are, and how they get to hosts that lack them."""
+
+    kind: Literal["central", "resident"]
+    """One host has all, or each has some."""
+
+    spread: Literal["on-demand", "broadcast", "chain"] = "on-demand"
+    """Fetched by the first who reads; or sent by the host that has them, to each, or along a chain of hosts."""
+
+    cache_directory: str | None = None
+    """Where a host keeps its copies. None: with the job, and gone with it."""
+
+    cache_bytes: int | None = None
+    """At most so many of them. None: half of what is free there."""
+
+    timeout_s: float = 60.0
+    """How long other hosts are waited for."""
+
+
+class LocatedFiles:
+    """`Files` over several hosts. Usable from several threads, and in forked children."""
+
+    def __init__(self, config: LocationConfig, hosts: Hosts | None = None) -> None:
+        self._config = config
+        self._hosts = hosts or Hosts.of_job()
+        directory = (
+            Path(config.cache_directory) / f"host-{self._hosts.mine}"
+            if config.cache_directory is not None
+            else self._hosts.folder() / "blocks"
+        )
+        self._cache = HostCache(directory, max_bytes=config.cache_bytes)
+        self._local = SharedFiles()
+        self._infos: dict[str, FileInfo] = {}
+        self._holders: dict[str, list[int]] = {}
+        self._wheres: list[str] = []
+        self._introductions: dict[tuple[str, str], Message] = {}  # told again to a keeper that took over
+        self._needed: dict[str, list[int]] = {}
+        self._line: tuple[int, Line] | None = None  # with the process that made it
+        self._lock = threading.Lock()
+        self.origins: Counter[str] = Counter()
+        """Where the blocks that this process asked for came from: the cache, another host, the source."""
+
+    def expand(self, where: Where, endings: Sequence[str] = ()) -> list[FileInfo]:
+        """The files behind `where`: as the central host sees them, or of all hosts together."""
+        key = f"{self._config.kind}: {_as_text(where)} {tuple(endings)}"
+        hosts = [CENTRAL] if self._config.kind == "central" else list(range(self._hosts.num_hosts))
+        found: dict[str, FileInfo] = {}
+        for host in hosts:
+            mine = self._find(where, endings, key) if host == self._hosts.mine else self._ask_files(host, key)
+            for info in mine:
+                known = found.setdefault(info.url, info)
+                if known != info:
+                    raise DataError(
+                        f"{info.url} is not the same file on all hosts: {known.num_bytes} bytes at host "
+                        f"{self._holders[info.url][0]} and {info.num_bytes} at host {host}, or other bytes in them. Nothing "
+                        "was read; make them the same, or give them different names."
+                    )
+                holders = self._holders.setdefault(info.url, [])
+                if host not in holders:
+                    holders.append(host)
+        if not found:
+            raise NoFiles(where=_as_text(where), problem=f"none of {len(hosts)} hosts has such a file")
+        self._infos |= found
+        if key not in self._wheres:
+            self._wheres.append(key)
+            self._begin_spreading(key)
+        if self._hosts.num_hosts > 1:
+            with self._lock:
+                self._keeper()  # it must be there to be sent anything
+        return sorted(found.values())
+
+    def read(self, url: str, begin: int, end: int) -> bytes:
+        """Bytes begin..end-1 of a file, from this host where it has them."""
+        if self.is_here(url):
+            return self._local.read(url, begin, end)
+        parts = [self._read_piece(url, *piece) for piece in blocks.pieces(begin, end)]
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def open(self, url: str) -> BinaryIO:
+        """A file to read and seek in."""
+        if self.is_here(url):
+            return self._local.open(url)
+        return io.BufferedReader(BlockFile(self.read, url, self._infos[url].num_bytes), blocks.BLOCK_BYTES)
+
+    def is_here(self, url: str) -> bool:
+        """Whether this host has the file itself."""
+        return self._hosts.mine in self._holders.get(url, ())
+
+    def narrow(self, url: str, ranges: Iterable[tuple[int, int]]) -> None:
+        """Only these byte ranges of a file will be read: no other block needs to be sent here."""
+        if self.is_here(url):
+            return
+        numbers = self._needed[url] = blocks.numbers_of(ranges)
+        self._introduce(("need", url), NeedBlocks(url, self._infos[url].stamp, numbers))
+
+    def stage(self) -> None:
+        """Have everything here that will be read, before anything is."""
+        for key in self._wheres:
+            self._begin_spreading(key)
+        missing = [block for url in self._infos if not self.is_here(url) for block in self._blocks(url)]
+        num_missing, since = len(missing) + 1, time.monotonic()
+        while missing:
+            missing = [block for block in missing if not self._cache.has(block)]
+            if len(missing) < num_missing:
+                num_missing, since = len(missing), time.monotonic()
+            if self._config.spread == "on-demand" or time.monotonic() - since > _STALLED_S:
+                for block in missing[:1]:
+                    self._fetch(block)
+            elif missing:
+                time.sleep(0.005)
+
+    def close(self) -> None:
+        """Hang up. The host's keeper stays as long as its process."""
+        if self._line is not None:
+            self._line[1].close()
+            self._line = None
+
+    def _find(self, where: Where, endings: Sequence[str], key: str) -> list[FileInfo]:
+        """What is here, and let the others know."""
+        try:
+            found = self._local.expand(where, endings)
+        except NoFiles:
+            if self._config.kind == "central":
+                raise
+            found = []
+        if self._config.kind == "resident":
+            # Times of change differ between hosts that hold the same file; its ends and length hardly do by accident.
+            found = [info._replace(stamp=self._fingerprint(info)) for info in found]
+        if self._hosts.num_hosts > 1:
+            self._introduce(("share", key), ShareFiles(key, [(*info,) for info in found]))
+        return found
+
+    def _fingerprint(self, info: FileInfo) -> str:
+        ends = (0, min(info.num_bytes, 65536)), (max(info.num_bytes - 65536, 0), info.num_bytes)
+        digest = hashlib.blake2b(digest_size=8)
+        for begin, end in ends:
+            digest.update(self._local.read(info.url, begin, end))
+        return f"{info.num_bytes}-{digest.hexdigest()}"
+
+    def _ask_files(self, host: int, key: str) -> list[FileInfo]:
+        deadline, reason = time.monotonic() + self._config.timeout_s, "its keeper is not there"
+        while time.monotonic() < deadline:
+            address = self._hosts.address(host)
+            if address is not None:
+                try:
+                    with Line(address) as line:
+                        answer, _ = line.ask(AskFiles(key))
+                except OSError as error:
+                    answer = BlockRefused(str(error))
+                if isinstance(answer, FilesAre):
+                    return [FileInfo(*each) for each in answer.files]
+                reason = answer.reason if isinstance(answer, BlockRefused) else reason
+            time.sleep(0.01)  # all ranks run the same script: it will come to the same line
+        raise DataError(
+            f"host {host} has not opened the files of {key} within {self._config.timeout_s:g} s ({reason}). Nothing was "
+            "read; every host must open the same dataset, so look for one that is slow, or does not come to that line."
+        )
+
+    def _begin_spreading(self, key: str) -> None:
+        if (
+            self._config.spread != "on-demand"
+            and self._hosts.num_hosts > 1
+            and ("share", key) in self._introductions
+        ):
+            self._introduce(("spread", key), SpreadFiles(self._config.spread, key))
+
+    def _blocks(self, url: str) -> list[Block]:
+        info = self._infos[url]
+        numbers = self._needed.get(url, range(blocks.num_blocks(info.num_bytes)))
+        return [Block(url, info.stamp, number) for number in numbers]
+
+    def _read_piece(self, url: str, number: int, begin: int, end: int) -> bytes:
+        block = Block(url, self._infos[url].stamp, number)
+        for _ in range(10):
+            data = self._cache.read(block, begin, end)
+            if data is not None:
+                return data
+            self._fetch(block)  # and then it may have left again, for a cache that is far too small
+        raise FileLost(
+            url=url,
+            reason=f"the host's cache of {self._cache.max_bytes} bytes is too small to hold a block until it is read",
+        )
+
+    def _fetch(self, block: Block) -> None:
+        answer, _ = self._ask(FetchBlock(*block, self._holders[block.url]))
+        if not isinstance(answer, BlockKept):
+            reason = answer.reason if isinstance(answer, BlockRefused) else f"its keeper said {answer}"
+            raise FileLost(url=block.url, reason=reason)
+        self.origins[answer.origin] += 1
+
+    def _introduce(self, what: tuple[str, str], message: Message) -> None:
+        if self._introductions.get(what) != message:
+            self._introductions[what] = message
+            self._ask(message)
+
+    def _ask(self, message: Message) -> tuple[Message, Bytes]:
+        """Ask my host's keeper, or the one that comes after it."""
+        deadline = time.monotonic() + self._config.timeout_s
+        with self._lock:
+            while True:
+                try:
+                    return self._keeper().ask(message, timeout_s=self._config.timeout_s + 10.0)
+                except OSError as error:
+                    self.close()
+                    if time.monotonic() > deadline:
+                        raise FileLost(
+                            url=getattr(message, "url", "the data"),
+                            reason=f"the keeper of this host does not answer: {error}",
+                        ) from error
+
+    def _keeper(self) -> Line:
+        if self._line is None or self._line[0] != os.getpid():
+            line = line_to_keeper(self._hosts, self._cache, timeout_s=self._config.timeout_s)
+            self._line = os.getpid(), line
+            for message in self._introductions.values():
+                line.ask(message)
+        return self._line[1]
+
+
+def files_at(
+    where: Where | CopiedFiles,
+    location: str = "shared",
+    spread: str = "on-demand",
+    *,
+    cache_directory: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
+) -> tuple[Files, Where]:
+    """How a source reads its files, by where the user says that they are, and what to look for there."""
+    if isinstance(where, CopiedFiles):
+        return where, where.where
+    if location not in ("shared", "central", "resident"):
+        raise ConfigError(
+            f"location='{location}' is not known: 'shared' (every host sees the path), 'central' (rank 0's host serves "
+            "the files) or 'resident' (each host has some). Nothing was read."
+        )
+    if spread not in ("on-demand", "broadcast", "chain"):
+        raise ConfigError(
+            f"spread='{spread}' is not known: 'on-demand', 'broadcast' or 'chain'. Nothing was read."
+        )
+    if location == "shared":
+        return SharedFiles(), where
+    config = LocationConfig(
+        kind=location,  # type: ignore[arg-type]  # looked at above
+        spread=spread,  # type: ignore[arg-type]
+        cache_directory=None if cache_directory is None else os.fspath(cache_directory),
+        cache_bytes=cache_bytes,
+        timeout_s=jobs.current().join_timeout_s,
+    )
+    return LocatedFiles(config), where
+
+
+def _as_text(where: Where) -> str:
+    places = [where] if isinstance(where, (str, os.PathLike)) else where
+    return ", ".join(os.fspath(place) for place in places)

@@ -1,0 +1,1 @@
+"""Sharding: which worker computes which part of a global batch."""

@@ -1,0 +1,1 @@
+"""Reader processes and threads that prepare batches ahead of training."""

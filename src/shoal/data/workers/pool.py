@@ -1,0 +1,329 @@
+"""Processes that read data beside the one that trains, and their restarts.
+
+Carries out what `task_queue.py` decides: sends tasks, receives results in
+shared memory, notices at once when a process has died, starts another and
+sends its tasks again. A result is a function of its task alone, so nobody can
+see afterwards that a process was lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import signal
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from shoal.config import job as jobs
+from shoal.data.workers.memory import Receiver
+from shoal.data.workers.parent import ASKS_FOR_STACK, AT, Child, ReaderParent, receive, send
+from shoal.data.workers.reader_process import Delivery, Order, Outcome, order_packet, serve
+from shoal.data.workers.task_queue import TaskQueue
+from shoal.errors import ConfigError, ReadersLost, ReaderStuck, SampleEndsReader
+from shoal.runtime import events as happenings
+from shoal.runtime.user_frames import is_ours
+
+_MAX_LOST_PER_PROCESS = 10  # in a row, without a result between them
+_STACK_WITHIN_S = 0.5
+_LOOKS_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """How many processes read, and how much patience there is with them."""
+
+    num_processes: int
+    """Processes that read."""
+
+    timeout_s: float = 600.0
+    """How long one may take over one batch before it is taken for stuck."""
+
+    ahead: int = 2
+    """Batches that each of them is given before they are asked for."""
+
+    max_deaths: int = 3
+    """Processes that may die over the same batch before that is called an error."""
+
+    grace_s: float = 1.0
+    """How long a process may go on with what it is at when nobody wants it any more."""
+
+    def __post_init__(self) -> None:
+        if self.num_processes < 1:
+            raise ConfigError(f"a pool needs at least 1 process, got {self.num_processes}")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s must be positive, got {self.timeout_s}: nothing is read in no time")
+
+
+@dataclass(slots=True)
+class _Held:
+    """What has to be let go of, however a pool ends."""
+
+    parent: ReaderParent | None
+    children: dict[int, Child]
+    grace_s: float
+    owner_pid: int
+
+    def close(self) -> None:
+        if os.getpid() != self.owner_pid:  # a fork of the owner has inherited this object, not the processes
+            return
+        for child in self.children.values():
+            child.close()
+        self.children.clear()
+        parent, self.parent = self.parent, None
+        if parent is not None:
+            parent.close(within_s=self.grace_s)
+
+
+class ProcessPool:
+    """Some processes that do `work`, for one pass at a time.
+
+    Belongs to one thread at a time. There is no thread in it: processes are
+    fed and their results taken when the next result is asked for.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Any], Any],
+        config: PoolConfig,
+        *,
+        describe: Callable[[Any], tuple[str, list[Any]]],
+    ) -> None:
+        """`describe` gives what is done for a task, in words, and the indices of its samples."""
+        self._work, self._config, self._describe = work, config, describe
+        self._held = _Held(None, {}, config.grace_s, os.getpid())
+        self._receivers: dict[int, Receiver] = {}
+        self._queue: TaskQueue[Any, Outcome] | None = None
+        self._next_number = 0
+        self._num_lost = 0
+        self._poll = select.poll()
+        self._owners: dict[int, int] = {}  # descriptor -> process
+        self._closing = weakref.finalize(self, _Held.close, self._held)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that read, by number."""
+        return [child.pid for _, child in sorted(self._held.children.items())]
+
+    def run(self, tasks: Iterator[Any]) -> Iterator[Any]:
+        """Results of the tasks, in their order; work on the first ones begins now."""
+        self.call_off()
+        self._listen(0.0)  # who died meanwhile has nothing to do with these tasks
+        self._queue = TaskQueue(tasks, ahead=self._config.ahead, first_number=self._next_number)
+        for number in self._held.children:
+            self._queue.join(number)
+        self._hand_out()
+        return iter(partial(self._next, self._queue), _OVER)
+
+    def call_off(self) -> None:
+        """Forget what a pass left: results that nobody took, tasks that nobody needs."""
+        if self._queue is not None:
+            self._next_number, self._queue = self._queue.next_number, None
+
+    def close(self) -> None:
+        """End the processes. May be called again."""
+        self._closing()
+        self._queue = None
+        self._receivers.clear()
+
+    def _next(self, queue: TaskQueue[Any, Outcome]) -> Any:
+        if queue is not self._queue:
+            raise RuntimeError("a pass over a pool was read on after another had begun")
+        self._listen(0.0)
+        waited_s = 0.0
+        while not queue.has_result:
+            if queue.is_over:
+                return _OVER
+            self._hand_out()
+            waited_s = self._wait(waited_s)
+        outcome = queue.take()
+        self._num_lost = 0
+        self._hand_out()
+        return outcome.get()
+
+    def _wait(self, waited_s: float) -> float:
+        """Until something happens; returns how long the process that everybody waits for has shown no progress."""
+        assert self._queue is not None
+        awaited = self._queue.waits_for
+        # A little at a time: while all of us are stopped (Ctrl-Z), hours may pass in which nobody is slow.
+        patience_s = min(_LOOKS_EVERY_S, self._config.timeout_s - waited_s)
+        began = time.monotonic()
+        heard = self._listen(patience_s)
+        if awaited is None or awaited[0] in heard:
+            return 0.0
+        waited_s += min(time.monotonic() - began, 2 * patience_s)
+        if waited_s >= self._config.timeout_s and not heard:
+            self._give_up(*awaited)
+        return min(waited_s, self._config.timeout_s)
+
+    def _hand_out(self) -> None:
+        assert self._queue is not None
+        for process, number, task in self._queue.hand_out():
+            order = Order(number, task, self._next_number, self._receivers[process].releases())
+            data, fd = order_packet(order)
+            child = self._held.children[process]
+            try:
+                send(child.line, data, [] if fd is None else [fd], flags=socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                # Many passes were begun and called off while it was at one task: it is of no use any more.
+                _send_signal(child, signal.SIGKILL)
+            except OSError:
+                pass  # it has died; that is noticed by its descriptor, and the task is sent again
+            finally:
+                if fd is not None:
+                    os.close(fd)
+
+    def _listen(self, within_s: float) -> set[int]:
+        """Take in what has been sent, replace who has died; returns the processes that something was heard of."""
+        ready = {fd for fd, _ in self._poll.poll(within_s * 1000)}
+        heard = {self._owners[fd] for fd in ready}
+        for process in sorted(heard):
+            self._receive(process)
+        dead = [child for child in self._held.children.values() if child.pidfd in ready]
+        for child in dead:
+            if self._held.children.get(child.number) is child:  # else its parent was lost, and all are new
+                self._replace(child)
+        return heard
+
+    def _receive(self, process: int) -> None:
+        """All results that lie on a process's line, also those that it sent before it died."""
+        line, receiver = self._held.children[process].line, self._receivers[process]
+        while True:
+            try:
+                data, fds = receive(line, max_fds=1, flags=socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except (EOFError, OSError):  # it is dead, or the user's code closed what was not its own
+                _send_signal(self._held.children[process], signal.SIGKILL)
+                return
+            delivery = Delivery.unpacked(data)
+            try:
+                outcome = receiver.receive(delivery.parcel, fds[0] if fds else None)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            if self._queue is not None:
+                self._queue.finish(process, delivery.number, outcome)
+
+    def _replace(self, child: Child) -> None:
+        parent, at = self._held.parent, child.at
+        assert parent is not None
+        self._forget(child)
+        if not parent.is_alive:
+            self._start_anew()
+            return
+        how = _how(parent.exit_code(child.pid))
+        suspect = self._queue.lose(child.number, at=at) if self._queue is not None else None
+        what, indices = ("", []) if suspect is None else self._describe(suspect.task)
+        happenings.tell("reader restarted", reader=child.number, how=how, indices=indices[:8])
+        if suspect is not None and suspect.num_deaths >= self._config.max_deaths:
+            error = SampleEndsReader(what=what, indices=indices, how=how, num_deaths=suspect.num_deaths)
+            assert self._queue is not None
+            assert at is not None
+            self._queue.settle(at, Outcome(None, error))  # what comes before it is delivered first
+        self._count_loss(how)
+        try:
+            self._join(parent.fork(child.number))
+        except EOFError:
+            self._start_anew()
+
+    def _count_loss(self, how: str) -> None:
+        """Processes that die before they do anything would be started for ever."""
+        self._num_lost += 1
+        if self._num_lost >= _MAX_LOST_PER_PROCESS * self._config.num_processes:
+            raise ReadersLost(num_lost=self._num_lost, how=how)
+
+    def _start(self) -> None:
+        self._held.parent = ReaderParent(partial(_read, self._work))
+        try:
+            for number in range(self._config.num_processes):
+                self._join(self._held.parent.fork(number))
+        except EOFError:
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        """The parent of the processes was killed, and they with it: nobody's fault, so no task is blamed."""
+        for child in list(self._held.children.values()):
+            self._receive(child.number)
+            self._forget(child)
+        for process in range(self._config.num_processes):
+            if self._queue is not None:
+                self._queue.lose(process)
+        self._held.close()
+        happenings.tell("readers restarted", num_readers=self._config.num_processes)
+        self._count_loss("was lost with the process that starts readers")
+        self._start()
+
+    def _join(self, child: Child) -> None:
+        self._held.children[child.number] = child
+        self._receivers[child.number] = Receiver()
+        for fd in (child.line.fileno(), child.pidfd):
+            self._poll.register(fd, select.POLLIN)
+            self._owners[fd] = child.number
+        if self._queue is not None:
+            self._queue.join(child.number)
+
+    def _forget(self, child: Child) -> None:
+        del self._held.children[child.number]
+        for fd in (child.line.fileno(), child.pidfd):
+            self._poll.unregister(fd)
+            del self._owners[fd]
+        child.close()
+
+    def _give_up(self, process: int, task: Any) -> None:
+        what, indices = self._describe(task)
+        raise ReaderStuck(
+            reader=process,
+            rank=jobs.rank(),
+            what=what,
+            indices=indices,
+            waited_s=self._config.timeout_s,
+            stack=_stack_of(self._held.children[process]),
+        )
+
+
+_OVER = object()
+
+
+def _read(work: Callable[[Any], Any], number: int, line: socket.socket, notes: int) -> None:
+    serve(work, line, notes)
+
+
+def _send_signal(child: Child, signum: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it is dead
+        signal.pidfd_send_signal(child.pidfd, signum)
+
+
+def _stack_of(child: Child) -> list[str]:
+    """Where a process stands in the user's code, innermost first; empty where it does not say."""
+    _send_signal(child, ASKS_FOR_STACK)
+    deadline = time.monotonic() + _STACK_WITHIN_S
+    while time.monotonic() < deadline:
+        text = os.pread(child.notes, 1 << 16, AT.size).decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.startswith("  File ")]
+        if lines:  # only those of foreign code, which come before ours
+            return list(itertools.takewhile(lambda line: not is_ours(line.split('"')[1]), lines))
+        time.sleep(0.01)
+    return []
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "ended without a word"
+    if code >= 0:
+        return f"left with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -1,0 +1,104 @@
+"""Reading ahead of the consumer, in a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from shoal.data.randomness import DrawsWatch, ReadAhead
+from shoal.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def prefetched(items: Iterator[T], num_ahead: int) -> Iterator[T]:
+    """The same items in the same order, up to `num_ahead` of them read before they are asked for.
+
+    The first item is read by the consumer itself: if foreign code draws random
+    numbers for it, a thread would share the global generators with the
+    training step, and that is refused. The thread starts then and is gone when
+    the iterator is exhausted, closed or dropped. An exception of `items` is
+    raised where the item it prevented would have been.
+    """
+    with DrawsWatch() as watch:
+        try:
+            first = next(items)
+        except StopIteration:
+            return
+    if watch.drew:
+        raise ConfigError(
+            "prefetch reads ahead in a thread, and the stages before it draw from the global random generators of torch, "
+            "numpy or Python, which the training step uses at the same time: neither could be repeated. Nothing was "
+            "trained; take prefetch out, or let processes draw: map(fn, workers=2), behind which prefetch is fine, or a "
+            "DataLoader of num_workers=2."
+        )
+    shelf = _Shelf(num_ahead)
+    thread = ReadAhead(target=_fill, args=(shelf, items), name="shoal-prefetch", daemon=True)
+    del items  # the thread's alone, so that it is also closed there
+    thread.start()
+    try:
+        yield first
+        del first
+        while True:
+            kind, value = shelf.take()
+            if kind == "end":
+                return
+            if kind == "error":
+                try:
+                    raise value
+                finally:
+                    del value  # an exception kept here would keep every frame it passed alive
+            yield value
+    finally:
+        shelf.close()
+        thread.join()
+
+
+class _Shelf:
+    """A bounded queue that its consumer can close under a waiting producer."""
+
+    def __init__(self, num_places: int) -> None:
+        self._entries: deque[tuple[str, Any]] = deque()
+        self._num_places = num_places
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def wait_for_place(self) -> bool:
+        """True once there is a place; False when nobody will take anything any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._entries) < self._num_places)
+            return not self._closed
+
+    def put(self, kind: str, value: Any) -> None:
+        with self._changed:
+            if not self._closed:
+                self._entries.append((kind, value))
+                self._changed.notify_all()
+
+    def take(self) -> tuple[str, Any]:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._entries))
+            self._changed.notify_all()
+            return self._entries.popleft()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._entries.clear()
+            self._changed.notify_all()
+
+
+def _fill(shelf: _Shelf, items: Iterator[Any]) -> None:
+    try:
+        while shelf.wait_for_place():
+            shelf.put("item", next(items))
+    except StopIteration:
+        shelf.put("end", None)
+    except BaseException as error:
+        shelf.put("error", error)
+    finally:
+        close = getattr(items, "close", None)
+        if close is not None:
+            close()

@@ -1,0 +1,829 @@
+"""Every error a user can cause, under one tree.
+
+    ShoalError
+    ├── ConfigError                an option, a strategy, a run directory            exit 2
+    │   ├── DeviceMissing          no such device for a worker
+    │   ├── UnknownStrategy
+    │   ├── RunDirectoryError
+    │   └── ScriptNotFound
+    ├── ScriptFailed               the user's own exception, with its traceback      exit 1
+    ├── ScriptExited               the script left with sys.exit                     its own
+    ├── DataError                  what the dataset cannot give                      exit 3
+    │   ├── EmptyDataset
+    │   ├── BatchTooSmall
+    │   ├── BadSample              one sample, by file, row and column
+    │   ├── TooManySkipped
+    │   ├── NoFiles
+    │   ├── FileLost               it is gone, changed or cannot be read
+    │   ├── FileDamaged            its bytes are not what its format says
+    │   ├── SampleEndsReader       every process that reads it dies
+    │   ├── ReaderStuck            one that takes too long over a batch
+    │   ├── ReadersLost            they are lost again and again, whatever they read
+    │   ├── NoSuchColumn
+    │   ├── SchemasDiffer
+    │   ├── DatabaseRefused        it cannot be reached, or does not let us in
+    │   ├── DatabaseLost           it closed the connection, and did not come back
+    │   ├── QueryRefused
+    │   ├── TableChanged
+    │   ├── MapReduceFailed        in a process of workers=
+    │   ├── TaskKeepsDying
+    │   ├── MapReduceStalled
+    │   ├── StoreFull              no tier has room for a block
+    │   ├── BlockDamaged
+    │   └── CacheFull
+    ├── TrainingError              what the model, the loss or a step refuses        exit 3
+    │   ├── NonFiniteLoss
+    │   ├── LossDoesNotRecombine
+    │   ├── StageCannotRun         a batch no stage was cut for
+    │   │   ├── ShapeDecides
+    │   │   └── ShapeLeadsElsewhere
+    │   └── ModelsDiffer
+    ├── CheckpointError            what cannot be written, read or fitted            exit 3
+    │   ├── CheckpointWriteFailed
+    │   ├── CheckpointDamaged
+    │   ├── CheckpointMismatch
+    │   │   └── OptimizerMismatch
+    │   └── NoCheckpoint
+    ├── ClusterError               a process or a wait                               exit 3
+    │   ├── WorkerDied
+    │   ├── PeerLost
+    │   ├── CallsDiffer
+    │   ├── CollectiveLeftOut
+    │   ├── WaitTimedOut
+    │   │   └── StoreWaitTimedOut  (recovery/store.py: it is torch's DistStoreError too)
+    │   ├── CoordinatorLost
+    │   ├── JournalFailed
+    │   ├── WireError
+    │   └── PsError                what a parameter server refuses, or cannot do
+    │       ├── ServerRefused
+    │       ├── LinkLost
+    │       └── ArenaFull
+    └── Interrupted                Ctrl-C or SIGTERM: the step was finished, saved   exit 130, 143
+
+Each message is one paragraph: what happened with its numbers, what is safe,
+what to do next. The facts stay on the object as attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+
+class ShoalError(Exception):
+    """The root of everything shoal raises on purpose."""
+
+    exit_code = 3
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are rebuilt by calling the class with their message, which ours would not take:
+        # one that comes home from a child process keeps its message and its facts.
+        return _revived, (type(self), self.args, dict(self.__dict__))
+
+
+def _revived(cls: type[ShoalError], args: tuple[Any, ...], facts: dict[str, Any]) -> ShoalError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(facts)
+    return error
+
+
+class ConfigError(ShoalError):
+    """A setting that cannot be meant. Raised before anything starts."""
+
+    exit_code = 2
+
+
+class UnknownStrategy(ConfigError):
+    """A strategy this version does not have."""
+
+    def __init__(self, *, strategy: str, known: Sequence[str], guess: str | None = None) -> None:
+        self.strategy, self.known, self.guess = strategy, list(known), guess
+        hint = f" Did you mean '{guess}'?" if guess else ""
+        super().__init__(
+            f"there is no strategy '{strategy}'.{hint} This version has: {', '.join(known)}. Nothing was started."
+        )
+
+
+class RunDirectoryError(ConfigError):
+    """A run directory that belongs to another job, or cannot be written."""
+
+    def __init__(self, message: str, *, path: str) -> None:
+        self.path = path
+        super().__init__(message)
+
+
+class ScriptNotFound(ConfigError):
+    """The script to run is not there."""
+
+    def __init__(self, *, script: str, guess: str | None = None) -> None:
+        self.script, self.guess = script, guess
+        hint = f" Did you mean '{guess}'?" if guess else ""
+        super().__init__(
+            f"the script '{script}' does not exist.{hint} Nothing was started; give the path of a Python file."
+        )
+
+
+class ScriptFailed(ShoalError):
+    """The user's script raised. The traceback is the user's own, without shoal's launcher in it."""
+
+    exit_code = 1
+
+    def __init__(self, *, rank: int, traceback: str, num_workers: int = 1) -> None:
+        self.rank, self.traceback, self.num_workers = rank, traceback, num_workers
+        where = f" on rank {rank} of {num_workers}" if num_workers > 1 else ""
+        super().__init__(f"{traceback.rstrip()}\nThe script failed{where}; the error above is its own.")
+
+
+class ScriptExited(ShoalError):
+    """The script ended itself, with sys.exit and a code that is not 0."""
+
+    def __init__(self, *, rank: int, code: int) -> None:
+        self.rank, self.code, self.exit_code = rank, code, code
+        super().__init__(f"the script left with exit code {code} on rank {rank}.")
+
+
+class DataError(ShoalError):
+    """The dataset cannot give what was asked of it."""
+
+    opened_at: str | None = None
+    """The user's line that opened the data, once somebody has said it."""
+
+    def opened_by(self, line: object) -> Self:
+        """The same error, which from now on says which line of the user's opened the data; the first one said stays."""
+        if line is not None and self.opened_at is None:
+            self.opened_at = str(line)
+            self.args = (f"{self} The data is opened at {self.opened_at}", *self.args[1:])
+        return self
+
+
+class EmptyDataset(DataError):
+    """There is no sample to train on, evaluate or predict."""
+
+    def __init__(self, *, what: str) -> None:
+        self.what = what
+        super().__init__(
+            f"the dataset given to {what} has no samples. Nothing was changed; check the source, the filter or the "
+            "fractions of split()."
+        )
+
+
+class BatchTooSmall(DataError):
+    """A batch that cannot be cut over the workers."""
+
+    def __init__(self, *, batch_size: int, num_workers: int) -> None:
+        self.batch_size, self.num_workers = batch_size, num_workers
+        super().__init__(
+            f"a batch of {batch_size} cannot be cut over {num_workers} workers: {num_workers - batch_size} of them "
+            "would never see a sample. Nothing was trained; batch(n) is the batch of one update, so use at least "
+            f"batch({num_workers}), or batch({batch_size}, per_worker=True) for {batch_size} per worker, or -n {batch_size}."
+        )
+
+
+class TrainingError(ShoalError):
+    """The model, the loss or a step was refused."""
+
+
+class NonFiniteLoss(TrainingError):
+    """The loss of a step is NaN or infinite; the step was not applied."""
+
+    def __init__(
+        self, *, rank: int, step: int, value: float, samples: Sequence[int], checkpoint: str | None
+    ) -> None:
+        self.rank, self.step, self.value = rank, step, value
+        self.samples, self.checkpoint = list(samples), checkpoint
+        shown = ", ".join(str(index) for index in self.samples[:8]) + (
+            ", ..." if len(self.samples) > 8 else ""
+        )
+        safe = f"the newest checkpoint is {checkpoint}" if checkpoint else "no checkpoint was written yet"
+        super().__init__(
+            f"the loss became {value} on rank {rank} at step {step}, in a slice of {len(self.samples)} samples of the "
+            f"dataset (indices {shown}). The step was not applied, and {safe}. Look at those samples, lower the "
+            "learning rate, clip with clip_norm=1.0, or leave such steps out with on_nonfinite='skip'."
+        )
+
+
+class LossDoesNotRecombine(TrainingError):
+    """A loss whose value over a batch is not the mean of its parts."""
+
+    def __init__(self, *, whole: float, recombined: float, name: str) -> None:
+        self.whole, self.recombined, self.name = whole, recombined, name
+        super().__init__(
+            f"the loss '{name}' does not recombine: over the first slice it is {whole:.6g}, but its two halves "
+            f"weighted by their samples give {recombined:.6g}. Cut over workers it would train something else, so "
+            "nothing was trained. Let it return a pair (sum, count) instead of a mean: the sum over what it counts, and "
+            "how much that was."
+        )
+
+
+class ModelsDiffer(TrainingError):
+    """Ranks built different models."""
+
+    def __init__(self, *, rank: int, differences: Sequence[str]) -> None:
+        self.rank, self.differences = rank, list(differences)
+        super().__init__(
+            f"rank {rank} built another model than rank 0: {'; '.join(self.differences[:5])}. Nothing was trained; the "
+            "script must build the same model on every rank, whatever shoal.rank() is."
+        )
+
+
+class CheckpointError(ShoalError):
+    """A checkpoint that cannot be written, read or fitted to the model."""
+
+
+class CheckpointWriteFailed(CheckpointError):
+    """The disk refused a checkpoint; the one before it is untouched."""
+
+    def __init__(self, *, path: str, reason: str, previous: str | None) -> None:
+        self.path, self.reason, self.previous = path, reason, previous
+        safe = f"the previous one, {previous}, is whole" if previous else "there is no earlier one"
+        super().__init__(
+            f"the checkpoint {path} could not be written: {reason}. Its unfinished files were removed and {safe}. "
+            "Make room or choose another --run-dir, then `shoal resume` goes on from there."
+        )
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint whose bytes are not the ones that were written."""
+
+    def __init__(self, *, path: str, problem: str) -> None:
+        self.path, self.problem = path, problem
+        super().__init__(
+            f"the checkpoint {path} is damaged: {problem}. It was not loaded and nothing was changed; use an older one."
+        )
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint of another model."""
+
+    def __init__(
+        self, *, path: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]
+    ) -> None:
+        self.path, self.missing, self.unexpected, self.shapes = (
+            path,
+            list(missing),
+            list(unexpected),
+            list(shapes),
+        )
+        parts = []
+        if missing:
+            parts.append(f"the model has {_some(missing)}, the checkpoint has not")
+        if unexpected:
+            parts.append(f"the checkpoint has {_some(unexpected)}, the model has not")
+        if shapes:
+            parts.append(f"shapes differ: {_some(shapes)}")
+        super().__init__(
+            f"the checkpoint {path} belongs to another model: {'; '.join(parts)}. Nothing was loaded; build the model "
+            "it was saved from, or load another checkpoint."
+        )
+
+
+class OptimizerMismatch(CheckpointMismatch):
+    """A checkpoint of another optimizer; the weights would fit."""
+
+    def __init__(self, *, path: str, problem: str) -> None:
+        self.path, self.problem = path, problem
+        self.missing, self.unexpected, self.shapes = [], [], []
+        CheckpointError.__init__(
+            self,
+            f"the optimizer saved in the checkpoint {path or 'given'} is not the one of this script: {problem}. Nothing "
+            "of it was loaded; build the optimizer it was saved from, or take over the weights alone with trainer.load().",
+        )
+
+
+class NoCheckpoint(CheckpointError):
+    """There is nothing to load."""
+
+    def __init__(self, *, path: str, reason: str = "it does not exist") -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"there is no checkpoint to load at {path}: {reason}.")
+
+
+class ClusterError(ShoalError):
+    """A process that went away, or a wait that ended without its answer."""
+
+
+class WorkerDied(ClusterError):
+    """A worker ended without finishing its script."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        how: str,
+        step: int | None,
+        checkpoint: str | None,
+        log: Sequence[str] = (),
+        run: str = "",
+    ) -> None:
+        self.rank, self.how, self.step, self.checkpoint, self.log = rank, how, step, checkpoint, list(log)
+        when = f" after step {step}" if step is not None else " before its first step"
+        safe = (
+            f"The newest checkpoint is {checkpoint}; go on with `shoal resume {run}`."
+            if checkpoint
+            else "No checkpoint was written yet; ModelCheckpoint(every_steps=...) keeps one."
+        )
+        last = ("\nIts last lines:\n  " + "\n  ".join(self.log)) if self.log else ""
+        super().__init__(f"worker {rank} {how}{when}, so the others were stopped. {safe}{last}")
+
+
+class PeerLost(ClusterError):
+    """An exchange broke because another rank went away. The cause is reported there."""
+
+    def __init__(self, *, rank: int, operation: str, reason: str) -> None:
+        self.rank, self.operation, self.reason = rank, operation, reason
+        super().__init__(f"rank {rank} could not finish {operation}: {reason}")
+
+
+class CallsDiffer(ClusterError):
+    """Ranks call shoal in different order."""
+
+    def __init__(self, *, number: int, calls: dict[int, str]) -> None:
+        self.number, self.calls = number, dict(calls)
+        listed = ", ".join(f"rank {rank} {call}" for rank, call in sorted(calls.items()))
+        super().__init__(
+            f"the ranks disagree about {f'call {number} into shoal' if number else 'what comes next'}: {listed}. Nothing of it was done. Every rank runs "
+            "the whole script: keep fit, evaluate, predict, save, load and shoal.collectives out of `if shoal.rank() == 0`, and "
+            "give every rank the same data."
+        )
+
+
+class WaitTimedOut(ClusterError):
+    """A wait that reached its deadline, and who was missing."""
+
+    def __init__(self, *, operation: str, waited_s: float, missing: Sequence[str], setting: str) -> None:
+        self.operation, self.waited_s, self.missing, self.setting = (
+            operation,
+            waited_s,
+            list(missing),
+            setting,
+        )
+        super().__init__(
+            f"{operation} waited {waited_s:.1f} s for {', '.join(self.missing) or 'nobody it knows of'}. "
+            f"If that is only slow, raise {setting}."
+        )
+
+
+class CoordinatorLost(ClusterError):
+    """The connection to the coordinator ended, or never came to be."""
+
+    def __init__(self, *, path: str, operation: str, reason: str) -> None:
+        self.path, self.operation, self.reason = path, operation, reason
+        super().__init__(
+            f"{operation} lost the coordinator: {reason}. Checkpoints written so far are whole; if the job "
+            "itself was not stopped, start it again with `shoal resume`."
+        )
+
+
+class JournalFailed(ClusterError):
+    """The coordinator cannot write down, or read, what it promises."""
+
+    def __init__(self, *, path: str, problem: str) -> None:
+        self.path, self.problem = path, problem
+        super().__init__(
+            f"the coordinator cannot go on with its journal {path}: {problem}. Checkpoints written so far are whole; make "
+            "room, or move a damaged journal away, then go on with `shoal resume`."
+        )
+
+
+class WireError(ClusterError):
+    """Bytes that are not a message of this version of shoal."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(
+            f"bytes that are no shoal message: {problem}. Nothing of them was used and their connection is closed; "
+            "both ends must be the same version of shoal, and nobody else belongs on its sockets."
+        )
+
+
+class PsError(ClusterError):
+    """A parameter server refused, or what passes between it and its clients cannot be done."""
+
+
+class ServerRefused(PsError):
+    """A parameter server says that something cannot be, and what it expected. Nothing was changed there."""
+
+
+class LinkLost(PsError):
+    """The connection to a parameter server ended. What it did not acknowledge is the client's to send again."""
+
+    def __init__(self, *, peer: str, reason: str) -> None:
+        self.peer, self.reason = peer, reason
+        super().__init__(
+            f"the connection to {peer} is lost: {reason}. What it acknowledged is kept there and on its replicas; what it "
+            "did not has to be sent again to whoever holds its slots in the next view."
+        )
+
+
+class ArenaFull(PsError):
+    """A buffer that does not fit into what a connection may share with its server."""
+
+    def __init__(self, *, asked: int, in_use: int, limit: int, setting: str) -> None:
+        self.asked, self.in_use, self.limit, self.setting = asked, in_use, limit, setting
+        super().__init__(
+            f"no {asked:,} bytes of shared memory more: {in_use:,} of {limit:,} are in use by what is under way. Nothing "
+            f"was sent; wait for answers before asking for more, send smaller pieces, or raise {setting}."
+        )
+
+
+class Interrupted(ShoalError):
+    """The user or the system asked the job to leave; it finished its step and saved."""
+
+    exit_code = 130
+
+    def __init__(self, *, signal_name: str, step: int | None, checkpoint: str | None, run: str = "") -> None:
+        self.signal_name, self.step, self.checkpoint, self.run = signal_name, step, checkpoint, run
+        self.exit_code = {"SIGTERM": 143, "SIGHUP": 129}.get(signal_name, 130)
+        at = f" after step {step}" if step is not None else ""
+        saved = f"; the newest checkpoint is {checkpoint}" if checkpoint else ""
+        resume = f" Go on with `shoal resume {run}`." if run and checkpoint else ""
+        super().__init__(f"stopped by {signal_name}{at}{saved}.{resume}")
+
+
+def _some(names: Sequence[str], limit: int = 6) -> str:
+    listed = ", ".join(names[:limit])
+    return f"{listed} and {len(names) - limit} more" if len(names) > limit else listed
+
+
+class BadSample(DataError):
+    """One sample that cannot be read, and where it stands. Raised when it is asked for, not before."""
+
+    def __init__(
+        self,
+        *,
+        where: str,
+        reason: str,
+        row: int | None = None,
+        line: int | None = None,
+        offset: int | None = None,
+        column: str | None = None,
+        index: int | None = None,
+    ) -> None:
+        """`where` is a file, a table or a function; `row` and `line` count from 1, `offset` is in bytes."""
+        self.where, self.reason, self.row, self.line = where, reason, row, line
+        self.offset, self.column, self.index = offset, column, index
+        address = [where]
+        address += [] if row is None else [f"row {row:,}"]
+        address += [] if line is None else [f"line {line:,}"]
+        address += [] if offset is None else [f"byte {offset:,}"]
+        address += [] if column is None else [f"column '{column}'"]
+        sample = "" if index is None else f" This is sample {index} of the dataset."
+        super().__init__(
+            f"{', '.join(address)}: {reason.rstrip('.')}.{sample} Nothing was changed; mend it there, or leave such "
+            "samples out, each of them counted, with on_error='skip'."
+        )
+
+    def at_index(self, index: int) -> Self:
+        """The same, as the sample with this index of a dataset."""
+        return type(self)(
+            where=self.where,
+            reason=self.reason,
+            row=self.row,
+            line=self.line,
+            offset=self.offset,
+            column=self.column,
+            index=index,
+        )
+
+
+class TooManySkipped(DataError):
+    """More bad samples than `max_skips` allows."""
+
+    def __init__(self, *, num_skipped: int, max_skips: int, last: BadSample) -> None:
+        self.num_skipped, self.max_skips, self.last = num_skipped, max_skips, last
+        super().__init__(
+            f"{num_skipped} bad {'sample was' if num_skipped == 1 else 'samples were'} left out, and max_skips={max_skips} allows no more. The last was: "
+            f"{str(last).partition(' Nothing was changed;')[0]} Training stopped before the batch with it; what was "
+            "trained and saved before is whole. Mend the data, or raise max_skips."
+        )
+        self.opened_by(last.opened_at)
+
+
+class NoFiles(DataError):
+    """A path, pattern or directory that gives no file to read."""
+
+    def __init__(self, *, where: str, problem: str) -> None:
+        self.where, self.problem = where, problem
+        super().__init__(
+            f"there is nothing to read at {where}: {problem}. Nothing was read; check the spelling, and that this host "
+            "sees the path."
+        )
+
+
+class FileLost(DataError):
+    """A file that is gone, that changed since it was opened, or that cannot be read."""
+
+    def __init__(self, *, url: str, reason: str) -> None:
+        self.url, self.reason = url, reason
+        super().__init__(
+            f"the file {url} cannot be read any further: {reason}. Nothing of it was used since; checkpoints written so "
+            "far are whole. Put the file back as it was and go on with `shoal resume`, or start anew with the data as it "
+            "is now."
+        )
+
+
+class FileDamaged(DataError):
+    """A file whose bytes are not what its format says."""
+
+    def __init__(self, *, url: str, problem: str) -> None:
+        self.url, self.problem = url, problem
+        super().__init__(
+            f"the file {url} is damaged: {problem}. Nothing of that part was used; write or copy the file again, or leave "
+            "it out."
+        )
+
+
+class NoSuchColumn(DataError):
+    """A column that was asked for and is not there."""
+
+    def __init__(self, *, asked: Sequence[str], there: Sequence[str], where: str, asked_by: str) -> None:
+        self.asked, self.there, self.where = list(asked), list(there), where
+        names = ", ".join(f"'{name}'" for name in asked)
+        super().__init__(
+            f"{where} has no column {names}, which {asked_by} asks for. It has {', '.join(there)}. Nothing was read; "
+            "use one of those names."
+        )
+
+
+class SchemasDiffer(DataError):
+    """Files that are read as one table and are not one."""
+
+    def __init__(self, *, first: str, other: str, differences: Sequence[str]) -> None:
+        self.first, self.other, self.differences = first, other, list(differences)
+        super().__init__(
+            f"the file {other} is not of one table with {first}: {'; '.join(self.differences[:5])}. Nothing was read; "
+            "read them apart, choose columns=[...] that they share, or say the types with schema={...}."
+        )
+
+
+class SampleEndsReader(DataError):
+    """Some samples that end every process that reads them."""
+
+    def __init__(self, *, what: str, indices: Sequence[object], how: str, num_deaths: int) -> None:
+        self.what, self.indices, self.how, self.num_deaths = what, list(indices), how, num_deaths
+        super().__init__(
+            f"{num_deaths} processes in turn were lost over the same {len(self.indices)} samples, the last one of them "
+            f"{how}: {what}, the samples with indices {_first(self.indices)}. No sample was left out and nothing of this "
+            "batch was trained. SIGKILL is mostly the system's answer to a lack of memory, so try fewer workers; else run "
+            "the function on those samples in one process, with workers=0, to see where it crashes."
+        )
+
+
+class ReaderStuck(DataError):
+    """A process that takes too long over one batch."""
+
+    def __init__(
+        self,
+        *,
+        reader: int,
+        rank: int,
+        what: str,
+        indices: Sequence[object],
+        waited_s: float,
+        stack: Sequence[str],
+    ) -> None:
+        self.reader, self.rank, self.what, self.indices = reader, rank, what, list(indices)
+        self.waited_s, self.stack = waited_s, list(stack)
+        shown = self.stack if len(self.stack) <= 4 else [self.stack[0], *self.stack[-3:]]
+        where = f" It stands at {', called from '.join(shown)}." if shown else ""
+        super().__init__(
+            f"reader {reader} of worker {rank} has been at {len(self.indices)} samples for {waited_s:g} s: {what}, the "
+            f"samples with indices {_first(self.indices)}.{where} It was ended, no sample was left out, and nothing of "
+            "this batch was trained. Mend what it waits for; if it is only slow, raise timeout_s in map(..., timeout_s=...)."
+        )
+
+
+class ReadersLost(DataError):
+    """Processes that read are lost again and again, whatever they are given."""
+
+    def __init__(self, *, num_lost: int, how: str) -> None:
+        self.num_lost, self.how = num_lost, how
+        super().__init__(
+            f"{num_lost} processes that were to read data were lost before one of them had read a batch; the last {how}. No "
+            "sample was left out; find out who ends them (a limit on memory or on processes, perhaps), or take workers= out "
+            "of map."
+        )
+
+
+def _first(indices: Sequence[object], limit: int = 8) -> str:
+    listed = ", ".join(str(index) for index in indices[:limit])
+    return f"{listed} and {len(indices) - limit} more" if len(indices) > limit else listed
+
+
+class DatabaseRefused(DataError):
+    """A database that cannot be reached, or does not let us in, when a table of it is opened."""
+
+    def __init__(self, *, place: str, reason: str) -> None:
+        self.place, self.reason = place, reason
+        super().__init__(
+            f"the database {place} cannot be read: {reason}. Nothing was read; check the address, the user and the "
+            "password, and that the database answers from this host."
+        )
+
+
+class DatabaseLost(DataError):
+    """A database that closed the connection in the middle, and did not come back in time."""
+
+    def __init__(self, *, place: str, reading: str, reason: str, num_attempts: int, waited_s: float) -> None:
+        self.place, self.reading, self.reason = place, reading, reason
+        self.num_attempts, self.waited_s = num_attempts, waited_s
+        super().__init__(
+            f"the connection to the database {place} was lost while reading {reading}, and {num_attempts} attempts within "
+            f"{waited_s:.1f} s did not bring it back: {reason}. Nothing of that range was used, and checkpoints written so "
+            "far are whole. Bring the database back and go on with `shoal resume`; timeout_s= says how long to wait for it."
+        )
+
+
+class QueryRefused(DataError):
+    """A query that the database does not understand, or does not allow."""
+
+    def __init__(self, *, place: str, what: str, reason: str) -> None:
+        self.place, self.what, self.reason = place, what, reason
+        super().__init__(
+            f"the database {place} refuses {what}: {reason}. Nothing was read or changed; mend the query, or the names of "
+            "table, key and columns."
+        )
+
+
+class TableChanged(DataError):
+    """A table that has another number of rows than when it was opened."""
+
+    def __init__(self, *, table: str, place: str, rows: str, then: int, now: int) -> None:
+        self.table, self.place, self.rows, self.then, self.now = table, place, rows, then, now
+        super().__init__(
+            f"{table} at {place} changed while it was read: it had {then:,} rows ({rows}) when it was opened, and has "
+            f"{now:,} now. Nothing of them was used, and checkpoints written so far are whole. Read from a copy, or from a "
+            "query whose rows stay as they are, for instance up to a date; then start anew."
+        )
+
+
+_SAFE = "Finished tasks are kept and not run again."
+
+
+class MapReduceFailed(DataError):
+    """A user's function raised in one of the processes of `workers=`. The traceback is the user's own."""
+
+    def __init__(self, *, traceback: str, task: str) -> None:
+        self.traceback, self.task = traceback, task
+        super().__init__(
+            f"{traceback.rstrip()}\nThe error above is that of a function given to map_reduce, raised in a process of its "
+            f"own in the task '{task}'. {_SAFE}"
+        )
+
+
+class TaskKeepsDying(DataError):
+    """Every process that began a task was gone before it had finished it."""
+
+    def __init__(self, *, task: str, what: str, attempts: Sequence[str]) -> None:
+        self.task, self.what, self.attempts = task, what, list(attempts)
+        super().__init__(
+            f"the task '{task}' of map_reduce ({what}) was begun {len(self.attempts)} times, and each time its process was "
+            f"gone before it was done: {', '.join(self.attempts)}. It was not begun again. {_SAFE} Look for a crash or for "
+            "memory that runs out on those samples; buffer_bytes= and batched= say how much is held at once."
+        )
+
+
+class MapReduceStalled(DataError):
+    """Nobody has shown progress for so long that waiting makes no sense."""
+
+    def __init__(self, *, waited_s: float, holders: Mapping[str, str]) -> None:
+        self.waited_s, self.holders = waited_s, dict(holders)
+        listed = [f"'{task}' is held by {who}" for task, who in list(self.holders.items())[:8]]
+        more = f", and {len(self.holders) - 8} more" if len(self.holders) > 8 else ""
+        super().__init__(
+            f"map_reduce waited {waited_s:.1f} s without a sign of life of the tasks that are left: "
+            f"{', '.join(listed)}{more}. {_SAFE} If one sample may take that long, raise timeout_s; else end the process "
+            "that is stuck, and its task goes to another."
+        )
+
+
+class StoreFull(DataError):
+    """A block for which no tier of a store has room."""
+
+    def __init__(
+        self,
+        *,
+        store: str,
+        key: str,
+        num_bytes: int | None,
+        used: dict[str, int],
+        limits: dict[str, int | None],
+        directory: str | None = None,
+        reason: str | None = None,
+    ) -> None:
+        """`used` and `limits` are in bytes, by tier; `reason` is what the disk said."""
+        self.store, self.key, self.num_bytes, self.used, self.limits = store, key, num_bytes, used, limits
+        self.directory, self.reason = directory, reason
+        what = f"block {key}" if num_bytes is None else f"block {key} of {num_bytes:,} bytes"
+        tiers = ", ".join(
+            f"{used[tier]:,} bytes in {tier}{'' if limits[tier] is None else f' of {limits[tier]:,}'}"
+            for tier in used
+        )
+        disk = "" if reason is None else f" The disk ({directory}) says: {reason}."
+        super().__init__(
+            f"the store '{store}' has no place for {what}: it holds {tiers or 'nothing'}, and what is there is in use or "
+            f"could not be loaded again.{disk} Nothing was lost: every block is as it was before this one. {self._cure()}"
+        )
+
+    def _cure(self) -> str:
+        if self.reason is not None:
+            return "Free space on the disk, or give another directory."
+        limited = " or ".join(f"{tier}_bytes" for tier, limit in self.limits.items() if limit is not None)
+        raised = f"Raise {limited}" if limited else "Make the blocks smaller"
+        disk = "" if "disk" in self.limits else ", give the store a disk (disk_bytes)"
+        return f"{raised}{disk}, or let go of blocks that are held and discard those that nobody needs."
+
+
+class BlockDamaged(DataError):
+    """A file of a store's disk tier that is not what was written."""
+
+    def __init__(self, *, path: str, problem: str) -> None:
+        self.path, self.problem = path, problem
+        super().__init__(
+            f"the file {path}, in which a store kept a block, is damaged: {problem}. Nothing of it was used; blocks that "
+            "can be loaded again are. Check the disk, and go on from the last checkpoint."
+        )
+
+
+class CacheFull(DataError):
+    """A cache whose disk is full."""
+
+    def __init__(
+        self, *, what: str, directory: str, needed_bytes: int, free_bytes: int | None, reason: str
+    ) -> None:
+        self.what, self.directory, self.needed_bytes, self.free_bytes = (
+            what,
+            directory,
+            needed_bytes,
+            free_bytes,
+        )
+        self.reason = reason
+        free = "" if free_bytes is None else f", where {free_bytes:,} are free"
+        super().__init__(
+            f"the cache of {what} needs {needed_bytes:,} bytes more in {directory}{free}: {reason}. Nothing was lost: the "
+            "data itself was only read, and checkpoints are whole. Free space there, name another directory, or read "
+            "without a cache."
+        )
+
+
+class CollectiveLeftOut(ClusterError):
+    """Ranks wait within the model for one that went past them."""
+
+    def __init__(self, *, waiting: Sequence[int], operation: str, past: Sequence[int]) -> None:
+        self.waiting, self.operation, self.past = list(waiting), operation, list(past)
+        ones, others = (
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in (waiting, past)
+        )
+        super().__init__(
+            f"{ones} waited in {operation} for {others}, which lived and went on without it: what the model exchanges there was "
+            "left out, as by a forward that returns early, detaches or takes another way on some ranks. What those ranks hold "
+            "is no longer one model, so the job ends here; checkpoints are whole. Have every rank run the same layers for "
+            "every batch, and go on from the newest checkpoint with `shoal resume`."
+        )
+
+
+class StageCannotRun(TrainingError):
+    """A batch that no stage was cut for. Its step was not applied."""
+
+
+class ShapeDecides(StageCannotRun):
+    """The model's forward takes another way for this batch than for the one by which it was cut."""
+
+    def __init__(self, *, seen: object, value: object, line: str) -> None:
+        self.seen, self.value, self.line = repr(seen), repr(value), line
+        super().__init__(
+            f"the model's forward decides by the shape of a batch{line}: what it asks for was {seen} when the model was cut into "
+            f"stages and is {value} for this batch, and what it would do then is in no stage. The step was not applied. Give "
+            "batches whose tensors have one shape but for the number of samples (pad or cut sequences to one length), let forward "
+            "do the same for every length, or go on with --strategy fsdp or tp, which run forward as it is."
+        )
+
+
+class ShapeLeadsElsewhere(StageCannotRun):
+    """The model's forward takes a way for this batch on which the stages cannot run one after the other."""
+
+    def __init__(self, *, shapes: Sequence[tuple[int, ...]], why: str) -> None:
+        self.shapes, self.why = list(shapes), why
+        super().__init__(
+            f"the model's forward decides by the shape of a batch, and for inputs of {' and '.join(map(str, shapes))} it takes another "
+            f"way than for those by which the model was cut into stages: {why}. The step was not applied. Give batches whose tensors "
+            "have one shape but for the number of samples (pad or cut sequences to one length), name cuts with pipeline_cut= that "
+            "keep the layers of all ways in one stage, or go on with --strategy fsdp or tp, which run forward as it is."
+        )
+
+
+class DeviceMissing(ConfigError):
+    """A worker was to compute on a device that is not there."""
+
+    def __init__(self, *, device: str, rank: int, num_workers: int, visible: Mapping[str, int]) -> None:
+        self.device, self.rank, self.num_workers, self.visible = device, rank, num_workers, dict(visible)
+        kind = device.partition(":")[0]
+        found = visible.get(kind, 0)
+        there = ", ".join(f"{count} {name}" for name, count in visible.items() if count) or "no accelerator"
+        how_many = f" of {num_workers}" if num_workers > 1 else ""
+        fewer = f", use -n {found} or fewer" if 0 < found < num_workers else ""
+        super().__init__(
+            f"worker {rank}{how_many} was to compute on {device}, and this host has {there} that torch can use (what "
+            f"CUDA_VISIBLE_DEVICES and its like hide does not count). Nothing was trained; use --device cpu{fewer}, or "
+            "--soft-placement, which puts workers without a device on the CPU."
+        )

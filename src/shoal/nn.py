@@ -1,0 +1,5 @@
+"""`shoal.nn`: layers of shoal's own."""
+
+from shoal.embedding import HashEmbedding
+
+__all__ = ["HashEmbedding"]

@@ -1,5 +1,0 @@
-"""Embedding layers whose rows live somewhere else, and the rows themselves as one process keeps them."""
-
-from shoal.nn.hash_embedding import HashEmbedding
-
-__all__ = ["HashEmbedding"]

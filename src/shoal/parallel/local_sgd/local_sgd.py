@@ -1,0 +1,252 @@
+"""`ddp --sync-every k`: every worker makes k steps of its own on its slices, then the models become one.
+
+In between nothing is sent at all. What is sent then is each worker's
+difference to the model they last had in common (the anchor), through the
+buckets, the compressor and the exchange of `ddp`. The average difference is
+the gradient of an outer optimizer: plain SGD of rate 1 for the average
+itself, Nesterov momentum for DiLoCo. See docs/adr/0011.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shoal.collectives.compression.registry import compressor
+from shoal.collectives.gather import gather_any
+from shoal.collectives.gradients import GradientExchange, Sums
+from shoal.config import outer_names
+from shoal.config.job import Job
+from shoal.data.slice import Slice
+from shoal.errors import ConfigError, TrainingError
+from shoal.parallel import residuals
+from shoal.parallel.ddp import Ddp
+from shoal.parallel.local_sgd import optimizers as own_optimizers
+from shoal.parallel.local_sgd.early_sync import EarlyMeeting
+from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict, Wishes
+from shoal.parallel.state import state_pieces
+from shoal.parallel.step_result import contribution, decide
+from shoal.parallel.update import update
+
+
+@dataclass(slots=True)
+class Round:
+    """What a worker did since the workers last met."""
+
+    num_steps: int = 0
+    num_global: int = 0
+    """Samples of all workers' slices."""
+
+    num_local: float = 0.0
+    """Samples of this worker's."""
+
+    loss_total: float = 0.0
+    count: float = 0.0
+    """What this worker's losses counted: its weight in the average."""
+
+    num_skipped: int = 0
+    wants_checkpoint: bool = False
+
+
+class LocalUpdates(Ddp):
+    """Weights and buffers are equal on all ranks where `is_apart` is False; the state of inner optimizers never is."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        assert job.sync_every is not None
+        self.holds_parts = True
+        self._sync_every = job.sync_every
+        self._outer_step = outer_names.parse(job.outer)
+        self._round = Round()
+        self._meeting: EarlyMeeting
+        self._trained: list[nn.Parameter] = []
+        self._anchor: list[Tensor] = []
+        self._outer: torch.optim.Optimizer | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether weights differ from worker to worker at present."""
+        return self._round.num_steps > 0
+
+    def _build(self, job: TrainJob, *, borrowed_run_back: bool = False) -> None:
+        super()._build(job, borrowed_run_back=borrowed_run_back)
+        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if self._trained and self._outer is None:
+            lr, momentum = self._outer_step
+            self._outer = torch.optim.SGD(self._trained, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+    def _make_exchange(self, model: nn.Module) -> Sums:
+        # Of differences, which are dense where gradients may be rows.
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return GradientExchange(trained, sparse=frozenset(), compressor=compressor(self._compress))
+
+    # ---- a step, alone --------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Slice) -> LossSum:
+        """Compute this worker's gradients, for itself."""
+        if not self.is_apart:
+            self._changing.look()
+            self._keep_anchor()
+            self._meeting = self._next_meeting()
+        self._keep_buffers()
+        self._batch = batch
+        self._mine = self._compute.forward_backward(batch, rank=self._data_rank, step=self.step)
+        if self._job.on_nonfinite == "skip" and not math.isfinite(self._mine.read()):
+            return dataclasses.replace(self._mine, outputs=None)  # left out: nor do metrics count it
+        return self._mine
+
+    def commit(self) -> Verdict:
+        """Step alone; after the last step of a round, meet."""
+        assert self.optimizer is not None
+        wishes, mine = self._job.wishes, self._round
+        mine.wants_checkpoint |= wishes.checkpoint
+        vector = contribution(
+            rank=self._rank,
+            num_workers=self._num_workers,
+            loss_total=self._mine.read(),
+            count=self._mine.count,
+            wishes=Wishes(),  # those are heard when all meet
+        )
+        alone = update(self._job, self.optimizer, self._parameters, decide(vector), self._batch.num_global)
+        if not alone.applied:
+            self._restore_buffers()
+            if self._job.on_nonfinite == "raise":
+                return alone  # which ends the job: nobody waits to meet
+        self._count(alone)
+        if not self._meeting.is_now(mine.num_steps):
+            # The others go on whatever happened here; sums are told once all are known.
+            return dataclasses.replace(alone, loss_total=0.0, count=0.0, applied=True, nonfinite=())
+        wishes.leave |= mine.num_steps < self._sync_every  # or nobody would meet by now
+        return dataclasses.replace(self._meet(), grad_norm=alone.grad_norm)
+
+    def _count(self, alone: Verdict) -> None:
+        mine = self._round
+        mine.num_steps += 1
+        mine.num_global += self._batch.num_global
+        mine.num_local += self._batch.share * self._batch.num_global
+        if alone.applied:
+            mine.loss_total += alone.loss_total
+            mine.count += alone.count
+        else:
+            mine.num_skipped += 1
+        self._buffers_before = {}
+        self.step += 1
+
+    def _next_meeting(self) -> EarlyMeeting:
+        return EarlyMeeting(
+            name=f"leaving/{self._job.number}/{self.step}",
+            rank=self._rank,
+            num_workers=self._num_workers,
+            last_step=self._sync_every,
+        )
+
+    def _keep_anchor(self) -> None:
+        with torch.no_grad():
+            if not self._anchor:
+                self._anchor = [parameter.detach().clone() for parameter in self._trained]
+            else:
+                torch._foreach_copy_(self._anchor, [parameter.detach() for parameter in self._trained])
+
+    # ---- meeting --------------------------------------------------------------------------------
+
+    def meet(self) -> Verdict | None:
+        """Have one model now, whatever is left of the round; None where there is one already."""
+        return self._meet() if self.is_apart else None
+
+    def _meet(self) -> Verdict:
+        mine, wishes = self._round, self._job.wishes
+        wishes.checkpoint |= mine.wants_checkpoint
+        # As gradients do, differences leave divided by samples; what was really counted corrects it afterwards.
+        weight = mine.count / mine.num_global
+        with torch.no_grad():
+            for parameter, anchor in zip(self._trained, self._anchor, strict=True):
+                parameter.grad = (anchor - parameter).mul_(weight)
+        self._refuse_spoilt()
+        self._told_besides = [float(mine.num_skipped)]
+        total = torch.tensor(mine.loss_total, dtype=torch.float64)
+        self._contribute(LossSum(total, mine.count, None), mine.num_local / mine.num_global)
+        verdict: Verdict = self._together.exchange(
+            self._finish,
+            self._exchange_again,
+            conclude=self._update,
+            abandon=self._abandon,
+            patience=self._meeting,
+            kind="a step",
+        )
+        wishes.checkpoint = False
+        return verdict
+
+    def _update(self, _: None) -> Verdict:
+        """Step from the anchor by the average difference: the same bits on every rank."""
+        vector = self._take_buffers()
+        verdict = dataclasses.replace(decide(vector[:-1]), num_skipped=int(vector[-1]))
+        factor = self._round.num_global / verdict.count if verdict.count else 0.0
+        with torch.no_grad():
+            for parameter, anchor in zip(self._trained, self._anchor, strict=True):
+                parameter.copy_(anchor)
+                if parameter.grad is not None and factor != 1.0:
+                    parameter.grad.mul_(factor)
+        if self._outer is not None:
+            self._outer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._works, self._round = [], Round()
+        return verdict
+
+    def _refuse_spoilt(self) -> None:
+        """One worker's weights that are not finite would spoil everybody's."""
+        for name, parameter in self._job.model.named_parameters():
+            if parameter.requires_grad and not parameter.isfinite().all():
+                raise TrainingError(
+                    f"the weights of worker {self._rank} are not finite at step {self.step} ('{name}' first): one of its last "
+                    f"{self._round.num_steps} steps had a gradient that was not. Nothing was averaged, so checkpoints hold none of "
+                    "it; go on from the newest with clip_norm=1.0, a lower learning rate or on_nonfinite='skip'."
+                )
+
+    # ---- state ----------------------------------------------------------------------------------
+
+    def common_pieces(self) -> Iterator[Piece]:
+        """Weights, buffers, the outer optimizer's momentum, and what a compressor keeps. Collective."""
+        if self.is_apart:
+            raise ConfigError(
+                f"a checkpoint was asked for {self._round.num_steps} steps after the workers last met, where each has weights of "
+                "its own. Nothing was written; call trainer.wish_checkpoint() instead, which saves when they meet."
+            )
+        yield from state_pieces(self._job.model, None)
+        if self._outer is not None:
+            yield from own_optimizers.outer_pieces(self._job.model, self._outer)
+        if isinstance(self._exchange, GradientExchange) and self._exchange.compressor is not None:
+            yield from residuals.pieces(self._exchange.compressor, self.gather)
+
+    def own_pieces(self) -> Iterator[Piece]:
+        """The state of this worker's optimizer."""
+        if self.optimizer is not None:
+            yield from own_optimizers.pieces(
+                self._job.model, self.optimizer, rank=self._rank, num_workers=self._num_workers
+            )
+
+    def state(self) -> Iterator[Piece]:
+        """What all have alike, and every worker's optimizer: on rank 0. Collective."""
+        yield from self.common_pieces()
+        yield from own_optimizers.gathered(
+            self.own_pieces(), self._gather_for_disk, rank=self._rank, num_workers=self._num_workers
+        )
+
+    def load(self, pieces: PieceReader) -> None:
+        """This worker's own optimizer state where there were as many workers; else the average of all."""
+        self._round = Round()
+        tensors = own_optimizers.of_rank(pieces.tensors, self._rank, self._num_workers)
+        super().load(dataclasses.replace(pieces, tensors=tensors))
+        if self._outer is not None and pieces.optimizer_settings is not None:
+            own_optimizers.load_outer(self._job.model, self._outer, pieces.tensors)
+
+    def _gather_for_disk(self, value: Tensor | None) -> list[Tensor]:
+        """As `gather`, but kept for nobody: whoever dies takes all back to a snapshot."""
+        gathered: list[Tensor] = []
+        self._together.exchange(lambda native: gather_any(native, value), conclude=gathered.extend)
+        return gathered

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: trace, partition into stages, run them under torch's schedules."""

@@ -1,0 +1,137 @@
+"""The ways that a forward takes for batches of other shapes than that by which the model was cut.
+
+A forward that decides by a shape (`if x.shape[1] > 8`, `range(length)`) is
+followed anew for every shape, and cut before the same layers. All ranks of a
+pipeline read the same batch, so each comes to the same parts by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from shoal.data.slice import Slice
+from shoal.data.tree import leaves
+from shoal.errors import ShapeDecides, ShapeLeadsElsewhere
+from shoal.parallel.pipeline import p2p as wire
+from shoal.parallel.pipeline.partition import Flow, decides_by_shape, marks_of
+from shoal.parallel.pipeline.parts import decisions_of, live_at, parts_of
+from shoal.parallel.pipeline.plan import Cut
+from shoal.parallel.pipeline.stage import Role, Stage, num_held, roles_from
+from shoal.parallel.pipeline.trace import Traced, attribute, forget
+
+_MAX_SHAPES = 512  # for which ways are kept
+
+Roles = Sequence[Role]
+"""Of all stages, in their order."""
+
+
+class Ways:
+    """What every stage does with a batch, by its shape."""
+
+    def __init__(self, flow: Flow, cut: Cut, everybodys: Sequence[Stage], own: Mapping[int, Stage]) -> None:
+        """`everybodys` stages are looked at, and not kept; those of this rank, `own`, are given what a new way needs besides."""
+        self._model, self._blank, self._opened, self._own = flow.model, flow.blank, flow.opened, own
+        self._first = {
+            True: [stage.train_role for stage in everybodys],
+            False: [stage.evaluation_role for stage in everybodys],
+        }
+        traced = {True: flow.train, False: flow.evaluation}
+        self._decides = {training: decides_by_shape(each) for training, each in traced.items()}
+        self._decisions = {training: decisions_of(each) for training, each in traced.items()}
+        self._told = {training: each.told() for training, each in traced.items()}
+        self._held = [set(stage.targets) for stage in everybodys]
+        seen: dict[str, int] = {}
+        numbered = []
+        for layer in cut.layers:
+            seen[layer.name] = seen.get(layer.name, 0) + 1
+            numbered.append((layer.name, seen[layer.name]))
+        self._begins = [numbered[begin] for begin in cut.begins]
+        self._found: dict[object, Roles] = {}
+        self._num_cuts = 0
+
+    def roles(self, piece: Slice, *, training: bool) -> Roles:
+        """What the stages do with a micro-batch; refuses one whose way leads through layers of other stages."""
+        if self._blank is None or not self._decides[training]:
+            return self._first[training]
+        shapes = [tuple(leaf.shape[1:]) for leaf in leaves(piece.inputs) if isinstance(leaf, Tensor)]
+        key = (training, num_held(piece), *shapes)
+        if key not in self._found:
+            if len(self._found) >= _MAX_SHAPES:
+                self._found.clear()
+            self._found[key] = self._find(piece, training=training)
+        return self._found[key]
+
+    def _find(self, piece: Slice, *, training: bool) -> Roles:
+        assert self._blank is not None
+        decisions = self._decisions[training]
+        if decisions is not None:
+            with contextlib.suppress(ShapeDecides):
+                decisions(list(leaves(piece.inputs)))
+                return self._first[training]
+        traced = self._blank.trace(piece.inputs, lambda path, module: path in self._opened, training=training)
+        if traced is None or traced.told() == self._told[training]:
+            return self._first[training]
+        try:
+            return self._cut(traced, piece, training=training)
+        finally:
+            forget(traced)
+
+    def _cut(self, traced: Traced, piece: Slice, *, training: bool) -> Roles:
+        shapes = [tuple(leaf.shape) for leaf in leaves(piece.inputs) if isinstance(leaf, Tensor)]
+        constants = self._renamed(traced)
+        begins = self._begins_in(traced, shapes)
+        parts = parts_of(traced, begins, training=training)
+        for number, part in enumerate(parts):
+            for path in part.targets:
+                if path not in self._held[number] and path not in constants and self._has_tensors(path):
+                    raise ShapeLeadsElsewhere(
+                        shapes=shapes,
+                        why=f"it needs '{path}' in stage {number}, and that is {self._home_of(path)}",
+                    )
+        for number, begin in enumerate(begins[1:], start=1):
+            values = [node.meta["example"] for node in live_at(traced, begin)]
+            odd = wire.why_not(values)
+            if odd is None and training and not any(tensor.requires_grad for tensor in wire.pack(values)[0]):
+                odd = "nothing that is trained"
+            if odd is not None:
+                raise ShapeLeadsElsewhere(shapes=shapes, why=f"{odd} would go to stage {number}")
+        for number, stage in self._own.items():
+            stage.held.hold(self._model, parts[number].targets, constants)
+        return roles_from(parts)
+
+    def _begins_in(self, traced: Traced, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+        """Before the same layers; where one is left out, before the first that the stage before does not have."""
+        marks = marks_of(traced)
+        at_name = {(name, nth): at for at, (_, name, nth) in enumerate(marks)}
+        begins = [0]
+        for number, wanted in enumerate(self._begins[1:], start=1):
+            rest = range(begins[-1] + 1, len(marks))
+            others = (at for at in rest if marks[at][1] not in self._held[number - 1])
+            at = at_name.get(wanted) or next(others, None)
+            if at is None or at not in rest:
+                raise ShapeLeadsElsewhere(shapes=shapes, why=f"no layer is left for stage {number}")
+            begins.append(at)
+        return [0, *(marks[at][0] for at in begins[1:])]
+
+    def _renamed(self, traced: Traced) -> dict[str, Tensor]:
+        """Constants, under names that no other way has."""
+        names = {name: f"{name}_{self._num_cuts}" for name in traced.constants}
+        self._num_cuts += 1
+        for node in traced.graph.nodes:
+            if node.op == "get_attr" and node.target in names:
+                node.target = names[str(node.target)]
+        return {names[name]: tensor for name, tensor in traced.constants.items()}
+
+    def _has_tensors(self, path: str) -> bool:
+        assert self._blank is not None
+        held = attribute(self._blank.model, path)
+        if isinstance(held, nn.Module):
+            return any(True for _ in (*held.parameters(), *held.buffers()))
+        return True
+
+    def _home_of(self, path: str) -> str:
+        home = next((number for number, held in enumerate(self._held) if path in held), None)
+        return "in no stage, since the first batch did not need it" if home is None else f"in stage {home}"

@@ -1,0 +1,274 @@
+"""Stages of a pipeline run: micro-batches, metas of what travels, and torch's schedules.
+
+A slice is run in micro-batches exactly as gradient accumulation would run it
+in one process: the same parts, in the same order, with the same seeds. What
+mixes the samples of a batch is given no more of them than the user asked for
+by `accumulate=`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from shoal.data.slice import Slice, split_target, weight_of
+from shoal.data.tree import Tree, concatenate, leaves, map_tensors
+from shoal.parallel.compute import _EVALUATION, autocast, evaluating, place
+from shoal.parallel.pipeline import p2p as wire
+from shoal.parallel.pipeline.partition import Flow
+from shoal.parallel.pipeline.retrace import Ways
+from shoal.parallel.pipeline.stage import Alone, Role, Stage, Step, UnevenStage, num_held
+from shoal.parallel.pipeline.trace import unchanged
+from shoal.parallel.protocol import LossSum, TrainJob
+from shoal.runtime.seeds import mix
+
+_MAX_SHAPES = 32  # of inputs, for which stages are kept ready
+_ROUNDS = 2  # micro-batches for each rank of a pipeline
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ready:
+    """All that hangs on the shapes of a step's micro-batches."""
+
+    schedule: Any
+    takes: dict[tuple[int, int], Any]
+    roles: dict[tuple[int, int], Role]
+
+
+class PipelineRunner:
+    """This rank's stages of one model."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        flow: Flow,
+        stages: dict[int, Stage],
+        ways: Ways,
+        *,
+        num_stages: int,
+        schedule: str,
+        group: dist.ProcessGroup,
+        data_groups: Sequence[dist.ProcessGroup],
+        num_data_ranks: int,
+    ) -> None:
+        """`stages` by their numbers; `ways`: of all of them; `data_groups`: those that run the same stages on other parts of a batch."""
+        self._job, self._stages, self._ways, self._num_stages = job, stages, ways, num_stages
+        self._schedule, self._group, self._data_groups = schedule, group, data_groups
+        self._num_data_ranks = num_data_ranks
+        self._ranks = dist.get_process_group_ranks(group)
+        self._ready: dict[Any, _Ready] = {}
+        self._must_check_loss = True
+        self.is_last = num_stages - 1 in stages
+        self.num_micro = job.num_micro * (1 if flow.mixes else _ROUNDS * len(self._ranks))
+        """Micro-batches of a slice in training."""
+        self._evaluates_whole = flow.mixes_in_evaluation or flow.draws_in_evaluation
+
+    def forward_backward(self, batch: Slice, *, rank: int, step: int) -> LossSum:
+        """All micro-batches forward and back: gradients of the loss sum, divided by the samples of the global batch."""
+        job = self._job
+        if not job.model.training:
+            job.model.train()
+        pieces = self._placed(batch).cut(self.num_micro)
+        ready = self._ready_for(pieces)
+        now = Step(pieces, lambda number: mix(job.seed, rank, step, number), ready.takes, ready.roles)
+        for stage in self._stages.values():
+            stage.step = now
+        loss = _Loss(job, now, batch.num_global)
+        ready.schedule._loss_fn = loss  # the schedule is kept, what it is to compare with is this step's
+        numbers = torch.arange(len(pieces))
+        wanted = {"target": numbers, "losses": []} if self.is_last else {}
+        try:
+            ready.schedule.step(piece=numbers, return_outputs=False, **wanted)
+        except RuntimeError as error:  # torch's own, around what a layer said
+            raise error.__cause__ or error from None
+        if not self.is_last:
+            return LossSum(torch.zeros(()), 0.0, None)
+        if self._must_check_loss:
+            self._must_check_loss = not loss.check()
+        return loss.sum()
+
+    def forward(self, batch: Slice, *, rank: int) -> Tree:
+        """The outputs of a slice in evaluation mode, without gradients, on every rank of the pipeline."""
+        job = self._job
+        about = max(-(-batch.num_global // self._num_data_ranks), 1)
+        number = 1 if self._evaluates_whole else min(_ROUNDS * len(self._ranks), about)
+        pieces = self._placed(batch).cut(number)
+        outputs = self._run(pieces, mix(job.seed, rank, _EVALUATION + batch.start), training=False)
+        joined = None
+        if self.is_last:
+            own = [output for piece, output in zip(pieces, outputs, strict=True) if not piece.borrowed]
+            joined = concatenate(own or outputs[:1])
+        return wire.share(joined, self._rank_of(self._num_stages - 1), self._group, job.device)
+
+    def _placed(self, batch: Slice) -> Slice:
+        return dataclasses.replace(batch, batch=place(batch.batch, self._job.device, self._job.cast_inputs))
+
+    def _run(
+        self,
+        pieces: Sequence[Slice],
+        seed: int,
+        *,
+        training: bool,
+        keep: Callable[[Stage, Slice, Any, Any], None] | None = None,
+    ) -> list[Any]:
+        """Forward alone, without gradients; returns the outputs where the last stage is. `keep` is told what went in and out."""
+        device, outputs, under_way = self._job.device, [], []
+        with evaluating(self._job.model.modules()), torch.no_grad():
+            for piece in pieces:
+                roles = self._ways.roles(piece, training=training)
+                for number, stage in sorted(self._stages.items()):
+                    values: Any = ()
+                    if number > 0:
+                        values = wire.receive(self._rank_of(number - 1), self._group, device, stage.mesh)
+                    result = stage(alone=Alone(piece, values, seed, roles[number]))
+                    if keep is not None:
+                        keep(stage, piece, values, result)
+                    if number < self._num_stages - 1:
+                        under_way += wire.send(result, self._rank_of(number + 1), self._group, device)
+                    else:
+                        outputs.append(result)
+        for work, _ in under_way:
+            work.wait()
+        for stage in self._stages.values():
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # the outermost would keep its weights whole for a backward
+        return outputs
+
+    def _rank_of(self, stage: int) -> int:
+        return self._ranks[stage % len(self._ranks)]
+
+    def _ready_for(self, pieces: Sequence[Slice]) -> _Ready:
+        shapes = tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves(pieces[0].inputs))
+        key = (tuple(num_held(piece) for piece in pieces), shapes)
+        is_new = key not in self._ready
+        if self._data_groups:  # those that share weights get ready together
+            flag = torch.tensor([int(is_new)], device=self._job.device)
+            for group in self._data_groups:
+                dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+            is_new = bool(flag.item())
+        if is_new:
+            if len(self._ready) >= _MAX_SHAPES:
+                self._ready.clear()
+            self._ready[key] = self._prepare(pieces)
+        return self._ready[key]
+
+    def _prepare(self, pieces: Sequence[Slice]) -> _Ready:
+        """Run micro-batches of each size forward to learn the shapes between stages, and build the schedule for them."""
+        takes: dict[tuple[int, int], Any] = {}
+        gives: dict[tuple[int, int], Any] = {}
+
+        def keep(stage: Stage, piece: Slice, given: Any, result: Any) -> None:
+            takes[stage.number, num_held(piece)] = wire.pack(given)[1]
+            # What the last one gives goes to the loss, whatever it is made of.
+            tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+            is_last = stage.number == self._num_stages - 1
+            gives[stage.number, num_held(piece)] = wire.pack(tensors if is_last else result)[1]
+
+        probes = [min(pieces, key=num_held), max(pieces, key=num_held)]
+        roles = {
+            (number, num_held(piece)): role
+            for piece in probes
+            for number, role in enumerate(self._ways.roles(piece, training=True))
+        }
+        with unchanged(self._job.model):
+            self._run(probes, 0, training=True, keep=keep)
+        stages = [
+            UnevenStage(
+                stage,
+                self._num_stages,
+                self._job.device,
+                self._group,
+                [
+                    _metas(
+                        takes[number, num_held(piece)],
+                        roles[number - 1, num_held(piece)].gives_grad if number else (),
+                    )
+                    for piece in pieces
+                ],
+                [
+                    _metas(gives[number, num_held(piece)], roles[number, num_held(piece)].gives_grad)
+                    for piece in pieces
+                ],
+                trains_beside=any(roles[number, num_held(piece)].part.trains_beside for piece in probes),
+            )
+            for number, stage in sorted(self._stages.items())
+        ]
+        kind: Callable[..., Any] = {
+            "gpipe": ScheduleGPipe,
+            # With fewer micro-batches than stages, one forward and one backward by turns is all forwards, then all backwards.
+            "1f1b": Schedule1F1B if len(pieces) >= self._num_stages else ScheduleGPipe,
+            "interleaved": ScheduleInterleaved1F1B,
+            "zero-bubble": ScheduleInterleavedZeroBubble,
+        }[self._schedule]
+        several = self._schedule in ("interleaved", "zero-bubble")
+        schedule = kind(
+            stages if several else stages[0],
+            len(pieces),
+            loss_fn=lambda output, target: output,
+            scale_grads=False,
+        )
+        return _Ready(schedule, takes, roles)
+
+
+class _Loss:
+    """The loss of one step's micro-batches, and what they add up to."""
+
+    def __init__(self, job: TrainJob, step: Step, num_global: int) -> None:
+        self._job, self._step, self._num_global = job, step, num_global
+        self._totals: dict[int, Tensor] = {}
+        self._outputs: dict[int, Tree] = {}
+        self._count = 0.0
+
+    def __call__(self, tensors: Any, number: Tensor) -> Tensor:
+        """The part of one micro-batch in the mean over the global batch."""
+        at = int(number)
+        piece, output = self._step.pieces[at], self._step.outputs.pop(at)
+        target, weight = split_target(piece.batch)[1], weight_of(piece.batch)
+        with autocast(self._job):
+            total, count = self._job.loss(output, target, num_held(piece), piece.num_global, weight)
+        if piece.borrowed:  # it ran to keep in step; its gradient is nobody's
+            return total * 0.0
+        self._totals[at] = total.detach()
+        self._outputs[at] = map_tensors(lambda tensor: tensor.detach(), output)
+        self._count += count
+        return total / self._num_global
+
+    def check(self) -> bool:
+        """Refuse a loss that would mean something else when its batch is cut; False where there was nothing to see."""
+        for at, output in self._outputs.items():
+            piece = self._step.pieces[at]
+            if piece.num_local > 1:  # one sample has no halves
+                target, weight = split_target(piece.batch)[1], weight_of(piece.batch)
+                self._job.loss.check(output, target, piece.num_local, weight)
+                return True
+        return False
+
+    def sum(self) -> LossSum:
+        """What the slice contributed."""
+        if not self._outputs:
+            return LossSum(torch.zeros(()), 0.0, None)
+        totals = torch.stack([total for _, total in sorted(self._totals.items())])
+        outputs = concatenate([output for _, output in sorted(self._outputs.items())])
+        return LossSum(totals.sum(), self._count, outputs)
+
+
+def _metas(description: Any, needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
+    told = wire.metas(description)
+    flags = needs_grad or [False] * len(told)
+    return tuple(
+        torch.empty(shape, dtype=dtype, device="meta").requires_grad_(flag)
+        for (dtype, shape), flag in zip(told, flags, strict=True)
+    )

@@ -1,0 +1,357 @@
+"""A model's forward as a graph of its modules, found by running it once with values that remember where they come from.
+
+torch.fx records, and every value carries an example beside it: decisions by
+shapes are taken as the example says and checked again whenever the graph
+runs; decisions by data cannot be. Modules that are not opened stay whole, with
+their hooks, their mode and the user's own objects: nothing of the model is
+copied and no name changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_arg
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.data.tree import Tree, leaves, map_tensors
+from shoal.errors import ShapeDecides
+from shoal.parallel.model_call import ModelCall
+
+_FACTORIES = (
+    "arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm",
+    "tensor", "as_tensor", "tril_indices", "triu_indices", "zeros",
+)  # fmt: skip
+_SHAPES = {"size", "dim", "ndim", "shape", "numel", "nelement", "dtype", "device", "is_floating_point", "is_cuda", "ndimension",
+           "stride", "requires_grad", "is_sparse", "layout", "is_nested", "element_size", "is_complex", "is_contiguous"}  # fmt: skip
+
+
+class Untraceable(Exception):
+    """Not an error of the user's: a module whose forward is no graph, and why. It stays whole, or a ConfigError tells."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(reason)
+        self.path, self.reason = path, reason
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """One forward as a graph.
+
+    Of each node's `meta`: "example", "no_grad", "draws" (random numbers), "changes" (nodes it writes into) and "at" (the
+    module whose forward it is in).
+    """
+
+    graph: fx.Graph
+    constants: Mapping[str, Tensor]
+    """Tensors that forward uses and no module holds, by the names under which the graph has them."""
+
+    def signature(self) -> list[tuple[str, str]]:
+        """What two graphs of the same forward have in common."""
+        return [
+            (str(n.meta.get("at", "")), f"{n.op} {n.target} {n.args} {n.kwargs}") for n in self.graph.nodes
+        ]
+
+    def told(self) -> list[str]:
+        """The same without the modules that it happens in."""
+        return [text for _, text in self.signature()]
+
+
+def forget(traced: Traced) -> None:
+    """Let go of what every node gave, and with it of weights: nodes are in circles, which nobody clears at once."""
+    for node in traced.graph.nodes:
+        node.meta.clear()
+
+
+def expect(value: object, seen: object, line: str) -> None:
+    """A decision that forward took by a shape when it was traced: it has to come out alike each time."""
+    if value != seen:
+        raise ShapeDecides(seen=seen, value=value, line=line)
+
+
+class _Value(fx.Proxy):
+    """What stands for a value while a forward is traced."""
+
+    tracer: _Tracer
+
+    def __index__(self) -> int:
+        return int(self.tracer.settle(self, "is used as a number"))
+
+    __int__ = __index__
+
+    def __float__(self) -> float:
+        return float(self.tracer.settle(self, "is used as a number"))
+
+    def __len__(self) -> int:
+        example = self.node.meta["example"]
+        if isinstance(example, Tensor):
+            return _Value.__index__(self.size(0))  # type: ignore[arg-type]  # a _Value too
+        return len(example)
+
+    def __contains__(self, item: object) -> bool:
+        example = self.node.meta["example"]
+        if isinstance(example, Mapping):
+            return item in example
+        raise TypeError("it is asked what is in a value")
+
+
+class _Tracer(fx.Tracer):
+    """Records the forward of a model; `is_open` says of which modules the inside is seen."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, inputs: Tree, is_open: Callable[[str, nn.Module], bool]) -> None:
+        super().__init__()
+        self._inputs, self._is_open = inputs, is_open
+        self.is_concrete = False
+        self.constants: dict[str, Tensor] = {}
+        self._autocast = _autocast_state()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Value(node, self)
+
+    def is_leaf_module(self, module: nn.Module, path: str) -> bool:
+        return bool(path) and not self._is_open(path, module)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if self.is_concrete:
+            return forward(*args, **kwargs)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Untraceable:
+            raise
+        except Exception as error:  # whatever a user's forward does to a tracer
+            raise Untraceable(self.path_of_module(m), _short(error) + _users_line(error)) from None
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        return attr_val if self.is_concrete else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        assert isinstance(self.root, nn.Module)
+        call = ModelCall(self.root)
+        examples = list(leaves(self._inputs))
+        proxies = iter([self.create_proxy("placeholder", f"input_{n}", (), {}) for n in range(len(examples))])
+        for value, example in zip(self.graph.nodes, examples, strict=True):
+            value.meta["example"] = example
+        tree = map_tensors(lambda _: next(proxies), self._inputs)
+        return lambda root: call(tree), [self.root]
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and a not in self.tensor_attrs:
+            assert isinstance(self.root, nn.Module)
+            if not any(a is buffer for buffer in self.root.buffers()):
+                name = f"_constant_{len(self.constants)}"
+                self.constants[name] = a
+                return self.create_node("get_attr", name, (), {})
+        return super().create_arg(a)
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any
+    ) -> fx.Node:
+        node = super().create_node(kind, target, args, kwargs, *more, **named)
+        node.meta |= {
+            "no_grad": not torch.is_grad_enabled(),
+            "at": self.scope.module_path,
+            "changes": [],
+            "draws": False,
+        }
+        if kind not in ("placeholder", "output"):
+            if _autocast_state() != self._autocast:
+                raise Untraceable(self.scope.module_path, "it switches autocast on or off inside")
+            with self.concrete():
+                node.meta["example"] = self._run(node)
+        return node
+
+    @contextlib.contextmanager
+    def concrete(self) -> Iterator[None]:
+        """Run what is called, instead of recording it."""
+        before, self.is_concrete = self.is_concrete, True
+        try:
+            yield
+        finally:
+            self.is_concrete = before
+
+    def _run(self, node: fx.Node) -> Any:
+        assert isinstance(self.root, nn.Module)
+        if node.op == "get_attr":
+            return (
+                self.constants[node.target]
+                if node.target in self.constants
+                else attribute(self.root, str(node.target))
+            )
+        examples = {given: given.meta["example"] for given in node.all_input_nodes}
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: examples[n])
+        versions = {n: [t._version for t in _tensors(held)] for n, held in examples.items()}
+        before, asked = _generators(self.root), _Draws()
+        # What has shapes and no data draws nothing: it is asked what it would do.
+        has_data = not any(isinstance(t, FakeTensor) for held in examples.values() for t in _tensors(held))
+        with contextlib.nullcontext() if has_data else asked:
+            value = self._call(node, args, kwargs)
+        node.meta["draws"] = asked.may_draw or any(
+            not torch.equal(state, now) for state, now in zip(before, _generators(self.root), strict=True)
+        )
+        node.meta["changes"] = [
+            n for n, held in examples.items() if versions[n] != [t._version for t in _tensors(held)]
+        ]
+        for changed in node.meta["changes"]:
+            if changed.op == "placeholder":
+                raise Untraceable(self.scope.module_path, "it changes its inputs in place")
+        return value
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.op == "call_module":
+            assert isinstance(self.root, nn.Module)
+            return self.root.get_submodule(str(node.target))(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+    def settle(self, value: fx.Proxy, use: str) -> Any:
+        """The example's value, for Python to go on with; checked again when the graph runs."""
+        example = value.node.meta["example"]
+        if isinstance(example, Tensor) or is_of_data(value.node):
+            raise Untraceable(self.scope.module_path, f"a value computed from the data {use}{_users_line()}")
+        self.create_proxy("call_function", expect, (value, example, _users_line()), {})
+        return example
+
+    def to_bool(self, obj: Any) -> bool:
+        return bool(self.settle(obj, "decides what is done next"))
+
+    def iter(self, obj: Any) -> Iterator[Any]:
+        return iter([obj[number] for number in range(len(obj))])
+
+    def keys(self, obj: Any) -> Any:
+        example = obj.node.meta["example"]
+        return list(example.keys()) if isinstance(example, Mapping) else super().keys(obj)
+
+
+class _Factories(TorchFunctionMode):
+    """New tensors are made when the graph runs, not once when it is traced."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+        self._known = {getattr(torch, name) for name in _FACTORIES}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._known and not self._tracer.is_concrete:
+            return self._tracer.create_proxy("call_function", func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says nothing of its types
+    """Sees operations that may draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # the same
+        self.may_draw = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.may_draw |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def trace(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bool]) -> Traced:
+    """The model's forward on such inputs, in the mode it is in; raises Untraceable. Leaves buffers and generators alone."""
+    tracer, own_thread = _Tracer(inputs, is_open), threading.get_ident()
+
+    def recorded(factory: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            # Other threads go on meanwhile: batches are read, tensors are sent.
+            if tracer.is_concrete or threading.get_ident() != own_thread:
+                return factory(*args, **kwargs)
+            return tracer.create_proxy("call_function", factory, args, kwargs)
+
+        return make
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unchanged(model))
+        stack.enter_context(torch.enable_grad())
+        for name in _FACTORIES:
+            stack.enter_context(mock.patch.object(torch, name, recorded(getattr(torch, name))))
+        stack.enter_context(_Factories(tracer))
+        graph = tracer.trace(model)
+    return Traced(graph, tracer.constants)
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Whatever runs inside leaves no trace in buffers, gradients or generators."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+def attribute(model: nn.Module, path: str) -> Any:
+    """What a module holds under a path."""
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _generators(model: nn.Module) -> list[Tensor]:
+    """The states of what may be drawn from: the host's, and that of the device the model is on."""
+    states = [torch.default_generator.get_state()]
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type not in ("cpu", "meta"):
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def _autocast_state() -> tuple[bool, ...]:
+    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
+
+def is_of_data(node: fx.Node) -> bool:
+    """Whether a value that is no tensor was read out of one, and not out of its shape."""
+    todo, seen = [node], set()
+    while todo:
+        node = todo.pop()
+        if node in seen or isinstance(node.meta["example"], Tensor):
+            continue
+        seen.add(node)
+        reads = any(_tensors(given.meta["example"]) for given in node.all_input_nodes)
+        name = node.args[1] if node.target is getattr else getattr(node.target, "__name__", node.target)
+        if reads and name not in _SHAPES and not _tensors(node.meta["example"]):
+            return True
+        todo += node.all_input_nodes
+    return False
+
+
+def _users_line(error: BaseException | None = None) -> str:
+    """Where in the user's code this is, as far as one can tell."""
+    frames = (
+        [(frame.filename, frame.lineno) for frame in inspect.getinnerframes(error.__traceback__)]
+        if error is not None and error.__traceback__ is not None
+        else [(frame.filename, frame.lineno) for frame in reversed(inspect.stack(0))]
+    )
+    own = [
+        (f, n) for f, n in frames if "/torch/" not in f and "/shoal/" not in f and not f.startswith("<frozen")
+    ]
+    return f" (line {own[-1][1]} of {own[-1][0].rpartition('/')[2]})" if own else ""
+
+
+def _short(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:160]

@@ -1,0 +1,252 @@
+"""The seam between the Trainer and every way of spreading a model.
+
+The Trainer never calls `backward()` or `step()`. It hands slices to a
+Strategy and asks it to commit; what happens in between (one process, buckets,
+shards, stages, servers) is the strategy's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from shoal.data.slice import Slice
+from shoal.data.tree import Tree
+from shoal.parallel.loss import LossRule
+from shoal.recovery.state_transfer import register_result_type
+
+if TYPE_CHECKING:
+    from shoal.recovery.replay_log import Timeline
+
+
+@dataclass(slots=True)
+class Wishes:
+    """What this rank would like to happen at the next commit. The verdict says what will, on all ranks."""
+
+    stop: bool = False
+    """End this fit after the step."""
+
+    checkpoint: bool = False
+    """Save after the step."""
+
+    leave: bool = False
+    """Save after the step and end the script: Ctrl-C or SIGTERM."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainJob:
+    """Everything a strategy is given to train."""
+
+    model: nn.Module
+    loss: LossRule
+    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None
+    """Builds the user's optimizer on the parameters as the strategy left them; None for evaluate and predict alone."""
+
+    given_optimizer: torch.optim.Optimizer | None = None
+    """The user's own, where it is an instance and no function: a strategy that cuts parameters lets it follow them."""
+
+    clip_norm: float | None = None
+    """Largest global norm of the gradient."""
+
+    num_micro: int = 1
+    """Parts in which a slice is run, its gradients accumulated."""
+
+    on_nonfinite: str = "raise"
+    """"raise", or "skip": leave a step with a loss or gradient that is not finite out, and count it."""
+
+    autocast: torch.dtype | None = None
+    """Run forward in this precision."""
+
+    cast_inputs: torch.dtype | None = None
+    """Floating inputs and targets are cast to this; set by `shoal verify`."""
+
+    tensor_plan: Mapping[str, str] | None = None
+    """Of the user's: pattern of layer names to "colwise", "rowwise" or "replicated"; for tp."""
+
+    pipeline_cut: Sequence[str] | None = None
+    """Of the user's: names of the layers at which a stage begins, but for the first; for pp."""
+
+    first_inputs: Callable[[], Tree] | None = None
+    """Reads inputs such as the model will be given, to measure it with; None where there are none yet."""
+
+    checkpoint_activations: bool | Sequence[str] = False
+    """Whether blocks of the model run again within backward; or patterns of the names of those that do."""
+
+    compile: bool = False
+    """Compile the model."""
+
+    number: int = 0
+    """Which Trainer or loop of the script this is, counted from 0: ranks hand its state over by it."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seed: int = 0
+    wishes: Wishes = field(default_factory=Wishes)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """What a slice contributed: a sum, what it counted, and the model's outputs for the metrics."""
+
+    total: torch.Tensor
+    count: float
+    outputs: Tree | None
+    """In the order of the slice; None when all of it was borrowed."""
+
+    on_its_way: tuple[torch.Tensor, torch.Event] | None = None
+    """Of a total on a device: where in the host's memory it will be, and when."""
+
+    def read(self) -> float:
+        """The total as a number. On a device this waits for the forward alone: backward may still run."""
+        if self.on_its_way is None:
+            return float(self.total)
+        there, event = self.on_its_way
+        event.synchronize()
+        return float(there)
+
+
+@register_result_type
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What all ranks know of a step once it is committed; equal on every rank."""
+
+    loss: float
+    """Global mean loss of the step."""
+
+    loss_total: float
+    """Global sum, and `count`, its divisor: what an epoch's mean is made of."""
+
+    count: float
+    applied: bool
+    """False where the step was left out because it was not finite."""
+
+    grad_norm: float | None
+    """Norm of the gradient before clipping, where clipping asked for it."""
+
+    stop: bool
+    """Some rank wished to stop: every rank stops after this step."""
+
+    checkpoint: bool
+    """Some rank wished for a checkpoint after this step."""
+
+    leave: bool
+    """Some rank was asked to leave: every rank saves and ends its script."""
+
+    nonfinite: tuple[tuple[int, float], ...] = ()
+    """(rank, loss) of every rank whose loss was not finite."""
+
+    num_skipped: int = 0
+    """Slices left out, of those that workers trained apart since they last met."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor, or one part of one, of the state: what checkpoints are made of."""
+
+    name: str
+    """"model/<key of state_dict>" or "optimizer/<parameter name>/<key>"."""
+
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    """Where this part begins in the whole tensor; all zeros when it is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceReader:
+    """A saved state to take over."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Whole tensors by piece name, read when asked for."""
+
+    optimizer_settings: dict[str, Any] | None
+    """What of the optimizer is not a tensor; None when only weights were saved."""
+
+    path: str = ""
+    """Where it comes from, for messages."""
+
+
+class Strategy(Protocol):
+    """One way of spreading a job over workers."""
+
+    optimizer: torch.optim.Optimizer | None
+    """The user's optimizer as built on the prepared parameters; schedulers and callbacks read it."""
+
+    step: int
+    """Steps committed so far; seeds are drawn from it."""
+
+    timeline: Timeline | None
+    """Where a strategy's exchanges survive the death of a rank: what it needs to hand over; None in one process."""
+
+    def prepare(self, job: TrainJob) -> None:
+        """Take over model and optimizer; refuse, by layer, what cannot be run."""
+
+    def forward_backward(self, batch: Slice) -> LossSum:
+        """Compute the gradients of one slice. May exchange them already; changes no state."""
+
+    def commit(self) -> Verdict:
+        """Exchange, clip, decide, update: the only moment at which state changes."""
+
+    def forward(self, batch: Slice) -> Tree:
+        """The model's outputs for a slice, without gradients."""
+
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in rank order, the same bits on every rank."""
+
+    def gather(self, value: torch.Tensor | None) -> list[torch.Tensor]:
+        """Every rank's tensor, in rank order; shapes may differ and a rank may have none (an empty tensor then)."""
+
+    def state(self) -> Iterator[Piece]:
+        """Model and optimizer, piece by piece. Collective where ranks hold parts."""
+
+    def load(self, pieces: PieceReader) -> None:
+        """Take over what `state` gave, under any strategy, at any number of workers."""
+
+
+class TakesGradients(Protocol):
+    """A strategy that also serves loops of the user's own."""
+
+    def about_to_run(self) -> None:
+        """The user's loop takes a slice: what follows runs the model, up to the next commit."""
+
+    def adopt(self, batch: Slice) -> None:
+        """Take the gradients of the slice's mean loss, which the user's own backward left in the parameters."""
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A strategy that can use its time better when it knows the next batch."""
+
+    def coming(self, batch: Slice) -> None:
+        """The batch after the one that is run next."""
+
+
+@runtime_checkable
+class Leased(Protocol):
+    """A relaxed strategy: each worker trains whole batches of its own, as they are handed out."""
+
+    updates: int
+    """Updates of all workers, as far as this one has heard."""
+
+    def share_statistics(self) -> None:
+        """Average what BatchNorm has counted on every worker; all of them call it."""
+
+
+@runtime_checkable
+class MeetsNowAndThen(Protocol):
+    """A strategy whose workers train apart for some steps: in between, verdicts are each worker's own, and ask for nothing."""
+
+    is_apart: bool
+    """Whether weights differ from worker to worker at present."""
+
+    def meet(self) -> Verdict | None:
+        """Become of one mind now, as at an epoch's end; None where the workers are already. Collective."""
+
+    def own_pieces(self) -> Iterator[Piece]:
+        """What no other worker has, even when they have just met."""
+
+    def common_pieces(self) -> Iterator[Piece]:
+        """The rest: what all have alike when they have just met. Collective."""

@@ -1,0 +1,1 @@
+"""Strategies over the parameter server: exact (ps), relaxed (ps:ssp, ps:async, ps:hybrid) and partial (ps:drop, ps:stale-ok)."""

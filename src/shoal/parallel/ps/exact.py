@@ -1,0 +1,432 @@
+"""`ps`: parameters and optimizer live on servers, workers compute gradients; exact, as one process would.
+
+A step from above: weights and rows are pulled, backward pushes chunk by
+chunk, commit says that it was all. The servers sum in rank order and update;
+what a worker holds of the model afterwards is a copy. Workers have no
+connection to each other, and nothing a replacement would need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.config.job import Job
+from shoal.data.slice import Slice
+from shoal.data.tree import Tree
+from shoal.parallel.buffer_sync import Travelling
+from shoal.parallel.check_same_model import refuse_different_models
+from shoal.parallel.compute import Compute, place
+from shoal.parallel.hashed_rows import plain_tensors
+from shoal.parallel.optimizer_state import load_settings
+from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
+from shoal.parallel.ps import embedding_placement as takeover
+from shoal.parallel.ps.served_model import ServedModel
+from shoal.parallel.ps.session import Served, served
+from shoal.parallel.ps.tensor_bytes import from_bytes, raw_bytes, to_bytes
+from shoal.parallel.state import load_state, state_pieces
+from shoal.parallel.step_result import contribution, decide
+from shoal.parallel.update import clip_factor, gradient_norm
+from shoal.ps.client.pulls import DenseLook, DensePull
+from shoal.ps.client.step import Decision, Step
+from shoal.ps.dense_plan import check_optimizer
+from shoal.recovery.replay_log import Timeline
+from shoal.recovery.state_transfer import Part
+from shoal.runtime.failpoints import failpoint
+from shoal.runtime.transport.messages.ps import StepEnd
+
+
+class Ps:
+    """The parameter server, exact."""
+
+    def __init__(self, job: Job) -> None:
+        self._launched = job
+        self._rank, self._num_workers = job.rank, job.num_workers
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.step = 0
+        self._step_at_anchor = 0  # a replacement counts those since then once more
+        self.timeline: Timeline | None = served()
+        self._served: Served = served()
+        self._model: ServedModel | None = None
+        self._saved: PieceReader | None = None
+        self._prepared_at: int | None = None
+        self._laid_out_at: int | None = None
+        self._current: Step | None = None
+        self._home_at = -1  # the clock as of which all of the model is in this process
+        self._weights_at = -1  # the clock as of which this process's copy of the weights is
+        self._buffers_before: dict[str, Tensor] = {}
+        self._coming: Slice | None = None
+
+    # ---- preparing ------------------------------------------------------------------------------
+
+    def prepare(self, job: TrainJob) -> None:
+        """Check that all ranks built the same model; the rest waits for the first batch."""
+        self._job = job
+        job.model.to(job.device)
+        waiting = self._served.waiting_part(job.number)
+        done = waiting.plain["prepared_at"] if waiting is not None else None
+        is_past = done is not None and done <= self._served.anchored_at
+        if not is_past:
+            refuse_different_models(job.model, self.gather)
+            self._prepared_at = self._served.num_finished
+        self._compute = Compute(job, check_loss=True)
+        self._travelling = Travelling(job.model)
+        self._parameters = list(job.model.parameters())
+        if job.build_optimizer is not None and self.optimizer is None:
+            optimizer = job.build_optimizer(job.model)
+            check_optimizer(optimizer)
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # it never steps here, and schedulers would warn
+            self.optimizer = optimizer
+        self._served.hold(job.number, self)
+
+    def _lay_out(self, batch: Slice | None, layout: dict[str, Any] | None = None) -> None:
+        """Put the model on the servers, once all that forward uses can be told."""
+        if self._model is not None or self.optimizer is None:
+            return
+        group, job = self._served.group, self._job
+        self._served._be_there()
+        if self._wants_norm:
+            mode = msgspec.structs.replace(self._served.mode, two_phase=True, wants_norm=True)
+            group.declare(mode)
+        model = ServedModel(job, self.optimizer, group, self._launched)
+        if layout is not None:
+            model.lay_out_as(layout)
+        else:
+            placed = place(batch.batch, job.device, job.cast_inputs) if batch is not None else None
+            model.lay_out(placed, lambda: self._compute.forward(batch, rank=self._rank) if batch else None)
+        model.declare()
+        if layout is None:
+            if self._rank == 0 and not self._served.next_is_known:
+                model.write(self._saved)
+                self._write_marks(self._saved)
+                for line in takeover.describe(model.plan):
+                    print(f"note: {line}", file=sys.stderr, flush=True)
+            self._served.exchange(b"")
+            self._laid_out_at = self._served.num_finished
+        self._saved = None
+        model.install()
+        self._model = model
+
+    def _write_marks(self, saved: PieceReader | None) -> None:
+        """An exact step has none to go on with."""
+
+    @property
+    def _wants_norm(self) -> bool:
+        return self._job.clip_norm is not None or self._job.on_nonfinite == "skip"
+
+    # ---- a step ---------------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Slice) -> LossSum:
+        """Compute this rank's gradients; they leave chunk by chunk while backward runs."""
+        self._lay_out(batch)
+        self._num_global, self._share = batch.num_global, batch.share
+        if self._served.next_is_known:
+            return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
+        self.about_to_run()
+        self._begin()
+        return self._compute.forward_backward(
+            batch, rank=self._rank, step=self.step, before_backward=self._contribute
+        )
+
+    def about_to_run(self) -> None:
+        """Have the weights of the last commit, and keep the buffers as they are: forward writes into them."""
+        self._lay_out(None)  # a loop of the script's own: nobody has shown us a batch
+        self._refresh()
+        for module in self._model.rows if self._model is not None else ():
+            module.clock, module.is_training = self._weights_at, True
+        self._travelling.look()
+
+    def adopt(self, batch: Slice) -> None:
+        """Take gradients of the slice's mean that the user's own backward computed, weighted by its samples."""
+        self._num_global, self._share = batch.num_global, batch.share
+        if self._served.next_is_known:
+            self._travelling.restore()
+            for module in self._model.rows if self._model is not None else ():
+                module.forget()
+            return
+        self._begin()
+        assert self._model is not None
+        weight = batch.num_local / batch.num_global
+        for module in self._model.rows:
+            module.scale(weight)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * weight if weight else None
+        self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None))
+
+    def coming(self, batch: Slice) -> None:
+        """The batch after this one: its rows can be asked for as soon as this step is pushed."""
+        self._coming = batch
+
+    def commit(self) -> Verdict:
+        """Say that all is pushed, and wait until the servers have summed and updated."""
+        step = self._end_step() if not self._served.next_is_known else None
+        ahead = None
+        if step is not None:
+            ahead = self._pull_ahead(self._served.updates + 1)
+        vector = self._served.commit(step)
+        failpoint("worker: committed, not counted")
+        if step is not None:
+            step.release()
+        else:
+            self._travelling.was_computed_elsewhere()
+            self._served.have_two_phases()
+            if (
+                self._served.mode.two_phase
+            ):  # whoever committed it may have died before it had told every server
+                self._served.commit_again(self._decision_of(vector))
+        verdict = self._conclude(vector)
+        if ahead is not None:
+            assert self._model is not None
+            self._served.group.finish(ahead)
+            self._model.dense.take(ahead)
+            self._weights_at = self._served.updates
+        return verdict
+
+    def _begin(self) -> None:
+        assert self._model is not None
+        self._served.have_two_phases()
+        updates = self._served.updates
+        for module in self._model.rows:
+            module.clock, module.is_training = updates, True
+        self._current = Step(
+            self._served.group,
+            stream=self._rank,
+            seq=updates + 1,
+            decide=self._decide,
+            wants_norm=self._wants_norm,
+        )
+
+    def _contribute(self, loss: LossSum) -> None:
+        assert self._model is not None
+        assert self._current is not None
+        vector = contribution(
+            rank=self._rank,
+            num_workers=self._num_workers,
+            loss_total=loss.read(),
+            count=loss.count,
+            wishes=self._job.wishes,
+        )
+        parts = [vector, *self._travelling.contribution(share=self._share, rank=self._rank)]
+        self._vector = torch.cat(parts).numpy()
+        self._model.dense.arm(self._current)
+
+    def _end_step(self) -> Step:
+        assert self._model is not None
+        assert self._current is not None
+        step, self._current = self._current, None
+        self._model.dense.send_rest()
+        self._model.push_rows(step)
+        settings, table_settings = self._model.settings()
+        end = StepEnd(
+            view=0,
+            stream=step.stream,
+            seq=step.seq,
+            rank=self._rank,
+            num_pushes=0,
+            exchange=self._served.num_finished,
+            anchored_at=self._served.anchored_at,
+            settings=settings,
+            model=self._job.number,
+            table_settings=table_settings,
+            factor=float(self._num_global),
+            is_spoilt=self._has_seen_more_than(step.seq - 1),
+        )
+        note = self._served.note_of_step(is_needed=bool(self._travelling))
+        step.end(end, self._vector, note)
+        return step
+
+    def _pull_ahead(self, clock: int) -> DensePull | DenseLook:
+        assert self._model is not None
+        pull = self._model.dense.pull(clock)
+        self._served.group.start(pull)
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            self._model.pull_rows_ahead(coming.batch, clock)
+        return pull
+
+    def _decide(self, vector: NDArray[np.float64], norm: float) -> Decision:
+        """What every rank makes of a summed step, in two phases."""
+        verdict = decide(torch.from_numpy(vector[: 4 + self._num_workers].copy()))
+        factor = self._num_global / verdict.count if verdict.count else 0.0
+        if not verdict.applied or not self._wants_norm:
+            return Decision(factor, verdict.applied)
+        norm = factor * norm
+        factor *= clip_factor(self._job, norm)
+        return Decision(factor, math.isfinite(norm), norm)
+
+    def _decision_of(self, vector: NDArray[np.float64]) -> Decision:
+        """What a step was committed with, from what is told of it afterwards."""
+        factor = self._num_global / vector[0] if vector[0] else 0.0
+        apply, norm = bool(vector[-2]), float(vector[-1])
+        if apply:
+            factor *= clip_factor(self._job, norm)
+        return Decision(float(factor), apply, norm)
+
+    def _own_norm(self, rows: Iterable[tuple[NDArray[np.int64], NDArray[Any]] | None]) -> float:
+        """Of the gradient that backward left here, and of what it left for the rows."""
+        squares = sum(float(np.vdot(held[1], held[1])) for held in rows if held is not None)
+        return gradient_norm((p.grad for p in self._parameters if isinstance(p.grad, Tensor)), squares)
+
+    def _has_seen_more_than(self, updates: int) -> bool:
+        """Whether this step ran on weights of a later one: another worker was lost, and a server with it."""
+        assert self._model is not None
+        seen = [self._model.dense.newest, *(module.newest for module in self._model.rows)]
+        return max(seen) > updates
+
+    def _conclude(self, vector: NDArray[np.float64]) -> Verdict:
+        """The servers have updated; do here what belongs to it."""
+        flat = torch.from_numpy(vector.copy())
+        told, at = flat[-2:].tolist(), 4 + self._num_workers
+        verdict = decide(flat[:at])
+        norm = told[1] if self._wants_norm and verdict.applied else None
+        verdict = dataclasses.replace(verdict, applied=bool(told[0]), grad_norm=norm)
+        if verdict.applied:
+            self._conclude_travelling(flat[at:-2])
+        if not verdict.applied:
+            self._travelling.restore()
+        if self._model is not None:
+            for module in self._model.rows:
+                module.release()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._travelling.forget()
+        self.step += 1
+        return verdict
+
+    def _conclude_travelling(self, flat: Tensor) -> None:
+        """Statistics and buffers, as the ranks' vectors sum up to."""
+        self._travelling.conclude(flat, self.reduce, share=self._share, rank=self._rank)
+
+    # ---- beside the steps -----------------------------------------------------------------------
+
+    def forward(self, batch: Slice) -> Tree:
+        """This rank's outputs, without gradients."""
+        if self._model is None:
+            self._equalize()
+        else:
+            clock = self._have_newest()
+            for module in self._model.rows:
+                module.clock, module.is_training = clock, False
+        outputs = self._compute.forward(batch, rank=self._rank)
+        if self._model is not None:
+            for module in self._model.rows:
+                module.release()
+        return outputs
+
+    def reduce(self, values: Tensor) -> Tensor:
+        """The sum over the ranks, in rank order."""
+        parts = self.gather(values)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total.to(values.device)
+
+    def gather(self, value: Tensor | None) -> list[Tensor]:
+        """Every rank's tensor, in rank order."""
+        contributions = self._served.exchange(to_bytes(value))
+        tensors = [from_bytes(raw) for raw in contributions]
+        known = next((tensor for tensor in tensors if tensor is not None), torch.empty(0))
+        empty = torch.empty([0, *known.shape[1:]], dtype=known.dtype)
+        return [tensor if tensor is not None else empty for tensor in tensors]
+
+    def state(self) -> Iterator[Piece]:
+        """Model and optimizer, whole. Rank 0 reads them; nobody can update before it goes on."""
+        if self._model is None:
+            yield from state_pieces(self._job.model, self.optimizer)
+        elif self._rank == 0:
+            self._bring_home()
+            yield from self._model.model_pieces()
+            yield from self._model.optimizer_pieces()
+            yield from self._model.hashed_pieces()
+
+    def load(self, pieces: PieceReader) -> None:
+        """Take over weights and optimizer state: here now, on the servers when the model is put there."""
+        load_state(self._job.model, None, pieces)
+        if self.optimizer is not None and pieces.optimizer_settings is not None:
+            load_settings(self._job.model, self.optimizer, pieces.optimizer_settings, path=pieces.path)
+        if self._model is None:
+            self._saved = pieces
+            return
+        if self._rank == 0:
+            self._model.write(pieces, keeps_state=pieces.optimizer_settings is None)
+        self._home_at = self._weights_at = -1
+        self._served.exchange(b"")
+
+    def bring_home(self) -> None:
+        """Put the trained weights into the model of this process."""
+        if self._model is not None:
+            self._bring_home()
+
+    def _bring_home(self) -> None:
+        assert self._model is not None
+        if self._home_at != self._served.updates:
+            self._model.bring_home(self._served.updates)
+            self._home_at = self._weights_at = self._served.updates
+
+    # ---- what a replacement is given ------------------------------------------------------------
+
+    def anchored(self) -> None:
+        """From here a replacement would run forward."""
+        self._step_at_anchor = self.step
+
+    def give(self) -> Part:
+        """What of this rank is not on the servers: where it is, and the buffers as of the last commit."""
+        travelling, buffers = self._travelling.give()
+        plain = {
+            "step": self._step_at_anchor,
+            "prepared_at": self._prepared_at,
+            "laid_out_at": self._laid_out_at,
+            "layout": self._model.layout if self._model is not None else None,
+            "travelling": travelling,
+        }
+        return Part(plain, buffers)
+
+    def take(self, part: Part) -> None:
+        """Stand where this rank stood."""
+        self.step = self._step_at_anchor = part.plain["step"]
+        self._prepared_at, self._laid_out_at = part.plain["prepared_at"], part.plain["laid_out_at"]
+        self._travelling.take(part.plain["travelling"], part.tensors)
+        self._home_at = self._weights_at = -1
+        if self._laid_out_at is not None and self._laid_out_at <= self._served.anchored_at:
+            self._lay_out(None, part.plain["layout"])
+            if self._served.is_between_calls:
+                self._bring_home()
+
+    # ---- small things ---------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        """Have the weights as of the newest commit."""
+        if self._model is not None and self._weights_at != self._served.updates:
+            self._model.dense.refresh(self._served.group, self._served.updates)
+            self._weights_at = self._served.updates
+
+    def _have_newest(self) -> int:
+        """Have the weights there are, for a forward that trains nothing; the clock as of which rows may be read."""
+        self._refresh()
+        return self._served.updates
+
+    def _equalize(self) -> None:
+        """Before the model is on the servers: everybody has rank 0's weights."""
+        if self._weights_at == -2:
+            return
+        tensors = list(plain_tensors(self._job.model).values())
+        mine = b"".join(raw_bytes(tensor) for tensor in tensors) if self._rank == 0 else b""
+        raw, at = self._served.exchange(mine)[0], 0
+        with torch.no_grad():
+            for tensor in tensors:
+                size = tensor.numel() * tensor.element_size()
+                part = torch.frombuffer(bytearray(raw[at : at + size]) or bytearray(1), dtype=torch.uint8)
+                if size:
+                    tensor.copy_(part.view(tensor.dtype).reshape(tensor.shape))
+                at += size
+        self._weights_at = -2

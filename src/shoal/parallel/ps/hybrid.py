@@ -1,0 +1,205 @@
+"""`ps:hybrid[,ssp=K]`: dense parameters summed by all-reduce at every step, rows on servers without waiting.
+
+What Persia found to lose almost nothing: the large and sparse part of a
+recommender may be a little stale, the small and dense part is exact. Workers
+are a group, as under `ddp`, and clients of the servers besides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.cluster.worker import session
+from shoal.collectives.gradients import GradientExchange
+from shoal.config.job import Job
+from shoal.data.slice import Slice
+from shoal.data.tree import Tree
+from shoal.parallel.compute import place
+from shoal.parallel.ddp import Ddp, sparse_parameters
+from shoal.parallel.protocol import LossSum, Piece, PieceReader, Verdict
+from shoal.parallel.ps.relaxed import needs_trainer
+from shoal.parallel.ps.served_model import ServedModel
+from shoal.parallel.ps.session import served
+from shoal.ps.client.step import Step
+from shoal.recovery.state_transfer import Part
+from shoal.runtime.transport.messages.ps import StepEnd
+
+
+class PsHybrid(Ddp):
+    """Data parallel for what is dense, a parameter server for rows.
+
+    A step's rows are pushed before its dense part can be committed by anybody:
+    a worker that dies in between is run again, and its push is recognised by
+    its name. Gradients leave while backward runs, so what the others cannot do
+    without waits for the push: the losses.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._launched = job
+        self._served = served()
+        self._rows: ServedModel | None = None
+        self._saved: PieceReader | None = None
+        self._laid_out_at: int | None = None
+        self._coming: Slice | None = None
+        self._pushed: Step | None = None
+        self._tells_losses_last = True
+        self.staleness: Counter[int] = Counter()
+        """How many pulls were how far ahead of the slowest worker."""
+
+    def _refuse_rows(self, model: nn.Module) -> None:
+        """They are on the servers."""
+
+    def _make_exchange(self, model: nn.Module) -> GradientExchange | None:
+        return None  # which parameters are rows, the first batch shows
+
+    def forward_backward(self, batch: Slice) -> LossSum:
+        """Compute this rank's gradients; the dense ones leave while backward runs."""
+        self._lay_out(batch)
+        if not self._together.next_is_known:
+            self._look_up(training=True)
+        return super().forward_backward(batch)
+
+    def adopt(self, batch: Slice) -> None:
+        """Nobody shows a batch before the script's own loop runs it, so no rows could be told apart."""
+        raise needs_trainer(self._launched.strategy)
+
+    def coming(self, batch: Slice) -> None:
+        """The batch after this one."""
+        self._coming = batch
+
+    def commit(self) -> Verdict:
+        """Push the rows, then sum the dense part with the others."""
+        if not self._together.next_is_known:
+            self._push()
+        verdict = super().commit()
+        if self._rows is not None:
+            for module in self._rows.rows:
+                self.staleness.update(max(each, 0) for each in module.staleness)
+                module.staleness.clear()
+                module.release()
+        return verdict
+
+    def forward(self, batch: Slice) -> Tree:
+        """This rank's outputs, without gradients."""
+        self._look_up(training=False)
+        outputs = super().forward(batch)
+        if self._rows is not None:
+            for module in self._rows.rows:
+                module.release()
+        return outputs
+
+    def state(self) -> Iterator[Piece]:
+        """Model and optimizer, whole; rank 0 reads the rows."""
+        given: set[str] = set()
+        if self._rows is not None and self._rank == 0:
+            self._rows.bring_home(0)
+            for piece in (*self._rows.optimizer_pieces(), *self._rows.hashed_pieces()):
+                given.add(piece.name)
+                yield piece
+        # The optimizer here may have state for rows too, which is not trained: some make it when they are built.
+        yield from (piece for piece in super().state() if piece.name not in given)
+
+    def load(self, pieces: PieceReader) -> None:
+        """Take over weights and optimizer state: rows when they are put on the servers."""
+        super().load(pieces)
+        if self._rows is None:
+            self._saved = pieces
+        elif self._rank == 0:
+            self._rows.write(pieces, keeps_state=pieces.optimizer_settings is None)
+
+    def bring_home(self) -> None:
+        """Have the rows of all workers' pushes."""
+        if self._rows is not None:
+            self._finish_push()
+            self.reduce(torch.zeros(1))
+            self._rows.bring_home(0)
+        session.bent(staleness=self.staleness, num_late=0, num_missed=0)
+        self.staleness.clear()
+
+    def give(self) -> Part:
+        """As a worker of ddp; and whether the rows are on the servers, and which."""
+        part = super().give()
+        layout = self._rows.layout if self._rows is not None else None
+        return Part({**part.plain, "laid_out_at": self._laid_out_at, "layout": layout}, part.tensors)
+
+    def take(self, part: Part) -> None:
+        """Stand where the donor stands."""
+        self._laid_out_at = part.plain["laid_out_at"]
+        super().take(part)
+        if self._rows is not None:
+            return
+        self._saved = PieceReader(part.tensors, part.plain["optimizer"])
+        # It may never see a batch: the others may be through with training, and measure.
+        if self._laid_out_at is not None and self._laid_out_at <= self._together.anchored_at:
+            self._lay_out(None, part.plain["layout"])
+
+    def _load_given(self, pieces: PieceReader) -> None:
+        super().load(pieces)  # the donor's own rows are old: those on the servers count
+
+    def _lay_out(self, batch: Slice | None, layout: dict[str, Any] | None = None) -> None:
+        """Put the rows on the servers, once a batch has shown which those are; or find them where the donor knows them."""
+        if self._rows is not None or self.optimizer is None:
+            return
+        job, group = self._job, self._served.group
+        group.declare(self._served.mode)
+        rows = ServedModel(job, self.optimizer, group, self._launched, rows_only=True)
+        if layout is not None:
+            rows.lay_out_as(layout)
+        else:
+            assert batch is not None
+            rows.lay_out(
+                place(batch.batch, job.device, job.cast_inputs),
+                lambda: self._compute.forward(batch, rank=self._rank),
+            )
+        rows.declare()
+        taken = {module.taken.name for module in rows.rows}
+        trainable = [
+            (name, p) for name, p in job.model.named_parameters() if p.requires_grad and name not in taken
+        ]
+        self._exchange = GradientExchange(trainable, sparse=sparse_parameters(job.model) - taken)
+        done = self._laid_out_at
+        if done is None or done > self._together.anchored_at:
+            if self._rank == 0 and not self._together.next_is_known:
+                rows.write(self._saved)
+            self.reduce(torch.zeros(1))
+            self._laid_out_at = self._together.num_finished
+        rows.install()
+        self._saved, self._rows = None, rows
+
+    def _look_up(self, *, training: bool) -> None:
+        for module in self._rows.rows if self._rows is not None else ():
+            module.clock, module.is_training = self.step if training else 0, training
+
+    def _push(self) -> None:
+        assert self._rows is not None
+        self._finish_push()
+        step = Step(self._served.group, stream=self._rank + 1, seq=self.step + 1)
+        self._rows.push_rows(step)
+        _, table_settings = self._rows.settings()
+        end = StepEnd(
+            view=0,
+            stream=step.stream,
+            seq=step.seq,
+            rank=self._rank,
+            num_pushes=0,
+            exchange=0,
+            anchored_at=0,
+            table_settings=table_settings,
+        )
+        step.end(end, self._my_vector.numpy()[:4], b"")
+        self._pushed = step
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            self._rows.pull_rows_ahead(coming.batch, self.step + 1)
+        self._served.group.finish(step)
+
+    def _finish_push(self) -> None:
+        step, self._pushed = self._pushed, None
+        if step is not None:
+            step.release()

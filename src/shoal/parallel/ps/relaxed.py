@@ -1,0 +1,330 @@
+"""`ps:ssp=K` and `ps:async`: every push is one update, and nobody waits for the slowest, or only so far.
+
+One worker computes one whole batch, so batch size, learning rate and schedule
+mean what they mean in one process; which batches, the coordinator says by
+leases. What is bent (how stale the weights were) is counted and reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shoal.cluster.coordinator.slot_map import NUM_SLOTS
+from shoal.cluster.ledger.trained_file import Outcome, TrainedFile
+from shoal.cluster.worker import session
+from shoal.config.job import Job
+from shoal.data.slice import Slice
+from shoal.errors import ConfigError
+from shoal.parallel.protocol import LossSum, Piece, PieceReader, Verdict
+from shoal.parallel.ps.exact import Ps
+from shoal.parallel.step_result import contribution, decide
+from shoal.parallel.update import clip_factor
+from shoal.ps.client.bulk_transfer import read_marks, write_marks
+from shoal.ps.client.pulls import DenseLook, DensePull
+from shoal.ps.client.step import Step
+from shoal.recovery.state_transfer import Part
+from shoal.runtime.failpoints import failpoint
+from shoal.runtime.transport.messages.ps import Hold, Rest, StepEnd
+
+STOP, CHECKPOINT, LEAVE = 1, 2, 4
+
+MARKS = "marks/triples"
+"""The piece of a checkpoint that says what of which lease counts in which slot."""
+
+NEWEST = -3
+"""Instead of a clock: the weights are whatever the servers had."""
+
+
+def needs_trainer(strategy: str) -> ConfigError:
+    """Why a loop of the script's own is refused."""
+    return ConfigError(
+        f"'{strategy}' gives every worker whole batches of its own, which only shoal.Trainer can do; this script has a loop "
+        "of its own. Nothing was updated; use the Trainer, or an exact strategy (ps, ddp)."
+    )
+
+
+@dataclass(slots=True)
+class Naming:
+    """How pushes of the running fit are named: by the lease and the batch within it."""
+
+    call: int
+    num_leases: int
+    samples_per_lease: int
+    first_epoch: int
+    done_below: int = 0
+    counted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By lease, when servers were last asked: how many of its batches count in slot 0, and in all slots."""
+
+    def name(self, batch: Slice, batch_size: int) -> tuple[int, int]:
+        """(stream, seq) of a batch."""
+        lease, within = divmod(batch.start, self.samples_per_lease)
+        number = (batch.epoch - self.first_epoch) * self.num_leases + lease
+        return self.stream(number), within // batch_size + 1
+
+    def stream(self, lease: int) -> int:
+        """A lease's stream: leases of one fit are not those of another."""
+        return (self.call << 32) | (lease + 1)
+
+    def heard(self, marks: NDArray[np.int64]) -> None:
+        """Servers have forgotten the marks of leases that all are done; a worker may not have heard that they are."""
+        for stream in marks[marks[:, 2] == 0, 1].tolist():
+            if stream >> 32 == self.call:
+                self.done_below = max(self.done_below, (stream & 0xFFFF_FFFF) - 1)
+        of_call = marks[(marks[:, 2] > 0) & (marks[:, 1] >= self.stream(self.done_below))]
+        self.counted = {}
+        for stream in np.unique(of_call[:, 1]).tolist():
+            if stream >> 32 == self.call:
+                own = of_call[of_call[:, 1] == stream]
+                everywhere = int(own[:, 2].min()) if len(own) == NUM_SLOTS else 0
+                in_slot_0 = int(own[own[:, 0] == 0, 2].max(initial=0))
+                self.counted[(stream & 0xFFFF_FFFF) - 1] = (in_slot_0, everywhere)
+
+
+class PsRelaxed(Ps):
+    """The parameter server, bounded or asynchronous."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._clock = 0  # steps this worker has finished
+        self._naming: Naming | None = None
+        self._batch_size = 1
+        self._batch: Slice | None = None
+        self._trained: TrainedFile | None = None
+        self._ahead: DensePull | DenseLook | None = None
+        self._unused: list[DensePull | DenseLook] = []  # the servers may still write into their memory
+        self.staleness: Counter[int] = Counter()
+        """How many pulls were how far ahead of the slowest worker."""
+
+        self.updates = 0
+        """Updates of all workers, as far as this one has heard."""
+
+        self.waited_s = 0.0
+        """For weights that are fresh enough: for the slowest worker, that is."""
+
+    def lease_by(self, naming: Naming, batch_size: int) -> None:
+        """From now on batches come by lease."""
+        self._naming, self._batch_size = naming, batch_size
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether the model is on the servers."""
+        return self._model is not None
+
+    def lay_out(self, batch: Slice) -> None:
+        """Put it there, as a forward of this batch needs it."""
+        self._lay_out(batch)
+
+    @property
+    def session(self):  # type: ignore[no-untyped-def]
+        """The lines to the coordinator."""
+        return self._served.session
+
+    def forward_backward(self, batch: Slice) -> LossSum:
+        """Compute the gradients of a whole batch on the weights there are."""
+        self._lay_out(batch)
+        self.about_to_run()
+        self._begin_alone(batch)
+        return self._compute.forward_backward(
+            batch, rank=self._rank, step=self.step, before_backward=self._contribute_alone
+        )
+
+    def adopt(self, batch: Slice) -> None:
+        """A loop of the script's own cuts every batch over the workers, which a relaxed strategy does not."""
+        raise needs_trainer(self._launched.strategy)
+
+    def about_to_run(self) -> None:
+        """Have weights that are fresh enough, and keep the buffers."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and self._model is not None:
+            began_at = time.monotonic()
+            self._served.group.finish(ahead)
+            self.waited_s += time.monotonic() - began_at
+            self.staleness[max(ahead.staleness, 0)] += 1
+            self._model.dense.take(ahead)
+            self._weights_at = self._clock
+        super().about_to_run()
+
+    def _refresh(self) -> None:
+        if self._model is not None and self._weights_at != self._clock:
+            self._model.dense.refresh(self._served.group, self._clock)
+            self._weights_at = self._clock
+
+    def _have_newest(self) -> int:
+        # At clock 0 nobody is waited for: others may have come less far, and be waiting for us by now.
+        if self._model is not None and self._weights_at != NEWEST:
+            self._drop_ahead()
+            self._model.dense.refresh(self._served.group, 0)
+            self._weights_at = NEWEST
+        return 0
+
+    def _drop_ahead(self) -> None:
+        """What was asked for ahead is not going to be used."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._unused.append(ahead)
+
+    def _begin_alone(self, batch: Slice) -> None:
+        assert self._model is not None
+        self._batch, self._num_global = batch, batch.num_global
+        for module in self._model.rows:
+            module.clock, module.is_training = self._clock, True
+        stream, seq = (
+            self._naming.name(batch, self._batch_size)
+            if self._naming is not None
+            else (self._rank + 1, self._clock + 1)
+        )
+        self._current = Step(self._served.group, stream=stream, seq=seq)
+
+    def _contribute_alone(self, loss: LossSum) -> None:
+        assert self._model is not None
+        assert self._current is not None
+        self._loss = loss
+        vector = contribution(
+            rank=0, num_workers=1, loss_total=loss.read(), count=loss.count, wishes=self._job.wishes
+        )
+        self._verdict = decide(vector)
+        self._vector = vector.numpy()
+        if self._verdict.applied and not self._wants_norm:
+            self._model.dense.arm(self._current)
+        # Else nothing leaves before the whole gradient is known, or nothing at all.
+
+    def commit(self) -> Verdict:
+        """Push what is left, and wait until it counts."""
+        assert self._model is not None
+        assert self._current is not None
+        verdict, step = self._verdict, self._current
+        factor = self._num_global / verdict.count if verdict.count else 0.0
+        rows = [(module, module.take_gradients()) for module in self._model.rows]
+        if verdict.applied and self._wants_norm:
+            norm = factor * self._own_norm([held for _, held in rows])
+            verdict = dataclasses.replace(verdict, grad_norm=norm, applied=math.isfinite(norm))
+            factor *= clip_factor(self._job, norm)
+            if verdict.applied:
+                self._model.dense.arm(step)
+        if verdict.applied:
+            self._model.dense.send_rest()
+            for module, held in rows:
+                if held is not None and len(held[0]):
+                    step.push_rows(module.spec.number, *held)
+        else:
+            self._model.dense.disarm()
+        settings, table_settings = self._model.settings()
+        self._note_push()
+        step.end(
+            StepEnd(
+                view=0,
+                stream=step.stream,
+                seq=step.seq,
+                rank=self._rank,
+                num_pushes=0,
+                exchange=0,
+                anchored_at=self._served.anchored_at,
+                settings=settings,
+                model=self._job.number,
+                table_settings=table_settings,
+                factor=factor if verdict.applied else 0.0,
+                done_below=self._naming.stream(self._naming.done_below) if self._naming else 0,
+            ),
+            self._vector,
+            self._served.note_of_step(is_needed=False),
+        )
+        self._current = None
+        self._ahead = self._pull_ahead(self._clock + 1)
+        self._served.group.finish(step)
+        failpoint("worker: committed, not counted")
+        committed = step.committed
+        assert committed is not None
+        self._note_outcome(step)
+        step.release()
+        # A replacement begins at 0, and is as far as the slowest: servers let it in there.
+        self._clock = max(self._clock + 1, committed.slowest)
+        self.step += 1
+        self._served.updates = self.updates = step.num_updates
+        for module in self._model.rows:
+            self.staleness.update(max(each, 0) for each in module.staleness)
+            module.staleness.clear()
+            module.release()
+        if not verdict.applied:
+            self._travelling.restore()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._travelling.forget()
+        return dataclasses.replace(
+            verdict,
+            stop=verdict.stop or bool(committed.wishes & STOP),
+            leave=verdict.leave or bool(committed.wishes & LEAVE),
+            checkpoint=verdict.checkpoint and self._rank == 0,
+        )
+
+    def _note_push(self) -> None:
+        """From here on the push may count, and this worker may die before it hears."""
+        if self._naming is None or self._batch is None:
+            return
+        if self._trained is None:
+            self._trained = TrainedFile(self._launched)
+        part, self._batch = self._batch, None
+        stop = part.start + part.num_global
+        self._trained.pushing(call=self._naming.call, epoch=part.epoch, start=part.start, stop=stop)
+
+    def _note_outcome(self, step: Step) -> None:
+        if self._naming is not None and self._trained is not None:
+            # Sent again after a server was lost: what counted before may have been this very push.
+            is_other = Outcome.PUSHED if step.was_sent_again else Outcome.KNOWN
+            self._trained.heard(Outcome.COUNTED if step.is_new else is_other)
+
+    def state(self) -> Iterator[Piece]:
+        """Model and optimizer, whole, and the marks that belong to them. Rank 0 reads while no push counts."""
+        if self._model is None or self._rank != 0:
+            yield from super().state()
+            return
+        group = self._served.group
+        group.tell(lambda view: Hold(view, True))
+        try:
+            pieces = list(super().state())
+            marks = torch.from_numpy(read_marks(group))
+        finally:
+            group.tell(lambda view: Hold(view, False))
+        if self._naming is not None:
+            self._naming.heard(marks.numpy())
+        yield from pieces
+        yield Piece(MARKS, marks, tuple(marks.shape), (0, 0))
+
+    def _write_marks(self, saved: PieceReader | None) -> None:
+        if saved is not None and saved.optimizer_settings is not None and MARKS in saved.tensors:
+            write_marks(self._served.group, saved.tensors[MARKS].numpy())
+
+    def take(self, part: Part) -> None:
+        """Stand where this rank stood."""
+        super().take(part)
+        self.updates = self._served.updates
+
+    def share_statistics(self) -> None:
+        """Average what BatchNorm has counted on every worker; all of them call it."""
+        self._travelling.average(lambda flat: self.reduce(flat) / self._num_workers)
+
+    def rest(self) -> None:
+        """This worker has nothing to do for now: nobody has to wait for it."""
+        if self._model is not None:
+            self._served.group.tell(lambda view: Rest(view, self._rank))
+
+    def bring_home(self) -> None:
+        """Put the trained weights into the model of this process: all workers are through by now."""
+        if self._model is not None:
+            self._served.exchange(b"")  # nobody pushes any more
+            self._bring_home()
+        session.bent(staleness=self.staleness, num_late=0, num_missed=0)
+        self.staleness.clear()
+
+    def _bring_home(self) -> None:
+        assert self._model is not None
+        self._model.bring_home(0)
+        self._weights_at = NEWEST

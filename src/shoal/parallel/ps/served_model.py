@@ -1,0 +1,314 @@
+"""A model whose parameters live on servers: which of it are rows and which chunks, and how all of it gets there and back.
+
+Made on the first batch, because only a forward shows which embeddings can be
+rows. Knows nothing of steps; `ps.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.cluster.worker import session
+from shoal.config import strategy_spec as strategy_names
+from shoal.config.job import Job
+from shoal.data.tree import Tree, leaves
+from shoal.embedding import HashEmbedding
+from shoal.embedding.local_rows import LocalRows
+from shoal.embedding.row_table import RowTable
+from shoal.parallel.hashed_rows import STATE_OF_RULE, pieces_of, plain_tensors, saved_state, saved_table
+from shoal.parallel.optimizer_state import PREFIX
+from shoal.parallel.protocol import Piece, PieceReader, TrainJob
+from shoal.parallel.ps import embedding_placement as takeover
+from shoal.parallel.ps.dense import DensePart, plain_settings
+from shoal.parallel.ps.embedding_placement import Plan, Rule
+from shoal.parallel.ps.row_module import RowModule
+from shoal.parallel.state import MODEL
+from shoal.ps.client.bulk_transfer import read_chunk, read_rows, read_table, write_chunk, write_rows
+from shoal.ps.client.pulls import RowsPull
+from shoal.ps.client.server_group import Group
+from shoal.ps.client.step import Step
+from shoal.ps.numbering import CHUNKS_PER_MODEL, TABLES_PER_MODEL
+from shoal.runtime.transport.messages.ps import DeclareDense, DeclareTable
+
+BLOCK_BYTES = 4 << 20
+"""Of rows that are written or brought home at a time: what lies in exchange buffers, and in copies on both sides."""
+
+
+class ServedModel:
+    """The parameters of one model on the servers."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        optimizer: torch.optim.Optimizer,
+        group: Group,
+        launched: Job,
+        *,
+        rows_only: bool = False,
+    ) -> None:
+        """With `rows_only` dense parameters stay with the workers."""
+        self._rows_only = rows_only
+        self._job, self._optimizer, self._group, self._launched = job, optimizer, group, launched
+        self.rows: list[RowModule] = []
+        self.plan = Plan([], {})
+        self._declared_settings: list[dict[str, Any]] = []
+        self._settings: list[dict[str, Any]] = []  # as they were at the last step
+        self._table_settings: dict[int, dict[str, float]] = {}
+
+    def lay_out(self, batch: Tree | None, run: Callable[[], Any]) -> None:
+        """Decide what is rows and what is chunks. Without a batch only rows that could be nothing else are."""
+        found = takeover.plan(self._job.model, self._optimizer)
+        if batch is None:
+            hashed = [each for each in found.taken if isinstance(each.module, HashEmbedding)]
+            others = {e.name: "the loop is the script's own" for e in found.taken if e not in hashed}
+            found = Plan(hashed, {**found.dense, **others})
+        elif found.taken:
+            found = takeover.watch(found, batch, run)
+        self._settle(found)
+
+    def lay_out_as(self, layout: dict[str, Any]) -> None:
+        """As a worker did of which this one is a replacement, and which told its `layout`."""
+        found = takeover.plan(self._job.model, self._optimizer)
+        taken = {each.name: each for each in found.taken}
+        for name, leaf, settings in layout["rows"]:
+            taken[name].leaf, taken[name].rule = leaf, Rule(taken[name].rule.name, settings)
+        self._settle(Plan([taken[name] for name, _, _ in layout["rows"]], {}))
+        self._declared_settings = layout["groups"]
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What was decided and declared: plain values."""
+        rows = [[each.taken.name, each.taken.leaf, dict(each.spec.settings)] for each in self.rows]
+        return {"rows": rows, "groups": self._declared_settings}
+
+    def _settle(self, found: Plan) -> None:
+        job, optimizer = self._job, self._optimizer
+        self.plan = found
+        self._declared_settings = [plain_settings(group) for group in optimizer.param_groups]
+        for number, taken in enumerate(found.taken):
+            weight = getattr(taken.module, "weight", None)
+            module = RowModule(
+                taken,
+                job.number * TABLES_PER_MODEL + number,
+                self._group,
+                dtype=(weight if isinstance(weight, Tensor) else taken.module).dtype,  # type: ignore[arg-type]
+                seed=job.seed,
+            )
+            self.rows.append(module)
+        rows = {id(taken.module.weight) for taken in found.taken if hasattr(taken.module, "weight")}
+        groups = {
+            id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
+        }
+        self.dense = DensePart(
+            [
+                (name, parameter, groups[id(parameter)])
+                for name, parameter in job.model.named_parameters()
+                if parameter.requires_grad
+                and id(parameter) in groups
+                and id(parameter) not in rows
+                and not self._rows_only
+            ],
+            optimizer=type(optimizer).__name__,
+            num_servers=self._launched.num_servers,
+            num_copies=self._launched.num_replicas,
+            first_chunk=job.number * CHUNKS_PER_MODEL,
+            is_exact=strategy_names.parse(self._launched.strategy).mode == "exact",
+        )
+
+    def declare(self) -> None:
+        """Tell all servers, and those to come."""
+        for module in self.rows:
+            self._group.declare(DeclareTable(module.spec))
+        kind = type(self._optimizer).__name__
+        if self.dense.specs:
+            self._group.declare(
+                DeclareDense(self.dense.specs, kind, self._declared_settings, self._job.number)
+            )
+
+    def write(self, saved: PieceReader | None, *, keeps_state: bool = False) -> None:
+        """Give the servers what this process's model holds, and the optimizer state of `saved`, or that which they have."""
+        for module in self.rows:
+            if isinstance(module.module, HashEmbedding):
+                self._write_hashed(module, saved, keeps_state)
+                continue
+            weight = module.module.weight
+            assert isinstance(weight, Tensor)
+            if keeps_state:
+                for keys, _, kept, num_updates in read_rows(self._group, module.spec):
+                    values = weight.detach().cpu()[torch.from_numpy(keys)].numpy()
+                    self._write_rows(module, keys, values, kept, num_updates)
+                continue
+            state, step = saved_state(module.taken.name, module.spec.rule, saved)
+            self._write_rows(
+                module, np.arange(len(weight), dtype=np.int64), weight.detach().cpu().numpy(), state, step
+            )
+        for spec in self.dense.specs:
+            chunk = read_chunk(self._group, spec)[1] if keeps_state else self._saved_chunk(spec, saved)
+            write_chunk(self._group, spec, self.dense.flat(spec), chunk)
+
+    def _write_rows(self, module: RowModule, keys: Any, values: Any, state: Any, step: int) -> None:
+        num_rows = _block_rows(module)
+        for first in range(0, len(keys), num_rows):
+            block = slice(first, first + num_rows)
+            some = None if state is None else state[block]
+            write_rows(self._group, module.spec, keys[block], values[block], some, step)
+
+    def _write_hashed(self, module: RowModule, saved: PieceReader | None, keeps_state: bool) -> None:
+        assert isinstance(module.module, HashEmbedding)
+        source, name = module.module.source, module.taken.name
+        table = saved_table(name, saved) if saved is not None else None
+        if table is None:
+            if isinstance(source, LocalRows):
+                self._write_rows(module, *source.everything(), None, 0)
+            return
+        state, step = saved_state(name, module.spec.rule, saved)
+        if not isinstance(source, LocalRows):  # rows that the saved table has not are as nobody wrote them
+            had, _, had_state, had_step = read_table(self._group, module.spec)
+            others = np.setdiff1d(had, table[0], assume_unique=True)
+            values = np.empty((len(others), module.dim), module.np_dtype)
+            RowTable(module.spec).pull(others, values, create=False)
+            self._write_rows(module, others, values, None, step)
+            if keeps_state:
+                self._write_rows(module, *table, None, had_step)
+                both, new, old = np.intersect1d(table[0], had, assume_unique=True, return_indices=True)
+                self._write_rows(module, both, table[1][new], had_state[old], had_step)
+                return
+        self._write_rows(module, *table, state, step)
+
+    def install(self) -> None:
+        """From now on forward looks rows up on the servers."""
+        for module in self.rows:
+            module.install()
+
+    def push_rows(self, step: Step) -> None:
+        """Add what backward left for the rows to a step."""
+        for module in self.rows:
+            gradients = module.take_gradients()
+            if gradients is not None and len(gradients[0]):
+                step.push_rows(module.spec.number, *gradients)
+
+    def pull_rows_ahead(self, batch: Tree, clock: int) -> None:
+        """Ask for the rows of a batch that comes next, where its ids can be told from it."""
+        columns = list(leaves(batch))
+        for module in self.rows:
+            leaf = module.taken.leaf
+            if leaf is not None and isinstance(columns[leaf], Tensor):
+                module.pull_ahead(columns[leaf], clock)
+
+    def settings(self) -> tuple[list[dict[str, Any]], dict[int, dict[str, float]]]:
+        """Hyper-parameters as they are now, a scheduler may have changed them: of groups, and of tables.
+
+        They go with every step. A server that was told only of changes would have to know what it missed.
+        """
+        settings = [plain_settings(group) for group in self._optimizer.param_groups]
+        if settings != self._settings:
+            self._settings = settings
+            rules = {
+                module.spec.number: takeover.row_rule(self._optimizer, max(module.taken.group, 0))
+                for module in self.rows
+            }
+            self._table_settings = {
+                number: rule.settings for number, rule in rules.items() if isinstance(rule, Rule)
+            }
+        return settings if self.dense.specs else [], self._table_settings
+
+    # ---- all of it ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def bring_home(self, clock: int) -> None:
+        """Put what the servers hold into the model of this process, but for rows that have no end."""
+        session.shared(self._group.bytes_shared)
+        self.dense.refresh(self._group, clock)
+        for module in self.rows:
+            module.clock, module.is_training = clock, False
+            weight = getattr(module.module, "weight", None)
+            if not isinstance(weight, Tensor):
+                continue
+            num_rows = _block_rows(module)
+            for first in range(0, len(weight), num_rows):
+                last = min(first + num_rows, len(weight))
+                keys = np.arange(first, last, dtype=np.int64)
+                pull = RowsPull(
+                    module.spec.number, keys, module.dim, module.np_dtype, clock=clock, create=False
+                )
+                self._group.run(pull)
+                weight[first:last].copy_(torch.from_numpy(pull.rows))
+                pull.release()
+
+    def optimizer_pieces(self) -> Iterator[Piece]:
+        """The optimizer's state, by parameter, whole."""
+        parameters = dict(self._job.model.named_parameters())
+        whole: dict[str, Tensor] = {}
+        for spec in self.dense.specs:
+            _, state = read_chunk(self._group, spec)
+            for (number, key), tensor in state.items():
+                part = spec.parts[number]
+                parameter = parameters[part.parameter]
+                name = f"{PREFIX}{part.parameter}/{key}"
+                numel = torch.Size(part.shape).numel()
+                if tensor.numel() == numel and numel != parameter.numel():
+                    target = whole.setdefault(name, torch.zeros(parameter.shape, dtype=tensor.dtype))
+                    target.view(-1)[part.offset : part.offset + numel] = tensor.reshape(-1)
+                elif tensor.numel() == parameter.numel() and tensor.dim():
+                    whole[name] = tensor.reshape(parameter.shape)
+                else:
+                    whole[name] = tensor
+        for module in self.rows:
+            keys = STATE_OF_RULE.get(module.spec.rule)
+            weight = getattr(module.module, "weight", None)
+            if keys is None or not isinstance(weight, Tensor):
+                continue
+            held = [torch.zeros_like(weight, device="cpu") for _ in keys]
+            num_updates = 0
+            for row_keys, _, row_state, of_slot in read_rows(self._group, module.spec):
+                num_updates = max(
+                    num_updates, of_slot
+                )  # a slot without rows knows of none before a checkpoint
+                for number, tensor in enumerate(held):
+                    columns = row_state[:, number * module.dim : (number + 1) * module.dim]
+                    tensor[torch.from_numpy(row_keys)] = torch.from_numpy(np.ascontiguousarray(columns))
+            for key, tensor in zip(keys, held, strict=True):
+                whole[f"{PREFIX}{module.taken.name}/{key}"] = tensor
+            if keys:
+                whole[f"{PREFIX}{module.taken.name}/step"] = torch.tensor(float(num_updates))
+        for name, tensor in whole.items():
+            yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+    def hashed_pieces(self) -> Iterator[Piece]:
+        """Rows of HashEmbeddings and their optimizer state, read from the servers."""
+        for module in self.rows:
+            if isinstance(module.module, HashEmbedding):
+                yield from pieces_of(
+                    module.taken.name, module.spec.rule, *read_table(self._group, module.spec)
+                )
+
+    def _saved_chunk(self, spec: Any, saved: PieceReader | None) -> dict[tuple[int, str], Tensor]:
+        if saved is None or saved.optimizer_settings is None:
+            return {}
+        state: dict[tuple[int, str], Tensor] = {}
+        parameters = dict(self._job.model.named_parameters())
+        for number, part in enumerate(spec.parts):
+            prefix = f"{PREFIX}{part.parameter}/"
+            numel = torch.Size(part.shape).numel()
+            for name in saved.tensors:
+                if not name.startswith(prefix) or "/" in name.removeprefix(prefix):
+                    continue
+                tensor = saved.tensors[name]
+                if tensor.dim() and tensor.numel() == parameters[part.parameter].numel():
+                    tensor = tensor.reshape(-1)[part.offset : part.offset + numel].reshape(part.shape)
+                state[number, name.removeprefix(prefix)] = tensor
+        return state
+
+    def model_pieces(self) -> Iterator[Piece]:
+        """The model's own tensors; `bring_home` first."""
+        for name, tensor in plain_tensors(self._job.model).items():
+            yield Piece(MODEL + name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+
+
+def _block_rows(module: RowModule) -> int:
+    return max(1, BLOCK_BYTES // (8 + module.dim * module.np_dtype.itemsize))

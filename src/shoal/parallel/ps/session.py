@@ -1,0 +1,263 @@
+"""One process's place in a job whose workers meet at servers: numbered exchanges posted there, notes left there.
+
+What `together.py` is to a group of workers, this is to a group of servers. No
+worker is connected to another, and none holds what its replacement would
+need: see docs/adr/0009-parameter-server.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.cluster.worker.server_session import ServerSession
+from shoal.config import job as jobs
+from shoal.config import strategy_spec as strategy_names
+from shoal.errors import ServerRefused
+from shoal.ps.client.server_group import Group
+from shoal.ps.client.step import Decision, Step
+from shoal.ps.packing import unpack
+from shoal.recovery import state_transfer as heritage
+from shoal.recovery.call_results import KeptResults
+from shoal.recovery.replay_log import Timeline
+from shoal.recovery.state_transfer import Heritage, Part
+from shoal.runtime.failpoints import failpoint
+from shoal.runtime.transport.messages.ps import AskNote, Commit, DeclareMode, Note, Post, Posted
+
+Vector: TypeAlias = NDArray[np.float64]
+
+
+NOTE_EVERY = 16
+"""Steps from one note to the next, where a replacement can run through those between."""
+
+
+class Served(Timeline):
+    """The servers of this process's job, and what was exchanged through them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._job = job = jobs.current()
+        name = strategy_names.parse(job.strategy)
+        kind = name.mode if name.mode in ("ssp", "async", "drop", "stale") else "exact"
+        if name.mode == "hybrid":
+            kind = "async" if name.bound is None else "ssp"
+        bound = 1 if kind == "stale" else name.bound or 0
+        two_phase = kind == "exact" and job.num_servers > 1
+        self.mode = DeclareMode(job.num_workers, kind, bound, two_phase=two_phase)  # type: ignore[arg-type]
+        self._session = ServerSession(job)
+        self.group = Group(
+            name=f"worker-{job.rank}",
+            incarnation=job.incarnation,
+            ways_in=job.servers,
+            ask_view=self._session.ask_servers,
+            timeout_s=job.step_timeout_s,
+            tell_late=self._session.tell_late,
+        )
+        self.updates = 0
+        """Steps committed so far, of all models of the script: the clock of this worker."""
+
+        self._updates_at_anchor = 0  # a replacement counts those since then once more
+        self._is_there = False
+        self._has_noted, self._steps_since_note = False, 0
+        self._results = KeptResults(job.run_dir / "calls", writes=job.rank == 0)  # type: ignore[assignment]
+
+    @property
+    def session(self) -> ServerSession:
+        """The lines to the coordinator."""
+        return self._session
+
+    @property
+    def is_between_calls(self) -> bool:
+        """In a replacement: whether the others are in no call, and the script may look at its model."""
+        return self._heritage is not None and self._heritage.call_is_over
+
+    # ---- exchanges ------------------------------------------------------------------------------
+
+    def exchange(self, contribution: bytes) -> list[bytes]:
+        """Every rank's contribution to the next exchange, in rank order."""
+        self._be_there()
+        known, result = self._log.recall()
+        if known:
+            self._caught_up()
+            return list(result)
+        failpoint("worker: exchange begun")
+        posting = _Posting(
+            self._log.num_finished, self._job.rank, self._log.anchored_at, contribution, self.note()
+        )
+        self.group.run(posting)
+        failpoint("worker: exchange finished, not committed")
+        self._log.finish(posting.contributions)
+        return posting.contributions
+
+    def commit(self, step: Step | None) -> Vector:
+        """See an exact step to its end, as the next exchange; what its vectors sum up to, and how it was decided."""
+        known, vector = self._log.recall()
+        if not known:
+            assert step is not None
+            failpoint("worker: exchange begun")
+            self.group.finish(step)
+            failpoint("worker: exchange finished, not committed")
+            vector = step.vector
+            self._log.finish(vector)
+        self.updates += 1
+        if known:
+            self._caught_up()
+        return vector  # type: ignore[no-any-return]
+
+    def have_two_phases(self) -> None:
+        """Where there are several servers by now, all of them must have a step before any updates."""
+        if self.mode.kind == "exact" and not self.mode.two_phase and len(self.group.servers) > 1:
+            self.mode = msgspec.structs.replace(self.mode, two_phase=True)
+            self.group.declare(self.mode)
+
+    def commit_again(self, decision: Decision) -> None:
+        """Tell every server how the newest step was decided: one that has not heard it still waits."""
+        self.group.run(_Recommit(self.updates, decision))
+
+    def pass_by(self, vector: Vector) -> None:
+        """A step was over before this worker began it: it counts as one that it took part in."""
+        self._log.finish(vector)
+        self.updates += 1
+
+    # ---- notes ----------------------------------------------------------------------------------
+
+    def note_of_step(self, *, is_needed: bool) -> bytes:
+        """A note to go with a step, if it is time for one; else nothing, and the last one stays.
+
+        A replacement that begins some steps earlier is given their results. `is_needed`: it could not do without.
+        """
+        self._steps_since_note += 1
+        if not is_needed and self._has_noted and self._steps_since_note < NOTE_EVERY:
+            return b""
+        return self.note()
+
+    def note(self) -> bytes:
+        """From where a replacement of this rank goes on."""
+        self._has_noted, self._steps_since_note = True, 0
+        return heritage.to_bytes(
+            {
+                "call": self._call,
+                "call_is_over": self._call_is_over,
+                "anchor": self._anchor(),
+                "updates": self._updates_at_anchor,
+                "parts": {
+                    number: {"plain": part.plain, "tensors": part.tensors}
+                    for number, part in (
+                        *self._unclaimed.items(),
+                        *((number, holder.give()) for number, holder in self._holders.items()),
+                    )
+                },
+            }
+        )
+
+    def _note(self, state: Callable[[], dict[str, Any]]) -> None:
+        super()._note(state)
+        self._updates_at_anchor = self.updates
+        for holder in self._holders.values():
+            holder.anchored()  # type: ignore[attr-defined]
+
+    def _be_there(self) -> None:
+        if self._is_there:
+            return
+        self._is_there = True
+        self.group.declare(self.mode)
+        if self._job.incarnation:
+            asking = _AskingNote(self._job.rank)
+            self.group.run(asking)
+            self._take(asking)
+
+    def _take(self, asked: _AskingNote) -> None:
+        self._log.inherit(asked.log, starts_at=asked.anchored_at)
+        if asked.note:
+            given = heritage.from_bytes(asked.note)
+            self.was_given_state = True
+            self.updates = self._updates_at_anchor = given["updates"]
+            self._heritage = Heritage(
+                anchored_at=asked.anchored_at,
+                call=given["call"],
+                call_is_over=given["call_is_over"],
+                anchor=given["anchor"],
+                results=self._results,
+            )
+            self._unclaimed = {int(number): Part(**part) for number, part in given["parts"].items()}
+        else:
+            self._caught_up()
+
+
+class _Posting:
+    """One contribution to an exchange."""
+
+    def __init__(self, number: int, rank: int, anchored_at: int, contribution: bytes, note: bytes) -> None:
+        self._what = (number, rank, anchored_at)
+        self._frames = [contribution, note]
+        self.sent_in = 0
+        self.contributions: list[bytes] = []
+        self._asked = (0, 0)
+
+    def send(self, group: Group) -> None:
+        server = group.owner(0)
+        self._asked = (server, group.send(server, Post(group.view, *self._what), self._frames))
+
+    def receive(self, group: Group) -> None:
+        answer, frames = group.wait(*self._asked)
+        assert isinstance(answer, Posted)
+        self.contributions = [bytes(frame) for frame in frames]
+
+
+class _Recommit:
+    """A Commit, for whoever has not got it. One where it cannot be summed again any more takes the job back to a checkpoint."""
+
+    def __init__(self, seq: int, decision: Decision) -> None:
+        self._what = (seq, decision.factor, decision.apply, decision.norm)
+        self.sent_in = 0
+        self._asked: dict[int, int] = {}
+
+    def send(self, group: Group) -> None:
+        self._asked = {
+            server: group.send(server, Commit(group.view, *self._what)) for server in group.servers
+        }
+
+    def receive(self, group: Group) -> None:
+        for server, ticket in self._asked.items():
+            with contextlib.suppress(ServerRefused):
+                group.wait(server, ticket)
+
+
+class _AskingNote:
+    """What a replacement is given."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.sent_in = 0
+        self.anchored_at, self.note = 0, b""
+        self.log: dict[int, Any] = {}
+        self._asked = (0, 0)
+
+    def send(self, group: Group) -> None:
+        server = group.owner(0)
+        self._asked = (server, group.send(server, AskNote(group.view, self._rank)))
+
+    def receive(self, group: Group) -> None:
+        answer, frames = group.wait(*self._asked)
+        assert isinstance(answer, Note)
+        self.anchored_at, self.note = answer.anchored_at, bytes(frames[0])
+        self.log = {
+            number: np.frombuffer(bytes(frame), np.float64) if is_commit else unpack(frame)
+            for number, is_commit, frame in zip(answer.log, answer.is_commit, frames[1:], strict=True)
+        }
+
+
+_served: Served | None = None
+
+
+def served() -> Served:
+    """The one of this process."""
+    global _served
+    if _served is None:
+        _served = Served()
+    return _served

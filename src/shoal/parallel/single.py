@@ -1,0 +1,138 @@
+"""`single`: one process, no exchange. What every exact strategy is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from shoal.data.slice import Slice
+from shoal.data.tree import Tree, concatenate
+from shoal.parallel.buffers import ChangingBuffers
+from shoal.parallel.compute import Compute
+from shoal.parallel.hashed_rows import HashedRows
+from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
+from shoal.parallel.state import load_state, state_pieces
+from shoal.parallel.statistics import RunningStatistics
+from shoal.parallel.step_result import contribution, decide
+from shoal.parallel.update import update
+from shoal.recovery.replay_log import Timeline
+
+
+class Single:
+    """Trains in this process alone.
+
+    With `num_slices` above one it runs every batch as that many workers
+    would: slice by slice, with the workers' seeds and each slice's own batch
+    statistics. That is the reference for layers that mix the batch or draw
+    random numbers.
+    """
+
+    def __init__(self, *, num_slices: int = 1) -> None:
+        self._num_slices = num_slices
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._rows: HashedRows | None = None
+        self.step = 0
+        self.timeline: Timeline | None = None
+
+    def prepare(self, job: TrainJob) -> None:
+        """Take the job as it is."""
+        self._job = job
+        job.model.to(job.device)
+        self._compute = Compute(job, check_loss=self._num_slices > 1 or job.num_micro > 1)
+        self._statistics = RunningStatistics(job.model)
+        self._changing = ChangingBuffers(job.model)
+        self._kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._parameters = list(job.model.parameters())
+        if job.build_optimizer is not None and self.optimizer is None:
+            self.optimizer = job.build_optimizer(job.model)
+            self._rows = HashedRows(job.model, self.optimizer)
+
+    def forward_backward(self, batch: Slice) -> LossSum:
+        """Compute the gradients of the whole batch."""
+        if self._statistics and self._job.on_nonfinite == "skip":
+            self._kept = self._statistics.keep()
+        if self._num_slices == 1:
+            self._contributed = self._compute.forward_backward(batch, rank=0, step=self.step)
+        else:
+            self._contributed = self._slice_by_slice(batch)
+        self._num_global = batch.num_global
+        return self._contributed
+
+    def about_to_run(self) -> None:
+        """Nothing to keep: nobody else needs this process's state."""
+
+    def adopt(self, batch: Slice) -> None:
+        """Take gradients that the user's own backward computed."""
+        self._contributed = LossSum(torch.zeros(()), float(batch.num_global if batch.num_local else 0), None)
+        self._num_global = batch.num_global
+
+    def commit(self) -> Verdict:
+        """Clip, decide, update."""
+        assert self.optimizer is not None
+        job, contributed = self._job, self._contributed
+        vector = contribution(
+            rank=0,
+            num_workers=1,
+            loss_total=contributed.read(),
+            count=contributed.count,
+            wishes=job.wishes,
+        )
+        verdict = update(job, self.optimizer, self._parameters, decide(vector), self._num_global, self._rows)
+        if self._kept is not None and not verdict.applied:
+            self._statistics.take_back(self._kept)
+        self.step += 1
+        return verdict
+
+    def forward(self, batch: Slice) -> Tree:
+        """The model's outputs, without gradients."""
+        return self._compute.forward(batch, rank=0)
+
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over one rank."""
+        return values.detach().clone()
+
+    def gather(self, value: torch.Tensor | None) -> list[torch.Tensor]:
+        """The only rank's tensor."""
+        return [value.detach() if value is not None else torch.empty(0)]
+
+    def state(self) -> Iterator[Piece]:
+        """Model and optimizer, whole."""
+        return state_pieces(self._job.model, self.optimizer)
+
+    def load(self, pieces: PieceReader) -> None:
+        """Take over weights and optimizer state."""
+        load_state(self._job.model, self.optimizer, pieces)
+
+    def _slice_by_slice(self, batch: Slice) -> LossSum:
+        statistics, changing = self._statistics, self._changing
+        everything = list(range(len(changing)))
+        kept = changing.contribution(everything, share=1.0, rank=0) if changing else None
+        changed, merged = set[int](), torch.zeros_like(kept) if kept is not None else None
+        before = statistics.flat() if statistics else None
+        averaged = torch.zeros_like(before) if before is not None else None
+        counts = statistics.counts()
+        results = []
+        for rank, part in enumerate(batch.by_worker(self._num_slices)):
+            if before is not None:
+                statistics.write(before)
+                statistics.write_counts(counts)
+            if kept is not None:
+                changing.write(everything, kept)
+                changing.look()
+            results.append(self._compute.forward_backward(part, rank=rank, step=self.step))
+            if merged is not None:
+                changed |= {number for number, flag in enumerate(changing.flags()) if flag}
+                merged += changing.contribution(everything, share=part.share, rank=rank)
+            if averaged is not None:
+                averaged += statistics.flat() * part.share
+        if averaged is not None:
+            statistics.write(averaged)
+        if kept is not None and merged is not None:
+            changing.write(everything, merged if changed else kept)
+        outputs = [result.outputs for result in results if result.outputs is not None]
+        return LossSum(
+            total=torch.stack([result.total for result in results]).sum(),
+            count=sum(result.count for result in results),
+            outputs=concatenate(outputs),
+        )

@@ -1,0 +1,1 @@
+"""Tensor parallelism: plan per layer, cut over DTensor, fixes for DTensor's operators."""

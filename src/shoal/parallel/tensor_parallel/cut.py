@@ -1,0 +1,259 @@
+"""Layers cut over the ranks of `tp` as a plan says, over torch's DTensor.
+
+Without sequence parallelism only what lies inside a pair of layers is in
+parts; everything between pairs is a plain tensor, the same on every rank. With
+it all tensors of the model know how they are cut: what lies between pairs
+holds a part of the sequence, and layers that cannot are given the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from shoal.data.tree import Tree, map_tensors
+from shoal.errors import ConfigError
+from shoal.parallel.tensor_parallel import attention as tensor_attention
+from shoal.parallel.tensor_parallel.blocks import in_blocks, take_apart
+from shoal.parallel.tensor_parallel.dtensor_fixes import compute_as_one_process, operation_without_a_way
+from shoal.parallel.tensor_parallel.dtensor_inplace import WritingInParts
+from shoal.parallel.tensor_parallel.dtensor_rng import draw_as_one_process
+from shoal.parallel.tensor_parallel.plan_rows import NORMS, Plan
+from shoal.parallel.tensor_parallel.sdpa import attend_in_parts
+
+SEQUENCE_DIM = 1
+"""Of what lies between layers that are cut: (batch, sequence, features), or with the first two swapped, which serves as well."""
+
+
+def apply(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut `model` in place. Every rank holds the same weights, so each takes its part without a word to the others."""
+    _Cutting(plan, model, mesh).run()
+    draw_as_one_process()
+    attend_in_parts()
+    compute_as_one_process()
+
+
+@contextlib.contextmanager
+def running(runs_model: bool = True) -> Iterator[None]:
+    """While a model that is cut runs, forward and backward; or while only torch's own code works on its tensors."""
+    # A mask or a table that the user's forward brings along is the same on every rank. The mode costs every call a little.
+    with implicit_replication(), WritingInParts() if runs_model else contextlib.nullcontext():
+        yield
+
+
+def settle(parameters: Iterable[nn.Parameter]) -> None:
+    """Gradients cut as their parameters are: of a layer that saw a part of the sequence each rank has a part of the sum."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            if gradient.placements != parameter.placements:
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        elif isinstance(gradient, DTensor):
+            parameter.grad = gradient.full_tensor()
+
+
+def refusal(error: RuntimeError, model: nn.Module) -> ConfigError | None:
+    """Where torch knows no way to run an operation on tensors in parts: which one, and in which layer."""
+    operation = operation_without_a_way(error)
+    if operation is None:
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    layer = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        layer = names.get(id(frame.f_locals.get("self")), layer)
+    return ConfigError(
+        f"the layer '{layer or type(model).__name__}' uses {operation}, which torch cannot run on a tensor of which each "
+        "rank holds a part. Nothing was trained; leave the layers around it whole with tensor_plan={'"
+        f"{layer}*': 'replicated'}}, leave --sequence-parallel out if it was asked for, or use --strategy fsdp."
+    )
+
+
+class _Cutting:
+    """One model being cut."""
+
+    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
+        self._plan, self._model, self._mesh = plan, model, mesh
+        self._cut: dict[int, nn.Parameter] = {}  # tied weights stay tied
+        self._kept: list[nn.Parameter] = []  # alive, or their ids would be used again
+        self._told = False
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._packing = plan.packing_of(model)
+
+    def run(self) -> None:
+        """Parameters first, then what happens around each layer."""
+        for row in self._plan.rows.values():
+            module = self._model.get_submodule(row.layer)
+            if row.style == "colwise":
+                self._colwise(module)
+                num_blocks = self._plan.packed.get(f"{row.layer}.weight")
+                if num_blocks:
+                    self._after(module, functools.partial(in_blocks, num_blocks=num_blocks))
+            elif row.style == "rowwise":
+                self._rowwise(module)
+            elif row.style == "colwise alone":
+                self._colwise(module)
+                self._after(module, self._between)
+            elif isinstance(module, nn.MultiheadAttention) and row.style == "heads":
+                self._by_heads(module)
+        for name in self._plan.parameters_inside:
+            owner, _, key = name.rpartition(".")
+            self._place(self._model.get_submodule(owner), key, Replicate())
+        for name in self._plan.taken_apart:
+            take_apart(self._model.get_submodule(name))
+        for name, inputs in self._plan.given_inside.items():
+            self._given_inside(self._model.get_submodule(name), inputs)
+        if self._plan.is_sequence:
+            self._cut_sequences()
+        self._after(self._model, self._plain)
+
+    def _colwise(self, module: nn.Module) -> None:
+        dim = 1 if isinstance(module, nn.Embedding) else 0
+        for key in dict(module.named_parameters(recurse=False)):
+            self._place(module, key, Shard(dim))
+        self._before(module, lambda tensor: self._as(tensor, Replicate()))
+
+    def _by_heads(self, module: nn.MultiheadAttention) -> None:
+        for key in tensor_attention.BY_ROWS:
+            self._place(module, key, Shard(0))
+        self._place(module.out_proj, "weight", Shard(1))
+        self._place(module.out_proj, "bias", Replicate())
+        ranks = tensor_attention.HeadRanks(self._mesh, self._between, self._plan.is_sequence)
+        tensor_attention.become(module, ranks)
+
+    def _rowwise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding):
+            self._place(module, "weight", Shard(0))
+            self._before(module, lambda tensor: self._as(tensor, Replicate()))
+            # Rows that other ranks hold are masked, which no gradient can be cut like: made whole before it is cut anew.
+            self._after(module, self._plain)
+            if self._plan.is_sequence:
+                self._after(module, lambda tensor: self._as(tensor, self._part_of(tensor)))
+            return
+        if isinstance(module, nn.Linear):
+            self._place(module, "weight", Shard(1))
+            if module.bias is not None:
+                self._place(module, "bias", Replicate())
+            self._before(module, lambda tensor: self._as(tensor, Shard(tensor.dim() - 1)))
+        self._after(module, self._between)
+
+    def _given_inside(self, module: nn.Module, inputs: Sequence[str]) -> None:
+        """What a module is given for the inside of a pair: of its gradient, each rank has a part of the sum."""
+        signature = inspect.signature(module.forward)
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = signature.bind(*args, **kwargs)
+            for name in inputs:
+                value = given.arguments.get(name)
+                if isinstance(value, Tensor) and value.requires_grad:
+                    given.arguments[name] = self._as(value, Replicate())
+            return given.args, given.kwargs
+
+        if inputs:
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+        if not self._plan.is_sequence:
+            self._after(module, self._plain)  # weights of an attention, say
+
+    def _cut_sequences(self) -> None:
+        """All that is left of the model, as tensors that know how they are cut."""
+        whole: set[nn.Module] = set()
+        for name, module in self._model.named_modules():
+            row = self._plan.rows.get(name)
+            if module in whole or (row is not None and row.style not in ("replicated", "sequence")):
+                continue
+            parameters = dict(module.named_parameters(recurse=False))
+            has_state = bool(parameters) or any(True for _ in module.buffers(recurse=False))
+            is_alone = isinstance(module, nn.MultiheadAttention) or (
+                has_state and not list(module.children())
+            )
+            if row is not None and row.style == "sequence":
+                self._before(module, self._along_sequence)
+            elif is_alone and not isinstance(module, (nn.Linear, nn.Embedding, *NORMS)):
+                # Who knows what it does with its inputs: it gets them whole and plain.
+                whole.update(module.modules())
+                self._before(module, self._plain)
+                self._after(module, lambda tensor: self._as(tensor, Replicate()))
+                continue
+            elif isinstance(module, nn.Embedding):
+                self._after(module, self._between)
+            for key in parameters:
+                self._place(module, key, Replicate())
+
+    # ---- what happens to tensors ----------------------------------------------------------------
+
+    def _as(self, tensor: Tensor, placement: Placement) -> Tensor:
+        """The tensor cut so; a plain one is the same on every rank."""
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, self._mesh, [Replicate()], run_check=False)
+        if tensor.placements != (placement,):
+            return tensor.redistribute(placements=[placement])
+        return tensor
+
+    def _between(self, tensor: Tensor) -> Tensor:
+        """What leaves a pair of layers: part of the sequence, or the whole of it as a plain tensor."""
+        assert isinstance(tensor, DTensor)
+        if self._plan.is_sequence:
+            return self._as(tensor, self._part_of(tensor))
+        return self._plain(tensor)
+
+    def _along_sequence(self, tensor: Tensor) -> Tensor:
+        """For a layer that treats each position alone. What is cut already stays so."""
+        if isinstance(tensor, DTensor) and tensor.placements != (Replicate(),):
+            return tensor
+        return self._as(tensor, self._part_of(tensor))
+
+    def _part_of(self, tensor: Tensor) -> Placement:
+        if tensor.dim() != 3:
+            return Replicate()
+        length, degree = tensor.shape[SEQUENCE_DIM], self._plan.degree
+        if length % degree == 0:
+            return Shard(SEQUENCE_DIM)
+        if not self._told and dist.get_rank() == 0:
+            note = f"note: a sequence of {length} cannot be divided by {degree}: where it is so long it stays whole"
+            print(note, file=sys.stderr, flush=True)
+        self._told = True
+        return Replicate()
+
+    def _plain(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        return tensor.redistribute(placements=[Replicate()]).to_local()
+
+    # ---- where it happens -----------------------------------------------------------------------
+
+    def _place(self, module: nn.Module, key: str, placement: Placement) -> None:
+        parameter = getattr(module, key)
+        if parameter is None or isinstance(parameter, DTensor):
+            return
+        if id(parameter) not in self._cut:
+            self._kept.append(parameter)
+            whole = self._packing.as_cut(self._names[id(parameter)], parameter.detach())
+            cut = distribute_tensor(whole, self._mesh, [placement], src_data_rank=None)
+            self._cut[id(parameter)] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
+        module.register_parameter(key, self._cut[id(parameter)])
+
+    def _before(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _changed(args, change), _changed(kwargs, change)
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _after(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        def hook(_: nn.Module, args: Any, output: Tree) -> Tree:
+            return _changed(output, change)
+
+        module.register_forward_hook(hook)
+
+
+def _changed(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
+    return map_tensors(change, tree)

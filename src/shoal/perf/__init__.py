@@ -1,1 +1,0 @@
-"""Measuring and comparing runs."""

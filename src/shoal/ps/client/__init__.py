@@ -1,0 +1,1 @@
+"""Clients of the parameter server: pulls, pushes, steps, the key-value interface."""

@@ -1,0 +1,189 @@
+"""Tables and chunks read and written as a whole by a client, optimizer state included: what checkpoints are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.cluster.coordinator.slot_map import NUM_SLOTS
+from shoal.ps.client.pulls import split
+from shoal.ps.client.server_group import Group
+from shoal.ps.packing import memory_of
+from shoal.runtime.transport.arena import Buffer
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.ps import (
+    Chunk,
+    ChunkSpec,
+    ReadChunk,
+    ReadMarks,
+    ReadRows,
+    Rows,
+    TableSpec,
+    WriteChunk,
+    WriteMarks,
+    WriteRows,
+)
+from shoal.runtime.transport.shared_client import Link
+
+
+class Asking:
+    """One question to whoever holds a slot; `ask` makes it for the view it is asked in."""
+
+    def __init__(self, slot: int, ask: Callable[[int], Message], frames: Sequence[bytes] = ()) -> None:
+        self._slot, self._ask, self._frames = slot, ask, frames
+        self.sent_in = 0
+        self._asked = (0, 0)
+        self.answer: Message | None = None
+        self.frames: list[memoryview] = []
+
+    def send(self, group: Group) -> None:
+        """Ask."""
+        server = group.owner(self._slot)
+        self._asked = (server, group.send(server, self._ask(group.view), self._frames))
+
+    def receive(self, group: Group) -> None:
+        """Take the answer."""
+        self.answer, frames = group.wait(*self._asked)
+        self.frames = list(frames)
+
+
+def read_rows(
+    group: Group, table: TableSpec
+) -> Iterator[tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int]]:
+    """(keys, values, state, step of the rule) of one slot after the other."""
+    for slot in range(NUM_SLOTS):
+        asking = Asking(slot, lambda view, slot=slot: ReadRows(view, table.number, slot))  # type: ignore[misc]
+        group.run(asking)
+        assert isinstance(asking.answer, Rows)
+        keys, values, state = (bytearray(frame) for frame in asking.frames)  # arrays that may be written
+        num_rows = len(keys) // 8
+        yield (
+            np.frombuffer(keys, np.int64),
+            np.frombuffer(values, table.dtype).reshape(num_rows, table.dim),
+            np.frombuffer(state, table.dtype).reshape(num_rows, asking.answer.state_dim),
+            asking.answer.step,
+        )
+
+
+def read_table(group: Group, table: TableSpec) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int]:
+    """(keys, values, state, step of the rule) of all slots, by increasing key."""
+    parts = list(read_rows(group, table))
+    keys, values, state = (np.concatenate([part[column] for part in parts]) for column in range(3))
+    order = np.argsort(keys)
+    return keys[order], values[order], state[order], max(part[3] for part in parts)
+
+
+class _Writing:
+    """Rows on their way to whoever holds them."""
+
+    def __init__(self, table: TableSpec, arrays: Sequence[NDArray[Any]], step: int) -> None:
+        """`arrays`: keys, values and, unless they are as new, state."""
+        self._table, self._arrays, self._step = table, arrays, step
+        self.sent_in = 0
+        self._asked: list[tuple[int, int]] = []
+        self._held: list[tuple[Link, Buffer]] = []
+
+    def send(self, group: Group) -> None:
+        self._asked = []
+        parts: list[tuple[int, Any]] = [(group.servers[0], slice(None))]
+        if len(group.servers) > 1:
+            parts = list(split(self._table.number, self._arrays[0], group))
+        for server, places in parts:
+            link = group.link(server)
+            frames: list[Buffer | bytes] = []
+            for array in self._arrays:
+                part = array[places]
+                buffer = link.alloc(part.nbytes)
+                buffer.view[:] = memory_of(part)
+                self._held.append((link, buffer))
+                frames.append(buffer)
+            frames += [b""] * (3 - len(frames))
+            message = WriteRows(group.view, self._table.number, self._step)
+            self._asked.append((server, group.send(server, message, frames)))
+
+    def receive(self, group: Group) -> None:
+        for server, ticket in self._asked:
+            group.wait(server, ticket)
+        for link, buffer in self._held:
+            link.free(buffer)
+        self._held = []
+
+
+def write_rows(
+    group: Group,
+    table: TableSpec,
+    keys: NDArray[np.int64],
+    values: NDArray[Any],
+    state: NDArray[Any] | None,
+    step: int,
+) -> None:
+    """Set these rows; without state they are as new."""
+    group.run(_Writing(table, [keys, values] if state is None else [keys, values, state], step))
+
+
+def read_chunk(group: Group, chunk: ChunkSpec) -> tuple[Tensor, dict[tuple[int, str], Tensor]]:
+    """A chunk's elements, and its optimizer state by (part, key)."""
+    asking = Asking(chunk.slot, lambda view: ReadChunk(view, chunk.number))
+    group.run(asking)
+    assert isinstance(asking.answer, Chunk)
+    elements = torch.frombuffer(bytearray(asking.frames[0]), dtype=getattr(torch, chunk.dtype))
+    state = {}
+    for (part, key, dtype, shape), frame in zip(asking.answer.state, asking.frames[1:], strict=True):
+        kind, raw = getattr(torch, dtype), bytearray(frame)
+        state[part, key] = (
+            torch.frombuffer(raw, dtype=kind).reshape(shape) if raw else torch.empty(shape, dtype=kind)
+        )
+    return elements, state
+
+
+def write_chunk(
+    group: Group, chunk: ChunkSpec, elements: Tensor, state: Mapping[tuple[int, str], Tensor]
+) -> None:
+    """Set a chunk; without state it is as new."""
+    described = [
+        (part, key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        for (part, key), tensor in state.items()
+    ]
+    frames = [_raw(elements), *(_raw(tensor) for tensor in state.values())]
+    group.run(Asking(chunk.slot, lambda view: WriteChunk(view, chunk.number, described), frames))
+
+
+class _AskingAll:
+    """One question to every server."""
+
+    def __init__(self, ask: Callable[[int], Message], frames: Sequence[bytes] = ()) -> None:
+        self._ask, self._frames = ask, frames
+        self.sent_in = 0
+        self._asked: dict[int, int] = {}
+        self.answers: list[list[memoryview]] = []
+
+    def send(self, group: Group) -> None:
+        self._asked = {
+            server: group.send(server, self._ask(group.view), self._frames) for server in group.servers
+        }
+
+    def receive(self, group: Group) -> None:
+        self.answers = [list(group.wait(server, ticket)[1]) for server, ticket in self._asked.items()]
+
+
+def read_marks(group: Group) -> NDArray[np.int64]:
+    """(slot, stream, seq) of all slots: the newest push of each stream that counts there."""
+    asking = _AskingAll(ReadMarks)
+    group.run(asking)
+    parts = [np.frombuffer(bytes(frames[0]), np.int64).reshape(-1, 3) for frames in asking.answers]
+    return np.concatenate(parts).copy()
+
+
+def write_marks(group: Group, marks: NDArray[np.int64]) -> None:
+    """Have every slot count what these say."""
+    raw = np.ascontiguousarray(marks, np.int64).tobytes()
+    group.run(_AskingAll(WriteMarks, [raw]))
+
+
+def _raw(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

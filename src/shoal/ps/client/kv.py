@@ -1,0 +1,310 @@
+"""The parameter server without a model: `kv = shoal.ps.connect()`, then tables, `push`, `pull`, `wait`.
+
+    kv = shoal.ps.connect()
+    weights = kv.table("weights", dim=1, rule="ftrl", l1=1.0)
+    pulled = kv.pull(weights, keys)           # a handle, at once
+    w = kv.wait(pulled)                       # one row per key, in the order of the keys
+    pushed = kv.push(weights, keys, gradient) # one update, however often it has to be sent
+    kv.pull(weights, keys, after=[pushed])
+
+Requests of one `kv` are carried out in the order in which they were made: a
+pull sees all pushes before it. A push is acknowledged when every copy of its
+rows has it. It is named by the worker's rank and how many there were before
+it, so a worker that was killed and runs again from the top repeats its names,
+and what counted once is not counted again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.cluster.worker import session
+from shoal.cluster.worker.server_session import ServerSession
+from shoal.config import job as jobs
+from shoal.config import strategy_spec as strategy_names
+from shoal.config.job import Job
+from shoal.embedding.kernels import unique
+from shoal.errors import ConfigError, LinkLost, PsError
+from shoal.ps.client import kv_tables
+from shoal.ps.client.kv_queue import Line
+from shoal.ps.client.kv_requests import Pull, Push, Request
+from shoal.ps.client.kv_tables import Arrays, Dtype, Init
+from shoal.ps.client.server_group import Group
+from shoal.runtime.transport.messages.ps import DeclareMode, DeclareTable, Marks, ReadMarks, TableSpec
+
+FIRST_STREAM = 1 << 62
+"""Leases of training are streams below it."""
+
+_numbers = itertools.count()
+
+
+class Handle:
+    """A request under way."""
+
+    def __init__(self, kv: Kv, request: Request) -> None:
+        self._kv, self._request = kv, request
+
+    def result(self) -> Any:
+        """Wait for it: the rows of a pull; None once a push is acknowledged."""
+        return self._kv.wait(self)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was answered, without waiting."""
+        self._kv._look()
+        return self._request.is_done
+
+
+class Kv:
+    """This process's tables on the servers of its job. Threads may share it; close it, or use it in a `with`."""
+
+    def __init__(self, job: Job, group: Group, mode: DeclareMode, number: int) -> None:
+        """`number`: how many this process connected before."""
+        self._group, self._line = group, Line(group)
+        self._stream = FIRST_STREAM | (job.rank << 32) | number
+        self._rank = mode.num_workers
+        self._seq = 0
+        self._tables: dict[str, TableSpec] = {}
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._lines: ServerSession | None = None
+        group.declare(mode)
+        self._counted = self._last_counted() if job.incarnation else 0
+
+    # ---- tables ---------------------------------------------------------------------------------
+
+    def table(
+        self,
+        name: str,
+        dim: int,
+        rule: str = "store",
+        *,
+        init: Init = "zeros",
+        scale: float = 1.0,
+        num_rows: int | None = None,
+        dtype: Dtype = "float32",
+        seed: int = 0,
+        **settings: float,
+    ) -> str:
+        """Declare a table, in the same words on every worker; gives its name back.
+
+        `rule` says what a push does to a row: "store" sets it, "add" adds to it, "sgd", "adagrad",
+        "rowwise-adagrad", "adam" and "ftrl" take it for a gradient, with `settings` such as lr=0.1. A row that
+        nobody pushed yet is `init`: zeros, or drawn from (seed, table, key) with standard deviation or half width
+        `scale`. Keys are any int64, or 0..num_rows-1 where `num_rows` is given, which is quicker.
+        """
+        spec = kv_tables.spec_of(
+            name, dim, rule, settings, num_rows=num_rows, init=init, scale=scale, seed=seed, dtype=dtype
+        )
+        with self._lock:
+            self._check_open()
+            try:
+                self._group.declare(DeclareTable(spec))
+            except LinkLost:
+                raise
+            except PsError as error:
+                raise ConfigError(
+                    f"table '{name}' is there already, and otherwise: {error}. Nothing was changed; declare it in the same "
+                    "words everywhere, or under another name."
+                ) from None
+            self._tables[name] = spec
+        return name
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    def push(
+        self,
+        table: str,
+        keys: Arrays,
+        values: Arrays,
+        *,
+        after: Sequence[Handle] = (),
+        merge: bool = True,
+    ) -> Handle:
+        """One update of these rows, exactly once; the arrays may be changed as soon as this returns.
+
+        Keys in any order, of any shape; values have that shape with the table's dim behind it (or without, where
+        that is 1). Of keys that occur several times the rows are summed (in a table that stores, the last one
+        counts), or with merge=False refused. With `after` it is sent when those requests are acknowledged.
+        """
+        with self._lock:
+            spec = self._declared(table)
+            given = kv_tables.keys_of(spec, keys)
+            rows = kv_tables.values_of(spec, values, given.shape)
+            flat, rows = kv_tables.once_each(spec, given.reshape(-1), rows, merge=merge)
+            waits_for = self._requests(after)
+            self._seq += 1
+            if self._seq >= self._counted:
+                # A replacement has caught up. What its predecessor said after this push nobody knows: it is said, if
+                # need be, twice.
+                session.live()
+            push = Push(spec, flat, rows, stream=self._stream, seq=self._seq, rank=self._rank)
+            self._line.add(push, waits_for)
+            return Handle(self, push)
+
+    def pull(self, table: str, keys: Arrays, *, after: Sequence[Handle] = ()) -> Handle:
+        """Rows of these keys, which may be in any order and of any shape; the table's dim comes behind it."""
+        with self._lock:
+            spec = self._declared(table)
+            given = kv_tables.keys_of(spec, keys)
+            found, inverse = unique(given)
+            is_sorted = len(found) == given.size and bool((inverse[1:] > inverse[:-1]).all())
+            pull = Pull(spec, found, None if is_sorted else inverse, given.shape)
+            self._line.add(pull, self._requests(after))
+            return Handle(self, pull)
+
+    def wait(self, handle: Handle | None = None) -> NDArray[Any] | None:
+        """See a request to its end: the rows of a pull, None for a push; without a handle, all of them.
+
+        Raises PsError where it was refused.
+        """
+        with self._lock:
+            if handle is None:
+                for request in self._line.all:
+                    self._line.finish(request)
+                for request in self._line.failed[:1]:
+                    self._tell(request)
+                return None
+            if handle._kv is not self:
+                return handle._kv.wait(handle)
+            request = handle._request
+            if not request.is_done:
+                self._check_open()
+                self._line.finish(request)
+            self._tell(request)
+            return request.result if isinstance(request, Pull) else None
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait until all pushes are acknowledged, and leave. Closing twice is fine."""
+        with self._lock:
+            if self._is_closed:
+                return
+            try:
+                self.wait()
+            finally:
+                self._leave()
+
+    def __enter__(self) -> Kv:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._is_closed = True
+        self._group.close()
+        if self._lines is not None:
+            self._lines.close()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._line.advance()
+
+    def _declared(self, table: str) -> TableSpec:
+        self._check_open()
+        spec = self._tables.get(table)
+        if spec is None:
+            known = ", ".join(map(repr, self._tables)) or "none"
+            raise ConfigError(
+                f"table {table!r} was not declared in this process; there are: {known}. Nothing was sent; "
+                f"kv.table({table!r}, dim=...) comes first, on every worker."
+            )
+        return spec
+
+    def _requests(self, after: Sequence[Handle]) -> list[Request]:
+        for handle in after:
+            if handle._kv is not self:
+                handle._kv.wait(handle)
+        return [handle._request for handle in after if handle._kv is self]
+
+    def _tell(self, request: Request) -> None:
+        self._line.failed = [each for each in self._line.failed if each is not request]
+        if request.error is not None:
+            raise request.error
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError("this kv is closed. Nothing was sent; shoal.ps.connect() makes another one.")
+
+    def _last_counted(self) -> int:
+        asking = _AskingMarks(self._stream)
+        self._group.run(asking)
+        return asking.newest
+
+
+class _AskingMarks:
+    """How far a stream is, wherever something of it counts."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+        self.sent_in = 0
+        self.newest = 0
+        self._tickets: dict[int, int] = {}
+
+    def send(self, group: Group) -> None:
+        self._tickets = {server: group.send(server, ReadMarks(group.view)) for server in group.servers}
+
+    def receive(self, group: Group) -> None:
+        for server, ticket in self._tickets.items():
+            answer, frames = group.wait(server, ticket)
+            assert isinstance(answer, Marks)
+            marks = np.frombuffer(frames[0], np.int64).reshape(-1, 3)
+            mine = marks[marks[:, 1] == self._stream]
+            self.newest = max(self.newest, int(mine[:, 2].max(initial=0)))
+
+
+def connect() -> Kv:
+    """This worker's way to the servers of its job, for tables of its own.
+
+    For scripts launched with servers: `shoal run -n 2 --servers 2 --strategy ps:async script.py`. Every worker
+    connects equally often and in the same order.
+    """
+    job = jobs.current()
+    name = strategy_names.parse(job.strategy)
+    launch = "launch the script with `shoal run -n 2 --servers 2 --strategy ps:async SCRIPT`"
+    if not job.launched or not job.servers:
+        where = f"runs under '{job.strategy}'" if job.launched else "was started without `shoal run`"
+        raise ConfigError(
+            f"shoal.ps.connect() needs servers, and this process {where}. Nothing was sent; {launch}."
+        )
+    if name.mode not in ("async", "ssp", "hybrid"):
+        raise ConfigError(
+            f"shoal.ps.connect() needs a strategy under which every push is an update of its own, and under "
+            f"'{job.strategy}' an update is a step of all workers. Nothing was sent; {launch}, or with ps:ssp=K."
+        )
+    number = next(_numbers)
+    lines = ServerSession(job)
+    group = Group(
+        name=f"kv-{job.rank}-{number}",
+        incarnation=job.incarnation,
+        ways_in=job.servers,
+        ask_view=lines.ask_servers,
+        timeout_s=job.step_timeout_s,
+    )
+    is_bounded = name.bound is not None
+    mode = DeclareMode(job.num_workers, "ssp" if is_bounded else "async", name.bound or 0)
+    try:
+        kv = Kv(job, group, mode, number)
+    except BaseException:
+        group.close()
+        lines.close()
+        raise
+    kv._lines = lines
+    return kv

@@ -1,0 +1,324 @@
+"""The servers of a job as one client sees them: who holds what, and asking again when that changes.
+
+Knows views and connections, not what is asked: that is an `Operation`, sent
+once per view and finished in whichever view it succeeds. Every message of the
+parameter server may be repeated, so going on after a server's death is
+nothing but sending again what was not acknowledged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.errors import LinkLost, ServerRefused, WaitTimedOut
+from shoal.runtime.transport import memfd
+from shoal.runtime.transport.arena import Buffer
+from shoal.runtime.transport.messages.host_shared import AskDense, DenseAt
+from shoal.runtime.transport.messages.lateness import AskMissing, Missing
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.ps import Declared, Hello, PsRefused, ServerView, ViewOver
+from shoal.runtime.transport.shared_client import Link
+
+BEHIND_S = 0.005
+"""How long a server that has not heard of the newest view is given, before it is asked again."""
+
+CONNECT_TIMEOUT_S = 10.0
+
+LOST_S = 2.0
+"""How long a view without the server is waited for, whose connection broke, before it is tried again."""
+
+ANSWER_S = 2.0
+"""How long a server is given to say who is missing: it has to look, not to wait."""
+
+
+class ViewChanged(Exception):
+    """Not an error: the operation has to be sent again, in a newer view or once the server has heard of ours."""
+
+    def __init__(self, view: int) -> None:
+        self.view = view
+        super().__init__(f"the server stands in view {view}")
+
+
+class Operation(Protocol):
+    """Something asked of the servers, that can be asked again."""
+
+    sent_in: int
+    """The view in which it was sent; 0: not yet, or not wholly."""
+
+    def send(self, group: Group) -> None:
+        """Ask, in the group's present view."""
+
+    def receive(self, group: Group) -> None:
+        """Take the answers; raises ViewChanged or LinkLost where there will be none."""
+
+
+class Group:
+    """One client's connections to the servers of the present view."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        incarnation: int,
+        ways_in: Sequence[str],
+        ask_view: Callable[[int, float], ServerView],
+        timeout_s: float,
+        tell_late: Callable[[list[int], float], None] | None = None,
+    ) -> None:
+        """`ask_view(after, timeout_s)` waits for a view newer than `after`; `ways_in` are paths, by server.
+
+        `tell_late(ranks, waited_s)` has somebody look at workers for whom this one waits too long.
+        """
+        self._tell_late = tell_late
+        self._hello = Hello(name, incarnation)
+        self._ways_in, self._ask_view, self.timeout_s = tuple(ways_in), ask_view, timeout_s
+        self._links: dict[int, tuple[int, Link]] = {}  # server -> its incarnation, and the connection
+        self._declared: list[Message] = []
+        self._dense: dict[
+            int, tuple[int, dict[int, memoryview]]
+        ] = {}  # server -> view, and chunks where they lie
+        self.view = 0
+        self.servers: tuple[int, ...] = ()
+        """Those that are primary of something, in order."""
+        self.owner_of_slot: NDArray[np.int16] = np.zeros(0, np.int16)
+        self._incarnations: dict[int, int] = {}
+
+    # ---- operations -----------------------------------------------------------------------------
+
+    def start(self, operation: Operation) -> None:
+        """Ask, and do not wait. Where that fails, `finish` asks again."""
+        if not self.view:
+            self.renew()
+        with contextlib.suppress(LinkLost, ViewChanged):
+            operation.sent_in = 0
+            operation.send(self)
+            operation.sent_in = self.view
+
+    def finish(self, operation: Operation) -> None:
+        """See an operation to its end, through however many views."""
+        deadline = math.inf  # waiting for an answer has its own; this one is for asking again
+        while True:
+            try:
+                if operation.sent_in != self.view or not self.view:
+                    if not self.view:
+                        self.renew()
+                    operation.sent_in = 0
+                    operation.send(self)
+                    operation.sent_in = self.view
+                operation.receive(self)
+                return
+            except ViewChanged as change:
+                is_behind, lost = change.view < self.view, None
+            except LinkLost as error:
+                is_behind, lost = False, error.peer
+            operation.sent_in = 0
+            deadline = min(deadline, time.monotonic() + self.timeout_s)
+            if time.monotonic() > deadline:
+                raise WaitTimedOut(
+                    operation=f"{type(operation).__name__} at the servers",
+                    waited_s=self.timeout_s,
+                    missing=[lost or "an answer in the present view"],
+                    setting=f"step_timeout_s (now {self.timeout_s:g} s)",
+                )
+            if is_behind:
+                time.sleep(BEHIND_S)
+            elif lost is None:
+                self.renew()
+            else:
+                # A connection may break though its server lives: then there will be no new view, and it is made again.
+                with contextlib.suppress(WaitTimedOut):
+                    self.renew(LOST_S)
+
+    def run(self, operation: Operation) -> None:
+        """Ask and wait."""
+        self.start(operation)
+        self.finish(operation)
+
+    def tell(self, say: Callable[[int], Message]) -> None:
+        """Say something, made for the view it is said in, to every server."""
+        self.run(_Telling(say))
+
+    def declare(self, message: Message) -> bool:
+        """Tell every server of something, those to come too; whether it was new to any of them."""
+        telling = _Telling(lambda _: message)
+        self.run(telling)
+        self._declared.append(message)
+        return telling.was_new
+
+    # ---- views and connections ------------------------------------------------------------------
+
+    def renew(self, timeout_s: float | None = None) -> None:
+        """Wait for a view newer than the present one, and stand in it."""
+        found = self._ask_view(self.view, self.timeout_s if timeout_s is None else timeout_s)
+        self.view = found.view
+        self._incarnations = dict(found.incarnations)
+        self.owner_of_slot = np.array([held[0] if held else -1 for held in found.holders], np.int16)
+        self.servers = tuple(sorted({int(server) for server in self.owner_of_slot if server >= 0}))
+        for server, (incarnation, link) in list(self._links.items()):
+            if self._incarnations.get(server) != incarnation:
+                link.close()
+                del self._links[server]
+
+    def owner(self, slot: int) -> int:
+        """The server that answers for a slot."""
+        return int(self.owner_of_slot[slot])
+
+    def link(self, server: int) -> Link:
+        """The connection to a server, made where there is none; LinkLost where it is gone."""
+        known = self._links.get(server)
+        if known is not None:
+            return known[1]
+        if server < 0:
+            raise LinkLost(peer="every holder of a slot", reason="they died")
+        try:
+            link = Link.connect(
+                self._ways_in[server], self._hello, timeout_s=CONNECT_TIMEOUT_S, peer=f"server-{server}"
+            )
+        except WaitTimedOut as error:  # its socket is the supervisor's, and outlives it
+            raise LinkLost(peer=f"server-{server}", reason=str(error)) from None
+        self._links[server] = (self._incarnations.get(server, 0), link)
+        for message in self._declared:  # it may be new, and know of nothing
+            self._answer(link, link.send(message))
+        return link
+
+    def wait(self, server: int, ticket: int) -> tuple[Message, Sequence[memoryview]]:
+        """The answer to what was sent to `server` under `ticket`."""
+        self._flush()
+        try:
+            return self._answer(self.link(server), ticket)
+        except LinkLost:
+            self._drop(server)
+            raise
+
+    def send(
+        self,
+        server: int,
+        message: Message,
+        frames: Sequence[Buffer | bytes] = (),
+        into: Sequence[Buffer] = (),
+    ) -> int:
+        """Say something to a server; the ticket under which it answers."""
+        try:
+            return self.link(server).send(message, frames=frames, into=into, is_held=True)
+        except LinkLost:
+            self._drop(server)
+            raise
+
+    def push(self, server: int, message: Message, frames: Sequence[Buffer]) -> None:
+        """Say something that is answered only where it is refused."""
+        try:
+            self.link(server).send(message, frames=frames, wants_reply=False, is_held=True)
+        except LinkLost:
+            self._drop(server)
+            raise
+
+    def chunk_at(self, server: int, chunk: int) -> memoryview:
+        """A chunk of dense parameters where the server has it; what it holds is for the protocol to say."""
+        known = self._dense.get(server)
+        if known is None or known[0] != self.view or chunk not in known[1]:  # of a model declared since
+            known = self._dense[server] = (self.view, self._map_dense(server))
+        return known[1][chunk]
+
+    def _map_dense(self, server: int) -> dict[int, memoryview]:
+        answer, _ = self.wait(server, self.send(server, AskDense(self.view)))
+        assert isinstance(answer, DenseAt)
+        fds = self.link(server).take_fds(len(answer.memories))
+        try:
+            memories = [
+                memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ))
+                for fd, size in zip(fds, answer.memories, strict=True)
+            ]
+        finally:
+            memfd.close(fds)
+        return {chunk: memories[memory][offset:] for chunk, memory, offset in answer.places}
+
+    @property
+    def bytes_shared(self) -> int:
+        """Memory reserved for exchanges, over all connections."""
+        return sum(link.arena.bytes_reserved for _, link in self._links.values())
+
+    def close(self) -> None:
+        """Leave."""
+        for _, link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    def _answer(self, link: Link, ticket: int) -> tuple[Message, Sequence[memoryview]]:
+        try:
+            answer, frames = link.wait(ticket, self.timeout_s)
+        except WaitTimedOut:
+            answer, frames = self._wait_on(link, ticket)
+        match answer:
+            case ViewOver(view):
+                raise ViewChanged(view)
+            case PsRefused(reason):
+                # What it refuses of a step follows from what it refused of its pushes.
+                first = next(
+                    (each.message for each in link.unasked if isinstance(each.message, PsRefused)), None
+                )
+                raise ServerRefused(first.reason if first is not None else reason)
+        return answer, frames
+
+    def _wait_on(self, link: Link, ticket: int) -> tuple[Message, list[memoryview]]:
+        """It took too long: have whoever is missing looked at, then wait once more as long."""
+        missing = self._missing(link)
+        if missing and self._tell_late is not None:
+            self._tell_late(missing, self.timeout_s)
+        try:
+            return link.wait(ticket, self.timeout_s)
+        except WaitTimedOut:
+            missing = self._missing(link) or missing
+            raise WaitTimedOut(
+                operation=f"{self._hello.name}'s request to {link.peer}",
+                waited_s=2 * self.timeout_s,
+                missing=[f"worker-{rank}" for rank in missing] or [link.peer],
+                setting=f"step_timeout_s (now {self.timeout_s:g} s)",
+            ) from None
+
+    def _missing(self, link: Link) -> list[int]:
+        """The ranks that a server waits for, for our sake; none where it does not answer either."""
+        try:
+            answer, _ = link.wait(link.send(AskMissing()), min(self.timeout_s, ANSWER_S))
+        except WaitTimedOut:
+            return []
+        return list(answer.ranks) if isinstance(answer, Missing) else []
+
+    def _flush(self) -> None:
+        """What was said to the servers leaves at once, to all of them."""
+        for server, (_, link) in list(self._links.items()):
+            try:
+                link.flush()
+            except LinkLost:
+                self._drop(server)
+                raise
+
+    def _drop(self, server: int) -> None:
+        known = self._links.pop(server, None)
+        if known is not None:
+            known[1].close()
+
+
+class _Telling:
+    """A sentence to every server, answered by Declared."""
+
+    def __init__(self, say: Callable[[int], Message]) -> None:
+        self._say = say
+        self.sent_in = 0
+        self.was_new = False
+        self._tickets: dict[int, int] = {}
+
+    def send(self, group: Group) -> None:
+        self._tickets = {server: group.send(server, self._say(group.view)) for server in group.servers}
+
+    def receive(self, group: Group) -> None:
+        for server, ticket in self._tickets.items():
+            answer, _ = group.wait(server, ticket)
+            self.was_new |= isinstance(answer, Declared) and answer.is_new

@@ -1,0 +1,58 @@
+"""What a server's core hears, and what it wants done: the seam between it and the process around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.shared_server import Request
+
+__all__ = ["Action", "Drop", "Frame", "Reply", "Request", "Send", "Tell"]
+
+Frame: TypeAlias = bytes | memoryview
+"""Raw bytes of a message, wherever they lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer a request. Whatever belongs `into` the asker's buffers is there by now."""
+
+    peer: int
+    ticket: int
+    message: Message
+    frames: Sequence[Frame] = ()
+    fds: Sequence[int] = ()
+    """Descriptors that go with it; they stay open here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Tell another server, over the one connection that this server made to it; in this order.
+
+    What it answers goes to `ServerCore.answered`. The frames stay as they are
+    until then.
+    """
+
+    server: int
+    message: Message
+    frames: Sequence[Frame] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell the coordinator."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Close this connection: whoever is there has been replaced, or makes no sense."""
+
+    peer: int
+    problem: str
+
+
+Action: TypeAlias = Reply | Send | Tell | Drop

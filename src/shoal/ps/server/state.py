@@ -1,0 +1,411 @@
+"""All that a server holds, and every way in which it changes: the same code on a primary and on its replicas.
+
+What counts is first written down as a `Counted`; the primary lets it count
+here and ships it, a replica reads it back and lets it count there. Nothing
+here knows of connections, tickets or views.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from shoal.cluster.coordinator.slot_map import NUM_SLOTS
+from shoal.ps.numbering import counter_of, counter_of_update
+from shoal.ps.server.actions import Frame
+from shoal.ps.server.applied_seqs import Marks, Slots, some_slots
+from shoal.ps.server.clocks import Clocks, ClockState
+from shoal.ps.server.contents import Contents, Keys, Refusal, Update, Vector, as_array, bytes_of, restrict
+from shoal.ps.server.mailbox import Board, Result
+from shoal.ps.server.records import (
+    ChunkRecord,
+    ClockRecord,
+    DeclareRecord,
+    LastStep,
+    MarksRecord,
+    PostRecord,
+    Record,
+    RowsRecord,
+    SlotRecord,
+    StepRecord,
+    from_bits,
+    to_bits,
+)
+from shoal.ps.server.replication import Written
+from shoal.ps.server.summing import HURRIED, Steps
+from shoal.ps.server.table import Table
+from shoal.ps.slots import slot_of
+from shoal.runtime.transport.messages.ps import DeclareMode
+
+
+@dataclass(slots=True)
+class Counted:
+    """A step, or a push, that counts: what changes, and what is remembered of it."""
+
+    update: Update
+    stream: int
+    seq: int
+    is_step: bool
+    applies: bool
+    vector: Vector
+    norm: float = 0.0
+    squares: Vector = field(default_factory=lambda: np.zeros(NUM_SLOTS))
+    ranks: tuple[int, ...] = ()
+    seqs: tuple[int, ...] = ()
+    """Of their contributions, where not all ranks need be in a step, nor in the same."""
+
+    exchange: int = 0
+    notes: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    clocks: ClockState = field(default_factory=list)
+    updates: int = 0
+    done_below: int = 0
+
+
+class State:
+    """What one server has."""
+
+    steps_class = Steps
+
+    def __init__(self) -> None:
+        self.contents, self.marks, self.clocks, self.board = Contents(), Marks(), Clocks(), Board()
+        self.steps: Steps | None = None
+        self.updates = 0
+        self._heard_updates = 0  # of other servers, which count the same pushes for their own slots
+        """Updates in all; relaxed strategies."""
+
+    @property
+    def mode(self) -> DeclareMode | None:
+        """How contributions count, once somebody said so."""
+        return self.steps.mode if self.steps is not None else None
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks of the job."""
+        return self.steps.mode.num_workers if self.steps is not None else 0
+
+    def take_over(self) -> None:
+        """Slots of another server are ours now: what it counted counts here."""
+        self.clocks.take_over()
+        self.updates = max(self.updates, self._heard_updates)
+
+    def declare_mode(self, mode: DeclareMode) -> bool:
+        """Contributions count so; whether that is news."""
+        if self.steps is None:
+            if mode.num_workers < 1:
+                raise Refusal("a job has at least one worker, got num_workers=0")
+            self.steps = self.steps_class(mode)
+            self.clocks.expect(mode.num_workers)
+            return True
+        known = self.steps.mode
+        # One model of a script may want norms and another not: what one of them needs, all have.
+        merged = msgspec.structs.replace(
+            known,
+            two_phase=known.two_phase or mode.two_phase,
+            wants_norm=known.wants_norm or mode.wants_norm,
+        )
+        if (known.num_workers, known.kind, known.bound) != (mode.num_workers, mode.kind, mode.bound):
+            raise Refusal(f"contributions were declared to count as {known}, now as {mode}")
+        self.steps.mode = merged
+        return merged != known
+
+    # ---- steps and pushes -----------------------------------------------------------------------
+
+    def missing(self, counted: Counted) -> Slots:
+        """The slots in which it does not count yet."""
+        if counted.is_step:
+            return self.marks.version < counted.seq
+        return self.marks.missing(counted.stream, counted.seq)
+
+    def count(self, counted: Counted) -> None:
+        """From now on it counts; everything about it changes in this one turn."""
+        update = counted.update
+        if counted.applies:
+            self.contents.apply(update)
+            self.marks.steps(counter_of_update(update.rows, update.model))[update.slots] += 1
+        if counted.is_step:
+            self.marks.version[update.slots] = counted.seq
+            for rank, seq in zip(counted.ranks, counted.seqs, strict=False):
+                self.marks.count(rank, seq, update.slots)
+            assert self.steps is not None
+            self.steps.squares[update.slots] = counted.squares[update.slots]
+            if self.steps.last is None or counted.seq >= self.steps.last.seq:
+                self.steps.last = LastStep(
+                    counted.seq, counted.vector.tolist(), list(counted.ranks), counted.applies, counted.norm
+                )
+        else:
+            self.marks.count(counted.stream, counted.seq, update.slots)
+            self.marks.forget_below(counted.done_below)
+        if update.slots[0]:
+            result = Result(True, self.committed_frame(counted)) if counted.is_step else None
+            exchange = counted.exchange if counted.is_step else None
+            self.board.finish(exchange, result, counted.notes, self.num_workers)
+
+    @staticmethod
+    def committed_frame(counted: Counted) -> bytes:
+        """What Committed carries."""
+        return np.append(counted.vector, [float(counted.applies), counted.norm]).tobytes()
+
+    def last_frame(self) -> bytes:
+        """The same of the last step."""
+        last = self.steps.last if self.steps is not None else None
+        return np.array([*last.vector, float(last.applied), last.norm]).tobytes() if last else b""
+
+    def write_counted(self, counted: Counted, slots: Slots) -> Written:
+        """A record of it, for servers that hold these slots."""
+        update = restrict(counted.update, slots, self.contents.chunks)
+        notes = sorted(counted.notes.items()) if update.slots[0] else []
+        frames: list[Frame] = []
+        applies = counted.applies
+        tables = sorted(update.rows) if applies else []
+        chunks = sorted(update.dense) if applies else []
+        for table in tables:
+            keys, values = update.rows[table]
+            frames += [bytes_of(keys), bytes_of(values)]
+        frames += [bytes_of(update.dense[chunk][0]) for chunk in chunks]
+        frames += [counted.vector.tobytes(), counted.squares.tobytes()]
+        frames += [note for _, (_, note) in notes]
+        record = StepRecord(
+            slots=to_bits(update.slots),
+            stream=counted.stream,
+            seq=counted.seq,
+            is_step=counted.is_step,
+            applies=applies,
+            tables=tables,
+            chunks=[(chunk, list(update.dense[chunk][1])) for chunk in chunks],
+            factor=update.factor,
+            factors=list(update.factors),
+            step=update.step,
+            settings=update.settings,
+            model=update.model,
+            table_settings=update.table_settings,
+            ranks=list(counted.ranks),
+            seqs=list(counted.seqs),
+            applied_norm=counted.norm,
+            exchange=counted.exchange,
+            notes=[(rank, anchored_at) for rank, (anchored_at, _) in notes],
+            clocks=counted.clocks,
+            updates=counted.updates,
+            done_below=counted.done_below,
+        )
+        return record, frames
+
+    def _read_counted(self, record: StepRecord, frames: Sequence[Frame]) -> Counted:
+        contents, given = self.contents, list(frames)
+        update = Update(
+            from_bits(record.slots),
+            factor=record.factor,
+            factors=tuple(record.factors),
+            step=record.step,
+            settings=record.settings,
+            model=record.model,
+            table_settings=record.table_settings,
+        )
+        for number in record.tables:
+            keys = as_array(given.pop(0), np.int64, "keys")
+            update.rows[number] = (keys, contents.values(contents.table(number), given.pop(0), len(keys)))
+        for number, unused in record.chunks:
+            update.dense[number] = (
+                contents.gradient(contents.chunk(number), given.pop(0)),
+                tuple(unused),
+            )
+        vector, squares = (as_array(given.pop(0), np.float64, "numbers") for _ in range(2))
+        notes = {
+            rank: (anchored_at, bytes(note))
+            for (rank, anchored_at), note in zip(record.notes, given, strict=True)
+        }
+        return Counted(
+            update,
+            record.stream,
+            record.seq,
+            record.is_step,
+            record.applies,
+            vector,
+            record.applied_norm,
+            squares,
+            tuple(record.ranks),
+            tuple(record.seqs),
+            record.exchange,
+            notes,
+            record.clocks,
+            record.updates,
+            record.done_below,
+        )
+
+    # ---- as a replica ---------------------------------------------------------------------------
+
+    def follow(self, record: Record, frames: Sequence[Frame], slots: Slots) -> None:
+        """Change as the primary of these slots did. What counts already does not count twice."""
+        match record:
+            case StepRecord():
+                counted = self._read_counted(record, frames)
+                self.clocks.heard(counted.clocks)
+                self._heard_updates = max(self._heard_updates, counted.updates)
+                new = self.missing(counted) & counted.update.slots & slots
+                if new.any():
+                    self.count(replace(counted, update=restrict(counted.update, new, self.contents.chunks)))
+            case RowsRecord(number, step):
+                self.set_rows(number, step, frames)
+            case ChunkRecord(number, state):
+                self.set_chunk(number, state, frames)
+            case ClockRecord(updates):
+                self.set_clock(updates, slots)
+            case MarksRecord():
+                self.set_marks(frames[0], slots)
+            case PostRecord(exchange, notes):
+                by_rank = {
+                    rank: (anchored_at, bytes(note))
+                    for (rank, anchored_at), note in zip(notes, frames[1:], strict=True)
+                }
+                self.board.finish(exchange, Result(False, bytes(frames[0])), by_rank, self.num_workers)
+            case DeclareRecord():
+                self._take_declarations(record)
+            case _:
+                raise Refusal(f"a {type(record).__name__} is no update")
+
+    @property
+    def num_declared(self) -> int:
+        """How much is known of what there is."""
+        contents = self.contents
+        return len(contents.tables) + len(contents.declared_dense) + (self.steps is not None)
+
+    def declarations(self) -> DeclareRecord:
+        """What there is, for a server that may have heard of none of it."""
+        contents = self.contents
+        return DeclareRecord(
+            tables=[table.spec for table in contents.tables.values()],
+            dense=list(contents.declared_dense.values()),
+            mode=self.mode,
+        )
+
+    def _take_declarations(self, record: DeclareRecord) -> None:
+        for spec in record.tables:
+            self.contents.declare_table(spec)
+        for dense in record.dense:
+            self.contents.declare_dense(dense)
+        if record.mode is not None:
+            self.declare_mode(record.mode)
+
+    # ---- state as a whole -----------------------------------------------------------------------
+
+    def set_rows(self, number: int, step: int, frames: Sequence[Frame]) -> None:
+        """Set rows; their slots count their updates from `step`."""
+        keys = self._set(self.contents.table(number), frames[0], frames[1], frames[2], step)
+        slots = np.unique(slot_of(number, keys))
+        steps = self.marks.steps(counter_of(number))
+        steps[slots] = np.maximum(steps[slots], step)
+
+    def _set(self, table: Table, keys: Frame, values: Frame, state: Frame, step: int) -> Keys:
+        numbers = as_array(keys, np.int64, "keys")
+        rows = self.contents.values(table, values, len(numbers))
+        given = as_array(state, table.dtype, "state")
+        if len(numbers):
+            table.set(numbers, rows, given.reshape(len(numbers), -1) if len(given) else None, step)
+        return numbers
+
+    def set_chunk(
+        self, number: int, state: list[tuple[int, str, str, list[int]]], frames: Sequence[Frame]
+    ) -> None:
+        """Set a chunk, and its optimizer's state."""
+        self.contents.dense.write(number, frames[0], state, list(frames[1:]))
+
+    def set_clock(self, updates: int, slots: Slots) -> None:
+        """So many steps were committed, says a checkpoint."""
+        self.marks.version[slots] = updates
+        if self.mode is not None and self.mode.kind in HURRIED:
+            self.marks.forget_streams()
+        self.updates = updates
+        self.clocks.restart(updates)
+        if self.steps is not None:
+            self.steps.forget()
+            self.steps.last = None
+
+    def set_marks(self, frame: Frame, slots: Slots) -> None:
+        """Marks of a checkpoint."""
+        triples = as_array(frame, np.int64, "marks").reshape(-1, 3)
+        for slot, stream, seq in triples.tolist():
+            if slots[slot]:
+                self.marks.count(stream, seq, some_slots([slot]))
+
+    def write_slot(self, slot: int) -> Written:
+        """All of a slot."""
+        contents, frames = self.contents, list[Frame]()
+        tables = sorted(contents.tables)
+        for number in tables:
+            frames += [bytes_of(array) for array in contents.tables[number].read(slot)]
+        chunks = []
+        for number in contents.chunks_of(some_slots([slot])):
+            elements, entries, tensors = contents.dense.read(number)
+            chunks.append((number, entries))
+            # Copies: what waits to be sent must not change with the next update.
+            frames += [bytes_of(tensor.clone()) for tensor in (elements, *tensors)]
+        board = None
+        if slot == 0:
+            board, board_frames = self.board.state()
+            frames += board_frames
+        steps = self.steps
+        record = SlotRecord(
+            version=int(self.marks.version[slot]),
+            steps=self.marks.steps_of_slot(slot),
+            marks=self.marks.of_slot(slot),
+            done_below=self.marks.done_below,
+            tables=tables,
+            chunks=chunks,
+            square=float(steps.squares[slot]) if steps is not None else 0.0,
+            last=steps.last if steps is not None else None,
+            board=board,
+            clocks=self.clocks.state(),
+            updates=self.updates,
+        )
+        return record, frames
+
+    def take_slot(self, slot: int, record: SlotRecord, frames: Sequence[Frame]) -> None:
+        """The slot as another server has it, instead of whatever was here."""
+        contents, given, one = self.contents, list(frames), some_slots([slot])
+        contents.empty(one)
+        for number in record.tables:
+            table = contents.table(number)
+            keys, values, state = (given.pop(0) for _ in range(3))
+            self._set(table, keys, values, state, record.steps.get(counter_of(number), 0))
+        for number, entries in record.chunks:
+            pieces = [given.pop(0) for _ in range(1 + len(entries))]
+            contents.dense.write(number, pieces[0], entries, pieces[1:])
+        if record.board is not None:
+            self.board.restore(record.board, given)
+        self.marks.version[slot] = record.version
+        self.marks.set_steps(slot, record.steps)
+        self.marks.forget_below(record.done_below)
+        self.marks.set_slot(slot, record.marks)
+        self.clocks.heard(record.clocks)
+        self._heard_updates = max(self._heard_updates, record.updates)
+        if self.steps is not None and record.last is not None:
+            self.steps.squares[slot] = record.square
+            if self.steps.last is None or record.last.seq >= self.steps.last.seq:
+                self.steps.last = record.last
+
+    def drop(self, slots: Slots) -> None:
+        """Slots that are held no more."""
+        self.marks.drop(slots)
+        if slots[0]:
+            self.board = Board()
+
+    def digests(self) -> list[int]:
+        """By slot: equal on two servers that hold the same in it, and let the same count."""
+        contents = self.contents.digests()
+        return [
+            (contents[slot] * 1_000_003 + self._digest_of_marks(slot)) % 2**64 for slot in range(NUM_SLOTS)
+        ]
+
+    def _digest_of_marks(self, slot: int) -> int:
+        marks = (
+            int(self.marks.version[slot]),
+            sorted(self.marks.steps_of_slot(slot).items()),
+            [(stream, seq) for stream, seq in self.marks.of_slot(slot) if seq],
+            [(number, self.board.log[number].frame) for number in sorted(self.board.log)] if slot == 0 else 0,
+            sorted(self.board.notes.items()) if slot == 0 else 0,
+        )
+        encoded = msgspec.msgpack.encode(marks)
+        return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")

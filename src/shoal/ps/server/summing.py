@@ -1,0 +1,161 @@
+"""Steps that all ranks have a part in: who is in, their sum in rank order, and what follows from it.
+
+Exact steps wait for every rank. `drop` and `stale` do not wait for the
+slowest few; `stale` uses the last contribution of those that are missing once
+more. The order of every sum is the ranks', never that of arrival.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shoal.cluster.coordinator.slot_map import NUM_SLOTS
+from shoal.ps.server.applied_seqs import Slots
+from shoal.ps.server.contents import Contents, Keys, Update, Values, Vector, restrict
+from shoal.ps.server.records import LastStep
+from shoal.ps.server.staging import Contribution
+from shoal.runtime.transport.messages.ps import DeclareMode
+
+COUNT, LOSSES = 0, 4
+"""Where the count and the first rank's loss are in a step's vector; see parallel/step_result.py."""
+
+HURRIED = ("drop", "stale")
+"""Kinds of steps that do not wait for all ranks. The marks of a slot tell whose contributions are in it."""
+
+
+@dataclass(slots=True)
+class Sum:
+    """A step whose contributions are all here."""
+
+    seq: int
+    update: Update
+    vector: Vector
+    squares: Vector
+    """By slot; zero where another server holds it, or where nobody wants to know."""
+
+    contributions: dict[int, Contribution]
+    num_global: float
+
+    def decide(self, num_workers: int) -> tuple[float, bool]:
+        """Without a second phase: what to multiply gradients with, and whether to apply them at all."""
+        count = float(self.vector[COUNT])
+        losses = self.vector[LOSSES : LOSSES + num_workers]
+        # Backward divided by samples. What the losses really counted travelled with them.
+        factor = self.num_global / count if count else 0.0
+        return factor, bool(np.isfinite(losses).all() and np.isfinite(count))
+
+
+@dataclass
+class Steps:
+    """The step under way, and the last one."""
+
+    mode: DeclareMode
+    ended: dict[int, Contribution] = field(default_factory=dict)
+    """By rank: contributions whose StepEnd is here."""
+
+    summed: Sum | None = None
+    last: LastStep | None = None
+    squares: Vector = field(default_factory=lambda: np.zeros(NUM_SLOTS))
+    """Of the last step, by slot, where this server has it."""
+
+    num_late: int = 0
+    num_reused: int = 0
+    _kept: dict[int, Contribution] = field(default_factory=dict)
+
+    @property
+    def waits_for(self) -> int:
+        """So many ranks must have ended the step."""
+        spared = self.mode.bound if self.mode.kind in HURRIED else 0
+        return max(self.mode.num_workers - spared, 1)
+
+    @property
+    def is_full(self) -> bool:
+        """All that are waited for are in, and not summed yet."""
+        return self.summed is None and len(self.ended) >= self.waits_for
+
+    def missing_ranks(self) -> list[int]:
+        """Who has not ended the step yet."""
+        return [rank for rank in range(self.mode.num_workers) if rank not in self.ended]
+
+    @staticmethod
+    def order(parts: dict[int, Contribution]) -> list[int]:
+        """In which contributions are added: never that in which they came."""
+        return sorted(parts)
+
+    def forget(self) -> None:
+        """The view is over, or the step is."""
+        self.ended, self.summed = {}, None
+
+    def forget_kept(self) -> None:
+        """The view is over: what is kept of the last steps has nothing for slots that came since."""
+        self._kept = {}
+
+    def reused(self) -> dict[int, Contribution]:
+        """What stands in for ranks that have not ended the step; what those that have contribute is kept for the next."""
+        if self.mode.kind != "stale":
+            return {}
+        reused = {rank: kept for rank, kept in self._kept.items() if rank not in self.ended}
+        self.num_reused += len(reused)
+        finite = {rank: part for rank, part in self.ended.items() if np.isfinite(part.vector).all()}
+        # Once: who is away for long would steer every step with what it saw at first.
+        self._kept = {rank: part.copy() for rank, part in finite.items()}
+        return reused
+
+    def sum(
+        self,
+        contents: Contents,
+        slots: Slots,
+        *,
+        mine: Slots,
+        step: int,
+        parts: dict[int, Contribution] | None = None,
+    ) -> Sum:
+        """Add what was contributed to these slots, all or some of `mine`, in rank order; `parts`: of these ranks."""
+        parts = self.ended if parts is None else parts
+        ranks = self.order(parts)
+        first = parts[ranks[0]]
+        vector = first.vector.copy()
+        for rank in ranks[1:]:
+            vector += parts[rank].vector
+        fresh = {rank: part for rank, part in parts.items() if self.ended.get(rank) is part}
+        # Not of a contribution that is used once more: its settings were those of its own step.
+        end = fresh[min(fresh)].end
+        update = Update(
+            slots, step=step, settings=end.settings, table_settings=end.table_settings, model=end.model
+        )
+        squares = np.zeros(NUM_SLOTS)
+        only = None if (slots == mine).all() else slots
+        for number in sorted({table for part in parts.values() for table in part.staged.rows}):
+            table = contents.tables[number]
+            for rank in ranks:
+                rows = parts[rank].staged.rows.get(number)
+                if rows is not None:
+                    table.accumulate(*_inside(contents, number, rows, only))
+            if self.mode.wants_norm:
+                table.sum_of_squares(squares)
+            update.rows[number] = table.take_sum()
+        for number in contents.chunks_of(slots):
+            pushed = [
+                parts[rank].staged.dense[number] for rank in ranks if number in parts[rank].staged.dense
+            ]
+            if pushed:
+                # Without gradient is a part only where it is on every rank.
+                unused = set.intersection(*(set(without) for _, without in pushed))
+                total = contents.dense.summed(number, [gradient for gradient, _ in pushed])
+                update.dense[number] = (total, tuple(sorted(unused)))
+        if self.mode.wants_norm:
+            contents.squares(update, squares)
+            squares[~slots] = self.squares[~slots]  # of slots that have this step since before a failover
+        seq = max(part.end.seq for part in fresh.values())
+        return Sum(seq, update, vector, squares, fresh, end.factor)
+
+
+def _inside(
+    contents: Contents, number: int, rows: tuple[Keys, Values], slots: Slots | None
+) -> tuple[Keys, Values]:
+    if slots is None:
+        return rows
+    everywhere = np.ones(NUM_SLOTS, np.bool_)
+    return restrict(Update(everywhere, rows={number: rows}), slots, contents.chunks).rows[number]

@@ -1,0 +1,1 @@
+"""Recovery from a worker's death: elastic group, replay log, state transfer, process groups per view."""

@@ -1,0 +1,323 @@
+"""One process's place in the group: numbered exchanges that survive the death of a rank.
+
+See docs/adr/0007-recovery.md for the protocol. A strategy runs everything it
+does over the group through `exchange`; if that breaks, the view is over: the
+group is left, a new one is formed with the replacement in it, whoever is
+behind takes the donor's state, and the exchange is run again from what was
+contributed. Nobody above this file notices more than a longer wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from shoal.cluster.worker import session
+from shoal.collectives.exchanges import open_exchange
+from shoal.collectives.gather import gather_any
+from shoal.collectives.native import Native
+from shoal.collectives.reducer import Reducer
+from shoal.config import job as jobs
+from shoal.config import strategy_spec as strategy_names
+from shoal.errors import CallsDiffer, CollectiveLeftOut, PeerLost, WaitTimedOut
+from shoal.recovery import state_transfer as heritage
+from shoal.recovery.collective_timeout import Waits
+from shoal.recovery.rendezvous import form_group, is_broken, leave_group
+from shoal.recovery.replay_log import Timeline
+from shoal.recovery.state_transfer import Heritage
+from shoal.runtime.failpoints import failpoint
+
+T = TypeVar("T")
+
+KINDS = ("an exchange", "a step", "a sum over the workers", "a gathering", "a call of shoal.collectives")
+"""What an exchange may be for: ranks whose scripts went apart are found out by it."""
+
+
+class Together(Timeline):
+    """The group of this process's job, through all its views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._job = jobs.current()
+        self._view = 0
+        self._is_exchanging = False  # or else, when a view is over, it waits at a call for the others
+        self._is_between = False  # or broken off where it waited for some of the others, within its model
+        self._waited_s = 0.0  # for the others, in the exchange that broke
+        self._waited_in = ""  # which one that was
+        self._kind, self._doing = 0, ""  # what it was for
+        self._stands = False  # whether it holds state that counts: from view 1 on, or since a donor gave it
+        self._native: Reducer | None = None
+        self._patience: Waits | None = None  # of the exchange under way
+        session.regroup_through(self.regroup)
+
+    # ---- exchanges ------------------------------------------------------------------------------
+
+    @property
+    def native(self) -> Reducer:
+        """The collectives of the present view."""
+        if self._native is None:
+            self.regroup()  # also the first time somebody may die while the view is formed
+        assert self._native is not None
+        return self._native
+
+    @property
+    def view(self) -> int:
+        """Number of the present view; 0 before the first."""
+        return self._view
+
+    def _be_there(self) -> None:
+        _ = self.native
+
+    def exchange(
+        self,
+        first: Callable[[Reducer], T],
+        again: Callable[[Reducer], T] | None = None,
+        *,
+        conclude: Callable[[T], Any] = lambda result: result,
+        abandon: Callable[[], None] = lambda: None,
+        patience: Waits | None = None,
+        kind: str = KINDS[0],
+        doing: str = "",
+    ) -> Any:
+        """Run the next exchange to its end, through however many views; returns what `conclude` made of it.
+
+        `first` may only finish what is already under way; `again` runs all of
+        it anew from what this rank contributed. `conclude` changes state, and
+        counts as part of the exchange: an exchange whose outcome was taken
+        from the donor is not concluded, the donor's state came with it.
+        `abandon` drops every reference to the group that broke. `patience`
+        ends a wait for ranks that do not come before the job's own time-out.
+        `kind` is one of KINDS, `doing` the same in the words of the script.
+        """
+        attempt = first
+        self._kind, self._doing = KINDS.index(kind), doing
+        self._be_there()
+        while True:
+            known, result = self._log.recall()
+            if known:
+                self._caught_up()
+                return result
+            began_at = time.monotonic()
+            try:
+                failpoint("worker: exchange begun")
+                if patience is not None:
+                    patience.begin(self._log.num_finished)
+                self._patience = patience
+                done = attempt(self.native)
+            except PeerLost as broken:
+                # Nothing here may keep the exception: it holds the old group, and with it everybody that waits on it.
+                self._waited_in = broken.operation
+            else:
+                failpoint("worker: exchange finished, not committed")
+                result = conclude(done)
+                failpoint("worker: committed, not counted")
+                self._log.finish(result)
+                return result
+            finally:
+                self._patience = None
+            abandon()
+            self._is_exchanging, self._waited_s = True, time.monotonic() - began_at
+            self.regroup()
+            self._is_exchanging, self._waited_s = False, 0.0
+            attempt = again or first
+
+    def within(self, run: Callable[[], T], *, abandon: Callable[[], None]) -> T:
+        """Run what sums over the group without being an exchange: in the next view from its beginning, should this one end.
+
+        Every rank does so that has not finished the exchange after it, which is a step's.
+        """
+        self._kind, self._doing = KINDS.index("a step"), ""
+        self._be_there()
+        while True:
+            began_at = time.monotonic()
+            try:
+                return run()
+            except PeerLost as broken:
+                self._waited_in = broken.operation  # not the error itself: it holds the old group
+            abandon()
+            self._is_exchanging, self._waited_s = True, time.monotonic() - began_at
+            self.regroup()
+            self._is_exchanging, self._waited_s = False, 0.0
+
+    # ---- views ----------------------------------------------------------------------------------
+
+    def regroup(self, broken: str = "", waited_s: float = 0.0) -> None:
+        """The view is over: form the next one, and let those who are behind catch up.
+
+        `broken` is what ended it, where that was no exchange, after `waited_s` in it.
+        """
+        self._waited_in, self._waited_s = broken or self._waited_in, waited_s or self._waited_s
+        self._is_between = bool(broken)
+        while True:
+            if self._native is not None:
+                self._native.close()
+            self._native = None
+            leave_group()
+            failpoint("worker: view left")
+            try:
+                self._enter()
+                return
+            except PeerLost:
+                continue  # somebody died while the view was formed: it is over, too
+
+    def _enter(self) -> None:
+        fresh = not self._stands
+        # The view is left even by one that was given nothing in it: to be told of the same view again would help nobody.
+        try:
+            formed = session.enter_view(
+                view_left=self._view,
+                finished=-1 if fresh else self._log.num_known,
+                waited_s=self._waited_s,
+                waited_in=self._missed_in(),
+            )
+        except WaitTimedOut as error:
+            if not self._waited_in:
+                raise
+            raise self._who_did_not_come(error) from None
+        self._view = formed.view
+        form_group(self._job, formed.view)
+        torchs_own = Native(
+            rank=self._job.rank,
+            num_workers=self._job.num_workers,
+            is_broken=self._look_around,
+            timeout_s=self._job.step_timeout_s,
+        )
+        native = open_exchange(self._job, torchs_own, self._look_around)
+        if formed.donor >= 0:
+            behind = fresh or self._log.num_known < formed.finished
+            self._hand_over(native, formed.donor, behind=behind, fresh=fresh)
+        # Only now: a process that was given nothing yet enters the next view as fresh as this one.
+        self._stands, self._native, self._waited_in = True, native, ""
+        if formed.donor < 0:
+            session.live()  # nobody has done anything before it
+
+    def _who_did_not_come(self, error: WaitTimedOut) -> WaitTimedOut:
+        """The same in the words of the script: of which operation of which step it is that a rank is missing."""
+        return WaitTimedOut(
+            operation=self._missed_in(),
+            waited_s=max(error.waited_s, self._waited_s),
+            missing=error.missing,
+            setting=f"--step-timeout (now {self._job.step_timeout_s:g} s)",
+        )
+
+    def _missed_in(self) -> str:
+        """The exchange that broke, and its step; empty where none did."""
+        step = max((holder.step for holder in self._holders.values()), default=-1) + 1
+        return f"{self._waited_in} of step {step}" if self._waited_in and step else self._waited_in
+
+    def _look_around(self) -> bool:
+        """Whether the group is broken; asked several times a second by whoever waits."""
+        if is_broken():
+            return True
+        if self._patience is not None:
+            self._patience.look()
+        return False
+
+    def _hand_over(self, native: Reducer, donor: int, *, behind: bool, fresh: bool) -> None:
+        # Where a process is that runs towards the state it was given says nothing about where that state is; nor does one
+        # tell what it would do next that was in no exchange and at no call.
+        runs_up = fresh or self._heritage is not None or self._log.is_catching_up or self._is_between
+        standing = torch.tensor(
+            [
+                int(behind),
+                self._log.num_known,
+                int(self._is_exchanging),
+                int(runs_up),
+                self._kind,
+                int(fresh),
+            ]
+        )
+        everybody = [place.tolist() for place in native.all_gather(standing)]
+        self._refuse_different_scripts(native, everybody)
+        self._refuse_parts_apart(native, everybody)
+        needy = [rank for rank, place in enumerate(everybody) if place[0]]
+        if self._has_let_go and self._job.rank == donor and any(everybody[rank][3] for rank in needy):
+            # The supervisor learns of it by now, and takes everybody back.
+            raise PeerLost(
+                rank=donor,
+                operation="handing state over",
+                reason="what was exchanged before is no longer kept",
+            )
+        if self._job.rank == donor:
+            given = self._give() if needy else None
+            for rank in needy:
+                assert given is not None
+                heritage.send(native, given, rank)
+        elif behind:
+            failpoint("worker: before taking state")
+            taken = heritage.receive(native, donor)
+            failpoint("worker: after taking state")
+            if fresh:
+                self._stands = self.was_given_state = True
+                self._heritage = taken
+                self._log.inherit(taken.log, starts_at=taken.anchored_at)
+            else:
+                self._log.inherit(taken.log)
+            # The donor may be past the making of a holder that this process has yet to make.
+            self._unclaimed = taken.parts
+            for number, holder in self._holders.items():
+                self.hold(number, holder)
+        with native.during("agreeing that everybody has what it needs"):
+            native.all_gather(standing)
+
+    def _refuse_different_scripts(self, native: Reducer, everybody: list[list[int]]) -> None:
+        """A rank that waits at a call has run all its exchanges: nobody can be in one that it does not know of."""
+        furthest = max((place[1] for place in everybody if not place[3]), default=-1)
+        there = {rank: place for rank, place in enumerate(everybody) if not place[3] and place[1] == furthest}
+        exchanging = {rank for rank, place in there.items() if place[2]}
+        kinds = {there[rank][4] for rank in exchanging}
+        if not exchanging or (exchanging == set(there) and len(kinds) == 1):
+            return
+        said = gather_any(native, torch.tensor(list(self._doing.encode()), dtype=torch.uint8))
+        doing = [bytes(words.tolist()).decode() for words in said]
+        raise CallsDiffer(
+            number=session.num_calls(),
+            calls={
+                rank: f"waits in {doing[rank] or KINDS[place[4]]}"
+                if rank in exchanging
+                else "went on without it"
+                for rank, place in there.items()
+            },
+        )
+
+    def _refuse_parts_apart(self, native: Reducer, everybody: list[list[int]]) -> None:
+        """Where each holds a part of the model, nobody can help one who waits within it for a rank that went past."""
+        behind = [rank for rank, place in enumerate(everybody) if place[0] and not place[5]]
+        if not behind or strategy_names.parse(self._job.strategy).base != "mesh":
+            return
+        said = gather_any(native, torch.tensor(list(self._missed_in().encode()), dtype=torch.uint8))
+        raise CollectiveLeftOut(
+            waiting=behind,
+            operation=bytes(said[behind[0]].tolist()).decode() or "an exchange",
+            past=[rank for rank in range(len(everybody)) if rank not in behind],
+        )
+
+    def _give(self) -> Heritage:
+        parts = {**self._unclaimed, **{number: holder.give() for number, holder in self._holders.items()}}
+        if self._heritage is not None:
+            # A replacement that has not reached its anchor passes on what it was given.
+            return replace(self._heritage, parts=parts)
+        return Heritage(
+            anchored_at=self._log.anchored_at,
+            call=self._call,
+            call_is_over=self._call_is_over,
+            anchor=self._anchor(),
+            log=self._log.legacy(),
+            results=self._results,
+            parts=parts,
+        )
+
+
+_together: Together | None = None
+
+
+def together() -> Together:
+    """The one of this process."""
+    global _together
+    if _together is None:
+        _together = Together()
+    return _together

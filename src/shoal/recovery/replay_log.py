@@ -1,0 +1,197 @@
+"""Where a process is in its script: calls, anchors, numbered exchanges, and what a replacement is given of them.
+
+See docs/adr/0007-recovery.md. Knows nothing of how exchanges travel or where
+heritage comes from: `together.py` runs them over a group and takes state from
+a donor, `served.py` runs them through servers and finds it there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from shoal.cluster.worker import session
+from shoal.config import job as jobs
+from shoal.recovery.exchange_log import ExchangeLog
+from shoal.recovery.state_transfer import Heritage, Part, num_bytes
+from shoal.runtime import events as happenings
+from shoal.runtime.events import RESULTS_LET_GO
+from shoal.runtime.failpoints import failpoint
+
+KEPT_BYTES = 512 << 20
+"""Of results that a worker keeps for a replacement: of calls, and of what the script exchanged between them."""
+
+
+class Holder(Protocol):
+    """Somebody whose state a replacement needs: a strategy with its model and optimizer."""
+
+    step: int
+    """Steps committed so far."""
+
+    def give(self) -> Part:
+        """The state as of the last commit."""
+
+    def take(self, part: Part) -> None:
+        """Stand where the giver stood."""
+
+    def bring_home(self) -> None:
+        """Have the model of this process hold what was trained, wherever that is: a call is over."""
+
+
+class Timeline:
+    """One process's past and present. A subclass sees that it is `_be_there` before anything counts."""
+
+    def __init__(self) -> None:
+        self._log = ExchangeLog()
+        self._holders: dict[int, Holder] = {}
+        self._call, self._call_is_over = 0, True
+        self._anchor: Callable[[], dict[str, Any]] = dict
+        self._results: dict[str, Any] = {}
+        self._num_kept_bytes, self._counted = 0, set[str]()
+        self._has_let_go = False
+        self._moments: Counter[str] = Counter()
+        self.was_given_state = False
+        self._unclaimed: dict[int, Part] = {}  # given state whose holder the script has not come to yet
+        self._heritage: Heritage | None = None  # until this process stands at the anchor it was given
+
+    def _be_there(self) -> None:
+        """Be one of the job's workers; in a replacement: with what it is given."""
+        raise NotImplementedError
+
+    @property
+    def next_is_known(self) -> bool:
+        """True when the next exchange will be answered from the log: nothing needs to be computed for it."""
+        return self._log.is_catching_up
+
+    @property
+    def is_inside_call(self) -> bool:
+        """Whether what happens now belongs to a call, whose anchors a replacement begins from."""
+        return not self._call_is_over
+
+    def remembered(self, moment: str, run: Callable[[], Any]) -> Any:
+        """Run something of the script's own between steps, once: a replacement is given the result.
+
+        The same moment may come several times; each is remembered for itself.
+        """
+        self._be_there()
+        if self._heritage is not None and self._heritage.call == 0:
+            self._stand_at_anchor()  # nobody has made a call: the anchor is the script's beginning, and here we are
+        moment = f"call {session.num_calls()}, {moment}"
+        self._moments[moment] += 1
+        key = f"{moment} #{self._moments[moment]}"
+        if self._heritage is not None and key in self._heritage.results:
+            return self._heritage.results[key]
+        result = run()
+        self._keep(key, result)
+        return result
+
+    # ---- anchors and calls ----------------------------------------------------------------------
+
+    def begin_call(self, number: int) -> tuple[bool, Any]:
+        """A call begins: whether it is finished already, and with what result."""
+        self._be_there()
+        if self._heritage is not None:
+            given = self._heritage
+            finished = number < given.call or (number == given.call and given.call_is_over)
+            if finished:
+                if number == given.call and not given.anchor:
+                    self._stand_at_anchor()
+                return True, given.results.get(f"call/{number}")
+            if not given.anchor:  # anchored at this call's very begin
+                self._stand_at_anchor()
+            return False, None
+        self._call, self._call_is_over = number, False
+        self._note(dict)
+        return False, None
+
+    def end_call(self, number: int, result: Any) -> None:
+        """A call is over: models hold what was trained, and its result is kept for a replacement."""
+        for holder in self._holders.values():
+            holder.bring_home()
+        self._call, self._call_is_over = number, True
+        self._keep(f"call/{number}", result)
+        self._note(dict)
+        failpoint("worker: a call ended")
+
+    def anchor(self, state: Callable[[], dict[str, Any]]) -> None:
+        """From here a replacement can run the present call forward, given what `state` then answers."""
+        if self._heritage is None:
+            self._note(state)
+
+    @property
+    def anchored_at(self) -> int:
+        """Number of the first exchange after the anchor."""
+        return self._log.anchored_at
+
+    @property
+    def num_finished(self) -> int:
+        """How many exchanges this process has run through."""
+        return self._log.num_finished
+
+    def inherited_anchor(self) -> dict[str, Any] | None:
+        """In a replacement, once: the state noted at the anchor from which it runs on."""
+        if self._heritage is None:
+            return None
+        state = self._heritage.anchor
+        self._stand_at_anchor()
+        return state
+
+    def waiting_anchor(self) -> dict[str, Any] | None:
+        """In a replacement: the state noted at the anchor it is on its way to."""
+        return self._heritage.anchor if self._heritage is not None else None
+
+    def waiting_part(self, number: int) -> Part | None:
+        """In a replacement: the state that this holder will be given."""
+        return self._unclaimed.get(number)
+
+    def hold(self, number: int, holder: Holder) -> None:
+        """Take part in what is handed over from now on, and take what waits for this holder."""
+        self._holders[number] = holder
+        if number in self._unclaimed:
+            holder.take(self._unclaimed.pop(number))
+
+    def _keep(self, key: str, result: Any) -> None:
+        """Keep a result for whoever comes later, as long as all of them together are not too large."""
+        if not self._has_let_go:
+            self._results[key] = result
+            if key not in self._counted:  # a replacement passes by some that it was given
+                self._counted.add(key)
+                self._num_kept_bytes += num_bytes(result)
+            if self._num_kept_bytes > KEPT_BYTES:
+                self._let_go()
+        if self._has_let_go and self._call_is_over:
+            self._log.anchor()  # nobody will run up to here
+
+    def _let_go(self) -> None:
+        """From here on a death takes everybody back to the script's begin: one that came later could not pass."""
+        happenings.tell(RESULTS_LET_GO, num_bytes=self._num_kept_bytes)  # before anything is gone
+        self._has_let_go = True
+        self._results.clear()
+        self._counted.clear()
+        if jobs.rank() == 0:
+            print(
+                f"note: what the script exchanged so far takes {self._num_kept_bytes / 2**20:,.0f} MiB, too much to keep it for a "
+                "worker that is replaced: from here on one that dies takes all of them back to the script's begin, or to the "
+                "newest checkpoint of a Trainer",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _note(self, state: Callable[[], dict[str, Any]]) -> None:
+        self._log.anchor()
+        self._anchor = state
+
+    def _stand_at_anchor(self) -> None:
+        given, self._heritage = self._heritage, None
+        assert given is not None
+        self._call, self._call_is_over = given.call, given.call_is_over
+        self._anchor, self._results = lambda: given.anchor, given.results
+        self._num_kept_bytes = sum(map(num_bytes, given.results.values()))
+        self._counted = set(given.results)
+        self._caught_up()
+
+    def _caught_up(self) -> None:
+        if self._heritage is None and not self._log.is_catching_up:
+            session.live()

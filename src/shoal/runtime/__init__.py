@@ -1,0 +1,1 @@
+"""Foundations of every process: transport, failpoints, seeds, compiled kernels, serialization."""

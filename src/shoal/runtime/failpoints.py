@@ -1,0 +1,82 @@
+"""Named moments in the code at which a fault can be made to happen, exactly and on purpose.
+
+Free while nothing is armed: one look at a name. What is to happen where comes
+with a process's job, as plain values; see `shoal.config.faults` for how a
+user writes it. Nothing here decides what is done about a fault.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+from shoal.config.faults import Fault
+
+
+class _MadeToFail(Exception):
+    """What a fault of kind "raise" raises: to shoal it is the user's own exception."""
+
+
+class _Armed:
+    """The faults of this process that have not happened yet."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        self._faults = faults
+        self._slow: list[tuple[Fault, float]] = []  # since when
+        self._step = 0
+
+    def reached(self, name: str, step: int | None) -> None:
+        if step is not None:
+            self._step = step
+        for fault in self._faults:
+            if fault.at == name and self._is_due(fault):
+                self._faults.remove(fault)
+                if fault.act != "slow":
+                    _happen(fault)
+                    return
+                self._slow.append((fault, time.monotonic()))
+                break
+        for fault, since in self._slow:
+            if fault.at == name and (not fault.for_s or time.monotonic() < since + fault.for_s):
+                time.sleep(fault.by_s)
+
+    def _is_due(self, fault: Fault) -> bool:
+        if fault.step is None or fault.incarnation < 0:
+            return fault.step in (None, self._step)
+        return (
+            self._step >= fault.step
+        )  # a worker that trains batches of its own does not come by every number
+
+
+_armed: _Armed | None = None
+
+
+def arm(faults: Iterable[Fault], *, process: str, incarnation: int) -> None:
+    """Let those of `faults` happen that are meant for this process, in this life of it."""
+    global _armed
+    mine = [
+        fault
+        for fault in faults
+        if fault.process == process and fault.incarnation in (-1, incarnation) and fault.after_s is None
+    ]
+    _armed = _Armed(mine) if mine else None
+
+
+def failpoint(name: str, step: int | None = None) -> None:
+    """This process is at the failpoint `name`; `step` says which step it is in from here on."""
+    if _armed is not None:
+        _armed.reached(name, step)
+
+
+def _happen(fault: Fault) -> None:
+    match fault.act:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "pause":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "exit":
+            os._exit(70)
+        case _:
+            raise _MadeToFail(f"made to fail: {fault}")

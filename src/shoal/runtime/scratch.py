@@ -1,0 +1,71 @@
+"""A directory for what a job keeps on disk while it runs, and nobody wants afterwards.
+
+All workers of a job share it. The supervisor makes it empty and takes it away
+with the job, however that ends; a plain process removes its own at exit, and
+when it makes it, those of processes that were killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from shoal.config import job as jobs
+
+NAME = "scratch"
+"""Of the folder in a run directory."""
+
+_PREFIX = "shoal-scratch-"
+_OWNER = "owner"  # a file that says whose directory it is
+
+_own: tuple[int, Path] | None = None
+
+
+def directory(*parts: str) -> Path:
+    """The scratch directory, or a folder in it, made if it is not there."""
+    path = _root().joinpath(*parts)
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path
+
+
+def _root() -> Path:
+    global _own
+    job = jobs.current()
+    if job.launched:
+        return job.run_dir / NAME
+    if _own is None:
+        place = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        (place / _OWNER).write_text(f"{os.getpid()} {_started(os.getpid())}")
+        _own = os.getpid(), place
+        atexit.register(_remove)
+        _sweep(place.parent)
+    return _own[1]
+
+
+def _remove() -> None:
+    # A forked child inherits the handler, not the directory.
+    if _own is not None and _own[0] == os.getpid():
+        shutil.rmtree(_own[1], ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Take away what is left of this user's processes that were killed."""
+    for place in parent.glob(f"{_PREFIX}*"):
+        try:
+            pid, started = (place / _OWNER).read_text().split()
+            is_ours = place.lstat().st_uid == os.getuid()
+        except (OSError, ValueError):
+            continue  # it is being made, or taken away, just now
+        if is_ours and _started(int(pid)) != started:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _started(pid: int) -> str:
+    """When a process began, by the kernel's clock, which tells it from a later one of its number; "" without it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""

@@ -1,0 +1,174 @@
+"""Memory that a client shares with one server: who has which bytes of it.
+
+Decides where a buffer lies: in segments of memfd, by size class, never more
+than a limit. Does not know what is in a buffer, nor when a server has read
+it: a buffer is its holder's until it gives it back. An arena belongs to one
+connection and is never used for another, so a process that wakes up late
+writes into memory that nobody reads any more.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from dataclasses import dataclass, field
+
+from shoal.errors import ArenaFull, ConfigError
+from shoal.runtime.transport import memfd
+
+ALIGNMENT = 64
+"""Every buffer begins at a cache line."""
+
+STEPS_PER_OCTAVE = 4
+"""Size classes between a size and its double: at most a quarter of a buffer is slack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaConfig:
+    """How much memory one connection may share."""
+
+    limit_bytes: int = 4 << 30
+    """All segments together. Backed as it is touched, so it is a bound and no cost."""
+
+    segment_bytes: int = 16 << 20
+    """What is reserved at first; later a quarter of what there is, and never less than a buffer needs."""
+
+    def __post_init__(self) -> None:
+        if not ALIGNMENT <= self.segment_bytes <= self.limit_bytes:
+            raise ConfigError(
+                f"segment_bytes must be at least {ALIGNMENT} and at most limit_bytes, got {self.segment_bytes:,} and "
+                f"{self.limit_bytes:,}."
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One memfd, mapped here; the server maps it too, once its descriptor has arrived there."""
+
+    number: int
+    nbytes: int
+    fd: int  # -1 once it was handed over
+    memory: memoryview
+    used: int = 0  # everything above was never given out since `round` began
+    num_live: int = 0
+    round: int = 0  # counts how often it was empty; free places of an older round are void
+
+
+@dataclass(slots=True, eq=False)  # not frozen: that would cost as much as all the rest of `alloc`
+class Buffer:
+    """Bytes of an arena that belong to whoever asked for them, until they are given back."""
+
+    view: memoryview
+    """Writable, of exactly `nbytes` bytes: for numpy.frombuffer and torch.frombuffer."""
+
+    segment: int
+    offset: int
+    nbytes: int
+    owner: Segment = field(repr=False)
+
+
+class Arena:
+    """Gives out buffers and takes them back. Threads may share it.
+
+    A segment all of whose buffers are back is used from its start again, for
+    whatever sizes come next, so sizes that change from step to step do not
+    add up.
+    """
+
+    def __init__(self, config: ArenaConfig | None = None, *, name: str = "shoal-arena") -> None:
+        self._config, self._name = config or ArenaConfig(), name
+        self._lock = threading.Lock()
+        self._segments: list[Segment] = []
+        self._free: dict[int, list[tuple[Segment, int, int]]] = {}  # size class -> (segment, round, offset)
+        self._live: set[Buffer] = set()
+        self._is_closed = False
+        self.bytes_reserved = 0
+        """Address space in segments; what was never touched has no memory behind it."""
+        self.bytes_in_use = 0
+        """In buffers that somebody holds, slack included."""
+        self.peak_bytes_in_use = 0
+
+    def alloc(self, nbytes: int) -> Buffer:
+        """A buffer of `nbytes`, or of none, whatever is in it; ArenaFull where the limit does not allow it."""
+        size = size_class(nbytes)
+        with self._lock:
+            if self._is_closed:
+                raise ArenaFull(asked=nbytes, in_use=self.bytes_in_use, limit=0, setting="limit_bytes")
+            segment, offset = self._place(size, nbytes)
+            segment.num_live += 1
+            self.bytes_in_use += size
+            self.peak_bytes_in_use = max(self.peak_bytes_in_use, self.bytes_in_use)
+            buffer = Buffer(segment.memory[offset : offset + nbytes], segment.number, offset, nbytes, segment)
+            self._live.add(buffer)
+            return buffer
+
+    def free(self, buffer: Buffer) -> None:
+        """Take a buffer back. Its bytes must not be used any more, by the server neither."""
+        size = size_class(buffer.nbytes)
+        with self._lock:
+            if buffer not in self._live:
+                raise ValueError("a buffer was given back twice, or to an arena that is not its own")
+            self._live.remove(buffer)
+            segment = buffer.owner
+            segment.num_live -= 1
+            self.bytes_in_use -= size
+            if segment.num_live:
+                self._free.setdefault(size, []).append((segment, segment.round, buffer.offset))
+            else:
+                segment.used, segment.round = 0, segment.round + 1
+
+    def segment(self, number: int) -> Segment:
+        """The segment of that number; they count from 1."""
+        return self._segments[number - 1]
+
+    def close(self) -> None:
+        """Give out no more. What is held stays readable for its holder; the rest is unmapped."""
+        with self._lock:
+            self._is_closed = True
+            memfd.close([segment.fd for segment in self._segments if segment.fd >= 0])
+            for segment in self._segments:
+                segment.fd = -1
+            self._segments, self._free, self._live = [], {}, set()
+            self.bytes_reserved = self.bytes_in_use = 0
+
+    def _place(self, size: int, nbytes: int) -> tuple[Segment, int]:
+        places = self._free.get(size)
+        while places:
+            segment, round_, offset = places.pop()
+            if round_ == segment.round:
+                return segment, offset
+        # The fullest first, so that others become empty.
+        found = max(
+            (each for each in self._segments if each.nbytes - each.used >= size),
+            key=lambda each: each.used / each.nbytes,
+            default=None,
+        )
+        segment = found if found is not None else self._reserve(size, nbytes)
+        offset, segment.used = segment.used, segment.used + size
+        return segment, offset
+
+    def _reserve(self, size: int, nbytes: int) -> Segment:
+        # Larger the more there is: a mapping holds a descriptor, here and in the server.
+        usual = max(self._config.segment_bytes, self.bytes_reserved // 4 // mmap.PAGESIZE * mmap.PAGESIZE)
+        reserved = max(size, min(usual, self._config.limit_bytes - self.bytes_reserved))
+        if self.bytes_reserved + reserved > self._config.limit_bytes:
+            raise ArenaFull(
+                asked=nbytes,
+                in_use=self.bytes_in_use,
+                limit=self._config.limit_bytes,
+                setting="limit_bytes",
+            )
+        fd = memfd.create(reserved, self._name)
+        memory = memfd.map_shared(fd, reserved)
+        segment = Segment(len(self._segments) + 1, reserved, fd, memoryview(memory))
+        self._segments.append(segment)
+        self.bytes_reserved += reserved
+        return segment
+
+
+def size_class(nbytes: int) -> int:
+    """The bytes that a buffer of `nbytes` takes up: the next of a few sizes per octave."""
+    if nbytes < 0:
+        raise ValueError(f"a buffer of {nbytes} bytes")
+    step = max(ALIGNMENT, (1 << (nbytes - 1).bit_length()) // (2 * STEPS_PER_OCTAVE))
+    return max(1, -(-nbytes // step)) * step

@@ -1,0 +1,1 @@
+"""Messages between processes, one class each, one file per pair of speakers."""

@@ -1,0 +1,422 @@
+"""The sentences of the parameter server: between its clients (workers, `shoal.ps.connect`), its servers, and each other.
+
+Every request has a ticket, given by the transport, under which its answer
+comes back; requests of one connection are heard in the order in which they
+were sent, answers may overtake each other. "Frames" are the raw bytes of a
+message; "into" are buffers of the asker's, where the answer's frames go.
+Wherever those bytes lie (shared memory, the socket) is the transport's
+business.
+
+Who names a push: (stream, seq). In exact strategies the stream is the rank
+and seq the step; in relaxed ones the stream is the lease and seq the batch
+within it, both counted from 1. What is pushed under a name is only staged;
+StepEnd with the same name makes it count, all of it at once. So a server's
+mark per (slot, stream) says all there is to know about a repeat.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from shoal.runtime.transport.messages.message import Count, Message
+from shoal.runtime.transport.messages.replication import REPLICATION_MESSAGES
+
+Settings: TypeAlias = dict[str, bool | int | float | str | list[float] | None]
+"""Hyper-parameters of a parameter group, by name."""
+
+# ---- meeting -------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag="ps-hello"):
+    """Client or server to server: who I am, the first sentence of a connection.
+
+    Answered by Welcome or PsRefused. A newer incarnation of the same name
+    closes the connections of the older, whose staged pushes are forgotten.
+    """
+
+    name: str  # "worker-3", "server-0", "kv-..."
+    incarnation: Count
+
+
+class Welcome(Message, frozen=True, tag="ps-welcome"):
+    """Server to client: "you are heard", and the view I stand in; 0 where I know of none yet."""
+
+    name: str
+    incarnation: Count
+    view: Count
+
+
+class PsRefused(Message, frozen=True, tag="ps-refused"):
+    """Server to asker, instead of any answer: "that cannot be", and what was expected; nothing was changed."""
+
+    reason: str
+
+
+class ViewOver(Message, frozen=True, tag="ps-view-over"):
+    """Server to asker, instead of any answer: "you speak of a view that is over, or not yet mine, or of slots that
+    are not mine in it". Learn of the newest view from the coordinator and ask again.
+    """
+
+    view: Count
+
+
+class ServerView(Message, frozen=True, tag="server-view"):
+    """Coordinator to servers and clients: which servers hold which slots from now on.
+
+    `holders[slot]` are numbers of servers, the primary first; `incarnations`
+    is by server, for those that are in.
+    """
+
+    view: Count
+    holders: list[list[Count]]
+    incarnations: dict[int, Count]
+    joining: dict[int, list[int]] = msgspec.field(
+        default_factory=dict
+    )  # slot -> servers being filled: they follow updates and answer nobody
+
+
+# ---- what there is -------------------------------------------------------------------------------
+
+
+class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of rows."""
+
+    number: Count
+    name: str
+    dim: Count
+    dtype: Literal["float32", "float64"]
+    rule: str  # name of an update rule of ps/rules.py
+    settings: dict[str, float]  # its hyper-parameters at the start
+    num_rows: Count | None = None  # ids are 0..num_rows-1; None: any int64 id, rows come to be on first use
+    init: Literal["zeros", "normal", "uniform"] = "zeros"  # of a row nobody wrote: hash(seed, id)
+    scale: float = 1.0  # standard deviation, or half the width
+    seed: int = 0
+
+
+class DeclareTable(Message, frozen=True, tag="ps-declare-table"):
+    """Client to server: "there is this table". Answered by Declared. Repeating it is safe; differing is refused."""
+
+    table: TableSpec
+
+
+class DensePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run of elements of one parameter inside a chunk."""
+
+    parameter: str
+    shape: list[
+        Count
+    ]  # of this part, as the optimizer sees it: flat, or the parameter's own where it is not cut
+    offset: Count  # of its first element in the flattened parameter
+    group: Count  # parameter group of the optimizer
+
+
+class ChunkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Dense parameters that lie side by side in one slot: unit of push, pull and update."""
+
+    number: Count
+    slot: Count
+    dtype: str
+    parts: list[DensePart]
+
+
+class DeclareDense(Message, frozen=True, tag="ps-declare-dense"):
+    """Client to server: "these dense parameters are trained so". Answered by Declared.
+
+    All servers hear of all chunks; each keeps those of its slots. Repeating it
+    is safe; differing is refused.
+    """
+
+    chunks: list[ChunkSpec]
+    optimizer: str  # name in torch.optim
+    groups: list[Settings]  # settings of each parameter group, plain values
+    model: Count = 0  # of those of a script; numbers of chunks are its own
+
+
+class DeclareMode(Message, frozen=True, tag="ps-declare-mode"):
+    """Client to server: how contributions count. Answered by Declared. Repeating it is safe; differing is refused."""
+
+    num_workers: Count
+    kind: Literal["exact", "ssp", "async", "drop", "stale"]
+    bound: Count = 0  # ssp: staleness; drop, stale: how many stragglers are not waited for
+    two_phase: bool = (
+        False  # exact: an update waits for Commit (several servers, or a norm to be known first)
+    )
+    wants_norm: bool = False  # exact: Summed carries the squares of the gradient, by slot
+
+
+class Declared(Message, frozen=True, tag="ps-declared"):
+    """Server to client: "I know of it"; `is_new`: nobody has told me before."""
+
+    is_new: bool
+
+
+# ---- a step --------------------------------------------------------------------------------------
+
+
+class PushRows(Message, frozen=True, tag="ps-push-rows"):
+    """Client to server: stage these gradients of these rows.
+
+    Frames: int64 keys, strictly increasing, all of slots whose primary the
+    server is in `view`; then one row of values per key. Answered only where
+    refused. Repeating it is safe: the first counts.
+    """
+
+    view: Count
+    stream: Count
+    seq: Count
+    table: Count
+
+
+class PushDense(Message, frozen=True, tag="ps-push-dense"):
+    """Client to server: stage the gradient of this chunk. Frame: its elements. As PushRows otherwise."""
+
+    view: Count
+    stream: Count
+    seq: Count
+    chunk: Count
+    unused: list[Count] = msgspec.field(
+        default_factory=list
+    )  # parts of the chunk without gradient on this worker; zeros stand in their place
+
+
+class StepEnd(Message, frozen=True, tag="ps-step-end"):
+    """Client to server: "this is all of this step" for you; every server gets one.
+
+    Frames: a vector of float64 (count, losses, wishes, statistics), and, to
+    the holder of slot 0, the note from which a replacement can go on (may be
+    empty). Answered by Committed; in a two-phase step by Summed first.
+    Repeating it is safe.
+    """
+
+    view: Count
+    stream: Count
+    seq: Count
+    rank: Count
+    num_pushes: Count  # staged before it under this name, on this server
+    exchange: Count  # number of the exchange that this commit is; exact strategies only
+    anchored_at: Count  # number of the first exchange after the note
+    settings: list[Settings] = msgspec.field(
+        default_factory=list
+    )  # of the optimizer's groups for this update, in their order; empty: as declared
+    model: Count = 0  # whose they are
+    table_settings: dict[int, dict[str, float]] = msgspec.field(default_factory=dict)  # the same, by table
+    factor: float = 1.0  # what gradients are multiplied with; relaxed strategies and one-phase steps
+    done_below: Count = 0  # every lease below this is done: their marks may be forgotten
+    is_spoilt: bool = (
+        False  # exact: computed on weights that have this step already; refused where it would count
+    )
+
+
+class Summed(Message, frozen=True, tag="ps-summed"):
+    """Server to client: "all ranks' contributions to the step are here". Frames: the vectors' sum, and, where a
+    norm is wanted, 256 sums of squares by slot (zero for slots of others).
+    """
+
+    seq: Count
+
+
+class Commit(Message, frozen=True, tag="ps-commit"):
+    """Client to server: "update with the gradient times `factor`" or leave the step out. Answered by Committed.
+
+    Every rank says it, the first counts: all come to the same from what
+    Summed told them. Repeating it is safe. Said by a replacement of a step
+    that it knows to count elsewhere, it waits for the others to end it here
+    again; where what its own rank had contributed is gone, the coordinator
+    is told StepLost.
+    """
+
+    view: Count
+    seq: Count
+    factor: float
+    apply: bool
+    norm: float = 0.0  # of the gradient before clipping, for those who ask later what came of the step
+
+
+class Committed(Message, frozen=True, tag="ps-committed"):
+    """Server to client: "the step counts here and on the replicas"; what was pushed may be forgotten.
+
+    Frame: the vectors' sum in exact strategies, and two numbers more: whether
+    it was applied (1 or 0), and the norm of Commit. `updates` is how many
+    updates there were in all, `slowest` the smallest clock; `late` where the
+    contribution came too late to count (drop).
+    """
+
+    seq: Count
+    updates: Count
+    slowest: Count
+    late: bool = False
+    wishes: Count = 0  # or-ed over all workers: 1 stop, 2 checkpoint, 4 leave; relaxed strategies
+    is_new: bool = (
+        True  # relaxed strategies, the holder of slot 0: it counts there by this push, and not by one before
+    )
+
+
+class Rest(Message, frozen=True, tag="ps-rest"):
+    """Worker to every server: "I have no lease, do not wait for me". Answered by Declared; relaxed strategies.
+
+    Its next pull or StepEnd brings it back, at the slowest clock of the others.
+    """
+
+    view: Count
+    rank: Count
+
+
+class PullRows(Message, frozen=True, tag="ps-pull-rows"):
+    """Client to server: these rows, as of the moment `clock` allows. Answered by Pulled.
+
+    Frame: int64 keys, strictly increasing. Into: one row per key. In exact
+    strategies the answer waits until step `clock` is committed; with bounded
+    staleness until the slowest worker has reached `clock` minus the bound.
+    """
+
+    view: Count
+    clock: Count
+    table: Count
+    create: bool = True  # rows that are not there come to be; else their first values are given and not kept
+
+
+class PullDense(Message, frozen=True, tag="ps-pull-dense"):
+    """Client to server: these chunks. Into: one buffer per chunk. As PullRows otherwise."""
+
+    view: Count
+    clock: Count
+    chunks: list[Count]
+
+
+class Pulled(Message, frozen=True, tag="ps-pulled"):
+    """Server to client: "it is where you wanted it"; `updates` there were by then, `slowest` is the smallest clock."""
+
+    updates: Count
+    slowest: Count
+
+
+# ---- exchanges between workers that are not steps --------------------------------------------------
+
+
+class Post(Message, frozen=True, tag="ps-post"):
+    """Worker to the holder of slot 0: my contribution to this numbered exchange. Frames: it, and a note (may be empty).
+
+    Answered by Posted once all ranks have posted. Repeating it is safe: the
+    first counts.
+    """
+
+    view: Count
+    exchange: Count
+    rank: Count
+    anchored_at: Count
+
+
+class Posted(Message, frozen=True, tag="ps-posted"):
+    """Holder of slot 0 to worker. Frames: every rank's contribution, in rank order."""
+
+    exchange: Count
+
+
+class AskNote(Message, frozen=True, tag="ps-ask-note"):
+    """A replacement to the holder of slot 0: from where do I go on? Answered by Note."""
+
+    view: Count
+    rank: Count
+
+
+class Note(Message, frozen=True, tag="ps-note"):
+    """Holder of slot 0 to a replacement. Frames: the rank's newest note, then one frame per entry of `log`: what each of
+    these exchanges gave (all contributions, packed) or, for a commit, what Committed carries.
+    """
+
+    anchored_at: Count
+    log: list[Count]
+    is_commit: list[bool]
+    updates: Count  # steps committed, on this server
+
+
+# ---- state as a whole: checkpoints -----------------------------------------------------------------
+
+
+class ReadRows(Message, frozen=True, tag="ps-read-rows"):
+    """Client to server: the rows of this slot with their optimizer state. Answered by Rows."""
+
+    view: Count
+    table: Count
+    slot: Count
+
+
+class Rows(Message, frozen=True, tag="ps-rows"):
+    """Server to client. Frames: int64 keys, increasing; then values; then the state, `state_dim` numbers per row."""
+
+    state_dim: Count
+    step: Count  # of the table's rule
+
+
+class WriteRows(Message, frozen=True, tag="ps-write-rows"):
+    """Client to server: set these rows. Frames: keys; values; state (may be empty: as new). Answered by Declared."""
+
+    view: Count
+    table: Count
+    step: Count
+
+
+class ReadChunk(Message, frozen=True, tag="ps-read-chunk"):
+    """Client to server: a chunk with its optimizer state. Answered by Chunk."""
+
+    view: Count
+    chunk: Count
+
+
+class Chunk(Message, frozen=True, tag="ps-chunk"):
+    """Server to client. Frames: the elements; then one tensor per entry of `state`, each (part, key, dtype, shape)."""
+
+    state: list[tuple[int, str, str, list[int]]]
+
+
+class WriteChunk(Message, frozen=True, tag="ps-write-chunk"):
+    """Client to server: set a chunk. Frames and `state` as in Chunk; no state: as new. Answered by Declared."""
+
+    view: Count
+    chunk: Count
+    state: list[tuple[int, str, str, list[int]]]
+
+
+class SetClock(Message, frozen=True, tag="ps-set-clock"):
+    """Client to server: "so many steps were committed": after a checkpoint was loaded. Answered by Declared."""
+
+    view: Count
+    updates: Count
+
+
+class Hold(Message, frozen=True, tag="ps-hold"):
+    """Client to server: let no push of others count until I say so again with `is_on=False`, or leave. Answered by
+    Declared. So that what is read in between belongs together, and to its marks. Relaxed strategies.
+    """
+
+    view: Count
+    is_on: bool
+
+
+class ReadMarks(Message, frozen=True, tag="ps-read-marks"):
+    """Client to server: the marks of its primary slots. Answered by Marks. Relaxed strategies."""
+
+    view: Count
+
+
+class Marks(Message, frozen=True, tag="ps-marks"):
+    """Server to client; and client to server with WriteMarks. Frame: int64 triples (slot, stream, seq)."""
+
+
+class WriteMarks(Message, frozen=True, tag="ps-write-marks"):
+    """Client to server: take these marks over. Frame as in Marks. Answered by Declared."""
+
+    view: Count
+
+
+PS_MESSAGES: tuple[type[Message], ...] = (
+    Hello, Welcome, PsRefused, ViewOver, ServerView,
+    DeclareTable, DeclareDense, DeclareMode, Declared,
+    PushRows, PushDense, StepEnd, Summed, Commit, Committed, Rest, PullRows, PullDense, Pulled,
+    Post, Posted, AskNote, Note,
+    ReadRows, Rows, WriteRows, ReadChunk, Chunk, WriteChunk, SetClock, Hold, ReadMarks, Marks, WriteMarks,
+    *REPLICATION_MESSAGES,
+)  # fmt: skip
+"""All of them; `messages.py` adds them to what a decoder accepts."""

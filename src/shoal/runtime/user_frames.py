@@ -1,0 +1,100 @@
+"""The user's own lines in a stack: which one called shoal, and what a traceback looks like without ours.
+
+Somebody whose function raises wants to see that function and the line of
+theirs that led to it, not the dozen calls of ours in between.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from itertools import pairwise
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+from shoal.errors import ShoalError
+
+_SHOAL = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_RUNPY = "<frozen runpy>"
+
+
+class UserLine(NamedTuple):
+    """A line of the user's own. Its text is looked up when it is shown."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        code = linecache.getline(self.file, self.number).strip()
+        return f"{self.file}, line {self.number}" + (f": {code}" if code else "")
+
+
+class Elsewhere(Exception):
+    """Not an error of its own: the traceback, in the process where it was raised, of the error it is the cause of."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+def is_ours(file: str) -> bool:
+    """Whether a frame in this file is of no interest to a user: shoal, or what starts a script."""
+    return file == _RUNPY or file.startswith(_SHOAL)
+
+
+def calling_line() -> UserLine | None:
+    """The innermost line outside shoal on this thread's stack; None where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else UserLine(frame.f_code.co_filename, frame.f_lineno)
+
+
+def hide_ours(error: BaseException) -> None:
+    """Take our frames out of the tracebacks of an error and of those that led to it.
+
+    What stands behind the user's last line is kept where it may be a mistake
+    of ours: not for our own errors, which are paragraphs, nor for what was
+    raised in another process.
+    """
+    seen: set[int] = set()
+    chain = [error]
+    while chain:
+        at = chain.pop()
+        if id(at) in seen:
+            continue
+        seen.add(id(at))
+        is_told = isinstance(at, ShoalError) or isinstance(at.__cause__, Elsewhere)
+        at.__traceback__ = _trimmed(at.__traceback__, keep_last=not is_told)
+        inner = at.exceptions if isinstance(at, BaseExceptionGroup) else ()
+        chain += [other for other in (at.__cause__, at.__context__, *inner) if other is not None]
+
+
+def hide_ours_from_plain_python() -> None:
+    """Let python print uncaught errors without our frames, unless somebody else prints them, or `python -X dev` asks for all."""
+    if sys.excepthook is sys.__excepthook__ and not sys.flags.dev_mode:
+        sys.excepthook = _print_uncaught
+
+
+def _print_uncaught(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
+    hide_ours(error)
+    sys.__excepthook__(kind, error, error.__traceback__)
+
+
+def _trimmed(stack: TracebackType | None, *, keep_last: bool) -> TracebackType | None:
+    frames: list[TracebackType] = []
+    while stack is not None:
+        frames.append(stack)
+        stack = stack.tb_next
+    ours = [is_ours(frame.tb_frame.f_code.co_filename) for frame in frames]
+    last_outside = max((number for number, is_one in enumerate(ours) if not is_one), default=-1)
+    if last_outside < 0 and any(frame.tb_frame.f_code.co_filename == _RUNPY for frame in frames):
+        return None  # the script never ran: a syntax error, say
+    kept = [
+        TracebackType(None, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        for number, frame in enumerate(frames)
+        if not ours[number] or (keep_last and number > last_outside)
+    ]
+    for frame, inner in pairwise(kept):
+        frame.tb_next = inner
+    return kept[0] if kept else None

@@ -1,0 +1,1 @@
+"""Checkpoints: format, storage, snapshots, and what of a Trainer is saved."""

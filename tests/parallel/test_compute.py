@@ -1,0 +1,159 @@
+"""One slice through model and loss: what is divided, seeded, borrowed and checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.data.slice import Slice, bounds
+from shoal.errors import LossDoesNotRecombine
+from shoal.parallel.compute import Compute, place
+from shoal.parallel.loss import loss_rule
+from shoal.parallel.protocol import LossSum, TrainJob
+
+X = torch.arange(24, dtype=torch.float64).reshape(8, 3) / 10
+Y = X[:, :1].sin()
+
+
+def compute(model: nn.Module, loss: Any = None, *, check_loss: bool = True, **options: Any) -> Compute:
+    rule = loss_rule(loss or nn.MSELoss())
+    return Compute(
+        TrainJob(model=model, loss=rule, build_optimizer=None, seed=7, **options), check_loss=check_loss
+    )
+
+
+def part(rank: int = 0, num_workers: int = 1, *, num_samples: int = 8, start: int = 0) -> Slice:
+    begin, end = bounds(num_samples, rank, num_workers)
+    at = min(begin, num_samples - 1)
+    return Slice(
+        batch=(X[at : max(end, at + 1)], Y[at : max(end, at + 1)]),
+        num_local=end - begin,
+        num_global=num_samples,
+        first=begin,
+        start=start,
+    )
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(3, 1).double()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_micro", [1, 3])
+def test_the_slices_gradients_add_up_to_those_of_the_mean(num_workers: int, num_micro: int) -> None:
+    model, reference = linear(), linear()
+    results = [
+        compute(model, num_micro=num_micro).forward_backward(part(rank, num_workers), rank=rank, step=0)
+        for rank in range(num_workers)
+    ]
+    nn.functional.mse_loss(reference(X), Y).backward()
+    for ours, theirs in zip(gradients(model), gradients(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert sum(result.count for result in results) == 8
+    outputs = torch.cat([result.outputs for result in results if result.outputs is not None])
+    torch.testing.assert_close(outputs, reference(X).detach())
+
+
+def test_a_borrowed_sample_contributes_nothing_but_presence() -> None:
+    model = linear()
+    result = compute(model).forward_backward(part(0, 3, num_samples=2), rank=0, step=0)
+    assert (float(result.total), result.count, result.outputs) == (0.0, 0.0, None)
+    assert gradients(model) == []
+
+
+def test_a_borrowed_sample_leaves_nothing_in_batchnorm_but_the_count() -> None:
+    # One value per channel: in training BatchNorm would refuse it.
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    compute(model).forward_backward(part(0, 3, num_samples=2), rank=0, step=0)
+    assert torch.equal(model[0].running_mean, torch.zeros(3, dtype=torch.float64))
+    assert model[0].num_batches_tracked == 1
+    assert model[0].training
+    with pytest.raises(ValueError, match="more than 1 value") as raised:
+        compute(model).forward_backward(part(1, 3, num_samples=2), rank=1, step=0)
+    assert "This worker had 1 sample to normalise, of a batch of 2" in raised.value.__notes__[0]
+
+
+def test_everything_but_the_gradients_is_told_before_the_last_backward() -> None:
+    model, told = linear(), []
+
+    def before(loss: LossSum) -> None:
+        told.append((float(loss.total), loss.count, len(gradients(model))))
+
+    result = compute(model, num_micro=4).forward_backward(part(), rank=0, step=0, before_backward=before)
+    assert told == [(float(result.total), 8.0, 2)], "once, with the first three parts' gradients in place"
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * torch.rand(len(x), 1, dtype=torch.float64)
+
+
+def test_randomness_is_a_function_of_seed_rank_step_and_part() -> None:
+    def drawn(*, rank: int = 0, step: int = 0, **options: Any) -> list[float]:
+        torch.rand(3)  # whatever was drawn before
+        outputs: Any = compute(Noise(), **options).forward_backward(part(), rank=rank, step=step).outputs
+        return [float(value) for value in outputs]
+
+    assert drawn() == drawn()
+    assert drawn(rank=1) != drawn()
+    assert drawn(step=1) != drawn()
+    halves = drawn(num_micro=2)
+    assert halves[:4] != halves[4:]
+    assert drawn(num_micro=2) == halves
+
+
+def test_evaluation_draws_by_position_and_keeps_every_mode() -> None:
+    model = nn.Sequential(Noise(), nn.Dropout(0.5))
+    model[1].eval()
+    run = compute(model)
+    first = run.forward(part(), rank=0)
+    assert torch.equal(run.forward(part(), rank=0), first)
+    assert not torch.equal(run.forward(part(start=8), rank=0), first)
+    assert [module.training for module in model.modules()] == [True, True, False]
+    assert not first.requires_grad
+
+
+def test_the_loss_is_checked_on_the_first_slice_that_has_halves() -> None:
+    def spread(output: Tensor, target: Tensor) -> Tensor:
+        return output.amax() - target.mean()
+
+    run = compute(linear(), spread)
+    run.forward_backward(part(0, 8), rank=0, step=0)  # one sample
+    run.forward_backward(part(0, 3, num_samples=2), rank=0, step=1)  # a borrowed one
+    with pytest.raises(LossDoesNotRecombine):
+        run.forward_backward(part(), rank=0, step=2)
+    compute(linear(), spread, check_loss=False).forward_backward(part(), rank=0, step=0)
+
+
+def test_a_loss_is_checked_once() -> None:
+    calls = []
+
+    def counted(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(len(output))
+        return (output - target).pow(2).mean()
+
+    run = compute(linear(), counted)
+    for step in range(3):
+        run.forward_backward(part(), rank=0, step=step)
+    assert calls == [8, 8, 4, 4, 8, 8]
+
+
+def test_only_floating_tensors_are_cast() -> None:
+    batch = {"x": torch.ones(2), "ids": torch.arange(2), "text": ["a", "b"]}
+    placed = place(batch, torch.device("cpu"), torch.float64)
+    assert placed["x"].dtype == torch.float64
+    assert placed["ids"].dtype == torch.int64
+    assert placed["text"] == ["a", "b"]
+    assert place(batch, torch.device("cpu")) is batch

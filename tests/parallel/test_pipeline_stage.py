@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+from shoal.parallel.pipeline.stage import UnevenStage
+
+
+def test_gradients_go_to_the_stage_before_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero-bubble hands them over as autograd made them; that of a mean is one number seen many times."""
+    monkeypatch.setattr(PipelineStage, "get_bwd_send_ops", lambda self, chunk: self.bwd_cache.pop(chunk))
+    stage: Any = object.__new__(UnevenStage)
+    stage._takes, stage._stage_meta = [None], SimpleNamespace(input_grads=None)
+    stage.bwd_cache = {0: (torch.ones(3).expand(2, 3), None)}
+    sent, none = stage.get_bwd_send_ops(0)
+    assert sent.is_contiguous()
+    assert torch.equal(sent, torch.ones(2, 3))
+    assert none is None

@@ -1,0 +1,33 @@
+"""Rows of several blocks in the order of ranks, and back."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.parallel.tensor_parallel.packing import Packing, by_block, by_rank
+
+SIZES = st.integers(1, 4)
+
+
+@given(num_blocks=SIZES, degree=SIZES, num_rows=SIZES)
+def test_each_rank_has_its_part_of_every_block(num_blocks: int, degree: int, num_rows: int) -> None:
+    rows = torch.arange(num_blocks * degree * num_rows * 2).view(-1, 2)
+    lying = by_rank(rows, num_blocks, degree)
+    for rank, part in enumerate(lying.chunk(degree)):
+        own = [block.chunk(degree)[rank] for block in rows.chunk(num_blocks)]
+        assert torch.equal(part, torch.cat(own))
+    assert torch.equal(by_block(lying, num_blocks, degree), rows)
+
+
+def test_the_state_of_a_packed_parameter_is_translated_by_name() -> None:
+    packing = Packing(2, {"a.weight": 3}, {"a.weight": 6})
+    rows = torch.tensor([0, 1, 2, 3, 4, 5])
+    for name in ("model/a.weight", "optimizer/a.weight/exp_avg"):
+        cut = packing.reading({name: rows})[name]
+        assert cut.tolist() == [0, 2, 4, 1, 3, 5]
+        assert torch.equal(packing.as_users(name, cut), rows)
+    step = torch.tensor(3.0)
+    assert packing.as_users("optimizer/a.weight/step", step) is step
+    assert packing.as_users("model/b.weight", rows) is rows

@@ -1,0 +1,82 @@
+"""The end of a commit: the divisor corrected, clipped as torch clips, applied or left out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.parallel.loss import loss_rule
+from shoal.parallel.protocol import TrainJob, Wishes
+from shoal.parallel.step_result import contribution, decide
+from shoal.parallel.update import update
+
+
+def verdict(*, loss_total: float = 1.0, count: float = 4.0) -> Any:
+    return decide(contribution(rank=0, num_workers=1, loss_total=loss_total, count=count, wishes=Wishes()))
+
+
+def applied(
+    gradients: list[torch.Tensor | None], *, count: float = 4.0, **options: Any
+) -> tuple[list[float], Any]:
+    """By how much each parameter moved, as one number, in a step of lr 1 over four samples."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in gradients])
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    job = TrainJob(model=model, loss=loss_rule(nn.MSELoss()), build_optimizer=None, **options)
+    told = update(job, torch.optim.SGD(parameters, lr=1.0), parameters, verdict(count=count), 4)
+    assert all(parameter.grad is None for parameter in parameters), "the gradients are gone afterwards"
+    return [float(-parameter.detach().sum()) for parameter in parameters], told
+
+
+def two(a: float, b: float) -> torch.Tensor:
+    return torch.tensor([a, b], dtype=torch.float64)
+
+
+def test_a_plain_mean_is_applied_as_it_is() -> None:
+    moved, told = applied([two(1, 2), None])
+    assert moved == [3.0, 0.0]
+    assert (told.applied, told.grad_norm) == (True, None)
+
+
+@pytest.mark.parametrize(("count", "moved"), [(4.0, 3.0), (2.0, 6.0), (8.0, 1.5), (0.0, 0.0)])
+def test_the_divisor_is_what_the_loss_really_counted(count: float, moved: float) -> None:
+    assert applied([two(1, 2)], count=count)[0] == [moved]
+
+
+def test_the_norm_is_of_the_corrected_gradient_over_all_parameters() -> None:
+    moved, told = applied([two(3, 0), two(0, 4), None], count=2.0, clip_norm=5.0)
+    assert told.grad_norm == pytest.approx(10.0)
+    assert moved == pytest.approx([3.0, 4.0, 0.0], rel=1e-6)
+    moved, told = applied([two(3, 0), two(0, 4)], clip_norm=50.0)
+    assert moved == [3.0, 4.0]
+
+
+def test_rows_that_occur_twice_count_as_their_sum() -> None:
+    row = torch.tensor([[0, 0]]), torch.tensor([3.0, 1.0], dtype=torch.float64)
+    sparse = torch.sparse_coo_tensor(*row, (2,), check_invariants=False)
+    moved, told = applied([sparse], clip_norm=2.0)
+    assert told.grad_norm == pytest.approx(4.0)
+    assert moved == pytest.approx([2.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_left_out_where_it_is_looked_at(bad: float) -> None:
+    for options in ({"on_nonfinite": "skip"}, {"clip_norm": 1.0}):
+        moved, told = applied([two(1, bad)], **options)  # type: ignore[arg-type]
+        assert moved == [0.0]
+        assert not told.applied
+
+
+def test_a_loss_that_is_not_finite_is_left_out() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    job = TrainJob(model=nn.ParameterList([parameter]), loss=loss_rule(nn.MSELoss()), build_optimizer=None)
+    told = update(job, torch.optim.SGD([parameter], lr=1.0), [parameter], verdict(loss_total=math.nan), 4)
+    assert (told.applied, told.nonfinite[0][0]) == (False, 0)
+    assert parameter.grad is None
+    assert torch.equal(parameter, torch.zeros(2))
