@@ -35,7 +35,7 @@ def frames(error: BaseException) -> list[str]:
 
 
 THROUGH_SHOAL = """
-from shoal.core.seeds import mix
+from shoal.runtime.seeds import mix
 class Number(int):
     def __and__(self, other):
         raise TypeError("mine")

@@ -94,8 +94,8 @@ def test_entries_are_written_together_or_not_at_all(path: Path) -> None:
 WRITER = """
 import os, sys
 from pathlib import Path
-from shoal.cluster.journal import Journal
-from shoal.cluster.memory import Granted
+from shoal.cluster.coordinator.journal import Journal
+from shoal.cluster.coordinator.journal_entries import Granted
 
 journal = Journal(Path(sys.argv[1]), launch=1)
 for number in range(1, 10**6):

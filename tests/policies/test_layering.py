@@ -76,7 +76,7 @@ def test_each_way_of_looking_up_is_seen(source: str) -> None:
     "source",
     [
         "import shoal\nshoal.__version__",
-        "from shoal.config import errors",
+        "from shoal import errors",
         "from shoal.data import tree",
         "import torch",
     ],

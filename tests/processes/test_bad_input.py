@@ -107,7 +107,7 @@ def test_a_forward_that_fails_on_one_rank_shows_the_users_lines_alone(launch_scr
     assert "trainer(Net()).fit(data.batch(10))" in message
     assert 'raise KeyError("only here")' in message
     assert "shoal/train" not in message
-    assert "shoal/strategies" not in message
+    assert "shoal/parallel" not in message
     assert "The script failed on rank 2 of 4" in message
 
 

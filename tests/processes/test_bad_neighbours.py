@@ -62,7 +62,7 @@ def test_what_a_script_writes_to_the_supervisors_socket_harms_nobody(
     done = launch_script(
         f"""
         import contextlib, struct
-        from shoal.cluster import session
+        from shoal.cluster.worker import session
         session.begin_call("fit", "")
         for _ in range(50):
             with contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ def test_what_a_script_writes_to_the_supervisors_socket_harms_nobody(
 def test_an_empty_packet_does_not_end_the_conversation_with_the_supervisor(launch_script: Launch) -> None:
     done = launch_script(
         """
-        from shoal.cluster import session
+        from shoal.cluster.worker import session
         for _ in range(20):
             session._session.status.send(b"")
         raise ValueError("mine")
@@ -94,8 +94,8 @@ def test_a_process_of_another_user_is_refused_and_the_job_goes_on(launch_script:
     done = launch_script(
         """
         import ctypes, os, socket
-        from shoal.cluster import session
-        from shoal.core import job as jobs
+        from shoal.cluster.worker import session
+        from shoal.config import job as jobs
         job = jobs.current()
 
         def as_another_user():
@@ -219,8 +219,8 @@ def test_the_journal_of_an_earlier_launch_is_not_taken_for_this_ones(
         textwrap.dedent("""
         import os, signal, time
         import psutil
-        from shoal.cluster import session
-        from shoal.core import job as jobs
+        from shoal.cluster.worker import session
+        from shoal.config import job as jobs
         job = jobs.current()
         session.begin_call("fit", "")
         if job.rank == 0:

@@ -14,8 +14,8 @@ SCRIPT = """
 import json, torch, shoal
 from torch import nn
 from safetensors.torch import load_file
-from shoal.strategies import fsdp_cut
-from shoal.train import snapshots
+from shoal.parallel import fsdp as fsdp_cut
+from shoal.train.checkpoint import snapshots
 
 fsdp_cut.UNIT_BYTES = 100
 snapshots.EVERY_STEPS = 2
@@ -102,8 +102,8 @@ def test_a_rank_killed_while_others_wait_for_it_within_the_model_leaves_no_trace
 
 
 FALSE_ALARM = """
-from shoal.core.errors import PeerLost
-from shoal.strategies.batchnorm_ranks import BatchNormRanks
+from shoal.errors import PeerLost
+from shoal.parallel.batchnorm_ranks import BatchNormRanks
 
 enter = BatchNormRanks.enter
 

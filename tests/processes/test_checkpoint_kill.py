@@ -19,10 +19,10 @@ from shoal.train.checkpoint.directory import newest_checkpoint, step_path
 WRITER = """
 import sys, time
 import torch
-from shoal.strategies.protocol import Piece
-from shoal.train import checkpoint_storage
-from shoal.train.checkpoint import write_checkpoint
-from shoal.train.checkpoint_directory import step_path
+from shoal.parallel.protocol import Piece
+from shoal.train.checkpoint import storage as checkpoint_storage
+
+from shoal.train.checkpoint.directory import step_path
 
 def write(step):
     piece = Piece("model/w", torch.full((200_000,), float(step)), (200_000,), (0,))

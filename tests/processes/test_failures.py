@@ -74,7 +74,7 @@ def test_a_failure_on_one_rank_ends_the_others_wherever_they_wait(launch_script:
     done = launch_script(
         """
         import shoal
-        from shoal.cluster import session
+        from shoal.cluster.worker import session
         if shoal.rank() == 2:
             raise RuntimeError("only here")
         session.begin_call("fit", "")
@@ -90,7 +90,7 @@ def test_a_failure_on_one_rank_ends_the_others_wherever_they_wait(launch_script:
 def test_an_error_of_shoals_is_a_paragraph_with_its_facts(launch_script: Launch) -> None:
     done = launch_script(
         """
-        from shoal.core.errors import NonFiniteLoss
+        from shoal.errors import NonFiniteLoss
         raise NonFiniteLoss(rank=1, step=7, value=float("inf"), samples=[3, 4], checkpoint=None)
         """,
         workers=2,
@@ -105,7 +105,7 @@ def test_the_first_cause_beats_the_broken_exchange_it_leads_to(launch_script: La
     done = launch_script(
         """
         import pathlib, time, shoal
-        from shoal.core.errors import PeerLost
+        from shoal.errors import PeerLost
         if shoal.rank() == 0:
             pathlib.Path("broken").touch()
             try:
@@ -126,7 +126,7 @@ def test_the_first_cause_beats_the_broken_exchange_it_leads_to(launch_script: La
 def test_a_broken_exchange_nobody_explains_is_reported_itself(launch_script: Launch) -> None:
     done = launch_script(
         """
-        from shoal.core.errors import PeerLost
+        from shoal.errors import PeerLost
         raise PeerLost(rank=0, operation="the exchange of step 3", reason="connection reset")
         """
     )
@@ -138,7 +138,7 @@ def test_a_killed_worker_is_named_with_its_step_and_last_words(launch_script: La
     done = launch_script(
         """
         import os, signal, time, shoal
-        from shoal.cluster import session
+        from shoal.cluster.worker import session
         session.begin_call("fit", "")
         session.report(phase="fit", epoch=1, num_epochs=1, step=30, num_steps=99, loss=0.5, metrics={}, samples=30,
                        samples_per_s=1.0, eta_s=None)
@@ -176,7 +176,7 @@ def test_ranks_that_call_in_different_order_hear_who_called_what(launch_script: 
     done = launch_script(
         """
         import shoal
-        from shoal.cluster import session
+        from shoal.cluster.worker import session
         session.begin_call("fit" if shoal.rank() == 0 else "evaluate", "")
         """,
         workers=2,
@@ -231,8 +231,8 @@ def test_a_run_directory_of_another_job_or_of_a_live_one_is_refused(
     inner = launch_script(
         """
         import sys
-        from shoal.cluster.api import LaunchConfig, launch
-        from shoal.core.errors import RunDirectoryError
+        from shoal.cluster.launch.api import LaunchConfig, launch
+        from shoal.errors import RunDirectoryError
         try:
             launch(LaunchConfig(script="script.py", name="mine"))
         except RunDirectoryError as error:

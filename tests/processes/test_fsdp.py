@@ -14,7 +14,7 @@ from shoal.config.faults import Faults
 SCRIPT = """
 import sys, torch, shoal
 from torch import nn
-from shoal.strategies import fsdp_cut
+from shoal.parallel import fsdp as fsdp_cut
 
 fsdp_cut.UNIT_BYTES = 100
 generator = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ def test_what_a_worker_tells_is_written_down_and_its_scratch_is_gone(
     done = launch_script(
         """
         import threading, shoal
-        from shoal.core import happenings, scratch
+        from shoal.runtime import events as happenings; from shoal.runtime import scratch
 
         (scratch.directory("things") / f"of-{shoal.rank()}").write_text("x")
         threads = [

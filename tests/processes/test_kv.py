@@ -16,8 +16,8 @@ COUNTING = """
 import os
 import numpy as np
 import shoal
-from shoal.cluster import session
-from shoal.core.job import current
+from shoal.cluster.worker import session
+from shoal.config.job import current
 
 kv = shoal.ps.connect()
 sums = kv.table("sums", dim=2, rule="add", dtype="float64")
@@ -40,7 +40,7 @@ def test_requests_in_any_order_shape_and_number(launch_script: Launch) -> None:
         import numpy as np
         import shoal
         import torch
-        from shoal.core.errors import ConfigError
+        from shoal.errors import ConfigError
 
         with shoal.ps.connect() as kv:
             mine = kv.table(f"rows of {shoal.rank()}", dim=3, rule="store", num_rows=1000)

@@ -137,7 +137,7 @@ def test_a_worker_inherits_no_descriptor_of_another(launch_script: Launch) -> No
 
 def test_what_a_run_was_and_what_came_of_it_is_written_down(launch_script: Launch, tmp_path: Path) -> None:
     source = """
-        from shoal.cluster import session
+        from shoal.cluster.worker import session
         number = session.begin_call("fit", "epochs=1")
         session.saved("somewhere/step-4", 4)
         session.summary(metrics={"loss": 0.5}, samples=100, seconds=2.0, steps=4)
@@ -174,7 +174,7 @@ def test_what_a_run_was_and_what_came_of_it_is_written_down(launch_script: Launc
 def test_progress_is_shown_on_stderr_and_not_among_the_scripts_output(launch_script: Launch) -> None:
     done = launch_script(
         """
-        from shoal.cluster import session
+        from shoal.cluster.worker import session
         session.begin_call("fit", "")
         for step in range(1, 2001):
             session.report(phase="fit", epoch=1, num_epochs=1, step=step, num_steps=2000, loss=1 / step, metrics={},

@@ -27,7 +27,7 @@ from shoal.train.checkpoint.checkpoint import open_checkpoint
 SCRIPT = """
 import json, sys, torch, shoal
 from torch import nn
-from shoal.train import snapshots
+from shoal.train.checkpoint import snapshots
 
 snapshots.EVERY_STEPS = 4
 how = {"samples": 97, "batchnorm": False, "lr": 0.1, "momentum": 0.9, "epochs": 2, **json.loads(sys.argv[1])}

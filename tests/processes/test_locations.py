@@ -17,8 +17,8 @@ from shoal.config.faults import Faults
 SCRIPT = """
 import torch, shoal
 from torch import nn
-from shoal.core import job
-from shoal.data.locations import blocks, keeper
+from shoal.config import job
+from shoal.data.remote import blocks; from shoal.data.remote import block_server as keeper
 
 blocks.BLOCK_BYTES = keeper.BLOCK_BYTES = 4096
 data = shoal.Dataset.from_parquet("{where}", label="y", {options})
@@ -121,7 +121,7 @@ def test_leases_go_to_the_host_that_has_their_files(
     source = f"""
         import pathlib, torch, shoal
         from torch import nn
-        from shoal.data.locations import located_files
+        from shoal.data.remote import located_files
 
         class Own(located_files.SharedFiles):
             # Two hosts that have different files at one place, as two machines would.

@@ -78,7 +78,7 @@ SCRIPT = """
 import json, time
 import torch, shoal
 from torch import nn
-from shoal.strategies import fsdp_cut
+from shoal.parallel import fsdp as fsdp_cut
 
 fsdp_cut.UNIT_BYTES = 100
 rank = shoal.rank()

@@ -78,7 +78,7 @@ def test_ranks_that_call_different_things_are_told(launch_script: Launch) -> Non
 
 LARGE = """
 import os, pathlib, torch, shoal
-from shoal.strategies import timeline, together
+from shoal.recovery import replay_log as timeline; from shoal.recovery import elastic_group as together
 timeline.KEPT_BYTES = 60_000
 me = shoal.rank()
 for round in range(12):

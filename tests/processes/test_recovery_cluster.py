@@ -28,8 +28,8 @@ Launch = Callable[..., Launched]
 HEAD = """
 import json, os, pathlib, signal, time
 import psutil, shoal
-from shoal.cluster import session
-from shoal.core import job as jobs
+from shoal.cluster.worker import session
+from shoal.config import job as jobs
 
 job = jobs.current()
 first = job.incarnation == 0
@@ -425,7 +425,7 @@ MOMENTS = {
         assert enter(-1).view == 1
         """,
     "while a group is formed": """
-        from shoal.cluster import rendezvous
+        from shoal.recovery import rendezvous
         import torch
         session.begin_call("fit", "")
         formed = enter(-1)
@@ -519,8 +519,8 @@ def test_bytes_that_are_no_message_close_their_own_connection_while_the_job_runs
     done = launch_script(
         script(f"""
         import struct
-        from shoal.wire import codec, unix
-        from shoal.wire.messages import Reaped, Watch
+        from shoal.runtime.transport import framing as codec; from shoal.runtime.transport import unix
+        from shoal.runtime.transport.messages.cluster import Reaped, Watch
         session.begin_call("fit", "")
         if job.rank == 0:
             for _ in range(20):
@@ -588,7 +588,7 @@ def test_a_group_is_left_at_once_whatever_became_of_the_others(
         script(f"""
         import torch
         import torch.distributed as dist
-        from shoal.cluster import rendezvous
+        from shoal.recovery import rendezvous
         if not first:
             time.sleep(600)
         session.begin_call("fit", "")
@@ -627,8 +627,8 @@ def test_a_rank_that_dies_while_a_group_is_formed_costs_no_time_out(launch_scrip
     done = launch_script(
         script("""
         import torch
-        from shoal.cluster import rendezvous
-        from shoal.core.errors import PeerLost
+        from shoal.recovery import rendezvous
+        from shoal.errors import PeerLost
         session.begin_call("fit", "")
         while True:
             formed = enter(-1)

@@ -24,8 +24,8 @@ WORKER = Path(__file__).with_name("rendezvous_worker.py")
 
 COORDINATOR = """
 import sys, msgspec
-from shoal.cluster import coordinator_process
-from shoal.cluster.coordination import CoordinationConfig
+from shoal.cluster.coordinator import process as coordinator_process
+from shoal.cluster.coordinator.state import CoordinationConfig
 assert "torch" not in sys.modules, "the coordinator imports torch"
 fd, num_workers, join_timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 config = CoordinationConfig(num_workers=num_workers, join_timeout_s=join_timeout_s)

@@ -180,7 +180,7 @@ def test_asked_outside_of_a_fit_it_leaves_and_names_the_checkpoint_there_is(
     source = """
         import pathlib, time, torch, shoal
         from torch import nn
-        from shoal.cluster import session
+        from shoal.cluster.worker import session
 
         def wait(batch=None):
             pathlib.Path(f"now-{shoal.rank()}").touch()

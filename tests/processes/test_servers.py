@@ -17,9 +17,9 @@ from shoal.errors import ClusterError, ConfigError
 
 PROLOGUE = """
 import os, pathlib, time
-from shoal.cluster import session
-from shoal.cluster.server_session import ServerSession
-from shoal.core.job import current
+from shoal.cluster.worker import session
+from shoal.cluster.worker.server_session import ServerSession
+from shoal.config.job import current
 job = current()
 servers = ServerSession(job)
 view = servers.ask_servers(0, 30.0)
@@ -162,7 +162,7 @@ def test_every_sample_is_leased_once_though_a_worker_dies(launch_script: Launch,
     done = launch_script(
         PROLOGUE
         + """
-from shoal.wire.group_messages import NoMoreLeases
+from shoal.runtime.transport.messages.server_group import NoMoreLeases
 session.live()
 finished, out = [], pathlib.Path(f"{job.rank}-{job.incarnation}.txt").open("w", buffering=1)
 while not isinstance(got := servers.ask_lease(call=1, finished=finished, num_samples=100, samples_per_lease=10,

@@ -26,8 +26,8 @@ ONCE = "finishing the step and saving; Ctrl-C again to leave now"
 
 TRAINING = """
     import pathlib, time, shoal
-    from shoal.cluster import session
-    from shoal.core.errors import Interrupted
+    from shoal.cluster.worker import session
+    from shoal.errors import Interrupted
     session.begin_call("fit", "")
     step = 0
     while session.stop_requested() is None:
@@ -40,7 +40,7 @@ TRAINING = """
 
 DEAF = """
     import pathlib, time, shoal
-    from shoal.cluster import session
+    from shoal.cluster.worker import session
     session.begin_call("fit", "")
     pathlib.Path("at-work-1").touch()
     while True:
@@ -115,7 +115,7 @@ def test_a_rank_that_waits_for_another_at_a_call_leaves_at_once(
     done = launch_script(
         """
         import pathlib, time, shoal
-        from shoal.cluster import session
+        from shoal.cluster.worker import session
         if shoal.rank() == 1:
             pathlib.Path("loading").touch()
             time.sleep(600)
@@ -134,7 +134,7 @@ def test_a_rank_that_comes_to_a_call_after_the_others_left_leaves_too(
     done = launch_script(
         """
         import os, pathlib, time, shoal
-        from shoal.cluster import session
+        from shoal.cluster.worker import session
         session.begin_call("fit", "")
         if shoal.rank() == 1:
             pathlib.Path("between").touch()

@@ -16,7 +16,7 @@ Launch = Callable[..., Launched]
 PRELUDE = """
 import time, torch, shoal
 from torch import nn
-from shoal.strategies import fsdp_cut, tensor_plan
+from shoal.parallel import fsdp as fsdp_cut; from shoal.parallel.tensor_parallel import plan as tensor_plan
 
 fsdp_cut.UNIT_BYTES = tensor_plan.ALONE_BYTES = 100
 rank = shoal.rank()

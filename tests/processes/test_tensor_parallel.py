@@ -15,8 +15,8 @@ SCRIPT = """
 import json, torch, shoal
 import torch.nn.functional as F
 from torch import nn
-from shoal.strategies import fsdp_cut, tensor_plan
-from shoal.train import snapshots
+from shoal.parallel import fsdp as fsdp_cut; from shoal.parallel.tensor_parallel import plan as tensor_plan
+from shoal.train.checkpoint import snapshots
 
 fsdp_cut.UNIT_BYTES = tensor_plan.ALONE_BYTES = 100
 snapshots.EVERY_STEPS = 2
@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_cut_is_refused_by_layer(launch_script: Callable[
 ATTENTIONS = """
 import json, sys, torch, shoal
 from torch import nn
-from shoal.strategies import fsdp_cut
+from shoal.parallel import fsdp as fsdp_cut
 
 fsdp_cut.UNIT_BYTES = 100
 dropout, epochs, resume = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 SCRIPT = """
     import pathlib
     import shoal
-    from shoal.data.tables import parquet
-    from shoal.data.tables.parquet import ParquetTable
+    from shoal.data.formats import parquet
+    from shoal.data.formats.parquet import ParquetTable
 
     parquet._BLOCK_BYTES = 1  # a block for each row group, however small
     reads, read = [], ParquetTable.read

@@ -20,7 +20,7 @@ from shoal.runtime.transport.shared_client import Link
 HELLO = Hello(name="worker-0", incarnation=0)
 FAKE = Path(__file__).parent / "fake_server.py"
 REAL = (
-    "import sys; from shoal.ps import server_process; sys.exit(server_process.main(bytes.fromhex(sys.argv[1]), "
+    "import sys; from shoal.ps.server import process as server_process; sys.exit(server_process.main(bytes.fromhex(sys.argv[1]), "
     "{name: int(fd) for name, _, fd in (each.partition('=') for each in sys.argv[2:])}))"
 )
 

@@ -20,7 +20,7 @@ FORKED = """
 import os, sys
 import numpy as np
 import shoal.ps.server.table, shoal.ps.kernels, shoal.embedding.lookup
-from shoal.core import compiled
+from shoal.runtime import kernel_cache as compiled
 def threads(): return len(os.listdir("/proc/self/task"))
 before = threads()
 num_kernels = compiled.warm()
@@ -31,10 +31,10 @@ for one in compiled._KERNELS:
     one.dispatcher._compiler.compile = refuse
 if os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
-from shoal.nn.kernels import unique, expand, sum_back
+from shoal.embedding.kernels import unique, expand, sum_back
 from shoal.ps.kernels import partition
-from shoal.nn.rules import RULES
-from shoal.wire.ps_messages import TableSpec
+from shoal.embedding.rules import RULES
+from shoal.runtime.transport.messages.ps import TableSpec
 keys, inverse = unique(np.array([5, 3, 5]))
 partition(keys, np.zeros(256, np.int16), 0)
 for dtype in ("float32", "float64"):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-MAKES = "import os, sys\nfrom shoal.config import scratch\nprint(scratch.directory('copies'), flush=True)\n"
+MAKES = "import os, sys\nfrom shoal.runtime import scratch\nprint(scratch.directory('copies'), flush=True)\n"
 
 
 def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def files(error: BaseException) -> list[str]:
 
 def test_frames_between_the_users_are_left_out() -> None:
     error = raised([_Calls(1.0)])
-    assert files(error)[1:-1] == ["plain.py"] * 3
+    assert files(error)[1:-1] == ["serialization.py"] * 3
     hide_ours(error)
     assert files(error) == ["test_user_frames.py", "test_user_frames.py"]
 
@@ -54,7 +54,7 @@ def test_of_our_own_errors_and_those_from_elsewhere_only_the_users_frames_are_sh
 
     mistake = raised(_Broken(a=1))
     hide_ours(mistake)
-    assert files(mistake)[-1] == "plain.py"
+    assert files(mistake)[-1] == "serialization.py"
     mistake.__cause__ = Elsewhere("Traceback ...")
     hide_ours(mistake)
     assert files(mistake) == ["test_user_frames.py"]
@@ -75,7 +75,7 @@ def test_plain_python_prints_the_users_lines_alone_unless_asked_for_all(tmp_path
         textwrap.dedent(
             """
             import shoal
-            from shoal.core import plain
+            from shoal.runtime import serialization as plain
 
             class Fails(float):
                 def __float__(self):
@@ -90,7 +90,7 @@ def test_plain_python_prints_the_users_lines_alone_unless_asked_for_all(tmp_path
         return subprocess.run([sys.executable, *options, script], capture_output=True, text=True).stderr
 
     told = printed()
-    assert "plain.py" not in told
+    assert "serialization.py" not in told
     assert told.count(f'File "{script}"') == 2
     assert told.endswith("KeyError: 'theirs'\n")
-    assert "plain.py" in printed("-X", "dev")
+    assert "serialization.py" in printed("-X", "dev")
