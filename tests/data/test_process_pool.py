@@ -242,8 +242,8 @@ def test_an_exception_comes_home_with_its_notes_and_the_users_traceback_first(st
     text = "".join(traceback.format_exception(caught.value))
     assert caught.value.__notes__ == ["for the sample with index 7"]
     assert "in users_function\n    return number / 0" in text
-    assert f"data{os.sep}process_" in text
-    assert f"data{os.sep}process_" not in text[: text.index("in users_function")]
+    assert f"data{os.sep}workers" in text
+    assert f"data{os.sep}workers" not in text[: text.index("in users_function")]
 
 
 def test_an_exception_that_cannot_travel_is_told_in_words(start: Start) -> None:
