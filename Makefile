@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 # Tests start hundreds of interpreters. Where Python is told to keep no bytecode, each of them compiles torch again: seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test matrix check lint types policies format bench bench-peers simulate clean
+.PHONY: setup demo test test-fast matrix check lint types policies format bench bench-peers simulate clean
 
 setup: $(READY)
 
@@ -21,13 +21,14 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
 
-# Real processes on a shared machine: what failed runs once more, alone, and both reports stand. A test that needs that is a bug
-# to be found, in the test or in shoal; what fails twice fails. Files in their own order, not those with few tests last: among
-# these are the slow ones, and the last of them would have a core to itself while the others idle.
+# The whole suite. Files in their own order, not those with few tests last: among these are the slow ones, and the last
+# of them would have a core to itself while the others idle.
 test: $(READY)
-	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder || { \
-		echo; echo "What failed above, once more and alone:"; \
-		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
+	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
+
+# The inner loop: unit tests that start no process, under a minute on 2 cores.
+test-fast: $(READY)
+	$(BIN)/python -m pytest -n logical --dist loadfile -m "not slow" --ignore tests/processes --ignore tests/simulation
 
 # Every model under every strategy at 2, 3 and 4 workers; `make test` has each model meet each strategy once.
 matrix: $(READY)
