@@ -3,7 +3,7 @@
 What travels beside gradients (losses, counts, wishes, BatchNorm's statistics)
 goes the way of `ddp`, which this is built on; gradients are summed by the cut
 itself while backward runs. Ranks hold parts that nobody else has, so a killed
-one takes everybody back to the newest snapshot (docs/adr/0011).
+one takes everybody back to the newest snapshot (docs/adr/0019).
 """
 
 from __future__ import annotations

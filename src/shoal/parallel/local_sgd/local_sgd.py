@@ -4,7 +4,7 @@ In between nothing is sent at all. What is sent then is each worker's
 difference to the model they last had in common (the anchor), through the
 buckets, the compressor and the exchange of `ddp`. The average difference is
 the gradient of an outer optimizer: plain SGD of rate 1 for the average
-itself, Nesterov momentum for DiLoCo. See docs/adr/0011.
+itself, Nesterov momentum for DiLoCo. See docs/adr/0022.
 """
 
 from __future__ import annotations
