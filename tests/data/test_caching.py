@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data import Dataset
-from shoal.data.cache.caching import cached
-from shoal.data.cache.sample_template import Template
+from shoal.data.cache.sample_cache import Template, cached
 from shoal.data.collate import collate
 from shoal.data.sources.source import Source
 from shoal.errors import CacheFull, ConfigError

@@ -12,7 +12,7 @@ import torch
 import shoal
 from shoal.data import Batches
 from shoal.data.randomness import ReadAhead
-from shoal.data.workers import pinning
+from shoal.data.workers import prefetch as pinning
 
 GPU = torch.device("cuda", 0)
 

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.ps.server import memory_limit as server_memory
 from shoal.ps.server.memory_limit import MemoryGuard, private_bytes
-from shoal.runtime.free_memory import available_bytes
+from shoal.runtime.memory import available_bytes
 from shoal.runtime.transport.messages.ps import PullRows, ReadRows
 
 

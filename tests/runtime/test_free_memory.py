@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.runtime import free_memory
+from shoal.runtime import memory as free_memory
 
 
 def test_the_limit_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,8 @@ from shoal.data.sources.user_code import blame_batch
 from shoal.data.tree import Tree, tensors
 from shoal.data.weights import keep_weights
 from shoal.data.workers.loader import feed_of
-from shoal.data.workers.pinning import pinned, wants_pinning
 from shoal.data.workers.pooled_feed import HoldsProcesses
-from shoal.data.workers.prefetch import prefetched
+from shoal.data.workers.prefetch import pinned, prefetched, wants_pinning
 from shoal.errors import ConfigError, DataError
 from shoal.runtime.seeds import mix
 

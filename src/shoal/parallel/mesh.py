@@ -53,7 +53,7 @@ from shoal.parallel.tensor_parallel.plan_rows import Plan
 from shoal.recovery import device_group
 from shoal.recovery.device_watch import DeviceWatch
 from shoal.recovery.rendezvous import forming_within, is_broken
-from shoal.runtime import heap
+from shoal.runtime import memory as heap
 
 _BROKEN = ("gloo", "Connection closed", "Connection reset", "NCCL")
 """What a collective says whose peer is gone."""

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.cache import BlockStore, Limits, Tier, stats
-from shoal.data.cache.block_files import BlockFiles
-from shoal.data.cache.policies import POLICIES
+from shoal.data.cache.block_store import BlockFiles
+from shoal.data.cache.eviction import POLICIES
 from shoal.errors import BlockDamaged, ConfigError, StoreFull
 from waiting import wait_until
 

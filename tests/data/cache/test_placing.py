@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.cache import CacheConfig, available
+from shoal.data.cache import CacheConfig
+from shoal.data.cache import cache_plan as available
 from shoal.data.cache.cache_plan import NUM_AHEAD, amount, piece_bytes, place, say_where
 from shoal.errors import ConfigError
 from shoal.runtime import events as happenings

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from shoal.data.cache import anon_file as nameless
 from shoal.data.cache import stats
-from shoal.data.cache.row_layout import Field, RowLayout
-from shoal.data.cache.row_prefetch import RowsAhead
-from shoal.data.cache.row_store import Lists, RowSpec, RowStore
+from shoal.data.cache.row_file import Field, RowLayout
+from shoal.data.cache.row_store import Lists, RowsAhead, RowSpec, RowStore
 from shoal.errors import BlockDamaged, CacheFull
 from waiting import wait_until
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.data.cache import anon_file as nameless
-from shoal.data.cache import host_shared as sharing
+from shoal.data.cache import anon_file as sharing
 
 
 def make(content: bytes) -> Callable[[], tuple[list[int], dict[str, Any]]]:

@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from shoal.data.cache.policies import POLICIES
-from shoal.data.cache.tier import Limits, Tier
-from shoal.data.cache.tier_events import (
+from shoal.data.cache.eviction import POLICIES
+from shoal.data.cache.tiering import (
     Changed,
     Discard,
     Drop,
@@ -20,6 +19,7 @@ from shoal.data.cache.tier_events import (
     Finished,
     Flush,
     Full,
+    Limits,
     Load,
     Move,
     NotKept,
@@ -28,10 +28,11 @@ from shoal.data.cache.tier_events import (
     Ready,
     Release,
     Store,
+    Tier,
+    Tiering,
     Wait,
     Want,
 )
-from shoal.data.cache.tiering import Tiering
 
 KEYS = st.integers(0, 4)
 SIZES = st.integers(1, 40)

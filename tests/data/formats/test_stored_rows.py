@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from shoal.data import Dataset
-from shoal.data.cache import CacheConfig, available
-from shoal.data.cache.stored_rows import StoredRows
-from shoal.data.cache.table_storage import PassingBlocks, open_storage
+from shoal.data.cache import CacheConfig
+from shoal.data.cache import cache_plan as available
+from shoal.data.cache.table_cache import PassingBlocks, StoredRows, open_storage
 from shoal.data.formats.source import TableSource
 from shoal.data.formats.table import Block, Column, Ragged, Rows
 from shoal.errors import BadSample, CacheFull, ConfigError

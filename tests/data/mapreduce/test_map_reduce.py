@@ -310,7 +310,7 @@ def test_a_task_that_somebody_holds_for_too_long_is_said_with_its_holder(tmp_pat
             buffer_bytes=1 << 20,
             num_map_tasks=4,
         )
-        from shoal.data.mapreduce.reading import Indexed
+        from shoal.data.mapreduce.tasks import Indexed
 
         mine = tasks.Tasks(
             plan, Indexed(*data._random_access("x"), None), tmp_path / "agg", run="x", timeout_s=0.2

@@ -17,7 +17,7 @@ import torch
 import shoal
 from shoal.config import job as jobs
 from shoal.data import generated
-from shoal.data.mapreduce import places
+from shoal.data.mapreduce import api as places
 from shoal.runtime import scratch
 
 FACTOR = 2

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.mapreduce import combine as combining
-from shoal.data.mapreduce import keys, records, values
-from shoal.data.mapreduce.combine import Buffer
-from shoal.data.mapreduce.records import RunFile, RunWriter, merged
+from shoal.data.mapreduce import keys, values
+from shoal.data.mapreduce import spill as combining
+from shoal.data.mapreduce import spill as records
+from shoal.data.mapreduce.spill import Buffer, RunFile, RunWriter, merged
 from shoal.errors import DataError
 
 KEYS = st.integers(-5, 5) | st.sampled_from(["a", "b", "\x00", b"a", 1.0, None, (1, "x")])

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.data.remote import block_server as electing
 from shoal.data.remote import block_server as keeper
 from shoal.data.remote import blocks, located_files
-from shoal.data.remote import leader_lock as electing
-from shoal.data.remote.hosts import Hosts
+from shoal.data.remote.block_client import Hosts
 from shoal.data.remote.located_files import LocatedFiles, LocationConfig, files_at
 from shoal.errors import ConfigError, DataError, FileLost, NoFiles
 from waiting import wait_until

@@ -8,7 +8,7 @@ import resource
 from shoal.cluster.supervisor.server_handles import max_servers
 from shoal.config.launch import LaunchConfig
 from shoal.errors import ConfigError
-from shoal.runtime.free_memory import available_bytes
+from shoal.runtime.memory import available_bytes
 
 FILES_PER_WORKER = 5
 """A worker's stdout, stderr, status and log, and a replacement's silent output."""

@@ -9,6 +9,6 @@ figures.py       hit rates and bytes moved
 from shoal.data.cache.block_store import BlockStore
 from shoal.data.cache.cache_plan import CacheConfig
 from shoal.data.cache.statistics import stats
-from shoal.data.cache.tier import Limits, Tier
+from shoal.data.cache.tiering import Limits, Tier
 
 __all__ = ["BlockStore", "CacheConfig", "Limits", "Tier", "stats"]

@@ -7,7 +7,7 @@ import weakref
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from shoal.data.cache.tier import Tier
+from shoal.data.cache.tiering import Tier
 from shoal.runtime import events as happenings
 
 

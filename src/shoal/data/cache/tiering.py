@@ -1,42 +1,205 @@
-"""Which block lies in which tier, decided from requests and from what came of earlier actions.
-
-Pure: no bytes, no thread, no clock. `block_store.py` feeds events in, carries
-out the actions that come back, and asks again until it gets an answer.
-What holds at any moment: no tier has more bytes promised than its limit, and
-a content that cannot be loaded again is in at least one tier.
-"""
+"""The tiers of a store, and how much each of them may hold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias
 
-from shoal.data.cache.policies import Key, Policy, make_policy
-from shoal.data.cache.tier import Limits, Tier
-from shoal.data.cache.tier_events import (
-    Changed,
-    Discard,
-    Drop,
-    Enough,
-    Event,
-    Failed,
-    Finished,
-    Flush,
-    Full,
-    Load,
-    Move,
-    NotKept,
-    Offer,
-    Outcome,
-    Read,
-    Ready,
-    Release,
-    Slow,
-    Store,
-    Wait,
-    Want,
-)
+from shoal.data.cache.eviction import Key, Policy, make_policy
+from shoal.errors import ConfigError
+
+
+class Tier(IntEnum):
+    """Where a block lies; from fast to slow."""
+
+    DEVICE = 0
+    RAM = 1
+    DISK = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How many bytes of blocks each tier holds at most."""
+
+    device_bytes: int = 0
+    """Of the accelerator's memory. On a machine without one the tier is empty, whatever this says."""
+
+    ram_bytes: int
+    """Of RAM. What is handed out stays the caller's and is not counted."""
+
+    disk_bytes: int | None = None
+    """Of disk: 0 for none, None for as much as the disk takes."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("device_bytes", self.device_bytes), ("ram_bytes", self.ram_bytes)):
+            if value < 0:
+                raise ConfigError(f"{name} must be 0 or more, got {value}")
+        if self.disk_bytes is not None and self.disk_bytes < 0:
+            raise ConfigError(f"disk_bytes must be 0 or more, or None for no limit, got {self.disk_bytes}")
+
+    def of(self, tier: Tier) -> int | None:
+        """Of one tier; None where there is no limit."""
+        return (self.device_bytes, self.ram_bytes, self.disk_bytes)[tier]
+
+
+# ---- events ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Somebody wants the block in a tier; `ahead`: will want it, soon; `must_stay`: to change it there."""
+
+    key: Key
+    tier: Tier
+    ahead: bool = False
+    must_stay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """There is a content to keep: what a `Load` gave, or, `is_new`, something nobody could load again."""
+
+    key: Key
+    num_bytes: int
+    tier: Tier
+    is_new: bool
+    must_stay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The block was written to where it lies in a tier."""
+
+    key: Key
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """The block's newest content must reach the slowest tier."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Nobody needs the block at the moment."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """The block's content is not wanted any more, in any tier."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A slow action was done."""
+
+    action: Slow
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A slow action could not be done; `source_is_bad`: because what it reads is damaged or gone."""
+
+    action: Slow
+    source_is_bad: bool = False
+
+
+Request: TypeAlias = Want | Offer | Flush | Release | Discard
+Event: TypeAlias = Request | Changed | Finished | Failed
+
+# ---- actions -----------------------------------------------------------------------------------------
+# Slow ones are reported with Finished or Failed; then the request is made again, until it is answered.
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Get the block from where it comes from, and offer it."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Write what was offered into a tier."""
+
+    key: Key
+    tier: Tier
+    version: int
+    num_bytes: int
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy the block from one tier to another. It stays in the first."""
+
+    key: Key
+    source: Tier
+    tier: Tier
+    version: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Hand out what a tier has, and keep it in no other: there is no room, or it is not worth one."""
+
+    key: Key
+    source: Tier
+    tier: Tier  # that was asked for
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget the copy of a version in a tier. At once, and without a report."""
+
+    key: Key
+    tier: Tier
+    version: int
+
+
+Slow: TypeAlias = Load | Store | Move | Read
+Action: TypeAlias = Slow | Drop
+
+# ---- answers -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The block is in the tier asked for; or whatever else was asked has been done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Somebody else is at it: ask again when anything has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Enough:
+    """So much was read ahead and not used yet that there is no room for more."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotKept:
+    """What was loaded is kept nowhere; it can be loaded again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """No tier can take what was offered without losing something. Nothing was changed."""
+
+
+Answer: TypeAlias = Ready | Wait | Enough | NotKept | Full
+Outcome: TypeAlias = Action | Answer
 
 
 class Copy(NamedTuple):

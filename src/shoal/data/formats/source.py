@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.data.arguments import OnError, skipping
-from shoal.data.cache.table_storage import open_storage
+from shoal.data.cache.table_cache import open_storage
 from shoal.data.collate import as_objects
 from shoal.data.formats.schema import label_names
 from shoal.data.formats.table import Column, Ragged, StagedTable, Table

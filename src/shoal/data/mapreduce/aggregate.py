@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.data.mapreduce import keys, values
 from shoal.data.mapreduce.keys import Key
-from shoal.data.mapreduce.records import RunFile, merged, record_bytes
+from shoal.data.mapreduce.spill import RunFile, merged, record_bytes
 
 _INDEX_EVERY = 64
 

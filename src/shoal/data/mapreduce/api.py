@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import shutil
+import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,18 +17,17 @@ from typing import Any
 from shoal.config import job as jobs
 from shoal.data import arguments
 from shoal.data.arguments import whole_number
-from shoal.data.mapreduce import places
 from shoal.data.mapreduce.aggregate import Aggregate
-from shoal.data.mapreduce.combine import Combine
 from shoal.data.mapreduce.fork import finish_in_processes
 from shoal.data.mapreduce.identity import identity_of
-from shoal.data.mapreduce.reading import Indexed, Streamed
-from shoal.data.mapreduce.tasks import MAX_MAP_TASKS, AggregatePlan, Tasks
+from shoal.data.mapreduce.spill import Combine
+from shoal.data.mapreduce.tasks import MAX_MAP_TASKS, AggregatePlan, Indexed, Streamed, Tasks
 from shoal.data.order.order import Order
 from shoal.data.reader import Reader
 from shoal.data.sources.source import Source, name_of
 from shoal.data.stream import Stream
 from shoal.errors import ConfigError
+from shoal.runtime import scratch
 
 _BATCH_SIZE = 1024
 
@@ -66,16 +69,16 @@ def map_reduce(
         else identity_of(source, access[1] if access else None, map, combine, reduce, sizes)
     )
     root = Path(arguments.directory("map_reduce(directory=)", directory)) if directory is not None else None
-    own = places.cached(identity, root) if identity is not None else None
+    own = cached(identity, root) if identity is not None else None
     is_in_cache = own is not None and jobs.current().num_hosts == 1
     if own is not None and is_in_cache:
         shared = own
     elif identity is not None:
-        shared = places.in_scratch(identity)
+        shared = in_scratch(identity)
     else:
         parts = [part for part in (source, access[1] if access else None) if part is not None]
         called = [name_of(fn) for fn in (map, combine, reduce) if fn is not None]
-        shared = places.numbered(_digest([[part.describe() for part in parts], called, sizes]))
+        shared = numbered(_digest([[part.describe() for part in parts], called, sizes]))
     own = own or _host_directory(shared)
 
     run = f"job {jobs.current().run_dir}" if jobs.current().launched else uuid.uuid4().hex
@@ -85,14 +88,14 @@ def map_reduce(
         return Tasks(plan, data, shared, run=run, timeout_s=timeout_s, first=first)
 
     for place in (own, shared):
-        if places.is_complete(place, num_partitions):
+        if is_complete(place, num_partitions):
             return Aggregate(place, num_partitions, own_directory=own, was_reused=True)
     if num_workers == 1:
         tasks(0).finish()
     else:
         finish_in_processes(tasks, num_workers)
     if is_in_cache:
-        places.sweep(own.parent, keep=own)
+        sweep(own.parent, keep=own)
     return Aggregate(shared, num_partitions, own_directory=own, was_reused=False)
 
 
@@ -131,3 +134,76 @@ def _check(map: Any, combine: Any, reduce: Any, key: Any, timeout_s: Any) -> Non
         raise ConfigError(f"map_reduce(key=) takes a text that names the data and the functions, got {key!r}")
     if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
         raise ConfigError(f"map_reduce(timeout_s=) takes a positive number of seconds, got {timeout_s!r}")
+
+
+_MAX_BYTES = 8 << 30
+_MAX_IDLE_S = 30 * 86400.0
+_IN_USE_S = 3600.0
+_USED = "used"
+
+_num_calls: Counter[str] = Counter()
+
+
+def cache_root() -> Path | None:
+    """This host's cache of aggregates; None where there can be none."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    job = jobs.current()
+    host = f"-host-{job.host}" if job.num_hosts > 1 else ""  # one machine may be treated as several hosts
+    root = Path(home) / "shoal" / f"map_reduce{host}"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return root if os.access(root, os.W_OK) else None
+
+
+def cached(key: str, root: Path | None) -> Path | None:
+    """The directory of an aggregate in the host's cache, made where it is missing; None where there can be none."""
+    root = root or cache_root()
+    if root is None:
+        return None
+    entry = root / key
+    entry.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (entry / _USED).touch()
+    return entry
+
+
+def in_scratch(name: str) -> Path:
+    """A directory that all workers of the job see, and that goes with it."""
+    return scratch.directory("map_reduce", name)
+
+
+def numbered(description: str) -> Path:
+    """The same, for a call of the script that has no key: every rank finds the one of its own call.
+
+    Calls that look alike are numbered; so a rank that makes calls of its own
+    besides does not come upon another's.
+    """
+    _num_calls[description] += 1
+    return in_scratch(f"{description}-{_num_calls[description]}")
+
+
+def sweep(root: Path, *, keep: Path, max_bytes: int = _MAX_BYTES, max_idle_s: float = _MAX_IDLE_S) -> None:
+    """Remove what was not used for long, and the least recently used of what is too much."""
+    now = time.time()
+    entries = sorted(((_last_used(entry), entry) for entry in root.iterdir() if entry.is_dir()), reverse=True)
+    total = 0
+    for last_used, entry in entries:
+        total += _num_bytes(entry)
+        idle_s = now - last_used
+        if entry != keep and idle_s > _IN_USE_S and (idle_s > max_idle_s or total > max_bytes):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _last_used(entry: Path) -> float:
+    files = itertools.chain([entry / _USED], (entry / "claims").glob("*"))
+    return max((file.stat().st_mtime for file in files if file.exists()), default=entry.stat().st_mtime)
+
+
+def _num_bytes(entry: Path) -> int:
+    return sum(file.stat().st_size for file in entry.iterdir() if file.is_file())
+
+
+def is_complete(directory: Path, num_partitions: int) -> bool:
+    """Is the whole result there?"""
+    return all((directory / f"part-{number:05d}").exists() for number in range(num_partitions))

@@ -23,7 +23,7 @@ import msgspec
 from shoal.data.arguments import directory, paths
 from shoal.data.files import FileInfo, SharedFiles, Where
 from shoal.data.remote import blocks
-from shoal.data.remote.block_file import BlockFile
+from shoal.data.remote.blocks import BlockFile
 from shoal.errors import ConfigError, FileLost, NoFiles
 from shoal.runtime import events as happenings
 from shoal.runtime import scratch

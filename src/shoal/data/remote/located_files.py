@@ -20,13 +20,10 @@ from typing import BinaryIO, Literal
 from shoal.config import job as jobs
 from shoal.data.files import FileInfo, Files, SharedFiles, Where
 from shoal.data.remote import blocks
-from shoal.data.remote.block_client import Line
-from shoal.data.remote.block_file import BlockFile
-from shoal.data.remote.blocks import Block
+from shoal.data.remote.block_client import Hosts, Line
+from shoal.data.remote.block_server import line_to_keeper
+from shoal.data.remote.blocks import Block, BlockFile, HostCache
 from shoal.data.remote.copies import CopiedFiles
-from shoal.data.remote.host_cache import HostCache
-from shoal.data.remote.hosts import Hosts
-from shoal.data.remote.leader_lock import line_to_keeper
 from shoal.errors import ConfigError, DataError, FileLost, NoFiles
 from shoal.runtime.transport.framing import Bytes
 from shoal.runtime.transport.messages.blocks import (

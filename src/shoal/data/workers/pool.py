@@ -22,9 +22,9 @@ from functools import partial
 from typing import Any
 
 from shoal.config import job as jobs
-from shoal.data.workers.memory import Receiver
 from shoal.data.workers.parent import ASKS_FOR_STACK, AT, Child, ReaderParent, receive, send
 from shoal.data.workers.reader_process import Delivery, Order, Outcome, order_packet, serve
+from shoal.data.workers.segments import Receiver
 from shoal.data.workers.task_queue import TaskQueue
 from shoal.errors import ConfigError, ReadersLost, ReaderStuck, SampleEndsReader
 from shoal.runtime import events as happenings

@@ -5,9 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
+
 from shoal.data.randomness import DrawsWatch, ReadAhead
+from shoal.data.slice import Slice
+from shoal.data.tree import Tree, map_tensors
 from shoal.errors import ConfigError
 
 T = TypeVar("T")
@@ -102,3 +107,25 @@ def _fill(shelf: _Shelf, items: Iterator[Any]) -> None:
         close = getattr(items, "close", None)
         if close is not None:
             close()
+
+
+def wants_pinning(device: torch.device) -> bool:
+    """Whether batches on their way to `device` are better page-locked."""
+    return device.type not in ("cpu", "mps")  # memory that device and CPU share needs no copy
+
+
+def pinned(slices: Iterator[Slice]) -> Iterator[Slice]:
+    """The same slices with their tensors in page-locked memory."""
+    for part in slices:
+        yield replace(part, batch=pin(part.batch))
+
+
+def pin(batch: Tree) -> Tree:
+    """The batch with its tensors in page-locked memory; those that are there, or on a device, stay."""
+    return map_tensors(_pin, batch)
+
+
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_pinned():
+        return tensor
+    return tensor.pin_memory()

@@ -20,8 +20,8 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 from shoal.data import randomness
-from shoal.data.workers.memory import Parcel, Sender
 from shoal.data.workers.parent import ASKS_FOR_STACK, AT, flush, receive, send
+from shoal.data.workers.segments import Parcel, Sender
 from shoal.errors import DataError
 from shoal.runtime import events as happenings
 from shoal.runtime.user_frames import Elsewhere, hide_ours

@@ -13,7 +13,7 @@ import mmap
 import time
 from pathlib import Path
 
-from shoal.runtime.free_memory import available_bytes
+from shoal.runtime.memory import available_bytes
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.ps import (
     DeclareDense,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from pathlib import Path
 
 import psutil
@@ -51,3 +53,24 @@ def _room(group: Path, limit: str, used: str, cached: str) -> int | None:
     return (
         most - now + sum(int(figures.get(each, 0)) for each in (cached, cached.replace("inactive", "active")))
     )
+
+
+LARGE_BYTES = 4 << 20
+"""Blocks from here on go back to the system as soon as they are freed. Smaller ones are not worth the page faults."""
+
+KEPT_BYTES = 8 * LARGE_BYTES
+"""What may lie idle at the end of the heap. Once told of large blocks, glibc would else give back all but 128 KB of it at every
+chance, and take it again: measured, a third of the time of Adam's update."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def return_large_blocks() -> None:
+    """From now on; and what lies idle at present. Nothing where the C library is another, or the user has set it."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt") or any(name in os.environ for name in _SETTINGS):
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+    libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+    libc.malloc_trim(0)
