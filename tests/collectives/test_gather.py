@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep import with_ranks
 
-from shoal.collectives.gather import gather_any, sum_in_rank_order
+from shoal.collectives.reducer import gather_any, sum_in_rank_order
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 

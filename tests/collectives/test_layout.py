@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.collectives.bucket_layout import Item, lay_out
+from shoal.collectives.gradients import Item, lay_out
 
 ITEMS = st.lists(
     st.tuples(st.integers(0, 500), st.sampled_from(["float32/cpu", "float64/cpu"])), min_size=0, max_size=40

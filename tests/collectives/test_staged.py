@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from lockstep import with_ranks
 
-from shoal.collectives.host_staging import Staged
+from shoal.collectives.adapters import HostStaged
 
 
 def test_far_tensors_are_summed_and_gathered_as_if_they_were_near() -> None:
     def run(native: Any) -> tuple[torch.Tensor, list[torch.Tensor], bool]:
         # One rank computes on a device and the others do not, as in a job of different kinds.
-        staged = Staged(native, is_far=lambda tensor: native.rank == 1)
+        staged = HostStaged(native, is_far=lambda tensor: native.rank == 1)
         tensor = torch.arange(5.0) * (native.rank + 1)
         work = staged.start_all_reduce(tensor)
         untouched = torch.equal(tensor, torch.arange(5.0) * (native.rank + 1))

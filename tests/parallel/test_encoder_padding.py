@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.parallel.tensor_parallel import encoder_padding
+from shoal.parallel.tensor_parallel import attention as encoder_padding
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, ShapeDecides
-from shoal.parallel.pipeline.partition import Flow, find_flow
-from shoal.parallel.pipeline.parts import parts_of
+from shoal.parallel.pipeline.partition import Flow, find_flow, parts_of
 from shoal.parallel.pipeline.plan import Cut, balance, costs_by_size, find_cut, measure
 from shoal.parallel.pipeline.stage import refuse_wrong
 from shoal.parallel.pipeline.trace import expect

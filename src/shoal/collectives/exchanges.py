@@ -6,8 +6,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import replace
 
-from shoal.collectives.by_size import BySize
-from shoal.collectives.host_staging import Staged
+from shoal.collectives.adapters import BySize, HostStaged, Threaded
 from shoal.collectives.native import Native
 from shoal.collectives.p2p import TorchWires
 from shoal.collectives.reducer import Reducer
@@ -15,7 +14,6 @@ from shoal.collectives.schemes import allgather, chain, halving, mapreduce, ring
 from shoal.collectives.schemes import broadcast as everyone
 from shoal.collectives.schemes.hierarchical import Hierarchical
 from shoal.collectives.shm import Shm
-from shoal.collectives.threaded import Relayed
 from shoal.config import exchange_rule, placement
 from shoal.config.job import Job
 
@@ -40,7 +38,7 @@ def open_exchange(job: Job, native: Native, is_broken: Callable[[], bool]) -> Re
     # Of devices that can exchange by themselves, torch's own is the fastest; the others work in the host's memory.
     if placed.accelerator is None or (placement.meet_on_devices(job) and job.exchange in ("auto", "native")):
         return reducer
-    return Staged(reducer)
+    return HostStaged(reducer)
 
 
 def best(job: Job) -> str:
@@ -64,9 +62,9 @@ def _named(job: Job, native: Native, is_broken: Callable[[], bool]) -> Reducer:
     if name == "shm":
         return Shm(native, is_broken=is_broken, timeout_s=job.step_timeout_s)
     if name == "hierarchical":
-        return Relayed(native, _hierarchical(job, native, is_broken).all_reduce)
+        return Threaded(native, _hierarchical(job, native, is_broken).all_reduce)
     scheme, wires = SCHEMES[name], TorchWires(native)
-    return Relayed(native, lambda flat: scheme(wires, flat))
+    return Threaded(native, lambda flat: scheme(wires, flat))
 
 
 def _hierarchical(job: Job, native: Native, is_broken: Callable[[], bool]) -> Hierarchical:

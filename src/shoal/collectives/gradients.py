@@ -1,65 +1,130 @@
-"""Gradients summed over the ranks while backward is still running.
+"""Gradient buckets, summed over the ranks in overlap with backward.
 
 Each gradient is copied into its bucket as soon as autograd has finished it,
 and a bucket leaves as soon as it and those before it are full. The rank's own
-gradients stay where they are: what is summed is a copy, so a broken exchange
-can be run again from them.
+gradients stay where they are: the sum is made of a copy, so a broken exchange
+can be retried from them.
+
+The layout is a function of the model and the bucket size alone: never of
+timing or of the order in which gradients happened to arrive. A group that is
+formed again after a death sums in the same order, so the bits stay equal.
+(torch's own DistributedDataParallel lays its buckets out anew after the first
+backward.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives.bucket_layout import Bucket, Item, lay_out
 from shoal.collectives.compression.compressor import Compressor, Gradient, Traffic
 from shoal.collectives.reducer import Reducer
 from shoal.errors import PeerLost, TrainingError
 
+BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20  # the gradients that are ready first should leave early
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One gradient to lay out."""
+
+    index: int
+    """Position among the model's trainable parameters."""
+
+    numel: int
+    itemsize: int
+    kind: str
+    """Gradients of different dtype or device never share a bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A flat buffer: gradients side by side, then one flag per gradient, set where this rank used the parameter."""
+
+    kind: str
+    indices: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    """Elements of all gradients; the flags follow after."""
+
+    @property
+    def length(self) -> int:
+        """Elements in all, flags included."""
+        return self.numel + len(self.indices)
+
+
+def lay_out(
+    items: Sequence[Item], *, bucket_bytes: int = BUCKET_BYTES, first_bucket_bytes: int = FIRST_BUCKET_BYTES
+) -> list[Bucket]:
+    """Buckets in the order in which they travel: last parameters first, as backward produces them."""
+    buckets: list[Bucket] = []
+    open_items: dict[str, list[Item]] = {}
+    for item in reversed(items):
+        waiting = open_items.setdefault(item.kind, [])
+        limit = bucket_bytes if buckets else first_bucket_bytes
+        if waiting and sum(other.numel * other.itemsize for other in [*waiting, item]) > limit:
+            buckets.append(_close(waiting))
+            waiting.clear()
+        waiting.append(item)
+    buckets.extend(_close(waiting) for waiting in open_items.values() if waiting)
+    return buckets
+
+
+def _close(items: Sequence[Item]) -> Bucket:
+    offsets, at = [], 0
+    for item in items:
+        offsets.append(at)
+        at += item.numel
+    return Bucket(
+        kind=items[0].kind, indices=tuple(item.index for item in items), offsets=tuple(offsets), numel=at
+    )
+
 
 class Sums(Protocol):
-    """How the gradients of a step become their sums over the ranks."""
+    """Sums the gradients of one step over the ranks."""
 
-    def arm(self, native: Reducer) -> None:
-        """From now on gradients are final: they leave as the next backward makes them."""
+    def arm(self, group: Reducer) -> None:
+        """Send gradients through `group` as the next backward makes them: it is the step's last."""
 
     def send_rest(self) -> None:
-        """Start everything that has not left yet."""
+        """Start every bucket that has not left yet."""
 
     def finish(self) -> None:
-        """Wait for all, and put the sums in place of the gradients."""
+        """Wait for all buckets, and put the sums in place of the gradients."""
 
     def abandon(self) -> None:
-        """Forget what is under way."""
+        """Forget the buckets under way."""
 
 
 class NothingToSend:
-    """Where backward itself leaves sums behind."""
+    """Sums of a strategy whose backward reduces gradients itself (fsdp, tp, pp)."""
 
-    def arm(self, native: Reducer) -> None:
-        """They travel by themselves."""
+    def arm(self, group: Reducer) -> None:
+        pass
 
     def send_rest(self) -> None:
-        """They have left."""
+        pass
 
     def finish(self) -> None:
-        """They are there."""
+        pass
 
     def abandon(self) -> None:
-        """Nothing is under way."""
+        pass
 
 
 class _Compressed(NamedTuple):
-    """A work of the compressor's."""
+    """Work that the compressor finishes."""
 
     work: Any
 
 
 class GradientExchange:
-    """The buckets of one model, and the step they are in.
+    """The buckets of one model, and their progress within the current step.
 
     Every rank starts its buckets in the order of the layout, whatever order
     its gradients come in: the collectives of a group are matched by order.
@@ -74,7 +139,7 @@ class GradientExchange:
     ) -> None:
         self.compressor = compressor
         self.traffic = Traffic() if compressor is None else compressor.traffic
-        self._native: Reducer | None = None
+        self._group: Reducer | None = None
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._sparse = [index for index, name in enumerate(self._names) if name in sparse]
@@ -100,37 +165,36 @@ class GradientExchange:
         ]
         self.abandon()
 
-    def arm(self, native: Reducer) -> None:
-        """From now on gradients are final: the next backward is the step's last, and they leave through `native`."""
-        self._native = native
+    def arm(self, group: Reducer) -> None:
+        self._group = group
 
     def send_rest(self) -> None:
-        """Start everything that has not left yet: after this, other exchanges may follow in the same order everywhere."""
-        native = self._native
-        assert native is not None
+        """Start every bucket that has not left: after this, other collectives may follow in the same order on all ranks."""
+        group = self._group
+        assert group is not None
         if self._is_broken:
-            raise PeerLost(rank=native.rank, operation="the exchange of gradients", reason="a peer went away")
+            raise PeerLost(rank=group.rank, operation="the exchange of gradients", reason="a peer went away")
         for index in self._place:
             if index not in self._filled:
                 self._fill(index)
         self._filled.update(self._sparse)
-        self._send_full(native)
+        self._send_full(group)
 
     def finish(self) -> None:
-        """Send what has not left yet, wait for all, and put the sums in place of the gradients.
+        """Send the rest, wait for all, and put the sums in place of the gradients.
 
         A parameter that no rank used keeps `grad=None` on all of them. Until
         the very last sum is there, every gradient is this rank's own.
         """
         self.send_rest()
-        native = self._native
-        assert native is not None
+        group = self._group
+        assert group is not None
         for work in self._works:
             if isinstance(work, _Compressed):
                 assert self.compressor is not None
-                self.compressor.finish(work.work, native, "the exchange of compressed gradients")
+                self.compressor.finish(work.work, group, "the exchange of compressed gradients")
             else:
-                native.finish(work, "the exchange of gradients")
+                group.finish(work, "the exchange of gradients")
         if self.compressor is not None:
             self.compressor.commit()
         self.traffic.num_sums += 1
@@ -143,8 +207,8 @@ class GradientExchange:
         self.abandon()
 
     def abandon(self) -> None:
-        """Forget what is under way, and the group with it. The gradients stay: they can be sent again."""
-        self._native = None
+        """Forget the buckets under way and the group. The gradients stay, so the exchange can be retried."""
+        self._group = None
         self._is_broken = False
         if self.compressor is not None:
             self.compressor.abandon()
@@ -156,7 +220,6 @@ class GradientExchange:
         self._tables: list[Tensor] = []
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -166,10 +229,10 @@ class GradientExchange:
 
     def _hook(self, index: int) -> Any:
         def ready(parameter: Tensor) -> None:
-            if self._native is not None and not self._is_broken:
+            if self._group is not None and not self._is_broken:
                 self._fill(index)
                 try:
-                    self._send_full(self._native)
+                    self._send_full(self._group)
                 except PeerLost:
                     # Backward goes on: what this rank contributes must be whole before it can be sent again.
                     self._is_broken = True
@@ -201,10 +264,10 @@ class GradientExchange:
                 "nn.EmbeddingBag with sparse=True, or a dense gradient."
             )
 
-    def _send_full(self, native: Reducer) -> None:
-        """Start what is due: buckets in their order, then tables in theirs."""
+    def _send_full(self, group: Reducer) -> None:
+        """Start full buckets in layout order, then sparse tables in theirs."""
         while self._next < len(self.layout) and self._missing[self._next] == 0:
-            self._works += self._start(self._next, native)
+            self._works += self._start(self._next, group)
             self._next += 1
         while self._next == len(self.layout) and len(self._tables) < len(self._sparse):
             index = self._sparse[len(self._tables)]
@@ -213,9 +276,9 @@ class GradientExchange:
             self._tables.append(self._rows(index))
             table = self._tables[-1]
             self.traffic.count_as_it_is(table._values(), table._indices())
-            self._works.append(native.start_all_reduce(table))
+            self._works.append(group.start_all_reduce(table))
 
-    def _start(self, number: int, native: Reducer) -> list[Any]:
+    def _start(self, number: int, group: Reducer) -> list[Any]:
         bucket, memory = self.layout[number], self._memory[number]
         used = self._used[number]
         # All at once: a write for each parameter would be a kernel for each on a device.
@@ -226,17 +289,17 @@ class GradientExchange:
             flags.copy_(torch.tensor(used, dtype=flags.dtype))
         if self.compressor is None or not memory.is_floating_point():
             self.traffic.count_as_it_is(memory)
-            return [native.start_all_reduce(memory)]
+            return [group.start_all_reduce(memory)]
         layout = [
             Gradient(offset, tuple(self._parameters[index].shape))
             for index, offset in zip(bucket.indices, bucket.offsets, strict=True)
         ]
-        started = self.compressor.start(number, memory[: bucket.numel], layout, native)
+        started = self.compressor.start(number, memory[: bucket.numel], layout, group)
         # Whether a gradient was used must not be a matter of digits.
-        return [_Compressed(started), native.start_all_reduce(flags)]
+        return [_Compressed(started), group.start_all_reduce(flags)]
 
     def _rows(self, index: int) -> Tensor:
-        """This rank's rows of a table, its own duplicates merged before they travel; none where it was not used."""
+        """This rank's rows of a sparse gradient, duplicates merged before sending; none where the table was not used."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from shoal.collectives.adapters import Threaded
 from shoal.collectives.native import Native
 from shoal.collectives.p2p import TorchWires
 from shoal.collectives.reducer import Reducer
 from shoal.collectives.schemes import broadcast as everyone
 from shoal.collectives.shm import Shm
 from shoal.collectives.sync_batchnorm import RanksOfBatch
-from shoal.collectives.threaded import Relayed
 from shoal.config.job import Job
 from shoal.recovery.rendezvous import is_broken
 
@@ -46,7 +46,7 @@ class BatchNormRanks(RanksOfBatch):
             )
         else:
             wires = TorchWires(native, self._ranks, tag=TAG)
-            self._way = Relayed(native, lambda flat: everyone.all_reduce(wires, flat))
+            self._way = Threaded(native, lambda flat: everyone.all_reduce(wires, flat))
         self._view = view
 
     def leave(self) -> None:

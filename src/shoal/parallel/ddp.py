@@ -14,9 +14,8 @@ from torch import nn
 
 from shoal.collectives.compression.compressor import Traffic
 from shoal.collectives.compression.registry import compressor
-from shoal.collectives.gather import gather_any, sum_in_rank_order
 from shoal.collectives.gradients import GradientExchange, Sums
-from shoal.collectives.reducer import Reducer
+from shoal.collectives.reducer import Reducer, gather_any, sum_in_rank_order
 from shoal.collectives.sync_batchnorm import synchronise
 from shoal.config import compress_names
 from shoal.config.job import Job

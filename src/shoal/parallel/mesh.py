@@ -40,16 +40,16 @@ from shoal.parallel.pipeline import stage as pipeline_stage
 from shoal.parallel.pipeline import state as pipeline_state
 from shoal.parallel.pipeline.partition import Flow, find_flow
 from shoal.parallel.pipeline.retrace import Ways
+from shoal.parallel.pipeline.runner import PipelineRunner
 from shoal.parallel.pipeline.stage import Stage
-from shoal.parallel.pipeline.stages import PipelineRunner
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.parallel.sharded_tensors import CutReader, ties_of, whole_pieces
 from shoal.parallel.state import load_state, state_pieces
 from shoal.parallel.tensor_parallel import cut as tensor_cut
 from shoal.parallel.tensor_parallel import plan as tensor_plan
-from shoal.parallel.tensor_parallel.encoder_padding import leave_short_cut
+from shoal.parallel.tensor_parallel.attention import leave_short_cut
 from shoal.parallel.tensor_parallel.packing import Packing
-from shoal.parallel.tensor_parallel.plan_rows import Plan
+from shoal.parallel.tensor_parallel.plan import Plan
 from shoal.recovery import device_group
 from shoal.recovery.device_watch import DeviceWatch
 from shoal.recovery.rendezvous import forming_within, is_broken

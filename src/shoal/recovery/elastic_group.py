@@ -18,9 +18,8 @@ import torch
 
 from shoal.cluster.worker import session
 from shoal.collectives.exchanges import open_exchange
-from shoal.collectives.gather import gather_any
 from shoal.collectives.native import Native
-from shoal.collectives.reducer import Reducer
+from shoal.collectives.reducer import Reducer, gather_any
 from shoal.config import job as jobs
 from shoal.config import strategy_spec as strategy_names
 from shoal.errors import CallsDiffer, CollectiveLeftOut, PeerLost, WaitTimedOut

@@ -18,12 +18,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shoal.collectives import block_matmul, operations
-from shoal.collectives.gather import gather_any
+from shoal.collectives import operations
+from shoal.collectives.adapters import ViaGather
 from shoal.collectives.operations import described
 from shoal.collectives.p2p import part_bounds
-from shoal.collectives.reducer import Reducer
-from shoal.collectives.via_gather import Gathered
+from shoal.collectives.reducer import Reducer, gather_any
 from shoal.config import job as jobs
 from shoal.errors import ConfigError
 from shoal.recovery.collective_timeout import Patience
@@ -114,7 +113,7 @@ def matmul(
         )
     if cut not in ("blocks", "inner"):
         raise ConfigError(f"matmul cuts by blocks or inner, and was asked for '{cut}'. Nothing was sent.")
-    grid = mesh or block_matmul.best_mesh(num_workers, len(a), b.shape[1])
+    grid = mesh or operations.matmul_mesh(num_workers, len(a), b.shape[1])
     if grid[0] * grid[1] != num_workers or min(grid) < 1:
         raise ConfigError(
             f"matmul was given a mesh of {grid[0]} x {grid[1]}, and there are {num_workers} workers. Nothing was sent; "
@@ -123,13 +122,17 @@ def matmul(
     call = f"matmul({described(a)}, {described(b)}, cut={cut}, mesh={grid}, gather={gather})"
     left, right = _sent(a), _sent(b)
     if cut == "inner":
-        product = collectively(call, lambda ranks: block_matmul.by_inner(ranks, left, right, call), timeout_s)
+        product = collectively(
+            call, lambda ranks: operations.matmul_by_inner(ranks, left, right, call), timeout_s
+        )
         begin, end = part_bounds(len(a), jobs.rank(), num_workers)
         return (product if gather else product[begin:end]).to(a.device, copy=True)
     if not gather:
         collectively(call, lambda ranks: torch.empty(0), timeout_s)
-        return block_matmul.own_block(jobs.rank(), a.detach(), b.detach(), grid)
-    product = collectively(call, lambda ranks: block_matmul.by_blocks(ranks, left, right, grid), timeout_s)
+        return operations.matmul_own_block(jobs.rank(), a.detach(), b.detach(), grid)
+    product = collectively(
+        call, lambda ranks: operations.matmul_by_blocks(ranks, left, right, grid), timeout_s
+    )
     return product.to(a.device, copy=True)
 
 
@@ -155,7 +158,7 @@ def collectively(call: str, run: Callable[[Reducer], T], timeout_s: float | None
                 kind="a call of shoal.collectives",
                 doing=f"{call}, its call {number} of shoal.collectives",
             )
-        return alike(Gathered(job.rank, job.num_workers, strategy.gather))
+        return alike(ViaGather(job.rank, job.num_workers, strategy.gather))
 
     return remembered(call.partition("(")[0], exchange)
 

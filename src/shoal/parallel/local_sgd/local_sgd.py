@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.collectives.compression.registry import compressor
-from shoal.collectives.gather import gather_any
 from shoal.collectives.gradients import GradientExchange, Sums
+from shoal.collectives.reducer import gather_any
 from shoal.config import outer_names
 from shoal.config.job import Job
 from shoal.data.slice import Slice

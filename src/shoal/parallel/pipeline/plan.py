@@ -20,10 +20,9 @@ from torch.utils import _pytree as pytree
 from shoal.data.tree import Tree, leaves
 from shoal.errors import ConfigError, ShapeDecides
 from shoal.parallel.pipeline import p2p as wire
-from shoal.parallel.pipeline.partition import NUM_SAMPLES, Flow, Layer, sample
-from shoal.parallel.pipeline.parts import Holder, live_at, parts_of
+from shoal.parallel.pipeline.partition import NUM_SAMPLES, Flow, Holder, Layer, live_at, parts_of, sample
 from shoal.parallel.pipeline.trace import is_of_data, unchanged
-from shoal.parallel.tensor_parallel.plan_rows import Plan
+from shoal.parallel.tensor_parallel.plan import Plan
 from shoal.runtime import scratch
 
 _REPEATS = 3

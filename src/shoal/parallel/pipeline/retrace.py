@@ -16,8 +16,14 @@ from shoal.data.slice import Slice
 from shoal.data.tree import leaves
 from shoal.errors import ShapeDecides, ShapeLeadsElsewhere
 from shoal.parallel.pipeline import p2p as wire
-from shoal.parallel.pipeline.partition import Flow, decides_by_shape, marks_of
-from shoal.parallel.pipeline.parts import decisions_of, live_at, parts_of
+from shoal.parallel.pipeline.partition import (
+    Flow,
+    decides_by_shape,
+    decisions_of,
+    live_at,
+    marks_of,
+    parts_of,
+)
 from shoal.parallel.pipeline.plan import Cut
 from shoal.parallel.pipeline.stage import Role, Stage, num_held, roles_from
 from shoal.parallel.pipeline.trace import Traced, attribute, forget

@@ -30,8 +30,7 @@ from shoal.errors import ConfigError
 from shoal.parallel.compute import autocast, evaluating, seed_all
 from shoal.parallel.model_call import ModelCall
 from shoal.parallel.pipeline import p2p as wire
-from shoal.parallel.pipeline.partition import NUM_SAMPLES, Flow, sample, spare_of
-from shoal.parallel.pipeline.parts import Holder, Part, parts_of
+from shoal.parallel.pipeline.partition import NUM_SAMPLES, Flow, Holder, Part, parts_of, sample, spare_of
 from shoal.parallel.pipeline.plan import Cut
 from shoal.parallel.pipeline.trace import unchanged
 from shoal.parallel.protocol import TrainJob

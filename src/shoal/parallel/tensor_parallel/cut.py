@@ -25,12 +25,12 @@ from torch.distributed.tensor.experimental import implicit_replication
 from shoal.data.tree import Tree, map_tensors
 from shoal.errors import ConfigError
 from shoal.parallel.tensor_parallel import attention as tensor_attention
-from shoal.parallel.tensor_parallel.blocks import in_blocks, take_apart
+from shoal.parallel.tensor_parallel.attention import attend_in_parts
 from shoal.parallel.tensor_parallel.dtensor_fixes import compute_as_one_process, operation_without_a_way
 from shoal.parallel.tensor_parallel.dtensor_inplace import WritingInParts
 from shoal.parallel.tensor_parallel.dtensor_rng import draw_as_one_process
-from shoal.parallel.tensor_parallel.plan_rows import NORMS, Plan
-from shoal.parallel.tensor_parallel.sdpa import attend_in_parts
+from shoal.parallel.tensor_parallel.packing import in_blocks, take_apart
+from shoal.parallel.tensor_parallel.plan import NORMS, Plan
 
 SEQUENCE_DIM = 1
 """Of what lies between layers that are cut: (batch, sequence, features), or with the first two swapped, which serves as well."""

@@ -1,35 +1,474 @@
-"""Which layers are cut over the ranks of `tp`, and why not the others.
+"""Tensor-parallel plan: which layers are cut over the ranks of `tp`, and why not the others.
 
-Linear layers are paired: those that feed a block's inside are cut by columns,
-the one that closes it by rows, and everything between them works on a part of
-the features: the two halves of an MLP, the projections of an attention. The
-pairs are found by tracing each module's own forward, one level deep. Decides
-only; `tensor_cut.py` does it.
+Linear layers are paired: those that open a block are cut by columns, the one
+that closes it by rows, and everything between them works on a part of the
+features: the two halves of an MLP, the projections of an attention. Pairs are
+found by tracing each module's own forward, one level deep. The plan only
+decides; `cut.py` applies it.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+import inspect
+import operator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from torch import nn
+import torch
+from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.errors import ConfigError
 from shoal.parallel.tensor_parallel.attention import PACKED, why_not_by_heads
-from shoal.parallel.tensor_parallel.pairs import pair
-from shoal.parallel.tensor_parallel.plan_rows import (
-    NORMS,
-    Plan,
-    Row,
-    is_tied,
-    tied_parameters,
-    why_not,
-    why_not_along,
+from shoal.parallel.tensor_parallel.packing import Packing
+from shoal.parallel.tensor_parallel.views import (
+    blocks_of,
+    feature_dims,
+    is_dropout,
+    is_part_of_shape,
+    is_shape,
+    is_softmax,
+    is_split,
+    is_view,
+    mark_shapes,
+    name_of,
+    num_parts,
+    view_sizes,
 )
 
-__all__ = ["ALONE_BYTES", "STYLES", "Plan", "find_plan"]
+NORMS = (nn.LayerNorm, nn.RMSNorm)
+"""Treat each position of a sequence alone, where they normalise over the last dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is done to one layer."""
+
+    layer: str
+    style: str
+    """colwise, rowwise, heads (an attention), colwise alone (its output is gathered), sequence (runs on a part of it), or replicated."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is done to every layer that has parameters."""
+
+    degree: int
+    is_sequence: bool = False
+    """Whether what lies between pairs holds a part of the sequence."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    inside: set[str] = field(default_factory=set)
+    """Layers without parameters that lie within a pair: they work on a part of the features."""
+
+    parameters_inside: list[str] = field(default_factory=list)
+    """Parameters that a forward uses within a pair."""
+
+    packed: dict[str, int] = field(default_factory=dict)
+    """Parameters that hold so many blocks of rows (q, k and v, say), of each of which every rank has a part."""
+
+    taken_apart: set[str] = field(default_factory=set)
+    """Modules whose forward takes the output of a layer with blocks apart."""
+
+    given_inside: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules whose inputs of these names, such as a mask, are used within a pair; or whose result may hold a part of it."""
+
+    closed: set[str] = field(default_factory=set)
+    """Layers cut by columns whose output, in parts, only goes to one cut by rows."""
+
+    fixed: set[str] = field(default_factory=set)
+    """Layers that are read past their own forward: they are cut by heads, with the attention they belong to, or not at all."""
+
+    def add(self, layer: str, style: str, reason: str) -> None:
+        """Decide about a layer, once."""
+        self.rows.setdefault(layer, Row(layer, style, reason))
+
+    def is_settled(self, layer: str) -> bool:
+        """Whether nobody may decide otherwise any more: it is cut, or the user has spoken."""
+        row = self.rows.get(layer)
+        if row is None:
+            return False
+        return row.style != "replicated" or row.reason.startswith("tensor_plan") or layer in self.fixed
+
+    @property
+    def num_cut(self) -> int:
+        """Layers of which each rank holds a part."""
+        return sum(row.style not in ("replicated", "sequence") for row in self.rows.values())
+
+    def packing_of(self, model: nn.Module) -> Packing:
+        """What follows for the state of the model."""
+        parameters = dict(model.named_parameters())
+        return Packing(
+            self.degree, dict(self.packed), {name: parameters[name].shape[0] for name in self.packed}
+        )
+
+    def table(self) -> str:
+        """For people: a line per layer."""
+        width = max((len(name) for name in self.rows), default=0)
+        lines = [f"  {row.layer:<{width}}  {row.style:<13} {row.reason}" for row in self.rows.values()]
+        between = ", between its pairs a part of the sequence on each" if self.is_sequence else ""
+        return "\n".join([f"tensor parallel over {self.degree}{between}:", *lines])
+
+
+def why_not(module: nn.Module, style: str, degree: int) -> str | None:
+    """Why a layer cannot be cut; None where it can."""
+    if style == "sequence":
+        return why_not_along(module)
+    if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
+        return "its rows are updated one by one"
+    if isinstance(module, (nn.Linear, nn.Embedding)) and "weight" not in module._parameters:
+        return "its weight is computed from other parameters"
+    if isinstance(module, nn.Linear):
+        size = module.out_features if style == "colwise" else module.in_features
+        what = "outputs" if style == "colwise" else "inputs"
+    elif isinstance(module, nn.Embedding):
+        size = module.embedding_dim if style == "colwise" else module.num_embeddings
+        what = "columns" if style == "colwise" else "rows"
+    else:
+        return f"it is a {type(module).__name__}, and linear layers and embeddings can be cut"
+    return None if size % degree == 0 else f"its {size} {what} cannot be divided by {degree}"
+
+
+def why_not_along(module: nn.Module) -> str | None:
+    """Why a layer cannot run on a part of the sequence."""
+    if isinstance(module, _DropoutNd):
+        return None
+    if not isinstance(module, NORMS):
+        return f"it is a {type(module).__name__}, and dropout, LayerNorm and RMSNorm can run on a part of the sequence"
+    dims = len(module.normalized_shape)
+    return None if dims == 1 else f"it normalises over {dims} dims, of which the sequence may be one"
+
+
+def tied_parameters(model: nn.Module) -> set[int]:
+    """Parameters that more than one layer holds, by identity."""
+    seen: set[int] = set()
+    tied: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            (tied if id(parameter) in seen else seen).add(id(parameter))
+    return tied
+
+
+def is_tied(module: nn.Module, tied: set[int]) -> bool:
+    """Whether a layer holds one of them."""
+    return any(id(parameter) in tied for parameter in module.parameters(recurse=False))
+
+
+_CUMULATIVE = {"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
+"""What DTensor computes on each part by itself where the dim is negative (torch 2.13)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What lies between a layer and those that feed it."""
+
+    openers: list[fx.Node]
+    """The linear layers whose outputs become its input."""
+
+    path: list[fx.Node]
+    given: list[fx.Node]
+    """Inputs of the module that are used on the way, such as a mask, and that no opener is fed with."""
+
+    @property
+    def featured(self) -> list[fx.Node]:
+        """What works on the openers' features."""
+        path, found = {*self.path}, {*self.openers}
+        for node in self.path[0].graph.nodes if path else ():  # in the order of the forward
+            if node in path and not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return [node for node in self.path if node in found]
+
+
+class Pairing:
+    """Whether some layers can be cut by columns and the one behind them by rows."""
+
+    def __init__(
+        self,
+        between: Between,
+        closing: fx.Node,
+        linears: Mapping[fx.Node, nn.Module],
+        children: Mapping[str, nn.Module],
+        degree: int,
+    ) -> None:
+        self._between, self._closing, self._linears = between, closing, linears
+        self._children, self._degree = children, degree
+        self._path = between.featured
+        self._width = _linear(linears[closing]).in_features
+        self._found = [
+            blocks_of(node, _linear(linears[node]).out_features, self._width) for node in between.openers
+        ]
+        self.returns_weights = False
+
+    @property
+    def blocks(self) -> list[int]:
+        """Of each opener, in how many blocks its output is."""
+        return [each or 1 for each in self._found]
+
+    def why_not(self, tied: set[int]) -> str | None:
+        """The reason, or None."""
+        linears, openers = self._linears, self._between.openers
+        for node, num_blocks in zip(openers, self._found, strict=True):
+            strangers = self._strangers(node)
+            if strangers:
+                return f"its output is also used by {strangers}"
+            if num_blocks is None:
+                return "its output is split into parts, which lie across the ranks"
+            width = _linear(linears[node]).out_features // num_blocks
+            own = {key for key, _ in linears[node].named_parameters(recurse=False)}
+            if num_blocks > 1 and (own - {"weight", "bias"} or not _computes_as_linear(linears[node])):
+                return "its output lies in blocks, and it is more than a weight and a bias"
+            if num_blocks > 1 and width % self._degree:
+                return f"its {num_blocks} blocks of {width} outputs cannot be divided by {self._degree}"
+            why = why_not(linears[node], "colwise", self._degree)
+            if why:
+                return why
+        why = why_not(linears[self._closing], "rowwise", self._degree)
+        if why:
+            return why
+        if any(is_tied(linears[node], tied) for node in (*openers, self._closing)):
+            return "its weight is shared with another layer"
+        return next((why for node in self._path if (why := self._why_not_through(node))), None)
+
+    def _why_not_through(self, node: fx.Node) -> str | None:
+        blocks = dict(zip(self._between.openers, self.blocks, strict=True))
+        source = node.all_input_nodes[0]
+        num_blocks = blocks.get(source, 1)
+        if is_view(node):
+            outputs = {each: _linear(self._linears[each]).out_features for each in blocks}
+            widths = [self._width, *(num // blocks[each] for each, num in outputs.items())]
+            dims = feature_dims(node, [outputs[source]] if source in blocks else widths)
+            in_blocks = dims is not None and len(dims) in (2, 3) and num_blocks == dims[0] > 1
+            sizes = view_sizes(node) if dims is None else dims[1:] if in_blocks else dims
+            several = [size for size in sizes if size is not None and size > 1]
+            # What is cut is the first dim of the features that has more than one: their heads, most often.
+            odd = [size for size in (several if dims is None else several[:1]) if size % self._degree]
+            if odd:
+                return f"its output is viewed in {odd[0]} parts or heads, which cannot be divided by {self._degree}"
+        if is_split(node) and num_blocks == 1 and not self._is_within_heads(node):
+            return "its output is split into parts, which lie across the ranks"
+        if node.op == "call_function" and node.target in (torch.cat, torch.concat):
+            return "its output is joined with others'"
+        if getattr(node.target, "__name__", node.target) in _CUMULATIVE:
+            return "its output is added up from one number to the next"
+        is_softmaxed = node.op == "call_module" and is_softmax(node, self._children)
+        if is_softmaxed and not any(is_view(each) for each in self._path):
+            return "its output is made weights that add up to one, over all of it"
+        return None
+
+    def _is_within_heads(self, split: fx.Node) -> bool:
+        """Whether each head is split for itself."""
+        source = split.all_input_nodes[0]
+        outputs = [_linear(self._linears[each]).out_features for each in self._between.openers]
+        dims = feature_dims(source, outputs) if is_view(source) else None
+        by_last = (split.args[2] if len(split.args) > 2 else split.kwargs.get("dim")) in (-1,)
+        return dims is not None and len(dims) == 2 and by_last
+
+    def _strangers(self, node: fx.Node) -> str | None:
+        """Who uses a layer's output besides the way to its partner. Weights of an attention may be part of the result."""
+        allowed = {*self._path, self._closing}
+        todo, seen = [(user, node) for user in node.users], set[fx.Node]()
+        while todo:
+            user, given = todo.pop()
+            if user.op == "output" and self._is_weights(given):
+                self.returns_weights = True
+                continue
+            if user in seen or is_shape(user):
+                continue
+            seen.add(user)
+            if user not in allowed:
+                return "the module's result" if user.op == "output" else name_of(user)
+            if user not in self._linears:
+                todo += [(each, user) for each in user.users]
+        return None
+
+    def _is_weights(self, node: fx.Node) -> bool:
+        while is_dropout(node, self._children):
+            node = node.all_input_nodes[0]
+        return is_softmax(node, self._children)
+
+
+def _linear(module: nn.Module) -> nn.Linear:
+    assert isinstance(module, nn.Linear)
+    return module
+
+
+def _computes_as_linear(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+
+
+class _Traced(fx.Proxy):
+    """Stands for a tensor, or a shape, while a forward is traced."""
+
+    def __len__(self) -> int:
+        """Of a shape without its last sizes, as in `view(*x.shape[:-1], -1, 64)`: batch and sequence.
+
+        Which is a guess that does not matter: what becomes of features is read from the end.
+        """
+        return 2 if is_part_of_shape(self.node) else super().__len__()
+
+
+class _OneLevel(fx.Tracer):
+    """Sees a module's own forward: its children are leaves, but for sequences, which are part of it."""
+
+    proxy_buffer_attributes = True  # a mask of which a part is taken, as long as the sequence
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Traced(node, self)
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return not isinstance(module, nn.Sequential)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
+        """One by one, where it is known how many there are: `for each in self.qkv(x).chunk(3, -1)`."""
+        num = len(obj) if is_part_of_shape(obj.node) else num_parts(obj.node)
+        return (
+            super().iter(obj)
+            if num is None
+            else iter([operator.getitem(obj, number) for number in range(num)])
+        )
+
+
+def pair(plan: Plan, name: str, module: nn.Module, tied: set[int]) -> None:
+    """Decide about the linear layers that this module's own forward calls."""
+    prefix = f"{name}." if name else ""
+    try:
+        graph = _traced(module)
+    except Exception as error:  # whatever a user's forward does to a tracer
+        for child_name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                plan.add(
+                    prefix + child_name,
+                    "replicated",
+                    f"its module's forward cannot be traced ({_short(error)})",
+                )
+        return
+    children = dict(module.named_modules())
+    linears = {
+        node: children[str(node.target)]
+        for node in graph.nodes
+        if node.op == "call_module" and isinstance(children[str(node.target)], nn.Linear)
+    }
+    widths = {node: layer.out_features for node, layer in linears.items()}
+    widths |= {node.all_input_nodes[0]: layer.in_features for node, layer in linears.items()}
+    mark_shapes(graph, widths)
+    called = [str(node.target) for node in linears]
+    for closing in linears:
+        between = _between(closing, linears, children)
+        openers = between.openers
+        if not openers or closing in openers:
+            continue
+        names = [prefix + str(node.target) for node in (*openers, closing)]
+        # In a chain of three, the second closes the first and cannot open for the third.
+        is_settled = any(plan.is_settled(each) for each in names)
+        wanted = ["colwise"] * len(openers) + ["rowwise"]
+        if is_settled and [plan.rows[each].style if each in plan.rows else "" for each in names] != wanted:
+            continue
+        pairing = Pairing(between, closing, linears, children, plan.degree)
+        why = pairing.why_not(tied)
+        if why is None and any(called.count(str(node.target)) > 1 for node in (*openers, closing)):
+            why = "it is called more than once"
+        if why is not None:
+            for each in names:
+                plan.add(each, "replicated", why)
+            continue
+        plan.closed.update(names[:-1])
+        if not is_settled:
+            for each, num_blocks in zip(names, pairing.blocks, strict=False):
+                in_blocks = f", in {num_blocks} blocks" if num_blocks > 1 else ""
+                plan.rows[each] = Row(each, "colwise", f"closed by {names[-1]}{in_blocks}")
+            plan.rows[names[-1]] = Row(names[-1], "rowwise", f"closes {', '.join(names[:-1])}")
+        for opener, each, num_blocks in zip(openers, names, pairing.blocks, strict=False):
+            if num_blocks > 1:
+                plan.taken_apart.add(name)
+                plan.packed |= {
+                    f"{each}.{key}": num_blocks for key, _ in linears[opener].named_parameters(recurse=False)
+                }
+        # With a switch set otherwise than when it was traced, a forward may give back more.
+        if between.given or pairing.returns_weights or _defaults(module):
+            known = plan.given_inside.get(name, ())
+            plan.given_inside[name] = (*known, *(str(node.target) for node in between.given))
+        for node in between.path:
+            if node.op == "call_module":
+                plan.inside.add(prefix + str(node.target))
+            plan.parameters_inside += [
+                prefix + str(each.target)
+                for each in node.all_input_nodes
+                if each.op == "get_attr" and isinstance(_attribute(module, str(each.target)), nn.Parameter)
+            ]
+
+
+def _traced(module: nn.Module) -> fx.Graph:
+    """The graph of a forward; switches are as they are by default, and where that does not do, so is all that has a default."""
+    defaults = _defaults(module)
+    switches = {key: each for key, each in defaults.items() if isinstance(each, (bool, int, float, str))}
+    try:
+        graph = _OneLevel().trace(module, switches)
+    except Exception:
+        if switches == defaults:
+            raise
+        graph = _OneLevel().trace(module, defaults)
+    return graph
+
+
+def _defaults(module: nn.Module) -> dict[str, object]:
+    parameters = inspect.signature(module.forward).parameters.items()
+    return {key: each.default for key, each in parameters if each.default is not inspect.Parameter.empty}
+
+
+def _between(
+    closing: fx.Node, linears: Mapping[fx.Node, nn.Module], children: Mapping[str, nn.Module]
+) -> Between:
+    """The linear layers whose outputs become this one's input, and nothing else but what a module is given beside theirs."""
+    openers: list[fx.Node] = []
+    path: list[fx.Node] = []
+    given: list[fx.Node] = []
+    for node in _ancestors(closing.all_input_nodes, stop=linears):
+        if node in linears:
+            openers.append(node)
+        elif node.op == "placeholder":
+            given.append(node)
+        elif node.op == "call_module" and not isinstance(children[str(node.target)], _KEEPS_FEATURES):
+            return Between([], [], [])
+        elif node.op != "get_attr":
+            path.append(node)
+    fed = _ancestors([each for opener in openers for each in opener.all_input_nodes])
+    if any(node in fed for node in given):
+        return Between([], [], [])
+    return Between(sorted(openers, key=str), path, sorted(given, key=str))
+
+
+def _ancestors(nodes: Iterable[fx.Node], stop: Container[fx.Node] = ()) -> dict[fx.Node, None]:
+    """All that these are computed from, but for sizes; without what lies behind `stop`."""
+    todo, seen = list(nodes), dict[fx.Node, None]()
+    while todo:
+        node = todo.pop()
+        if node in seen or is_shape(node):
+            continue
+        seen[node] = None
+        if node not in stop:
+            todo += node.all_input_nodes
+    return seen
+
+
+def _attribute(module: nn.Module, path: str) -> object:
+    owner, _, key = path.rpartition(".")
+    return getattr(module.get_submodule(owner), key, None)
+
+
+_KEEPS_FEATURES = (
+    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Hardswish, nn.Mish, nn.ReLU6,
+    nn.Dropout, nn.Identity, nn.Flatten, nn.Softmax,
+)  # fmt: skip
+
+
+def _short(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:100]
+
 
 STYLES = ("colwise", "rowwise", "heads", "replicated", "sequence")
 
