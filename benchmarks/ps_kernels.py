@@ -18,7 +18,7 @@ import numpy as np
 from shoal.embedding.kernels import expand, sum_back, unique
 from shoal.ps.server.table import Table
 from shoal.runtime.kernel_cache import warm
-from shoal.runtime.transport.messages.ps import TableSpec
+from shoal.runtime.transport.messages.client_server import TableSpec
 
 NUM_ROWS, NUM_IDS, DIM, NUM_BATCHES = 1_000_000, 26_624, 16, 20
 NUM_PAIRS = 10_000_000

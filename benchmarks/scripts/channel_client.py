@@ -11,7 +11,7 @@ import torch
 from torch.distributed import rpc
 
 from benchmarks.scripts import channel_server
-from shoal.runtime.transport.messages.ps import Hello, PullRows, PushRows
+from shoal.runtime.transport.messages.client_server import Hello, PullRows, PushRows
 from shoal.runtime.transport.shared_client import INLINE_BYTES, Link
 
 PUSH = PushRows(view=1, stream=0, seq=1, table=0)

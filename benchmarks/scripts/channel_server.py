@@ -10,7 +10,14 @@ import torch
 from torch.distributed import rpc
 
 from shoal.runtime.transport import unix
-from shoal.runtime.transport.messages.ps import Committed, Hello, Pulled, PullRows, PushRows, Welcome
+from shoal.runtime.transport.messages.client_server import (
+    Committed,
+    Hello,
+    Pulled,
+    PullRows,
+    PushRows,
+    Welcome,
+)
 from shoal.runtime.transport.shared_server import Listener, Request
 
 STORED: dict[int, torch.Tensor] = {}

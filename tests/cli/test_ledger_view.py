@@ -16,8 +16,8 @@ from shoal.cluster.ledger.entries import (
     TrainingBegan,
     TrainingReached,
 )
-from shoal.runtime.transport.messages.ledger import Noted
-from shoal.runtime.transport.messages.server_group import AskLease
+from shoal.runtime.transport.messages.supervisor import Noted
+from shoal.runtime.transport.messages.worker_coordinator import AskLease
 
 
 def began(**about: Any) -> TrainingBegan:

@@ -16,14 +16,15 @@ from shoal.cluster.worker.coordinator_client import CoordinatorClient
 from shoal.errors import CallsDiffer, ClusterError, CoordinatorLost, WaitTimedOut, WireError
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import encode, read_message, send_message
-from shoal.runtime.transport.messages.cluster import (
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.supervisor import Suspect, Watch, Watching
+from shoal.runtime.transport.messages.worker_coordinator import (
     BeginCall,
     CallGranted,
     Join,
     Joined,
     JoinRefused,
     Leave,
-    Message,
     ScriptEnded,
     StoreAdd,
     StoreCheck,
@@ -32,10 +33,7 @@ from shoal.runtime.transport.messages.cluster import (
     StoreNumKeys,
     StoreSet,
     StoreWait,
-    Suspect,
     ViewFormed,
-    Watch,
-    Watching,
 )
 
 Start = Callable[..., Any]

@@ -7,31 +7,28 @@ import pytest
 from shoal.cluster.coordinator.journal_entries import Entry, Granted, Memory, StoreChanged
 from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig, Drop, Remember
 from shoal.cluster.coordinator.store_table import Answer
-from shoal.runtime.transport.messages.cluster import (
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.supervisor import Reaped, Saved, Suspect, Watch, Watching
+from shoal.runtime.transport.messages.worker_coordinator import (
     BeginCall,
     CallGranted,
     EnterView,
     Join,
     Joined,
+    Late,
+    LateHeard,
     Leave,
-    Message,
-    Reaped,
     Regroup,
-    Saved,
     ScriptEnded,
     StoreAdd,
     StoreCount,
     StoreRefused,
     StoreSet,
     StoreWait,
-    Suspect,
     ViewFormed,
     ViewRefused,
     WaitExpired,
-    Watch,
-    Watching,
 )
-from shoal.runtime.transport.messages.lateness import Late, LateHeard
 
 CONFIG = CoordinationConfig(num_workers=2, join_timeout_s=10.0, step_timeout_s=5.0, can_recover=True)
 SUPERVISOR = 100

@@ -16,7 +16,7 @@ from shoal.cluster.supervisor.display import (
     binary,
     open_display,
 )
-from shoal.runtime.transport.messages.cluster import Progress
+from shoal.runtime.transport.messages.supervisor import Progress
 
 
 class Clock:

@@ -37,7 +37,7 @@ from shoal.cluster.supervisor.job_events import (
     Tick,
 )
 from shoal.cluster.supervisor.job_lifecycle import EDGES, Fate, Patience, Phase
-from shoal.runtime.transport.messages.cluster import Failed, Finished
+from shoal.runtime.transport.messages.supervisor import Failed, Finished
 
 PATIENCE = Patience(grace_s=60.0, blame_s=1.0, settle_s=0.5, exit_s=30.0)
 

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from shoal.cluster.coordinator.journal import APPLICATION_ID, FILE_NAME, VERSION, Journal, begin_launch
 from shoal.cluster.coordinator.journal_entries import Entry, Granted, Memory, StoreChanged
 from shoal.errors import JournalFailed, RunDirectoryError
-from shoal.runtime.transport.messages.cluster import (
+from shoal.runtime.transport.messages.supervisor import Reaped, Saved
+from shoal.runtime.transport.messages.worker_coordinator import (
     Join,
-    Reaped,
-    Saved,
     StoreCount,
     StoreDone,
     StoreRefused,

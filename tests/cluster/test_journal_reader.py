@@ -11,9 +11,8 @@ from shoal.cluster.coordinator.journal_entries import LeaseAsked
 from shoal.cluster.coordinator.journal_reader import desk_of, ledger_of, read_launches
 from shoal.cluster.ledger import entries as ledger_facts
 from shoal.cluster.ledger.entries import RangesTrained, Stretch, TrainingBegan, TrainingReached
-from shoal.runtime.transport.messages.cluster import Join
-from shoal.runtime.transport.messages.ledger import Noted
-from shoal.runtime.transport.messages.server_group import AskLease
+from shoal.runtime.transport.messages.supervisor import Noted
+from shoal.runtime.transport.messages.worker_coordinator import AskLease, Join
 
 BEGAN = TrainingBegan(
     call=1, trainer=0, data="d", epoch=0, start=0, num_samples=40, num_workers=2, sharding="equal"

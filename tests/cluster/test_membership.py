@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.cluster.coordinator.membership import Late, Member, Membership
-from shoal.runtime.transport.messages.cluster import Join
+from shoal.runtime.transport.messages.worker_coordinator import Join
 
 
 def join(rank: int, incarnation: int = 0, pid: int = 7, num_workers: int = 2) -> Join:

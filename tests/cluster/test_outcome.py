@@ -7,7 +7,7 @@ from shoal.cluster.supervisor.job_events import Asked, CoordinatorExited, Exited
 from shoal.cluster.supervisor.job_lifecycle import Fate, Patience
 from shoal.cluster.supervisor.outcome import Outcome, error_of, summary_of
 from shoal.errors import ClusterError, Interrupted, ShapeDecides, WorkerDied
-from shoal.runtime.transport.messages.cluster import Failed, Finished, Progress, Saved
+from shoal.runtime.transport.messages.supervisor import Failed, Finished, Progress, Saved
 
 
 def outcome(*events: object, num_workers: int = 2) -> Outcome:

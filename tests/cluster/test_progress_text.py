@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.cluster.supervisor import progress_text
-from shoal.runtime.transport.messages.cluster import Progress
+from shoal.runtime.transport.messages.supervisor import Progress
 
 
 @pytest.mark.parametrize(

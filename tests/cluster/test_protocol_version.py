@@ -11,8 +11,9 @@ from shoal.cluster.supervisor import forkserver_messages as warm_messages
 from shoal.cluster.supervisor.forkserver_client import WarmParent
 from shoal.cluster.supervisor.forkserver_messages import Ready
 from shoal.errors import ClusterError
-from shoal.runtime.transport.messages.cluster import MESSAGES, Finished
+from shoal.runtime.transport.messages import MESSAGES
 from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.supervisor import Finished
 
 
 class Finished2(Finished, frozen=True, tag="finished2"):

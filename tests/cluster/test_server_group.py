@@ -22,7 +22,7 @@ from shoal.cluster.coordinator.server_group import (
     Tell,
 )
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
-from shoal.runtime.transport.messages.ps import ServerView
+from shoal.runtime.transport.messages.server_coordinator import ServerView
 
 MAX_SERVERS = 6
 

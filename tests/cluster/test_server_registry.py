@@ -11,37 +11,41 @@ from shoal.cluster.coordinator.server_registry import ServingConfig
 from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig, Drop, Remember
 from shoal.cluster.coordinator.store_table import Answer
 from shoal.cluster.ledger.entries import EpochLeased, RangesTrained, TrainingBegan
-from shoal.runtime.transport.messages.cluster import (
-    Join,
-    JoinRefused,
-    Message,
-    Reaped,
-    WaitExpired,
-    Watch,
-    Watching,
-)
-from shoal.runtime.transport.messages.ledger import WorkerDrained, WorkerReadmitted
-from shoal.runtime.transport.messages.ps import ServerView
-from shoal.runtime.transport.messages.replication import SlotsFilled, StepLost
-from shoal.runtime.transport.messages.server_group import (
-    AskLease,
-    AskServers,
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.server_coordinator import (
     JoinedServer,
     JoinServer,
-    LeaseRefused,
-    Leases,
-    NoMoreLeases,
     PingServer,
     RankDead,
     RankJoined,
+    ServerAlive,
+    ServerView,
+    SlotsFilled,
+    StepLost,
+)
+from shoal.runtime.transport.messages.supervisor import (
+    Reaped,
     ReapedServer,
     ScaleBegun,
     ScaleRefused,
     ScaleServers,
-    ServerAlive,
     ServersScaled,
     SlotsLost,
     SuspectServer,
+    Watch,
+    Watching,
+    WorkerDrained,
+    WorkerReadmitted,
+)
+from shoal.runtime.transport.messages.worker_coordinator import (
+    AskLease,
+    AskServers,
+    Join,
+    JoinRefused,
+    LeaseRefused,
+    Leases,
+    NoMoreLeases,
+    WaitExpired,
 )
 
 SUPERVISOR = 100

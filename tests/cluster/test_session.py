@@ -11,7 +11,8 @@ import pytest
 from shoal.cluster.worker import session
 from shoal.cluster.worker.coordinator_client import CoordinatorClient
 from shoal.runtime.transport import framing as codec
-from shoal.runtime.transport.messages.cluster import Finished, Message, Progress, Saved
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.supervisor import Finished, Progress, Saved
 
 
 @pytest.fixture(autouse=True)

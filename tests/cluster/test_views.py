@@ -19,7 +19,7 @@ from shoal.cluster.coordinator.views import (
     Tick,
     Views,
 )
-from shoal.runtime.transport.messages.cluster import Join
+from shoal.runtime.transport.messages.worker_coordinator import Join
 
 calm = settings(deadline=None)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.embedding.row_table import RowTable
 from shoal.embedding.rules import RULES, rule_of_optimizer
 from shoal.errors import ConfigError
-from shoal.runtime.transport.messages.ps import TableSpec
+from shoal.runtime.transport.messages.client_server import TableSpec
 
 NUM_ROWS, DIM = 12, 5
 TOLERANCE = {"float32": 3e-6, "float64": 1e-12}

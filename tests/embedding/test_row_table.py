@@ -11,7 +11,7 @@ from shoal.embedding.row_index import ArrayIndex, HashedIndex, RowIndex
 from shoal.embedding.row_memory import GrowingArray
 from shoal.embedding.row_table import RowTable
 from shoal.errors import ConfigError
-from shoal.runtime.transport.messages.ps import TableSpec
+from shoal.runtime.transport.messages.client_server import TableSpec
 
 
 def spec(**changes: object) -> TableSpec:

@@ -13,11 +13,15 @@ from shoal.cluster.launch.server_spec import decode_spec
 from shoal.runtime import failpoints
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import encode, read_message
-from shoal.runtime.transport.messages.cluster import JoinRefused
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import ServerView
-from shoal.runtime.transport.messages.replication import SlotsFilled
-from shoal.runtime.transport.messages.server_group import JoinServer, PingServer, ServerAlive
+from shoal.runtime.transport.messages.server_coordinator import (
+    JoinServer,
+    PingServer,
+    ServerAlive,
+    ServerView,
+    SlotsFilled,
+)
+from shoal.runtime.transport.messages.worker_coordinator import JoinRefused
 
 roles.ROLES["server"] = "stub_server:main"
 

@@ -520,7 +520,7 @@ def test_bytes_that_are_no_message_close_their_own_connection_while_the_job_runs
         script(f"""
         import struct
         from shoal.runtime.transport import framing as codec; from shoal.runtime.transport import unix
-        from shoal.runtime.transport.messages.cluster import Reaped, Watch
+        from shoal.runtime.transport.messages.supervisor import Reaped, Watch
         session.begin_call("fit", "")
         if job.rank == 0:
             for _ in range(20):

@@ -162,7 +162,7 @@ def test_every_sample_is_leased_once_though_a_worker_dies(launch_script: Launch,
     done = launch_script(
         PROLOGUE
         + """
-from shoal.runtime.transport.messages.server_group import NoMoreLeases
+from shoal.runtime.transport.messages.worker_coordinator import NoMoreLeases
 session.live()
 finished, out = [], pathlib.Path(f"{job.rank}-{job.incarnation}.txt").open("w", buffering=1)
 while not isinstance(got := servers.ask_lease(call=1, finished=finished, num_samples=100, samples_per_lease=10,

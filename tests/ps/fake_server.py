@@ -9,8 +9,7 @@ from shoal.cluster.launch import threads
 from shoal.cluster.launch.server_spec import ServerSpec
 from shoal.ps.server import process as server_process
 from shoal.ps.server.actions import Action, Drop, Reply, Request, Send, Tell
-from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
     Committed,
     Declared,
     Hello,
@@ -19,11 +18,13 @@ from shoal.runtime.transport.messages.ps import (
     Pulled,
     PullRows,
     PushRows,
-    ServerView,
+    Replicate,
+    Replicated,
     SetClock,
     Welcome,
 )
-from shoal.runtime.transport.messages.replication import Replicate, Replicated, SlotsFilled
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.server_coordinator import ServerView, SlotsFilled
 
 
 class FakeCore:

@@ -16,8 +16,9 @@ from shoal.errors import LinkLost
 from shoal.ps.server.actions import Action, Drop, Reply, Request, Send
 from shoal.ps.server.core import ServerCore
 from shoal.runtime.transport.arena import Buffer
+from shoal.runtime.transport.messages.client_server import Hello
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import Hello, ServerView
+from shoal.runtime.transport.messages.server_coordinator import ServerView
 from shoal.runtime.transport.shared_client import Reply as Answer
 
 NUM_SERVERS = 3

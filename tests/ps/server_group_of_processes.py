@@ -13,8 +13,8 @@ from pathlib import Path
 from shoal.cluster.launch.server_spec import ServerSpec, encode_spec
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import read_message, send_message
+from shoal.runtime.transport.messages.client_server import Hello
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import Hello
 from shoal.runtime.transport.shared_client import Link
 
 HELLO = Hello(name="worker-0", incarnation=0)

@@ -9,8 +9,7 @@ import numpy as np
 
 from shoal.ps.server.actions import Action, Drop, Reply, Request, Send
 from shoal.ps.server.core import ServerCore
-from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
     ChunkSpec,
     DeclareDense,
     DeclareMode,
@@ -22,11 +21,12 @@ from shoal.runtime.transport.messages.ps import (
     PullRows,
     PushDense,
     PushRows,
-    ServerView,
     StepEnd,
     TableSpec,
     WriteChunk,
 )
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.server_coordinator import ServerView
 
 SPEC = TableSpec(0, "rows", 2, "float32", "sgd", {"lr": 1.0})
 DENSE = DeclareDense([ChunkSpec(0, 3, "float32", [DensePart("w", [4], 0, 0)])], "SGD", [{"lr": 0.5}])

@@ -10,7 +10,14 @@ from serverbench import Bench, messages
 
 from shoal.errors import ConfigError
 from shoal.ps.server.apply_filters import NormBound, RateByStaleness
-from shoal.runtime.transport.messages.ps import Committed, DeclareMode, Hello, ReadMarks, Rest, WriteMarks
+from shoal.runtime.transport.messages.client_server import (
+    Committed,
+    DeclareMode,
+    Hello,
+    ReadMarks,
+    Rest,
+    WriteMarks,
+)
 
 ASYNC = DeclareMode(2, "async")
 

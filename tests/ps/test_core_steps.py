@@ -7,14 +7,15 @@ import pytest
 from serverbench import Bench, drops, messages, refusal
 
 from shoal.ps.server.actions import Reply, Tell
-from shoal.runtime.transport.messages.lateness import AskMissing, Missing
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
+    AskMissing,
     AskNote,
     Commit,
     Committed,
     DeclareMode,
     DeclareTable,
     Hello,
+    Missing,
     Note,
     Post,
     Posted,
@@ -23,14 +24,13 @@ from shoal.runtime.transport.messages.ps import (
     PushRows,
     ReadRows,
     Rows,
-    ServerView,
     SetClock,
     Summed,
     TableSpec,
     ViewOver,
     WriteRows,
 )
-from shoal.runtime.transport.messages.replication import StepLost
+from shoal.runtime.transport.messages.server_coordinator import ServerView, StepLost
 
 EXACT = DeclareMode(2, "exact")
 TWO_PHASE = DeclareMode(2, "exact", two_phase=True, wants_norm=True)

@@ -14,7 +14,7 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.ps.client.dense_state import WholeParameter, cut, put_together
 from shoal.ps.dense_plan import num_elements, plan_chunks
 from shoal.ps.server.dense import DenseStore
-from shoal.runtime.transport.messages.ps import ChunkSpec
+from shoal.runtime.transport.messages.client_server import ChunkSpec
 
 SHAPES = {"embed": (37, 41), "bias": (41,), "scale": (), "wide": (300, 7), "short": (5,)}
 GROUPS = {"embed": 0, "bias": 1, "scale": 1, "wide": 0, "short": 0}

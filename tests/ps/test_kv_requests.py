@@ -22,7 +22,7 @@ from shoal.ps.client.kv import Kv
 from shoal.ps.client.kv_queue import Line
 from shoal.ps.client.server_group import Group
 from shoal.ps.numbering import FIRST_NAMED
-from shoal.runtime.transport.messages.ps import DeclareMode
+from shoal.runtime.transport.messages.client_server import DeclareMode
 
 MODE = DeclareMode(num_workers=2, kind="async")
 

@@ -6,10 +6,11 @@ import numpy as np
 from serverbench import Bench, messages, refusal
 
 from shoal.ps.server.actions import Request
-from shoal.runtime.transport.messages.lateness import AskMissing, Missing
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
+    AskMissing,
     DeclareMode,
     Hold,
+    Missing,
     Post,
     PullRows,
     PushRows,

@@ -7,7 +7,7 @@ import torch
 from serverbench import Bench
 
 from shoal.ps.numbering import FIRST_NAMED, TABLES_PER_MODEL
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
     DeclareMode,
     DeclareTable,
     PushRows,

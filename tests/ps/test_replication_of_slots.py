@@ -10,7 +10,7 @@ from serverbench import Bench, messages
 from shoal.ps.server.actions import Action, Reply, Request, Send, Tell
 from shoal.ps.server.core import ServerCore
 from shoal.ps.server.records import encode
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
     AskNote,
     Committed,
     DeclareMode,
@@ -18,10 +18,11 @@ from shoal.runtime.transport.messages.ps import (
     Note,
     Post,
     Posted,
-    ServerView,
+    Replicate,
+    Replicated,
     ViewOver,
 )
-from shoal.runtime.transport.messages.replication import Replicate, Replicated, SlotsFilled
+from shoal.runtime.transport.messages.server_coordinator import ServerView, SlotsFilled
 
 ASYNC = DeclareMode(1, "async")
 BOTH = ServerView(1, [[0, 1]] * 256, {0: 0, 1: 0})
@@ -43,7 +44,7 @@ class Pair(Bench):
         self.ticket, self.view = 0, view.view
         from serverbench import DENSE, SPEC
 
-        from shoal.runtime.transport.messages.ps import DeclareTable, WriteChunk
+        from shoal.runtime.transport.messages.client_server import DeclareTable, WriteChunk
 
         for message in (Hello("worker-0", 0), DeclareTable(SPEC), DENSE, mode):
             self.note(self.ask(1, message))

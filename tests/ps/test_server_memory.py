@@ -7,7 +7,7 @@ import pytest
 from shoal.ps.server import memory_limit as server_memory
 from shoal.ps.server.memory_limit import MemoryGuard, private_bytes
 from shoal.runtime.memory import available_bytes
-from shoal.runtime.transport.messages.ps import PullRows, ReadRows
+from shoal.runtime.transport.messages.client_server import PullRows, ReadRows
 
 
 def test_what_a_process_holds_of_its_own_is_counted_to_the_page() -> None:

@@ -16,8 +16,7 @@ from shoal.errors import LinkLost
 from shoal.ps.slots import slot_of
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.framing import send_message
-from shoal.runtime.transport.messages.cluster import JoinRefused, Leave
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
     Committed,
     Declared,
     DeclareMode,
@@ -28,19 +27,20 @@ from shoal.runtime.transport.messages.ps import (
     Pulled,
     PullRows,
     PushRows,
-    ServerView,
     SetClock,
     StepEnd,
     TableSpec,
 )
-from shoal.runtime.transport.messages.replication import SlotsFilled
-from shoal.runtime.transport.messages.server_group import (
+from shoal.runtime.transport.messages.server_coordinator import (
     JoinedServer,
     JoinServer,
     PingServer,
     RankJoined,
     ServerAlive,
+    ServerView,
+    SlotsFilled,
 )
+from shoal.runtime.transport.messages.worker_coordinator import JoinRefused, Leave
 from shoal.runtime.transport.shared_client import Link
 
 PUSH = PushRows(view=1, stream=0, seq=1, table=0)

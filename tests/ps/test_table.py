@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.errors import ConfigError
 from shoal.ps.server.table import Table
 from shoal.ps.slots import slot_of
-from shoal.runtime.transport.messages.ps import TableSpec
+from shoal.runtime.transport.messages.client_server import TableSpec
 
 KEYS = st.sets(st.integers(-40, 40), max_size=40)
 

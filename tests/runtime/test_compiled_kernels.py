@@ -34,7 +34,7 @@ if os.fork():
 from shoal.embedding.kernels import unique, expand, sum_back
 from shoal.ps.kernels import partition
 from shoal.embedding.rules import RULES
-from shoal.runtime.transport.messages.ps import TableSpec
+from shoal.runtime.transport.messages.client_server import TableSpec
 keys, inverse = unique(np.array([5, 3, 5]))
 partition(keys, np.zeros(256, np.int16), 0)
 for dtype in ("float32", "float64"):

@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 
 from shoal.cluster.coordinator.state import Coordination, CoordinationConfig
-from shoal.runtime.transport.messages.cluster import ViewFormed
+from shoal.runtime.transport.messages.worker_coordinator import ViewFormed
 from shoal.runtime.transport.simulated import Network
 from simulation.coordinator import Coordinator
 from simulation.disk import Disk

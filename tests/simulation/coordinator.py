@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shoal.cluster.coordinator.journal_entries import Entry
 from shoal.cluster.coordinator.state import Action, Coordination, Drop, Remember
 from shoal.cluster.coordinator.store_table import Answer
-from shoal.runtime.transport.messages.cluster import Message
+from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.simulated import End
 from simulation.world import Process
 

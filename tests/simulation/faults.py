@@ -5,7 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.runtime.transport.messages.cluster import Join, Message
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.worker_coordinator import Join
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster

@@ -13,7 +13,8 @@ from collections import Counter
 from typing import Any
 
 from shoal.cluster.coordinator.membership import Membership
-from shoal.runtime.transport.messages.cluster import Join, Reaped
+from shoal.runtime.transport.messages.supervisor import Reaped
+from shoal.runtime.transport.messages.worker_coordinator import Join
 from simulation.world import Process, Violated, World
 
 NUM_PUSHES = 6

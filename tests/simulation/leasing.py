@@ -32,7 +32,7 @@ from shoal.cluster.coordinator.leases import Leases
 from shoal.cluster.ledger.entries import EpochLeased, RangesTrained, TrainingBegan
 from shoal.cluster.ledger.ledger import Ledger
 from shoal.cluster.ledger.trained_file import Outcome, Trained
-from shoal.runtime.transport.messages.cluster import Message
+from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.simulated import End, Network
 from simulation.world import Process, Violated, World
 

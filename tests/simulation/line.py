@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from shoal.runtime.transport.messages.cluster import Join, Joined, JoinRefused, Message
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.worker_coordinator import Join, Joined, JoinRefused
 from shoal.runtime.transport.simulated import End
 
 if TYPE_CHECKING:

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.cluster.coordinator.journal_entries import Entry, Granted
-from shoal.runtime.transport.messages.cluster import BeginCall, Join, Message, Reaped, ScriptEnded, ViewFormed
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.supervisor import Reaped
+from shoal.runtime.transport.messages.worker_coordinator import BeginCall, Join, ScriptEnded, ViewFormed
 from simulation.training import Label, Weights, undisturbed
 from simulation.world import Violated
 

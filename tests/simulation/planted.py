@@ -18,15 +18,15 @@ from shoal.cluster.coordinator.state import Action, Coordination, Remember
 from shoal.cluster.coordinator.store_table import Answer
 from shoal.cluster.coordinator.views import Views
 from shoal.recovery.exchange_log import ExchangeLog
-from shoal.runtime.transport.messages.cluster import (
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.supervisor import Suspect
+from shoal.runtime.transport.messages.worker_coordinator import (
     BeginCall,
     CallGranted,
     EnterView,
     Join,
     Leave,
-    Message,
     ScriptEnded,
-    Suspect,
     ViewFormed,
 )
 from simulation.cluster import Cluster

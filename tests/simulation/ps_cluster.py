@@ -21,9 +21,9 @@ from shoal.cluster.coordinator.server_group import (
 )
 from shoal.ps.server.actions import Action, Drop, Reply, Request, Send, Tell
 from shoal.ps.server.core import ServerCore
+from shoal.runtime.transport.messages.client_server import Hello
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import Hello, ServerView
-from shoal.runtime.transport.messages.replication import SlotsFilled, StepLost
+from shoal.runtime.transport.messages.server_coordinator import ServerView, SlotsFilled, StepLost
 from simulation.ps_net import Connection
 from simulation.world import Process, Violated, World
 

@@ -15,8 +15,15 @@ from typing import Any
 import numpy as np
 
 from shoal.ps.slots import slot_of
+from shoal.runtime.transport.messages.client_server import (
+    AskNote,
+    Committed,
+    DeclareMode,
+    Note,
+    StepEnd,
+    TableSpec,
+)
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import AskNote, Committed, DeclareMode, Note, StepEnd, TableSpec
 from simulation.ps_jobs import Job
 from simulation.ps_workers import Client
 from simulation.world import Violated

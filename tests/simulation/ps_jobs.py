@@ -15,8 +15,7 @@ import numpy as np
 from shoal.ps.server.dense import DenseStore
 from shoal.ps.server.table import Table
 from shoal.ps.slots import slot_of
-from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
     ChunkSpec,
     DeclareDense,
     DeclareMode,
@@ -24,6 +23,7 @@ from shoal.runtime.transport.messages.ps import (
     DensePart,
     TableSpec,
 )
+from shoal.runtime.transport.messages.message import Message
 from simulation.ps_cluster import Simulated
 from simulation.ps_workers import Client, ExactWorker, RelaxedWorker
 from simulation.world import Violated

@@ -17,9 +17,9 @@ from shoal.ps.server.mailbox import Board
 from shoal.ps.server.replication import Replication, Written
 from shoal.ps.server.state import Counted, State
 from shoal.ps.server.summing import Steps, Sum
+from shoal.runtime.transport.messages.client_server import Commit, CopySlot, Replicate, StepEnd, ViewOver
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import Commit, ServerView, StepEnd, ViewOver
-from shoal.runtime.transport.messages.replication import CopySlot, Replicate
+from shoal.runtime.transport.messages.server_coordinator import ServerView
 from simulation.ps_jobs import Exact, Job, Relaxed
 
 PLANTED_PS: dict[str, type[Job]] = {}

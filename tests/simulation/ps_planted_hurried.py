@@ -15,7 +15,7 @@ from shoal.ps.server.replication import Written
 from shoal.ps.server.staging import Contribution
 from shoal.ps.server.state import Counted, State
 from shoal.ps.server.summing import Steps
-from shoal.runtime.transport.messages.ps import Committed, StepEnd
+from shoal.runtime.transport.messages.client_server import Committed, StepEnd
 from simulation.ps_hurried import Hurried
 from simulation.ps_planted import AcknowledgesFirst, LosesVersions, altered, plant
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.ps.slots import slot_of
-from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
     AskNote,
     Commit,
     Committed,
@@ -24,12 +23,13 @@ from shoal.runtime.transport.messages.ps import (
     PushDense,
     PushRows,
     Rest,
-    ServerView,
     StepEnd,
     Summed,
     ViewOver,
     WriteChunk,
 )
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.server_coordinator import ServerView
 from simulation.ps_net import Connection
 from simulation.world import Process, Violated
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.runtime.transport.messages.cluster import Message, Reaped, Suspect, Watch, Watching
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.supervisor import Reaped, Suspect, Watch, Watching
 from shoal.runtime.transport.simulated import End
 from simulation.world import Process
 

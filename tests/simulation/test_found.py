@@ -5,18 +5,17 @@ from __future__ import annotations
 from shoal.cluster.coordinator.journal_entries import Memory
 from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig, Remember
 from shoal.cluster.coordinator.store_table import Answer
-from shoal.runtime.transport.messages.cluster import (
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.supervisor import Reaped, Watch
+from shoal.runtime.transport.messages.worker_coordinator import (
     BeginCall,
     CallGranted,
     EnterView,
     Join,
     Joined,
     Leave,
-    Message,
-    Reaped,
     ScriptEnded,
     ViewFormed,
-    Watch,
 )
 
 CONFIG = CoordinationConfig(num_workers=2, join_timeout_s=30.0, step_timeout_s=10.0, can_recover=True)

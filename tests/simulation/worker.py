@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shoal.runtime.transport.messages.cluster import (
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.worker_coordinator import (
     BeginCall,
     CallGranted,
     CallRefused,
     EnterView,
     Leave,
-    Message,
     Regroup,
     ScriptEnded,
     StoreDone,

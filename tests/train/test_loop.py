@@ -14,7 +14,7 @@ from by_hand import LABEL, N, X, assert_same_bits, batches, dataset, mlp, traine
 from shoal.callbacks import ModelCheckpoint
 from shoal.cluster.worker import session
 from shoal.errors import NonFiniteLoss
-from shoal.runtime.transport.messages.cluster import Progress
+from shoal.runtime.transport.messages.supervisor import Progress
 from shoal.train.callbacks.base import Callback, StepLogs
 from shoal.train.checkpoint.directory import list_checkpoints
 from shoal.train.interrupts import asked_to_leave

@@ -32,7 +32,7 @@ def scale(
     from shoal.cluster.launch.run_directory import is_alive, read_config
     from shoal.cluster.supervisor import control
     from shoal.errors import ClusterError, ConfigError
-    from shoal.runtime.transport.messages.server_group import (
+    from shoal.runtime.transport.messages.supervisor import (
         ScaleBegun,
         ScaleRefused,
         ScaleServers,

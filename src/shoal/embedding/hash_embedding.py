@@ -16,7 +16,7 @@ from shoal.embedding.lookup import embedding_forward
 from shoal.embedding.row_source import RowSource
 from shoal.embedding.rules import rule_of_optimizer
 from shoal.errors import ConfigError
-from shoal.runtime.transport.messages.ps import TableSpec
+from shoal.runtime.transport.messages.client_server import TableSpec
 
 _DTYPES: dict[torch.dtype, Literal["float32", "float64"]] = {
     torch.float32: "float32",

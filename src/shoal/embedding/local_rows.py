@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.embedding.row_source import merged, uniques_of
 from shoal.embedding.row_table import RowTable
 from shoal.errors import TrainingError
-from shoal.runtime.transport.messages.ps import TableSpec
+from shoal.runtime.transport.messages.client_server import TableSpec
 
 
 class LocalRows:

@@ -17,7 +17,7 @@ from shoal.embedding.rules import rule_named
 from shoal.errors import ConfigError
 from shoal.runtime.kernel_cache import INT, ask_ahead, floating_kernel, inlined, matrix, mixed, vector
 from shoal.runtime.seeds import mix
-from shoal.runtime.transport.messages.ps import TableSpec
+from shoal.runtime.transport.messages.client_server import TableSpec
 
 _BLOCK = 16384
 _INITS = {"zeros": 0, "normal": 1, "uniform": 2}

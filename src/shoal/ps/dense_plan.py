@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from shoal.errors import ConfigError
-from shoal.runtime.transport.messages.ps import ChunkSpec, DensePart
+from shoal.runtime.transport.messages.client_server import ChunkSpec, DensePart
 
 Parameter: TypeAlias = tuple[str, tuple[int, ...], str, int]
 """Name, shape, dtype ("float32") and parameter group."""

@@ -37,7 +37,7 @@ from shoal.errors import ClusterError, ConfigError, PeerLost, WaitTimedOut
 from shoal.recovery import abortable_init as forming
 from shoal.recovery import device_group
 from shoal.recovery.store import ShoalStore, StoreWaitTimedOut
-from shoal.runtime.transport.messages.cluster import StoreCheck
+from shoal.runtime.transport.messages.worker_coordinator import StoreCheck
 
 MEET_TIMEOUT_S = 10.0
 """From the moment all ranks entered the view until all are here to form its group."""

@@ -18,8 +18,8 @@ from torch.distributed import DistStoreError
 
 from shoal.cluster.worker.coordinator_client import GRACE_S, CoordinatorClient
 from shoal.errors import ClusterError, WaitTimedOut
-from shoal.runtime.transport.messages.cluster import (
-    Message,
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.worker_coordinator import (
     StoreAdd,
     StoreAppend,
     StoreCheck,

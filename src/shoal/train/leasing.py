@@ -22,7 +22,7 @@ from shoal.data.sharding.sharding import Balanced, Dynamic, Equal, Measured, Sha
 from shoal.data.slice import Slice
 from shoal.errors import ConfigError
 from shoal.parallel.ps.relaxed import Naming, PsRelaxed
-from shoal.runtime.transport.messages.server_group import Leases, NoMoreLeases
+from shoal.runtime.transport.messages.worker_coordinator import Leases, NoMoreLeases
 from shoal.train.ledger_report import data_identity
 from shoal.train.position import Position
 

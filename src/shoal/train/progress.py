@@ -14,7 +14,7 @@ from shoal.config.job import Job
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.errors import Interrupted
-from shoal.runtime.transport.messages.cluster import Progress
+from shoal.runtime.transport.messages.supervisor import Progress
 from shoal.train.interrupts import asked_to_leave
 
 if TYPE_CHECKING:

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.runtime.transport import unix
-from shoal.runtime.transport.messages.ps import Committed, Hello, Pulled, PullRows, PushRows, Welcome
+from shoal.runtime.transport.messages.client_server import (
+    Committed,
+    Hello,
+    Pulled,
+    PullRows,
+    PushRows,
+    Welcome,
+)
 from shoal.runtime.transport.shared_server import Listener, ListenerConfig, Request
 
 PUSH = PushRows(view=1, stream=0, seq=1, table=0)

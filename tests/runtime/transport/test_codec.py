@@ -23,7 +23,10 @@ from shoal.runtime.transport.framing import (
     read_message,
     send_message,
 )
-from shoal.runtime.transport.messages.cluster import MESSAGES, Leave, Message, Progress, StoreGet, StoreSet
+from shoal.runtime.transport.messages import MESSAGES
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.supervisor import Progress
+from shoal.runtime.transport.messages.worker_coordinator import Leave, StoreGet, StoreSet
 
 FRAMES = Limits(header_bytes=1 << 20, num_frames=8, frames_bytes=1 << 20)
 

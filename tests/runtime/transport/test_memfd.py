@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from shoal.errors import ConfigError, WireError
 from shoal.runtime.transport import framing as codec
 from shoal.runtime.transport import memfd
-from shoal.runtime.transport.messages.cluster import StoreCheck
+from shoal.runtime.transport.messages.worker_coordinator import StoreCheck
 
 
 def open_fds() -> set[str]:

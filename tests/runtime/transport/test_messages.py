@@ -3,7 +3,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shoal.runtime.transport.messages.cluster import MESSAGES, Join, Message
+from shoal.runtime.transport.messages import MESSAGES
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.worker_coordinator import Join
 
 
 def test_every_message_class_is_in_the_table_of_messages() -> None:

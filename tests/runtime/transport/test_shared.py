@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from serving import HELLO, PULL, PUSH, serving
 
 from shoal.errors import LinkLost, PsError, WaitTimedOut
-from shoal.runtime.transport.messages.ps import Committed, Hello, PsRefused, Pulled
+from shoal.runtime.transport.messages.client_server import Committed, Hello, PsRefused, Pulled
 from shoal.runtime.transport.shared_client import Link
 from shoal.runtime.transport.shared_server import Request
 

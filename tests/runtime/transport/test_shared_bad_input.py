@@ -19,7 +19,7 @@ from shoal.errors import LinkLost, WireError
 from shoal.runtime.transport import memfd, shared_server, unix
 from shoal.runtime.transport.arena import ArenaConfig
 from shoal.runtime.transport.envelope import MAX_FRAMES, REQUEST_BYTES, Envelope, seal
-from shoal.runtime.transport.messages.ps import Committed, PsRefused
+from shoal.runtime.transport.messages.client_server import Committed, PsRefused
 from shoal.runtime.transport.shared_client import Link
 from shoal.runtime.transport.shared_server import ListenerConfig, Request
 

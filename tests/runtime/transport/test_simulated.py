@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import WireError
-from shoal.runtime.transport.messages.cluster import Leave, Message, StoreCount, StoreSet
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.worker_coordinator import Leave, StoreCount, StoreSet
 from shoal.runtime.transport.simulated import End, Network
 
 

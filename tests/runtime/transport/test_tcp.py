@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from shoal.errors import ConfigError, WireError
 from shoal.runtime.transport import framing as codec
 from shoal.runtime.transport import tcp
-from shoal.runtime.transport.messages.cluster import StoreCheck, StoreSet
+from shoal.runtime.transport.messages.worker_coordinator import StoreCheck, StoreSet
 
 LIMITS = codec.Limits(num_frames=4, frames_bytes=1 << 16)
 

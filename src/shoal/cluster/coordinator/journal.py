@@ -27,7 +27,7 @@ import msgspec
 
 from shoal.cluster.coordinator.journal_entries import Entry, Fact, Memory, StoreChanged
 from shoal.errors import JournalFailed, RunDirectoryError
-from shoal.runtime.transport.messages.cluster import (
+from shoal.runtime.transport.messages.worker_coordinator import (
     StoreCount,
     StoreDone,
     StoreFlag,

@@ -15,10 +15,10 @@ import msgspec
 
 from shoal.cluster.coordinator.lease_types import LeaseSnapshot
 from shoal.cluster.ledger.entries import LedgerFact
-from shoal.runtime.transport.messages.cluster import Join, Message, Reaped, Saved, ViewFormed
-from shoal.runtime.transport.messages.ledger import Noted
-from shoal.runtime.transport.messages.message import Count
-from shoal.runtime.transport.messages.server_group import AskLease, JoinServer, ReapedServer, ScaleServers
+from shoal.runtime.transport.messages.message import Count, Message
+from shoal.runtime.transport.messages.server_coordinator import JoinServer
+from shoal.runtime.transport.messages.supervisor import Noted, Reaped, ReapedServer, Saved, ScaleServers
+from shoal.runtime.transport.messages.worker_coordinator import AskLease, Join, ViewFormed
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted", tag_field="type", forbid_unknown_fields=True):

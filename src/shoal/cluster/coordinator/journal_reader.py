@@ -27,8 +27,8 @@ from shoal.cluster.ledger import entries as ledger_facts
 from shoal.cluster.ledger.entries import LedgerFact
 from shoal.cluster.ledger.ledger import Ledger
 from shoal.cluster.ledger.trained_file import Trained
-from shoal.runtime.transport.messages.cluster import Join
-from shoal.runtime.transport.messages.ledger import Noted
+from shoal.runtime.transport.messages.supervisor import Noted
+from shoal.runtime.transport.messages.worker_coordinator import Join
 
 NUM_TRIES = 20
 AGAIN_S = 0.01

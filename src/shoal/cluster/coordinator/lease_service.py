@@ -29,14 +29,13 @@ from shoal.cluster.coordinator.leases import Leases as Table
 from shoal.cluster.coordinator.store_table import Answer
 from shoal.cluster.ledger.entries import EpochLeased, RangesTrained, TrainingBegan
 from shoal.errors import ConfigError
-from shoal.runtime.transport.messages.cluster import WaitExpired
-from shoal.runtime.transport.messages.ledger import WorkerDrained, WorkerReadmitted
-from shoal.runtime.transport.messages.server_group import (
+from shoal.runtime.transport.messages.supervisor import LeaseCounts, WorkerDrained, WorkerReadmitted
+from shoal.runtime.transport.messages.worker_coordinator import (
     AskLease,
-    LeaseCounts,
     LeaseRefused,
     Leases,
     NoMoreLeases,
+    WaitExpired,
 )
 
 SNAPSHOT_EVERY = 256

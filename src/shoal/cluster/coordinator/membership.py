@@ -11,7 +11,7 @@ import math
 import signal
 from typing import NamedTuple
 
-from shoal.runtime.transport.messages.cluster import Join
+from shoal.runtime.transport.messages.worker_coordinator import Join
 
 
 class Member(NamedTuple):

@@ -35,7 +35,7 @@ from shoal.cluster.coordinator.slot_map import (
     plan_moves,
     switch,
 )
-from shoal.runtime.transport.messages.ps import ServerView
+from shoal.runtime.transport.messages.server_coordinator import ServerView
 
 # ---- events --------------------------------------------------------------------------------------
 

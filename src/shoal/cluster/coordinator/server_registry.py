@@ -25,18 +25,17 @@ from shoal.cluster.coordinator.journal_entries import (
 from shoal.cluster.coordinator.lease_service import LeaseDesk
 from shoal.cluster.coordinator.server_group import ServerGroup
 from shoal.cluster.coordinator.store_table import Answer
-from shoal.runtime.transport.messages.cluster import JoinRefused, WaitExpired
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.replication import SlotsFilled, StepLost
-from shoal.runtime.transport.messages.server_group import (
-    AskLease,
-    AskServers,
+from shoal.runtime.transport.messages.server_coordinator import (
     JoinedServer,
     JoinServer,
-    LeaseRefused,
     PingServer,
     RankDead,
     RankJoined,
+    SlotsFilled,
+    StepLost,
+)
+from shoal.runtime.transport.messages.supervisor import (
     ReapedServer,
     ScaleBegun,
     ScaleRefused,
@@ -44,6 +43,13 @@ from shoal.runtime.transport.messages.server_group import (
     ServersScaled,
     SlotsLost,
     SuspectServer,
+)
+from shoal.runtime.transport.messages.worker_coordinator import (
+    AskLease,
+    AskServers,
+    JoinRefused,
+    LeaseRefused,
+    WaitExpired,
 )
 
 PING_EVERY_S = 2.0

@@ -25,7 +25,8 @@ from shoal.errors import WireError
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import Decoder, encode
-from shoal.runtime.transport.messages.cluster import Message, StoreRefused, ViewFormed
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.worker_coordinator import StoreRefused, ViewFormed
 
 MAX_UNSENT_BYTES = 32 << 20
 """A client that leaves more than this unread is dropped."""

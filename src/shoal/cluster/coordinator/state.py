@@ -25,7 +25,21 @@ from shoal.cluster.coordinator.membership import Membership
 from shoal.cluster.coordinator.server_registry import Serving, ServingConfig
 from shoal.cluster.coordinator.store_table import Answer, StoreTable
 from shoal.cluster.coordinator.views import FormView, Views
-from shoal.runtime.transport.messages.cluster import (
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.server_coordinator import JoinServer, ServerAlive, SlotsFilled, StepLost
+from shoal.runtime.transport.messages.supervisor import (
+    Noted,
+    Reaped,
+    ReapedServer,
+    Saved,
+    ScaleServers,
+    Suspect,
+    Watch,
+    Watching,
+)
+from shoal.runtime.transport.messages.worker_coordinator import (
+    AskLease,
+    AskServers,
     BeginCall,
     CallGranted,
     CallRefused,
@@ -33,29 +47,14 @@ from shoal.runtime.transport.messages.cluster import (
     Join,
     Joined,
     JoinRefused,
+    Late,
+    LateHeard,
     Leave,
-    Message,
-    Reaped,
     Regroup,
-    Saved,
     ScriptEnded,
-    Suspect,
     ViewFormed,
     ViewRefused,
     WaitExpired,
-    Watch,
-    Watching,
-)
-from shoal.runtime.transport.messages.lateness import Late, LateHeard
-from shoal.runtime.transport.messages.ledger import Noted
-from shoal.runtime.transport.messages.replication import SlotsFilled, StepLost
-from shoal.runtime.transport.messages.server_group import (
-    AskLease,
-    AskServers,
-    JoinServer,
-    ReapedServer,
-    ScaleServers,
-    ServerAlive,
 )
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from shoal.runtime.transport.messages.cluster import (
-    Message,
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.worker_coordinator import (
     StoreAdd,
     StoreAppend,
     StoreCheck,

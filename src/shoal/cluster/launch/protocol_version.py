@@ -13,7 +13,7 @@ from shoal.cluster.coordinator.process import CoordinatorSpec
 from shoal.cluster.launch.server_spec import ServerSpec
 from shoal.cluster.worker.process import WorkerSpec
 from shoal.config.job import Job
-from shoal.runtime.transport.messages.cluster import MESSAGES
+from shoal.runtime.transport.messages import MESSAGES
 
 _SPECS: tuple[type, ...] = (WorkerSpec, CoordinatorSpec, ServerSpec, Job)
 

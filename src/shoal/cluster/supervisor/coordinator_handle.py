@@ -26,9 +26,16 @@ from shoal.cluster.supervisor.sockets import listen_unnamed
 from shoal.errors import JournalFailed, WireError
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import Decoder, encode
-from shoal.runtime.transport.messages.cluster import Message, Reaped, Saved, Watch, Watching
-from shoal.runtime.transport.messages.ledger import Noted
-from shoal.runtime.transport.messages.server_group import ReapedServer, ScaleServers
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.supervisor import (
+    Noted,
+    Reaped,
+    ReapedServer,
+    Saved,
+    ScaleServers,
+    Watch,
+    Watching,
+)
 
 ASK_EVERY_S = 3.0
 """How often it is asked whether it is there."""

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
 
 from shoal.cluster.supervisor import progress_text
-from shoal.runtime.transport.messages.cluster import Progress
+from shoal.runtime.transport.messages.supervisor import Progress
 
 if TYPE_CHECKING:
     from rich.table import Table

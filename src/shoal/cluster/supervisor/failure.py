@@ -17,7 +17,7 @@ import traceback
 import shoal
 from shoal import errors
 from shoal.errors import CoordinatorLost, Interrupted, PeerLost, ScriptExited, ScriptFailed, ShoalError
-from shoal.runtime.transport.messages.cluster import Failed
+from shoal.runtime.transport.messages.supervisor import Failed
 from shoal.runtime.user_frames import hide_ours
 
 MAX_TEXT_CHARS = 12_000

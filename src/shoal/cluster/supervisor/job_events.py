@@ -1,7 +1,7 @@
 """What happens to a job, what is done about it, and what it ends of: the words that `fate.py` thinks in.
 
 Pure data. What workers say of themselves (Failed, Finished) are messages and
-live in `shoal.runtime.transport.messages.cluster`.
+live in `shoal.runtime.transport.messages.supervisor`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shoal.runtime.transport.messages.cluster import Failed, Finished
+from shoal.runtime.transport.messages.supervisor import Failed, Finished
 
 LEAVE_SIGNALS = {
     signal.SIGINT: signal.SIGUSR1,  # not SIGINT: a script's own idea of Ctrl-C is for when it runs alone

@@ -61,7 +61,7 @@ from shoal.cluster.supervisor.job_events import (
     Suspected,
     Tick,
 )
-from shoal.runtime.transport.messages.cluster import Failed, Finished
+from shoal.runtime.transport.messages.supervisor import Failed, Finished
 
 
 class Phase(StrEnum):

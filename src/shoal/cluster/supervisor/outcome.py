@@ -18,7 +18,7 @@ from shoal.cluster.supervisor import failure
 from shoal.cluster.supervisor.job_events import CoordinatorDied, Died, Left, ServerDied, StateLost, Stuck
 from shoal.cluster.supervisor.job_lifecycle import Fate
 from shoal.errors import ClusterError, Interrupted, ShoalError, StageCannotRun, WaitTimedOut, WorkerDied
-from shoal.runtime.transport.messages.cluster import Failed, Finished, Progress, Saved
+from shoal.runtime.transport.messages.supervisor import Failed, Finished, Progress, Saved
 
 
 @dataclass(slots=True)

@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.runtime.transport.messages.cluster import (
-        Progress,  # `shoal --help` reads this file too, and answers at once
-    )
+    from shoal.runtime.transport.messages.supervisor import Progress
 
 
 def rate(per_s: float) -> str:

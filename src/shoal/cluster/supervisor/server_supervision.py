@@ -24,10 +24,9 @@ from shoal.cluster.supervisor.outcome import Outcome
 from shoal.cluster.supervisor.output import Screen
 from shoal.cluster.supervisor.server_handles import Server, ServerKeeper
 from shoal.cluster.worker.process import WorkerSpec
-from shoal.runtime.transport.messages.ledger import WorkerDrained, WorkerReadmitted
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import ServerView
-from shoal.runtime.transport.messages.server_group import (
+from shoal.runtime.transport.messages.server_coordinator import ServerView
+from shoal.runtime.transport.messages.supervisor import (
     LeaseCounts,
     ReapedServer,
     ScaleBegun,
@@ -36,6 +35,8 @@ from shoal.runtime.transport.messages.server_group import (
     ServersScaled,
     SlotsLost,
     SuspectServer,
+    WorkerDrained,
+    WorkerReadmitted,
 )
 
 NUM_LAST_LINES = 8

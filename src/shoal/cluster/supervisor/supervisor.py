@@ -45,20 +45,20 @@ from shoal.config.faults import Faults, Injector
 from shoal.errors import ClusterError
 from shoal.runtime import scratch
 from shoal.runtime.events import RESULTS_LET_GO
-from shoal.runtime.transport.messages.cluster import (
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.supervisor import (
     Failed,
     Finished,
     Happened,
     Live,
-    Message,
+    Noted,
     Progress,
     Reaped,
     Saved,
     Suspect,
-    ViewFormed,
     Watching,
 )
-from shoal.runtime.transport.messages.ledger import Noted
+from shoal.runtime.transport.messages.worker_coordinator import ViewFormed
 
 REAP_TIMEOUT_S = 10.0
 """From SIGKILL to the news of it. Longer only where the kernel itself is stuck (a dead disk)."""

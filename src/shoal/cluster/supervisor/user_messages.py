@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shoal.cluster.supervisor import job_events as fate_events
 from shoal.cluster.supervisor.outcome import how_it_ended, lost_state
-from shoal.runtime.transport.messages.cluster import Saved
-from shoal.runtime.transport.messages.ps import ServerView
+from shoal.runtime.transport.messages.server_coordinator import ServerView
+from shoal.runtime.transport.messages.supervisor import Saved
 
 
 def replacing(died: fate_events.Died, max_restarts: int) -> str:

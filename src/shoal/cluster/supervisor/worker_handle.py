@@ -24,7 +24,7 @@ from shoal.cluster.supervisor.output import Log, Pipe, Screen
 from shoal.cluster.worker.process import WorkerSpec, encode_spec
 from shoal.errors import WireError
 from shoal.runtime.transport import framing as codec
-from shoal.runtime.transport.messages.cluster import Message
+from shoal.runtime.transport.messages.message import Message
 
 MAX_STATUS_BYTES = 256 * 1024
 _CREDENTIALS_BYTES = socket.CMSG_SPACE(struct.calcsize("iII"))  # room for who sent it, and for no descriptor

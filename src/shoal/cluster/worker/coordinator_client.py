@@ -12,7 +12,8 @@ from typing import TypeVar
 from shoal.errors import CallsDiffer, ClusterError, CoordinatorLost, WaitTimedOut, WireError
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import encode, read_message
-from shoal.runtime.transport.messages.cluster import (
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.worker_coordinator import (
     BeginCall,
     CallGranted,
     CallRefused,
@@ -21,7 +22,6 @@ from shoal.runtime.transport.messages.cluster import (
     Joined,
     JoinRefused,
     Leave,
-    Message,
     Regroup,
     ScriptEnded,
     StoreRefused,

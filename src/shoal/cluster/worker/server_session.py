@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 from shoal.cluster.worker.coordinator_client import CoordinatorClient
 from shoal.config.job import Job
 from shoal.errors import ClusterError, WireError
-from shoal.runtime.transport.messages.lateness import Late
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import ServerView
-from shoal.runtime.transport.messages.server_group import (
+from shoal.runtime.transport.messages.server_coordinator import ServerView
+from shoal.runtime.transport.messages.worker_coordinator import (
     AskLease,
     AskServers,
+    Late,
     LeaseRefused,
     Leases,
     NoMoreLeases,

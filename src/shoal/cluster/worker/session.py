@@ -27,17 +27,17 @@ from shoal.cluster.worker.coordinator_client import CoordinatorClient, Regroupin
 from shoal.runtime import events as happenings
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport import framing as codec
-from shoal.runtime.transport.messages.cluster import (
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.supervisor import (
     Failed,
     Finished,
     Happened,
     Live,
-    Message,
+    Noted,
     Progress,
     Saved,
-    ViewFormed,
 )
-from shoal.runtime.transport.messages.ledger import Noted
+from shoal.runtime.transport.messages.worker_coordinator import ViewFormed
 
 REPORT_EVERY_S = 0.1
 """Progress is told at most so often, except where a phase or an epoch begins or ends."""

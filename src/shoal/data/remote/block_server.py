@@ -45,7 +45,7 @@ from shoal.runtime.transport.messages.blocks import (
     WantBlocks,
     WhichBlocks,
 )
-from shoal.runtime.transport.messages.cluster import Message
+from shoal.runtime.transport.messages.message import Message
 
 FETCH_TIMEOUT_S = 60.0
 """How long a block is asked for anywhere before the reader is told that it cannot be had."""

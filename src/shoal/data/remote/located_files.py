@@ -36,7 +36,7 @@ from shoal.runtime.transport.messages.blocks import (
     ShareFiles,
     SpreadFiles,
 )
-from shoal.runtime.transport.messages.cluster import Message
+from shoal.runtime.transport.messages.message import Message
 
 CENTRAL = 0
 """The host that serves files of `location="central"`: rank 0's."""

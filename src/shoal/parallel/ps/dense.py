@@ -19,7 +19,7 @@ from shoal.ps.client.server_group import Group
 from shoal.ps.client.step import Step
 from shoal.ps.dense_plan import plan_chunks
 from shoal.ps.server.dense import as_flat
-from shoal.runtime.transport.messages.ps import ChunkSpec
+from shoal.runtime.transport.messages.client_server import ChunkSpec
 
 
 @dataclass(slots=True)

@@ -42,7 +42,7 @@ from shoal.ps.dense_plan import check_optimizer
 from shoal.recovery.replay_log import Timeline
 from shoal.recovery.state_transfer import Part
 from shoal.runtime.failpoints import failpoint
-from shoal.runtime.transport.messages.ps import StepEnd
+from shoal.runtime.transport.messages.client_server import StepEnd
 
 
 class Ps:

@@ -27,7 +27,7 @@ from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import served
 from shoal.ps.client.step import Step
 from shoal.recovery.state_transfer import Part
-from shoal.runtime.transport.messages.ps import StepEnd
+from shoal.runtime.transport.messages.client_server import StepEnd
 
 
 class PsHybrid(Ddp):

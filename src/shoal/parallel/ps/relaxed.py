@@ -33,7 +33,7 @@ from shoal.ps.client.pulls import DenseLook, DensePull
 from shoal.ps.client.step import Step
 from shoal.recovery.state_transfer import Part
 from shoal.runtime.failpoints import failpoint
-from shoal.runtime.transport.messages.ps import Hold, Rest, StepEnd
+from shoal.runtime.transport.messages.client_server import Hold, Rest, StepEnd
 
 STOP, CHECKPOINT, LEAVE = 1, 2, 4
 

@@ -19,7 +19,7 @@ from shoal.parallel.ps.embedding_placement import Taken
 from shoal.ps.client.bulk_transfer import read_table
 from shoal.ps.client.pulls import RowsPull
 from shoal.ps.client.server_group import Group
-from shoal.runtime.transport.messages.ps import TableSpec
+from shoal.runtime.transport.messages.client_server import TableSpec
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}

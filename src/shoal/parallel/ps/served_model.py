@@ -33,7 +33,7 @@ from shoal.ps.client.pulls import RowsPull
 from shoal.ps.client.server_group import Group
 from shoal.ps.client.step import Step
 from shoal.ps.numbering import CHUNKS_PER_MODEL, TABLES_PER_MODEL
-from shoal.runtime.transport.messages.ps import DeclareDense, DeclareTable
+from shoal.runtime.transport.messages.client_server import DeclareDense, DeclareTable
 
 BLOCK_BYTES = 4 << 20
 """Of rows that are written or brought home at a time: what lies in exchange buffers, and in copies on both sides."""

@@ -27,7 +27,7 @@ from shoal.recovery.call_results import KeptResults
 from shoal.recovery.replay_log import Timeline
 from shoal.recovery.state_transfer import Heritage, Part
 from shoal.runtime.failpoints import failpoint
-from shoal.runtime.transport.messages.ps import AskNote, Commit, DeclareMode, Note, Post, Posted
+from shoal.runtime.transport.messages.client_server import AskNote, Commit, DeclareMode, Note, Post, Posted
 
 Vector: TypeAlias = NDArray[np.float64]
 

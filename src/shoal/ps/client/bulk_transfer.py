@@ -15,8 +15,7 @@ from shoal.ps.client.pulls import split
 from shoal.ps.client.server_group import Group
 from shoal.ps.packing import memory_of
 from shoal.runtime.transport.arena import Buffer
-from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
     Chunk,
     ChunkSpec,
     ReadChunk,
@@ -28,6 +27,7 @@ from shoal.runtime.transport.messages.ps import (
     WriteMarks,
     WriteRows,
 )
+from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.shared_client import Link
 
 

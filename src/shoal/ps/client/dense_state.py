@@ -19,7 +19,7 @@ import torch
 from shoal.errors import CheckpointError
 from shoal.ps.dense_plan import num_elements
 from shoal.ps.server.dense import StateEntry
-from shoal.runtime.transport.messages.ps import ChunkSpec, DensePart
+from shoal.runtime.transport.messages.client_server import ChunkSpec, DensePart
 
 Read: TypeAlias = tuple[torch.Tensor, list[StateEntry], list[torch.Tensor]]
 """What DenseStore.read gives."""

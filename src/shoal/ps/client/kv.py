@@ -37,7 +37,13 @@ from shoal.ps.client.kv_queue import Line
 from shoal.ps.client.kv_requests import Pull, Push, Request
 from shoal.ps.client.kv_tables import Arrays, Dtype, Init
 from shoal.ps.client.server_group import Group
-from shoal.runtime.transport.messages.ps import DeclareMode, DeclareTable, Marks, ReadMarks, TableSpec
+from shoal.runtime.transport.messages.client_server import (
+    DeclareMode,
+    DeclareTable,
+    Marks,
+    ReadMarks,
+    TableSpec,
+)
 
 FIRST_STREAM = 1 << 62
 """Leases of training are streams below it."""

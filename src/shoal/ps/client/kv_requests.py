@@ -19,8 +19,15 @@ from shoal.ps.client.pulls import split
 from shoal.ps.client.server_group import Group, ViewChanged
 from shoal.ps.packing import memory_of
 from shoal.runtime.transport.arena import Buffer
+from shoal.runtime.transport.messages.client_server import (
+    PsRefused,
+    PullRows,
+    PushRows,
+    StepEnd,
+    TableSpec,
+    ViewOver,
+)
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import PsRefused, PullRows, PushRows, StepEnd, TableSpec, ViewOver
 from shoal.runtime.transport.shared_client import Link
 
 

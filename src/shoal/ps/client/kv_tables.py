@@ -19,7 +19,7 @@ from shoal.errors import ConfigError
 from shoal.ps.kernels import first_wrong_key
 from shoal.ps.numbering import FIRST_NAMED
 from shoal.runtime.seeds import mix
-from shoal.runtime.transport.messages.ps import TableSpec
+from shoal.runtime.transport.messages.client_server import TableSpec
 
 Arrays: TypeAlias = ArrayLike | torch.Tensor
 Keys: TypeAlias = NDArray[np.int64]

@@ -17,7 +17,7 @@ from shoal.ps.client.server_group import Group
 from shoal.ps.kernels import partition
 from shoal.ps.packing import memory_of
 from shoal.runtime.transport.arena import Buffer
-from shoal.runtime.transport.messages.ps import PullDense, Pulled, PullRows
+from shoal.runtime.transport.messages.client_server import PullDense, Pulled, PullRows
 from shoal.runtime.transport.shared_client import Link
 
 

@@ -21,10 +21,18 @@ from numpy.typing import NDArray
 from shoal.errors import LinkLost, ServerRefused, WaitTimedOut
 from shoal.runtime.transport import memfd
 from shoal.runtime.transport.arena import Buffer
-from shoal.runtime.transport.messages.host_shared import AskDense, DenseAt
-from shoal.runtime.transport.messages.lateness import AskMissing, Missing
+from shoal.runtime.transport.messages.client_server import (
+    AskDense,
+    AskMissing,
+    Declared,
+    DenseAt,
+    Hello,
+    Missing,
+    PsRefused,
+    ViewOver,
+)
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import Declared, Hello, PsRefused, ServerView, ViewOver
+from shoal.runtime.transport.messages.server_coordinator import ServerView
 from shoal.runtime.transport.shared_client import Link
 
 BEHIND_S = 0.005

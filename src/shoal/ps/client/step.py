@@ -19,7 +19,14 @@ from shoal.ps.client.pulls import split
 from shoal.ps.client.server_group import Group
 from shoal.ps.packing import memory_of
 from shoal.runtime.transport.arena import Buffer
-from shoal.runtime.transport.messages.ps import Commit, Committed, PushDense, PushRows, StepEnd, Summed
+from shoal.runtime.transport.messages.client_server import (
+    Commit,
+    Committed,
+    PushDense,
+    PushRows,
+    StepEnd,
+    Summed,
+)
 from shoal.runtime.transport.shared_client import Link
 
 NUM_SLOTS = 256

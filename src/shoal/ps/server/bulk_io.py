@@ -13,8 +13,7 @@ from shoal.ps.server.records import ChunkRecord, ClockRecord, MarksRecord, RowsR
 from shoal.ps.server.replication import Change, Written
 from shoal.ps.server.state import State
 from shoal.ps.slots import slot_of
-from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
     Chunk,
     Declared,
     Marks,
@@ -27,6 +26,7 @@ from shoal.runtime.transport.messages.ps import (
     WriteMarks,
     WriteRows,
 )
+from shoal.runtime.transport.messages.message import Message
 
 
 def answer_whole(state: State, mine: Slots, request: Request) -> tuple[Message, list[Frame], Change | None]:

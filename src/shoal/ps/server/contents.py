@@ -24,7 +24,7 @@ from shoal.ps.server.applied_seqs import Slots, no_slots
 from shoal.ps.server.dense import DenseStore, as_flat
 from shoal.ps.server.table import Table
 from shoal.ps.slots import slot_of
-from shoal.runtime.transport.messages.ps import ChunkSpec, DeclareDense, Settings, TableSpec
+from shoal.runtime.transport.messages.client_server import ChunkSpec, DeclareDense, Settings, TableSpec
 
 Keys = npt.NDArray[np.int64]
 Values = npt.NDArray[np.floating]

@@ -16,7 +16,7 @@ from shoal.errors import CoordinatorLost, WireError
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import Decoder, encode
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.server_group import JoinServer
+from shoal.runtime.transport.messages.server_coordinator import JoinServer
 
 RECONNECT_S = 30.0
 """A coordinator that was killed is back within a second; one that is not back after so long is lost."""

@@ -22,18 +22,20 @@ from shoal.ps.server.contents import Refusal
 from shoal.ps.server.records import FollowingRecord, SlotRecord, decode, from_bits
 from shoal.ps.server.replication import Change, first_number
 from shoal.ps.server.serving import Serving
-from shoal.runtime.transport.messages.host_shared import AskDense, DenseAt
-from shoal.runtime.transport.messages.lateness import AskMissing, Missing
-from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
+    AskDense,
+    AskMissing,
     AskNote,
     Commit,
+    CopySlot,
     Declared,
     DeclareDense,
     DeclareMode,
     DeclareTable,
+    DenseAt,
     Hello,
     Hold,
+    Missing,
     Post,
     PsRefused,
     PullDense,
@@ -43,8 +45,9 @@ from shoal.runtime.transport.messages.ps import (
     ReadChunk,
     ReadMarks,
     ReadRows,
+    Replicate,
+    Replicated,
     Rest,
-    ServerView,
     SetClock,
     StepEnd,
     ViewOver,
@@ -53,7 +56,8 @@ from shoal.runtime.transport.messages.ps import (
     WriteMarks,
     WriteRows,
 )
-from shoal.runtime.transport.messages.replication import CopySlot, Replicate, Replicated, SlotsFilled
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.server_coordinator import ServerView, SlotsFilled
 
 MAX_EARLY = 4096
 """Requests of views to come that are kept until the view is here; beyond it they are answered ViewOver."""

@@ -18,7 +18,7 @@ from shoal.errors import ConfigError
 from shoal.ps.dense_plan import optimizer_class, torch_dtype
 from shoal.ps.server.dense_chunk import Chunk
 from shoal.ps.server.dense_memory import DenseMemory
-from shoal.runtime.transport.messages.ps import ChunkSpec, Settings
+from shoal.runtime.transport.messages.client_server import ChunkSpec, Settings
 
 StateEntry: TypeAlias = tuple[int, str, str, list[int]]
 """(part, key, dtype, shape) of one tensor of optimizer state."""

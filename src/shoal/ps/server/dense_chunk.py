@@ -18,7 +18,7 @@ import torch
 
 from shoal.ps.dense_plan import ELEMENT_WISE, num_elements, torch_dtype
 from shoal.ps.server.dense_memory import DenseMemory
-from shoal.runtime.transport.messages.ps import ChunkSpec, Settings
+from shoal.runtime.transport.messages.client_server import ChunkSpec, Settings
 
 State = Mapping[int, Mapping[str, torch.Tensor]]
 """By part, then by key."""

@@ -20,16 +20,17 @@ from shoal.ps.server.coordinator_connection import CoordinatorLine
 from shoal.ps.server.memory_limit import MemoryGuard
 from shoal.ps.server.peers import ServerLinks
 from shoal.runtime.transport import shared_server
-from shoal.runtime.transport.messages.cluster import JoinRefused, Leave
+from shoal.runtime.transport.messages.client_server import Hello, PsRefused
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import Hello, PsRefused, ServerView
-from shoal.runtime.transport.messages.server_group import (
+from shoal.runtime.transport.messages.server_coordinator import (
     JoinedServer,
     PingServer,
     RankDead,
     RankJoined,
     ServerAlive,
+    ServerView,
 )
+from shoal.runtime.transport.messages.worker_coordinator import JoinRefused, Leave
 from shoal.runtime.transport.shared_server import Listener, ListenerConfig
 
 TICK_S = 0.1

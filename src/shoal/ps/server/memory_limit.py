@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from shoal.runtime.memory import available_bytes
-from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
+    CopySlot,
     DeclareDense,
     DeclareTable,
     PullRows,
@@ -26,7 +26,7 @@ from shoal.runtime.transport.messages.ps import (
     WriteChunk,
     WriteRows,
 )
-from shoal.runtime.transport.messages.replication import CopySlot
+from shoal.runtime.transport.messages.message import Message
 
 LOOK_EVERY_S = 0.02
 """At what this process holds: one file of the kernel's, 20 µs."""

@@ -16,8 +16,9 @@ from shoal.errors import ArenaFull, LinkLost
 from shoal.ps.server.actions import Send
 from shoal.runtime.transport.arena import ArenaConfig, Buffer
 from shoal.runtime.transport.framing import Bytes
+from shoal.runtime.transport.messages.client_server import Hello
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import Hello, ServerView
+from shoal.runtime.transport.messages.server_coordinator import ServerView
 from shoal.runtime.transport.shared_client import INLINE_BYTES, Link
 
 

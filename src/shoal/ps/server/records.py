@@ -13,8 +13,8 @@ import numpy as np
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.ps.server.applied_seqs import Slots
+from shoal.runtime.transport.messages.client_server import DeclareDense, DeclareMode, Settings, TableSpec
 from shoal.runtime.transport.messages.message import Count
-from shoal.runtime.transport.messages.ps import DeclareDense, DeclareMode, Settings, TableSpec
 
 Notes: TypeAlias = list[tuple[int, int]]
 """(rank, anchored_at); the notes themselves are frames."""

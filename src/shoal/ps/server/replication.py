@@ -21,8 +21,8 @@ from typing import TypeAlias
 from shoal.ps.server.actions import Frame, Send
 from shoal.ps.server.applied_seqs import Slots, no_slots
 from shoal.ps.server.records import FollowingRecord, Record, encode, to_bits
-from shoal.runtime.transport.messages.ps import ServerView
-from shoal.runtime.transport.messages.replication import CopySlot, Replicate
+from shoal.runtime.transport.messages.client_server import CopySlot, Replicate
+from shoal.runtime.transport.messages.server_coordinator import ServerView
 
 Written: TypeAlias = tuple[Record, list[Frame]]
 

@@ -19,8 +19,15 @@ from shoal.ps.server.staging import Contribution, read_vector
 from shoal.ps.server.state import Counted
 from shoal.ps.server.summing import HURRIED, LOSSES, Steps, Sum
 from shoal.ps.server.waiting import Waiting, expect_frames
-from shoal.runtime.transport.messages.ps import Commit, Committed, PushDense, PushRows, StepEnd, Summed
-from shoal.runtime.transport.messages.replication import StepLost
+from shoal.runtime.transport.messages.client_server import (
+    Commit,
+    Committed,
+    PushDense,
+    PushRows,
+    StepEnd,
+    Summed,
+)
+from shoal.runtime.transport.messages.server_coordinator import StepLost
 
 
 class Serving(Waiting):

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from shoal.ps.server.contents import Keys, Refusal, Values, Vector
-from shoal.runtime.transport.messages.ps import PushDense, PushRows, StepEnd
+from shoal.runtime.transport.messages.client_server import PushDense, PushRows, StepEnd
 
 MAX_NAMES = 16
 """Names under which one connection may have pushed without a StepEnd: a client works on one step, or a few."""

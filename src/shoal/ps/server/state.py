@@ -39,7 +39,7 @@ from shoal.ps.server.replication import Written
 from shoal.ps.server.summing import HURRIED, Steps
 from shoal.ps.server.table import Table
 from shoal.ps.slots import slot_of
-from shoal.runtime.transport.messages.ps import DeclareMode
+from shoal.runtime.transport.messages.client_server import DeclareMode
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from shoal.ps.server.applied_seqs import Slots
 from shoal.ps.server.contents import Contents, Keys, Update, Values, Vector, restrict
 from shoal.ps.server.records import LastStep
 from shoal.ps.server.staging import Contribution
-from shoal.runtime.transport.messages.ps import DeclareMode
+from shoal.runtime.transport.messages.client_server import DeclareMode
 
 COUNT, LOSSES = 0, 4
 """Where the count and the first rank's loss are in a step's vector; see parallel/step_result.py."""

@@ -14,7 +14,7 @@ from shoal.embedding.row_table import RowTable
 from shoal.errors import ConfigError
 from shoal.ps.kernels import add_digests, add_rows, add_squares, first_wrong_key
 from shoal.ps.slots import slot_of
-from shoal.runtime.transport.messages.ps import TableSpec
+from shoal.runtime.transport.messages.client_server import TableSpec
 
 _INT64 = np.iinfo(np.int64)
 

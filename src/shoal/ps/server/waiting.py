@@ -21,8 +21,7 @@ from shoal.ps.server.replication import Change, Replication, Written
 from shoal.ps.server.staging import Staging
 from shoal.ps.server.state import State
 from shoal.ps.server.summing import HURRIED, Steps
-from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.ps import (
+from shoal.runtime.transport.messages.client_server import (
     AskNote,
     Note,
     Post,
@@ -32,7 +31,8 @@ from shoal.runtime.transport.messages.ps import (
     PullRows,
     ViewOver,
 )
-from shoal.runtime.transport.messages.replication import StepLost
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.server_coordinator import StepLost
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from shoal.errors import WireError
 from shoal.runtime.transport import framing as codec
 from shoal.runtime.transport import memfd
 from shoal.runtime.transport.framing import Bytes, Limits, Received
-from shoal.runtime.transport.messages.cluster import Message
+from shoal.runtime.transport.messages.message import Message
 
 MAX_FRAMES = 4096
 """Of one message, and as many buffers for its answer."""

@@ -25,7 +25,8 @@ from typing import TypeAlias, Union
 import msgspec
 
 from shoal.errors import WireError
-from shoal.runtime.transport.messages.cluster import MESSAGES, Message
+from shoal.runtime.transport.messages import MESSAGES
+from shoal.runtime.transport.messages.message import Message
 
 MAGIC = b"SHOL"
 VERSION = 1

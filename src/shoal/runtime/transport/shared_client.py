@@ -32,8 +32,8 @@ from shoal.runtime.transport.envelope import (
     seal,
 )
 from shoal.runtime.transport.framing import Bytes
-from shoal.runtime.transport.messages.cluster import Message
-from shoal.runtime.transport.messages.ps import Hello, PsRefused, Welcome
+from shoal.runtime.transport.messages.client_server import Hello, PsRefused, Welcome
+from shoal.runtime.transport.messages.message import Message
 
 INLINE_BYTES = 4096
 """Buffers up to this size are sent in the socket: that is quicker than looking them up."""

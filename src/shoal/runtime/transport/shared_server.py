@@ -33,8 +33,8 @@ from shoal.runtime.transport.envelope import (
     seal,
 )
 from shoal.runtime.transport.framing import Bytes, Received
-from shoal.runtime.transport.messages.cluster import Message
-from shoal.runtime.transport.messages.ps import PsRefused
+from shoal.runtime.transport.messages.client_server import PsRefused
+from shoal.runtime.transport.messages.message import Message
 
 SPARE_FILES = 2 * MAX_NEW_SEGMENTS
 """Descriptors that are left for what one look at a socket may bring, and for the server's own."""

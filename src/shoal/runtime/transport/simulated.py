@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from shoal.runtime.transport.framing import decode, encode
-from shoal.runtime.transport.messages.cluster import Message
+from shoal.runtime.transport.messages.message import Message
 
 Schedule = Callable[..., None]
 """schedule(delay_s, action, *arguments): do it so much later."""

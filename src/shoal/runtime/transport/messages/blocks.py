@@ -125,23 +125,3 @@ class BlockRefused(Message, frozen=True, tag="block-refused"):
     """Keeper to worker or keeper: "I cannot", and why."""
 
     reason: str
-
-
-BLOCK_MESSAGES: tuple[type[Message], ...] = (
-    ShareFiles,
-    AskFiles,
-    FilesAre,
-    NeedBlocks,
-    FetchBlock,
-    BlockKept,
-    AskBlock,
-    BlockIs,
-    BlockAt,
-    WhichBlocks,
-    WantBlocks,
-    TakeBlock,
-    SpreadFiles,
-    BlocksNoted,
-    BlockRefused,
-)
-"""All of them; `messages.py` adds them to what a decoder accepts."""

@@ -1,4 +1,4 @@
-"""The sentences of the parameter server: between its clients (workers, `shoal.ps.connect`), its servers, and each other.
+"""Messages to a parameter server and its answers: clients (workers, `shoal.ps.connect`) and other servers.
 
 Every request has a ticket, given by the transport, under which its answer
 comes back; requests of one connection are heard in the order in which they
@@ -21,12 +21,12 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from shoal.runtime.transport.messages.message import Count, Message
-from shoal.runtime.transport.messages.replication import REPLICATION_MESSAGES
 
 Settings: TypeAlias = dict[str, bool | int | float | str | list[float] | None]
 """Hyper-parameters of a parameter group, by name."""
 
-# ---- meeting -------------------------------------------------------------------------------------
+
+# ---- connecting ---------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True, tag="ps-hello"):
@@ -62,22 +62,7 @@ class ViewOver(Message, frozen=True, tag="ps-view-over"):
     view: Count
 
 
-class ServerView(Message, frozen=True, tag="server-view"):
-    """Coordinator to servers and clients: which servers hold which slots from now on.
-
-    `holders[slot]` are numbers of servers, the primary first; `incarnations`
-    is by server, for those that are in.
-    """
-
-    view: Count
-    holders: list[list[Count]]
-    incarnations: dict[int, Count]
-    joining: dict[int, list[int]] = msgspec.field(
-        default_factory=dict
-    )  # slot -> servers being filled: they follow updates and answer nobody
-
-
-# ---- what there is -------------------------------------------------------------------------------
+# ---- declarations -------------------------------------------------------------------------------
 
 
 class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,7 +94,7 @@ class DensePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Count
     ]  # of this part, as the optimizer sees it: flat, or the parameter's own where it is not cut
     offset: Count  # of its first element in the flattened parameter
-    group: Count  # parameter group of the optimizer
+    group: Count
 
 
 class ChunkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,7 +116,7 @@ class DeclareDense(Message, frozen=True, tag="ps-declare-dense"):
     chunks: list[ChunkSpec]
     optimizer: str  # name in torch.optim
     groups: list[Settings]  # settings of each parameter group, plain values
-    model: Count = 0  # of those of a script; numbers of chunks are its own
+    model: Count = 0
 
 
 class DeclareMode(Message, frozen=True, tag="ps-declare-mode"):
@@ -143,7 +128,7 @@ class DeclareMode(Message, frozen=True, tag="ps-declare-mode"):
     two_phase: bool = (
         False  # exact: an update waits for Commit (several servers, or a norm to be known first)
     )
-    wants_norm: bool = False  # exact: Summed carries the squares of the gradient, by slot
+    wants_norm: bool = False
 
 
 class Declared(Message, frozen=True, tag="ps-declared"):
@@ -152,7 +137,7 @@ class Declared(Message, frozen=True, tag="ps-declared"):
     is_new: bool
 
 
-# ---- a step --------------------------------------------------------------------------------------
+# ---- a step -------------------------------------------------------------------------------------
 
 
 class PushRows(Message, frozen=True, tag="ps-push-rows"):
@@ -176,9 +161,7 @@ class PushDense(Message, frozen=True, tag="ps-push-dense"):
     stream: Count
     seq: Count
     chunk: Count
-    unused: list[Count] = msgspec.field(
-        default_factory=list
-    )  # parts of the chunk without gradient on this worker; zeros stand in their place
+    unused: list[Count] = msgspec.field(default_factory=list)
 
 
 class StepEnd(Message, frozen=True, tag="ps-step-end"):
@@ -231,7 +214,7 @@ class Commit(Message, frozen=True, tag="ps-commit"):
     seq: Count
     factor: float
     apply: bool
-    norm: float = 0.0  # of the gradient before clipping, for those who ask later what came of the step
+    norm: float = 0.0
 
 
 class Committed(Message, frozen=True, tag="ps-committed"):
@@ -263,6 +246,9 @@ class Rest(Message, frozen=True, tag="ps-rest"):
     rank: Count
 
 
+# ---- weights ------------------------------------------------------------------------------------
+
+
 class PullRows(Message, frozen=True, tag="ps-pull-rows"):
     """Client to server: these rows, as of the moment `clock` allows. Answered by Pulled.
 
@@ -274,7 +260,7 @@ class PullRows(Message, frozen=True, tag="ps-pull-rows"):
     view: Count
     clock: Count
     table: Count
-    create: bool = True  # rows that are not there come to be; else their first values are given and not kept
+    create: bool = True
 
 
 class PullDense(Message, frozen=True, tag="ps-pull-dense"):
@@ -292,7 +278,26 @@ class Pulled(Message, frozen=True, tag="ps-pulled"):
     slowest: Count
 
 
-# ---- exchanges between workers that are not steps --------------------------------------------------
+class AskDense(Message, frozen=True, tag="ps-ask-dense"):
+    """Client to server: "where are your chunks?" Answered by DenseAt.
+
+    What is read there is of one version only while the server cannot update:
+    in exact steps, between a pull's answer and the reader's next StepEnd.
+    """
+
+    view: Count
+
+
+class DenseAt(Message, frozen=True, tag="ps-dense-at"):
+    """Server to client: (chunk, memory, offset in bytes) of every chunk it answers for, and the bytes of each memory,
+    whose descriptors come with this sentence; they can only be read.
+    """
+
+    places: list[tuple[int, int, int]]
+    memories: list[Count]
+
+
+# ---- exchanges between workers ------------------------------------------------------------------
 
 
 class Post(Message, frozen=True, tag="ps-post"):
@@ -329,10 +334,23 @@ class Note(Message, frozen=True, tag="ps-note"):
     anchored_at: Count
     log: list[Count]
     is_commit: list[bool]
-    updates: Count  # steps committed, on this server
+    updates: Count
 
 
-# ---- state as a whole: checkpoints -----------------------------------------------------------------
+# ---- stragglers ---------------------------------------------------------------------------------
+
+
+class AskMissing(Message, frozen=True, tag="ps-ask-missing"):
+    """Client to server: "whose contribution is it that my requests wait for?" Answered by Missing, at once, in any view."""
+
+
+class Missing(Message, frozen=True, tag="ps-missing"):
+    """Server to client: these ranks; none where nothing of the asker waits for a rank."""
+
+    ranks: list[Count]
+
+
+# ---- state as a whole ---------------------------------------------------------------------------
 
 
 class ReadRows(Message, frozen=True, tag="ps-read-rows"):
@@ -347,7 +365,7 @@ class Rows(Message, frozen=True, tag="ps-rows"):
     """Server to client. Frames: int64 keys, increasing; then values; then the state, `state_dim` numbers per row."""
 
     state_dim: Count
-    step: Count  # of the table's rule
+    step: Count
 
 
 class WriteRows(Message, frozen=True, tag="ps-write-rows"):
@@ -411,12 +429,31 @@ class WriteMarks(Message, frozen=True, tag="ps-write-marks"):
     view: Count
 
 
-PS_MESSAGES: tuple[type[Message], ...] = (
-    Hello, Welcome, PsRefused, ViewOver, ServerView,
-    DeclareTable, DeclareDense, DeclareMode, Declared,
-    PushRows, PushDense, StepEnd, Summed, Commit, Committed, Rest, PullRows, PullDense, Pulled,
-    Post, Posted, AskNote, Note,
-    ReadRows, Rows, WriteRows, ReadChunk, Chunk, WriteChunk, SetClock, Hold, ReadMarks, Marks, WriteMarks,
-    *REPLICATION_MESSAGES,
-)  # fmt: skip
-"""All of them; `messages.py` adds them to what a decoder accepts."""
+# ---- replication: server to server --------------------------------------------------------------
+
+
+class Replicate(Message, frozen=True, tag="ps-replicate"):
+    """Primary to replica: one update of its slots, after aggregation, in the primary's order. Answered by Replicated.
+
+    The replica runs the same rule on it. `record` describes the frames, see
+    ps/server/records.py. Repeating it is safe within one connection: `number` counts.
+    """
+
+    view: Count
+    number: Count
+    record: bytes
+
+
+class Replicated(Message, frozen=True, tag="ps-replicated"):
+    """Replica to primary: "I have all up to this number"."""
+
+    number: Count
+
+
+class CopySlot(Message, frozen=True, tag="ps-copy-slot"):
+    """Primary to a joining replica: all of one slot as it is now; later updates of it follow. Answered by Replicated."""
+
+    view: Count
+    number: Count
+    slot: Count
+    record: bytes

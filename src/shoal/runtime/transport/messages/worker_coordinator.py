@@ -1,26 +1,17 @@
-"""Every sentence one process says to another, one class each.
+"""Messages between a worker and the coordinator: joining, calls, views, the store, leases, stragglers.
 
-A docstring says who speaks, what answers, and whether saying it twice is
-safe. Nothing here decides or moves bytes: `codec.py` turns a message into
-bytes and back, and refuses what is not one of `MESSAGES`.
+A docstring says who speaks, what answers, and whether a repeat is safe.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
-from shoal.runtime.transport.messages.blocks import BLOCK_MESSAGES
-from shoal.runtime.transport.messages.host_shared import SHARING_MESSAGES
-from shoal.runtime.transport.messages.lateness import LATENESS_MESSAGES
-from shoal.runtime.transport.messages.ledger import LEDGER_MESSAGES
-from shoal.runtime.transport.messages.message import Count, Seconds
-from shoal.runtime.transport.messages.message import Message as Message
-from shoal.runtime.transport.messages.ps import PS_MESSAGES
-from shoal.runtime.transport.messages.server_group import GROUP_MESSAGES
+from shoal.runtime.transport.messages.message import Count, Message, Seconds
 
-# ---- joining -------------------------------------------------------------------------------------
+# ---- joining ------------------------------------------------------------------------------------
 
 
 class Join(Message, frozen=True, tag="join"):
@@ -50,7 +41,19 @@ class JoinRefused(Message, frozen=True, tag="join-refused"):
     reason: str
 
 
-# ---- calls ---------------------------------------------------------------------------------------
+class Leave(Message, frozen=True, tag="leave"):
+    """Coordinator to worker: "all ranks reached the end of the script; you may exit"."""
+
+
+class WaitExpired(Message, frozen=True, tag="wait-expired"):
+    """Coordinator to worker, instead of any answer that waits: "your wait is over", and for whom it was."""
+
+    operation: str
+    waited_s: float
+    missing: list[str]
+
+
+# ---- calls --------------------------------------------------------------------------------------
 
 
 class BeginCall(Message, frozen=True, tag="begin-call"):
@@ -65,7 +68,7 @@ class BeginCall(Message, frozen=True, tag="begin-call"):
     rank: Count
     number: Count
     kind: str  # fit, evaluate, predict, save, ...
-    detail: str  # what else must be the same on all ranks
+    detail: str
 
 
 class CallGranted(Message, frozen=True, tag="call-granted"):
@@ -93,19 +96,7 @@ class ScriptEnded(Message, frozen=True, tag="script-ended"):
     num_calls: Count
 
 
-class Leave(Message, frozen=True, tag="leave"):
-    """Coordinator to worker: "all ranks reached the end of the script; you may exit"."""
-
-
-class WaitExpired(Message, frozen=True, tag="wait-expired"):
-    """Coordinator to worker, instead of any answer that waits: "your wait is over", and for whom it was."""
-
-    operation: str
-    waited_s: float
-    missing: list[str]  # "rank 2 (never joined)"; for the store, the keys nobody set
-
-
-# ---- views ---------------------------------------------------------------------------------------
+# ---- views --------------------------------------------------------------------------------------
 
 
 class EnterView(Message, frozen=True, tag="enter-view"):
@@ -125,7 +116,7 @@ class EnterView(Message, frozen=True, tag="enter-view"):
     waited_s: Seconds = (
         0.0  # for the others, in the exchange that broke: their patience with it is used up by so much
     )
-    waited_in: str = ""  # what that exchange was, in words: "forward and backward of step 5"
+    waited_in: str = ""
 
 
 class ViewFormed(Message, frozen=True, tag="view-formed"):
@@ -135,7 +126,7 @@ class ViewFormed(Message, frozen=True, tag="view-formed"):
     donor: Annotated[int, msgspec.Meta(ge=-1)]  # -1: nobody has state
     finished: Annotated[int, msgspec.Meta(ge=-1)]  # exchanges the donor has finished; -1 without one
     call: Count  # the newest call the donor has begun
-    incarnations: list[Count]  # by rank
+    incarnations: list[Count]
 
 
 class ViewRefused(Message, frozen=True, tag="view-refused"):
@@ -153,46 +144,104 @@ class Regroup(Message, frozen=True, tag="regroup"):
     view: Count
 
 
-# ---- the supervisor's line to the coordinator ------------------------------------------------------
-
-
-class Watch(Message, frozen=True, tag="watch"):
-    """Supervisor to coordinator: "tell me what I must know", the first sentence of its connection.
-
-    Answered by Watching; then Suspect and ViewFormed come as they happen.
-    Repeating it is safe, and how the supervisor sees that somebody answers.
+class AskServers(Message, frozen=True, tag="ask-servers"):
+    """Worker to coordinator: "tell me of the view after this one". Answered by ServerView, when there is a newer one, or
+    by WaitExpired. Repeating it is safe. It may take long: ask on a connection of its own.
     """
 
-
-class Watching(Message, frozen=True, tag="watching"):
-    """Coordinator to supervisor: "I am at work", the view there is, and how many notes for the ledger are written down."""
-
-    view: Count
-    num_noted: Count = 0
+    after_view: Count
+    timeout_s: Seconds
 
 
-class Suspect(Message, frozen=True, tag="suspect"):
-    """Coordinator to supervisor: "this process keeps the others waiting; it must be killed".
+# ---- stragglers ---------------------------------------------------------------------------------
 
-    Said again as long as they wait, and to whoever watches anew.
+
+class Late(Message, frozen=True, tag="late"):
+    """Worker to coordinator: "I wait for these ranks, for so long". Answered by LateHeard; repeating it is safe.
+
+    A process of theirs that was stopped is killed and replaced. One that is at work is let be.
     """
 
+    ranks: list[Count]
+    waited_s: Seconds
+    operation: str
+
+
+class LateHeard(Message, frozen=True, tag="late-heard"):
+    """Coordinator to worker: "they are looked at"."""
+
+
+# ---- leases of relaxed strategies ---------------------------------------------------------------
+
+
+class AskLease(Message, frozen=True, tag="ask-lease"):
+    """Worker to coordinator: "these leases are finished, all pushes acknowledged; give me more".
+
+    How the epochs are cut is told with every question; all must say the same.
+    `first_epoch` and `done` are where a checkpoint begins. Answered by Leases,
+    NoMoreLeases, LeaseRefused or, where nothing came back in time,
+    WaitExpired. Repeating it is safe.
+    """
+
+    call: Count
     rank: Count
     incarnation: Count
-    why: str
-    waited_s: float
-    lenient: bool  # it may well be at work (only a replacement waits, or it is one): kill it only if it was stopped
+    view: Count  # of the servers, the newest the worker has heard of: who knows only one that was lost is not heard
+    finished: list[Count]
+    num_samples: Count
+    samples_per_lease: Count
+    num_epochs: Count
+    num_ahead: Count
+    timeout_s: Seconds
+    first_epoch: Count = 0
+    done: list[Count] = msgspec.field(default_factory=list)  # leases of that epoch
+    below: Count = (
+        0  # every lease below is done, as far as the worker knows: the end of an epoch is news to it
+    )
+    is_last: bool = False  # the call ends early: nobody is given any more of it
+    busy_s: list[Seconds] = msgspec.field(
+        default_factory=list
+    )  # how long each of the finished took, without waits
+    num_workers: Count = 0
+    backup: bool = False  # hand out an epoch's last leases twice where their holder is slow
+    drain_slower_than: float = 0.0  # than the median of the others; 0: nobody is drained
+    probe_every_s: Seconds = 10.0  # of a worker that is
+    shares: list[Count] = msgspec.field(default_factory=list)  # by rank, where leases are not for anybody
+    from_epoch: Count = 0  # the Trainer's number of the call's first epoch
+    trainer: Count = 0
+    data: str = ""  # which data it is, for the ledger
+    batch_size: Count = 0
+    near: list[Count] = msgspec.field(
+        default_factory=list
+    )  # leases of any epoch whose data this worker's host has
+    num_left_out: Count = 0  # of an epoch: of a last batch that is not full; not among num_samples
+    counted: list[tuple[Count, Count]] = msgspec.field(default_factory=list)
 
 
-class Reaped(Message, frozen=True, tag="reaped"):
-    """Supervisor to coordinator: "this process is dead". Never answered; repeating it is safe."""
+class Leases(Message, frozen=True, tag="leases"):
+    """Coordinator to worker: all that you hold, (number, epoch, start, stop) each; every lease below `done_below` is done.
 
-    rank: Count
-    incarnation: Count
-    code: int  # minus the signal that killed it
+    Nothing, where others hold all of an epoch of which the worker has not heard that it began.
+    """
+
+    leases: list[tuple[Count, Count, Count, Count]]
+    done_below: Count
+    is_ending: bool = False
 
 
-# ---- store ---------------------------------------------------------------------------------------
+class NoMoreLeases(Message, frozen=True, tag="no-more-leases"):
+    """Coordinator to worker: "the last epoch of this call is over"."""
+
+    done_below: Count
+
+
+class LeaseRefused(Message, frozen=True, tag="lease-refused"):
+    """Coordinator to worker: "that cannot be", and why; nothing was changed."""
+
+    reason: str
+
+
+# ---- store --------------------------------------------------------------------------------------
 
 
 class StoreSet(Message, frozen=True, tag="store-set"):
@@ -303,128 +352,3 @@ class StoreRefused(Message, frozen=True, tag="store-refused"):
     """Coordinator to worker: "that cannot be done"; nothing was changed, and the connection goes on."""
 
     reason: str
-
-
-# ---- status: worker to its supervisor, over the socket pair it was born with; never answered ------
-
-
-class Progress(Message, frozen=True, tag="progress"):
-    """Worker to supervisor: "this is where I am". Only the newest counts; any may be lost."""
-
-    rank: Count
-    call: Count
-    phase: str
-    epoch: Count
-    num_epochs: Count | None
-    step: Count
-    num_steps: Count | None
-    loss: float | None
-    metrics: dict[str, float]
-    samples: Count
-    samples_per_s: float
-    eta_s: float | None
-
-
-class Failed(Message, frozen=True, tag="failed"):
-    """Worker to supervisor: "I cannot go on, and this is why", before it exits with `exit_code`.
-
-    `kind` says whose fault: the user's own exception, an error of shoal's, or
-    an exchange that broke because another rank went first (reported last).
-    """
-
-    rank: Count
-    kind: Literal["script", "shoal", "peer"]
-    error: str  # class name
-    message: str
-    traceback: str
-    exit_code: int
-    facts: str = "{}"  # the error's attributes, as a JSON object: their shapes differ from error to error
-
-
-class Live(Message, frozen=True, tag="live"):
-    """Worker to supervisor: "I have caught up; what I say from now on is news". Repeating it is safe."""
-
-    rank: Count
-
-
-class Saved(Message, frozen=True, tag="saved"):
-    """Worker to supervisor, and on to the coordinator: "the checkpoint of this step is whole, at this path".
-
-    Repeating it is safe.
-    """
-
-    rank: Count
-    path: str
-    step: Count
-
-
-class Happened(Message, frozen=True, tag="happened"):
-    """Worker to supervisor: "write this down": a kind of event, and its facts as JSON."""
-
-    rank: Count
-    kind: str
-    facts: str
-
-
-class Finished(Message, frozen=True, tag="finished"):
-    """Worker to supervisor: "my script is done", with the totals of the run. Said once, last."""
-
-    rank: Count
-    samples: Count
-    seconds: float
-    steps: Count
-    metrics: dict[str, float]
-    staleness: dict[int, Count] = msgspec.field(
-        default_factory=dict
-    )  # pulls by how far they ran ahead; relaxed
-    num_late: Count = 0  # contributions that came too late to count
-    num_missed: Count = 0  # steps that were over before this rank began them
-    exchange_bytes: Count = 0  # memory reserved for what it exchanged with servers
-
-
-MESSAGES: tuple[type[Message], ...] = (
-    Join,
-    Joined,
-    JoinRefused,
-    BeginCall,
-    CallGranted,
-    CallRefused,
-    ScriptEnded,
-    Leave,
-    WaitExpired,
-    EnterView,
-    ViewFormed,
-    ViewRefused,
-    Regroup,
-    Watch,
-    Watching,
-    Suspect,
-    Reaped,
-    StoreSet,
-    StoreGet,
-    StoreWait,
-    StoreAdd,
-    StoreAppend,
-    StoreCompareSet,
-    StoreCheck,
-    StoreDelete,
-    StoreNumKeys,
-    StoreDone,
-    StoreValues,
-    StoreCount,
-    StoreFlag,
-    StoreRefused,
-    Progress,
-    Failed,
-    Live,
-    Saved,
-    Happened,
-    Finished,
-    *GROUP_MESSAGES,
-    *LEDGER_MESSAGES,
-    *BLOCK_MESSAGES,
-    *PS_MESSAGES,
-    *SHARING_MESSAGES,
-    *LATENESS_MESSAGES,
-)
-"""All a decoder accepts. A new message is one class above and one line here."""

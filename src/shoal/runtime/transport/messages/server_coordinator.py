@@ -1,0 +1,94 @@
+"""Messages between a parameter server and the coordinator: membership, heartbeats, views, copies of slots.
+
+One connection per server, on which nothing is asked and answered in turn: the
+server says JoinServer first and SlotsFilled as it happens, and hears
+ServerView, RankJoined, RankDead and PingServer as they happen.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shoal.runtime.transport.messages.message import Count, Message
+
+# ---- membership and heartbeats ------------------------------------------------------------------
+
+
+class JoinServer(Message, frozen=True, tag="join-server"):
+    """Server to coordinator: "I am this server", the first sentence of its line.
+
+    Answered by JoinedServer, then RankJoined for every rank that is in, and
+    ServerView as soon as there is one; or by JoinRefused, and the line ends.
+    Repeating it on a new line is safe, and what a server does when the
+    coordinator was killed. One that was being filled is then told of a new
+    view: what it said on the old line may have reached nobody.
+    """
+
+    number: Count
+    incarnation: Count
+    pid: Count
+
+
+class JoinedServer(Message, frozen=True, tag="joined-server"):
+    """Coordinator to server: "you are in"; the newest view there is, 0 where there is none."""
+
+    view: Count
+
+
+class PingServer(Message, frozen=True, tag="ping-server"):
+    """Coordinator to server: "are you at work?" Answered by ServerAlive, between two turns."""
+
+    number: Count
+
+
+class ServerAlive(Message, frozen=True, tag="server-alive"):
+    """Server to coordinator: "I am". Any other sentence says so too."""
+
+    number: Count
+
+
+class RankJoined(Message, frozen=True, tag="rank-joined"):
+    """Coordinator to server: "this incarnation of the rank is in". Repeating it is safe."""
+
+    rank: Count
+    incarnation: Count
+
+
+class RankDead(Message, frozen=True, tag="rank-dead"):
+    """Coordinator to server: "this incarnation of the rank is dead, and its successor is on its way". Repeating is safe."""
+
+    rank: Count
+    incarnation: Count
+
+
+# ---- slots --------------------------------------------------------------------------------------
+
+
+class ServerView(Message, frozen=True, tag="server-view"):
+    """Coordinator to servers and clients: which servers hold which slots from now on.
+
+    `holders[slot]` are numbers of servers, the primary first; `incarnations`
+    is by server, for those that are in.
+    """
+
+    view: Count
+    holders: list[list[Count]]
+    incarnations: dict[int, Count]
+    joining: dict[int, list[int]] = msgspec.field(default_factory=dict)
+
+
+class SlotsFilled(Message, frozen=True, tag="slots-filled"):
+    """Server to coordinator: "I have these slots and follow their updates"."""
+
+    view: Count
+    slots: list[Count]
+
+
+class StepLost(Message, frozen=True, tag="step-lost"):
+    """Server to coordinator: "a step counts elsewhere and never will here": only a checkpoint brings all slots together.
+
+    What `rank` contributed to it is gone with its worker and with the server that had it. Said again until the view is over.
+    """
+
+    view: Count
+    rank: Count
