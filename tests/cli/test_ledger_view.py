@@ -12,7 +12,7 @@ from shoal.cluster.ledger.entries import (
     LedgerFact,
     RangesTrained,
     SampleSkipped,
-    Stretch,
+    TrainedStretch,
     TrainingBegan,
     TrainingReached,
 )
@@ -27,7 +27,7 @@ def began(**about: Any) -> TrainingBegan:
 
 def reached(start: int, stop: int, *, epoch: int = 0, is_end: bool = False) -> TrainingReached:
     half = (stop - start) // 2
-    stretch = Stretch(start, stop, [half, half], [(stop - start) // 10] * 2)
+    stretch = TrainedStretch(start, stop, [half, half], [(stop - start) // 10] * 2)
     return TrainingReached(call=1, epoch=epoch, stretch=stretch, is_end=is_end)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.coordinator.service import Coordinator
+from shoal.cluster.coordinator.process import Coordinator
 from shoal.cluster.coordinator.state import CoordinationConfig
 from shoal.cluster.worker.coordinator_client import CoordinatorClient
 from shoal.runtime.transport import unix

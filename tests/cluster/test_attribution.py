@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cluster.ledger.entries import EpochLeased, RangesTrained, TrainingBegan
-from shoal.cluster.ledger.ledger import Had, Ledger
-from shoal.cluster.ledger.trained_file import Outcome, Trained
+from shoal.cluster.ledger.ledger import Ledger, RankTotals
+from shoal.cluster.ledger.trained_file import PushOutcome, Trained
 
-COUNTED, KNOWN, PUSHED = Outcome
+COUNTED, KNOWN, PUSHED = PushOutcome
 
 
 def began(*, start: int = 0, kept: tuple[tuple[int, int, int], ...] = (), epoch: int = 0) -> TrainingBegan:
@@ -32,7 +32,7 @@ def began(*, start: int = 0, kept: tuple[tuple[int, int, int], ...] = (), epoch:
 
 
 def entry(
-    rank: int, start: int, stop: int, outcome: Outcome, *, launch: int = 1, incarnation: int = 0
+    rank: int, start: int, stop: int, outcome: PushOutcome, *, launch: int = 1, incarnation: int = 0
 ) -> Trained:
     return Trained(launch, rank, incarnation, 1, 0, start, stop, outcome)
 
@@ -58,7 +58,7 @@ def test_batches_of_a_killed_worker_are_not_those_of_whoever_finished_its_lease(
     ledger.close()
     (epoch,) = ledger.epochs.values()
     assert epoch.is_exact
-    assert epoch.by_rank == {0: Had(2, 20), 1: Had(2, 20)}
+    assert epoch.by_rank == {0: RankTotals(2, 20), 1: RankTotals(2, 20)}
     assert (epoch.num_repeated, epoch.again) == (20, [])
 
 
@@ -68,7 +68,7 @@ def test_a_push_that_did_not_count_is_no_part_of_it() -> None:
         ledger.take(1, fact)
     ledger.close()
     (epoch,) = ledger.epochs.values()
-    assert epoch.by_rank == {1: Had(4, 40)}
+    assert epoch.by_rank == {1: RankTotals(4, 40)}
     assert epoch.num_repeated == 10
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.cluster.coordinator.journal_entries import Entry, Granted, Memory, StoreChanged
-from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig, Drop, Remember
-from shoal.cluster.coordinator.store_table import Answer
+from shoal.cluster.coordinator.actions import Answer, DropClient
+from shoal.cluster.coordinator.journal_entries import Entry, Granted, JournalState, Persist, StoreChanged
+from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import Reaped, Saved, Suspect, Watch, Watching
 from shoal.runtime.transport.messages.worker_coordinator import (
@@ -38,9 +38,9 @@ class Conversation:
     """Clients by name: rank r, incarnation i speaks as client 1 + r + 10 * i, the supervisor as 100."""
 
     def __init__(
-        self, config: CoordinationConfig = CONFIG, memory: Memory | None = None, now: float = 0.0
+        self, config: CoordinationConfig = CONFIG, memory: JournalState | None = None, now: float = 0.0
     ) -> None:
-        self.coordination, self.now, self.written = Coordination(config, memory, now=now), now, Memory()
+        self.coordination, self.now, self.written = Coordination(config, memory, now=now), now, JournalState()
         self.coordination.connected(SUPERVISOR, is_supervisor=True)
 
     def take(self, actions: list[Action]) -> dict[int, Message]:
@@ -49,12 +49,12 @@ class Conversation:
         has_answered = False
         for action in actions:
             match action:
-                case Remember(entry):
+                case Persist(entry):
                     self.written.take(entry)
                     assert not has_answered or not isinstance(entry, Granted | ViewFormed | Join)
                 case Answer(client, message):
                     answers[client], has_answered = message, True
-                case Drop(client):
+                case DropClient(client):
                     self.coordination.gone(client)
         return answers
 
@@ -195,7 +195,7 @@ def test_without_recovery_a_wait_for_a_view_ends() -> None:
 def test_only_the_supervisor_may_say_what_is_its_to_say(message: Message) -> None:
     talk = Conversation()
     client = talk.join(0)
-    assert [type(action) for action in talk.coordination.hear(client, message, 0.0)] == [Drop]
+    assert [type(action) for action in talk.coordination.hear(client, message, 0.0)] == [DropClient]
 
 
 def test_a_replacement_that_comes_when_all_have_ended_is_let_go_at_once(talk: Conversation) -> None:
@@ -216,7 +216,7 @@ def test_the_next_coordinator_keeps_every_promise_of_the_last(talk: Conversation
     after.watch()
     assert after.join(0) == 1
     after.coordination.connected(60)
-    assert [type(action) for action in after.coordination.hear(60, Join(1, 0, 2, 2), 50.0)][-1] is Drop
+    assert [type(action) for action in after.coordination.hear(60, Join(1, 0, 2, 2), 50.0)][-1] is DropClient
     client = after.join(1, 1)
     assert after.say(client, call(1, 1)) == {client: CallGranted(1)}
     assert after.say(1, StoreAdd("n", 3, client=9, serial=1)) == {1: StoreCount(3)}  # not done twice
@@ -233,7 +233,7 @@ def test_the_next_coordinator_suspects_nobody_before_it_has_been_up_for_a_while(
 
 
 def test_a_promise_that_was_written_twice_was_made_once() -> None:
-    memory = Memory()
+    memory = JournalState()
     entries: list[Entry] = [Granted(1, ("fit", "")), StoreChanged({"a": b"1"}, {}), Granted(1, ("fit", ""))]
     for entry in entries:
         memory.take(entry)

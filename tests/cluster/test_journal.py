@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.cluster.coordinator.journal import APPLICATION_ID, FILE_NAME, VERSION, Journal, begin_launch
-from shoal.cluster.coordinator.journal_entries import Entry, Granted, Memory, StoreChanged
+from shoal.cluster.coordinator.journal_entries import Entry, Granted, JournalState, StoreChanged
 from shoal.errors import JournalFailed, RunDirectoryError
 from shoal.runtime.transport.messages.supervisor import Reaped, Saved
 from shoal.runtime.transport.messages.worker_coordinator import (
@@ -40,8 +40,8 @@ ENTRIES: list[Entry] = [
 ]
 
 
-def remembered(entries: list[Entry]) -> Memory:
-    memory = Memory()
+def remembered(entries: list[Entry]) -> JournalState:
+    memory = JournalState()
     for entry in entries:
         memory.take(entry)
     return memory
@@ -72,7 +72,7 @@ def test_a_new_launch_begins_with_an_empty_memory_and_the_history_stays(path: Pa
     journal.write(ENTRIES)
     journal.close()
     journal = begun(path)
-    assert (journal.launch, journal.load()) == (2, Memory())
+    assert (journal.launch, journal.load()) == (2, JournalState())
     journal.close()
     with sqlite3.connect(path) as db:
         facts = db.execute("SELECT launch, count(*) FROM facts GROUP BY launch").fetchall()

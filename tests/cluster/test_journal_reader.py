@@ -10,14 +10,14 @@ from shoal.cluster.coordinator.journal import FILE_NAME, Journal, begin_launch
 from shoal.cluster.coordinator.journal_entries import LeaseAsked
 from shoal.cluster.coordinator.journal_reader import desk_of, ledger_of, read_launches
 from shoal.cluster.ledger import entries as ledger_facts
-from shoal.cluster.ledger.entries import RangesTrained, Stretch, TrainingBegan, TrainingReached
+from shoal.cluster.ledger.entries import RangesTrained, TrainedStretch, TrainingBegan, TrainingReached
 from shoal.runtime.transport.messages.supervisor import Noted
 from shoal.runtime.transport.messages.worker_coordinator import AskLease, Join
 
 BEGAN = TrainingBegan(
     call=1, trainer=0, data="d", epoch=0, start=0, num_samples=40, num_workers=2, sharding="equal"
 )
-REACHED = TrainingReached(call=1, epoch=0, stretch=Stretch(0, 40, [20, 20], [4, 4]), is_end=True)
+REACHED = TrainingReached(call=1, epoch=0, stretch=TrainedStretch(0, 40, [20, 20], [4, 4]), is_end=True)
 ASK = AskLease(
     call=1,
     rank=1,

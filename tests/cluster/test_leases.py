@@ -8,34 +8,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster.coordinator.draining import Drained, Readmitted
-from shoal.cluster.coordinator.lease_types import (
+from shoal.cluster.coordinator.actions import Tick
+from shoal.cluster.coordinator.leases import (
     Action,
-    Asked,
     EndEpoch,
+    EndLeases,
     Event,
-    Finish,
-    GaveUp,
-    Hand,
-    Holder,
+    FinishLeases,
+    HandLeases,
     Lease,
     LeaseConfig,
+    LeaseHolder,
     LeaseSnapshot,
     LeaseState,
-    NoMore,
-    Refuse,
-    Replaced,
-    Tick,
+    LeaseTable,
+    RefuseLease,
+    WorkerAsked,
+    WorkerGaveUp,
+    WorkerReplaced,
 )
-from shoal.cluster.coordinator.leases import Leases
+from shoal.cluster.coordinator.stragglers import Drained, Readmitted
 from shoal.errors import ConfigError
 
 calm = settings(deadline=None)
-A, B, C = Holder(0, 0), Holder(1, 0), Holder(2, 0)
+A, B, C = LeaseHolder(0, 0), LeaseHolder(1, 0), LeaseHolder(2, 0)
 
 
-def leases_of(num_samples: int = 40, *, num_epochs: int = 1, num_ahead: int = 2, **options: Any) -> Leases:
-    return Leases(
+def leases_of(
+    num_samples: int = 40, *, num_epochs: int = 1, num_ahead: int = 2, **options: Any
+) -> LeaseTable:
+    return LeaseTable(
         LeaseConfig(
             num_samples=num_samples,
             samples_per_lease=10,
@@ -46,18 +48,18 @@ def leases_of(num_samples: int = 40, *, num_epochs: int = 1, num_ahead: int = 2,
     )
 
 
-def ask(by: Holder, *finished: int, at: float = 0.0, busy_s: float | None = None) -> Asked:
-    return Asked(by, finished, at, () if busy_s is None else (busy_s,) * len(finished))
+def ask(by: LeaseHolder, *finished: int, at: float = 0.0, busy_s: float | None = None) -> WorkerAsked:
+    return WorkerAsked(by, finished, at, () if busy_s is None else (busy_s,) * len(finished))
 
 
-def finish(by: Holder, *leases: int) -> Finish:
+def finish(by: LeaseHolder, *leases: int) -> FinishLeases:
     """Of leases of ten samples, in the first epoch."""
-    return Finish(by, tuple(Lease(number, 0, 10 * number, 10 * number + 10) for number in leases))
+    return FinishLeases(by, tuple(Lease(number, 0, 10 * number, 10 * number + 10) for number in leases))
 
 
 def numbers(actions: list[Action]) -> list[int]:
-    (hand,) = [each for each in actions if not isinstance(each, Finish)]
-    assert isinstance(hand, Hand)
+    (hand,) = [each for each in actions if not isinstance(each, FinishLeases)]
+    assert isinstance(hand, HandLeases)
     return [lease.number for lease in hand.leases]
 
 
@@ -88,7 +90,7 @@ def test_a_replaced_workers_leases_go_back_and_are_handed_out_first() -> None:
     leases = leases_of(60)
     leases.handle(ask(A))
     leases.handle(ask(B))
-    assert leases.handle(Replaced(0, 1, 1.0)) == []
+    assert leases.handle(WorkerReplaced(0, 1, 1.0)) == []
     assert leases.state(0) is LeaseState.TODO
     assert numbers(leases.handle(ask(B, 2))) == [0, 3]
 
@@ -96,16 +98,16 @@ def test_a_replaced_workers_leases_go_back_and_are_handed_out_first() -> None:
 def test_a_newer_incarnation_takes_nothing_over_silently() -> None:
     leases = leases_of()
     leases.handle(ask(A, at=0.0))
-    assert numbers(leases.handle(ask(Holder(0, 1)))) == [0, 1]
-    assert leases.holders(0) == (Holder(0, 1),)
+    assert numbers(leases.handle(ask(LeaseHolder(0, 1)))) == [0, 1]
+    assert leases.holders(0) == (LeaseHolder(0, 1),)
 
 
 def test_a_replaced_incarnation_is_refused_and_changes_nothing() -> None:
     leases = leases_of()
     leases.handle(ask(A))
-    leases.handle(Replaced(0, 1, 1.0))
+    leases.handle(WorkerReplaced(0, 1, 1.0))
     (answer,) = leases.handle(ask(A, 0, 1))
-    assert isinstance(answer, Refuse)
+    assert isinstance(answer, RefuseLease)
     assert "incarnation 1 is in, this is 0" in answer.reason
     assert leases.state(0) is LeaseState.TODO
 
@@ -114,7 +116,7 @@ def test_nobody_finishes_what_another_holds() -> None:
     leases = leases_of()
     leases.handle(ask(A))
     (answer,) = leases.handle(ask(B, 0))
-    assert isinstance(answer, Refuse)
+    assert isinstance(answer, RefuseLease)
     assert leases.state(0) is LeaseState.HELD
 
 
@@ -122,7 +124,7 @@ def test_who_finds_nothing_waits_for_what_comes_back() -> None:
     leases = leases_of(20)
     leases.handle(ask(A))
     assert leases.handle(ask(B)) == []
-    assert numbers(leases.handle(Replaced(0, 1, 5.0))) == [0, 1]
+    assert numbers(leases.handle(WorkerReplaced(0, 1, 5.0))) == [0, 1]
 
 
 def test_the_next_epoch_begins_when_the_last_lease_is_done() -> None:
@@ -133,7 +135,7 @@ def test_the_next_epoch_begins_when_the_last_lease_is_done() -> None:
     done, ended, handed = leases.handle(ask(A, 1))
     assert done == finish(A, 1)
     assert ended == EndEpoch(0, 0)
-    assert isinstance(handed, Hand)  # B has waited longer; nothing is left for A
+    assert isinstance(handed, HandLeases)  # B has waited longer; nothing is left for A
     assert (handed.to, [lease.number for lease in handed.leases]) == (B, [2, 3])
 
 
@@ -141,12 +143,12 @@ def test_all_are_told_when_there_is_no_more() -> None:
     leases = leases_of(10)
     leases.handle(ask(A))
     assert leases.handle(ask(B)) == []
-    assert leases.handle(ask(A, 0)) == [finish(A, 0), EndEpoch(0, 0), NoMore(B), NoMore(A)]
-    assert leases.handle(ask(B)) == [NoMore(B)]
-    assert leases.handle(ask(Holder(1, 3))) == [NoMore(Holder(1, 3))]
+    assert leases.handle(ask(A, 0)) == [finish(A, 0), EndEpoch(0, 0), EndLeases(B), EndLeases(A)]
+    assert leases.handle(ask(B)) == [EndLeases(B)]
+    assert leases.handle(ask(LeaseHolder(1, 3))) == [EndLeases(LeaseHolder(1, 3))]
 
 
-def ending(num_leases: int) -> Leases:
+def ending(num_leases: int) -> LeaseTable:
     """Rank 2 has run one lease in a second; A holds the next ones, and nothing is left."""
     config = LeaseConfig(num_samples=10 + 10 * num_leases, samples_per_lease=10, backup=True)
     kept = LeaseSnapshot(
@@ -160,7 +162,7 @@ def ending(num_leases: int) -> Leases:
         began=[(*A, 0.0)],
         paces={2: (10.0, 1.0, 3)},
     )
-    return Leases.restore(config, kept)
+    return LeaseTable.restore(config, kept)
 
 
 def test_an_idle_worker_backs_up_one_that_is_overdue_and_it_is_counted() -> None:
@@ -171,12 +173,12 @@ def test_an_idle_worker_backs_up_one_that_is_overdue_and_it_is_counted() -> None
     assert numbers(leases.handle(Tick(2.0))) == [1]
     assert leases.holders(1) == (A, B)
     assert leases.handle(ask(C, at=20.0)) == [
-        Refuse(C, "rank 2 was replaced: incarnation 1 is in, this is 0")
+        RefuseLease(C, "rank 2 was replaced: incarnation 1 is in, this is 0")
     ]
-    assert leases.handle(ask(Holder(2, 1), at=20.0)) == []  # two are enough
-    done = [finish(B, 1), EndEpoch(0, 10), NoMore(Holder(2, 1)), NoMore(B)]
+    assert leases.handle(ask(LeaseHolder(2, 1), at=20.0)) == []  # two are enough
+    done = [finish(B, 1), EndEpoch(0, 10), EndLeases(LeaseHolder(2, 1)), EndLeases(B)]
     assert leases.handle(ask(B, 1, at=21.0)) == done
-    assert leases.handle(ask(A, 1, at=22.0)) == [NoMore(A)]
+    assert leases.handle(ask(A, 1, at=22.0)) == [EndLeases(A)]
     assert leases.counts == {1: (1, 10)}
 
 
@@ -184,14 +186,14 @@ def test_of_a_worker_known_to_be_slow_the_last_lease_is_backed_up_at_once() -> N
     leases = ending(2)
     leases.draining.finished(0, 10, 4.0, 0.0)
     assert numbers(leases.handle(ask(B, at=0.5))) == [2]  # 7.5 s away; and lease 1 is, too
-    assert numbers(leases.handle(ask(Holder(2, 1), at=0.5))) == [1]
+    assert numbers(leases.handle(ask(LeaseHolder(2, 1), at=0.5))) == [1]
 
 
 def test_nobody_backs_up_one_that_will_be_done_as_soon() -> None:
     leases = ending(1)
     leases.draining.finished(0, 10, 1.2, 0.0)
     assert leases.handle(ask(B, at=0.5)) == []
-    assert leases.handle(ask(A, 1, at=1.2))[-2:] == [NoMore(B), NoMore(A)]
+    assert leases.handle(ask(A, 1, at=1.2))[-2:] == [EndLeases(B), EndLeases(A)]
 
 
 def test_without_backup_an_idle_worker_waits() -> None:
@@ -205,7 +207,7 @@ def test_without_backup_an_idle_worker_waits() -> None:
 def test_a_backed_up_lease_stays_held_when_one_of_two_is_replaced() -> None:
     leases = ending(1)
     leases.handle(ask(B, at=5.0))
-    assert leases.handle(Replaced(0, 1, 6.0)) == []
+    assert leases.handle(WorkerReplaced(0, 1, 6.0)) == []
     assert leases.holders(1) == (B,)
 
 
@@ -242,14 +244,14 @@ def test_a_slow_worker_is_drained_probed_and_readmitted() -> None:
     leases.handle(ask(B, 1, at=5.0, busy_s=5.0))
     (mine,) = leases.held_by(B)
     done, drained = leases.handle(ask(B, mine, at=10.0, busy_s=5.0))
-    assert isinstance(done, Finish)
+    assert isinstance(done, FinishLeases)
     assert drained == Drained(1, 2.0, 10.0)
     assert leases.deadline == 20.0
     assert leases.handle(Tick(19.0)) == []
     (probe,) = numbers(leases.handle(Tick(20.0)))
     actions = leases.handle(ask(B, probe, at=21.0, busy_s=1.0))
     assert actions[1] == Readmitted(1, 10.0, 10.0)
-    assert isinstance(actions[2], Hand)
+    assert isinstance(actions[2], HandLeases)
 
 
 def test_a_replacement_of_a_drained_worker_is_given_leases() -> None:
@@ -261,7 +263,7 @@ def test_a_replacement_of_a_drained_worker_is_given_leases() -> None:
     (mine,) = leases.held_by(B)
     leases.handle(ask(B, mine, at=10.0, busy_s=5.0))
     assert leases.draining.drained
-    assert len(numbers(leases.handle(ask(Holder(1, 1), at=11.0)))) == 1
+    assert len(numbers(leases.handle(ask(LeaseHolder(1, 1), at=11.0)))) == 1
 
 
 def test_where_shares_are_fixed_nobody_takes_anothers() -> None:
@@ -269,9 +271,9 @@ def test_where_shares_are_fixed_nobody_takes_anothers() -> None:
     assert numbers(leases.handle(ask(B))) == [1, 2]
     assert numbers(leases.handle(ask(A))) == [0]
     assert leases.handle(ask(A, 0)) == [finish(A, 0)]
-    leases.handle(Replaced(1, 1, 0.0))
+    leases.handle(WorkerReplaced(1, 1, 0.0))
     assert leases.handle(ask(C)) == []
-    assert numbers(leases.handle(ask(Holder(1, 1)))) == [1, 2]
+    assert numbers(leases.handle(ask(LeaseHolder(1, 1)))) == [1, 2]
 
 
 @pytest.mark.parametrize("shares", [(0, 3), (1, 4), (0, 3, 2, 4)])
@@ -302,8 +304,8 @@ class Worker:
         self.held: list[int] = []
 
     @property
-    def name(self) -> Holder:
-        return Holder(self.rank, self.incarnation)
+    def name(self) -> LeaseHolder:
+        return LeaseHolder(self.rank, self.incarnation)
 
 
 @calm
@@ -338,14 +340,14 @@ def test_every_sample_is_done_once_whatever_dies_and_a_journal_gives_the_same_st
         journal.append(event)
         for action in actions:
             match action:
-                case Hand(to, handed):
+                case HandLeases(to, handed):
                     assert to == workers[to.rank].name
                     assert 0 < len(handed) <= num_ahead
                     workers[to.rank].held = [lease.number for lease in handed]
                 case EndEpoch(epoch, num_twice):
                     assert backup or num_twice == 0
                     ended.append(epoch)
-                case NoMore(to):
+                case EndLeases(to):
                     workers[to.rank].held = []
         for number, old in before.items():
             new = leases.state(number)
@@ -368,10 +370,10 @@ def test_every_sample_is_done_once_whatever_dies_and_a_journal_gives_the_same_st
                     feed(ask(worker.name, finished, at=now))
             case "replace":
                 worker.incarnation, worker.held = worker.incarnation + 1, []
-                feed(Replaced(rank, worker.incarnation, now))
+                feed(WorkerReplaced(rank, worker.incarnation, now))
             case "zombie" if worker.incarnation:
-                (answer,) = feed(ask(Holder(rank, worker.incarnation - 1), 0, at=now))
-                assert isinstance(answer, Refuse)
+                (answer,) = feed(ask(LeaseHolder(rank, worker.incarnation - 1), 0, at=now))
+                assert isinstance(answer, RefuseLease)
             case "tick":
                 feed(Tick(now))
 
@@ -410,14 +412,14 @@ def test_from_a_snapshot_everything_goes_on_alike(
     for index, (what, rank, is_done) in enumerate(story):
         if index == cut:
             kept = msgspec.json.decode(msgspec.json.encode(leases.snapshot()), type=LeaseSnapshot)
-            again = Leases.restore(leases.config, kept)
-        me = Holder(rank, incarnations[rank])
-        held = [number for number, *by in leases.snapshot().held if Holder(*by) == me]
+            again = LeaseTable.restore(leases.config, kept)
+        me = LeaseHolder(rank, incarnations[rank])
+        held = [number for number, *by in leases.snapshot().held if LeaseHolder(*by) == me]
         if what == "replace":
             incarnations[rank] += 1
-            event: Event = Replaced(rank, incarnations[rank], 0.0)
+            event: Event = WorkerReplaced(rank, incarnations[rank], 0.0)
         elif what == "give up":
-            event = GaveUp(me)
+            event = WorkerGaveUp(me)
         else:
             event = ask(me, *(held[:1] if is_done else ()))
         if again is leases:
@@ -428,15 +430,15 @@ def test_from_a_snapshot_everything_goes_on_alike(
 
 
 def test_a_checkpoint_begins_in_the_middle_of_an_epoch() -> None:
-    leases = Leases(LeaseConfig(num_samples=40, samples_per_lease=10, num_epochs=2), epoch=1, done=[4, 6])
+    leases = LeaseTable(LeaseConfig(num_samples=40, samples_per_lease=10, num_epochs=2), epoch=1, done=[4, 6])
     assert leases.done_below == 5
     assert numbers(leases.handle(ask(A))) == [5, 7]
-    assert leases.handle(ask(A, 5, 7))[1:] == [EndEpoch(1, 0), NoMore(A)]
+    assert leases.handle(ask(A, 5, 7))[1:] == [EndEpoch(1, 0), EndLeases(A)]
     assert leases.counts == {0: (2, 20)}
 
 
 def test_a_checkpoint_of_a_finished_epoch_begins_with_the_next() -> None:
-    leases = Leases(LeaseConfig(num_samples=20, samples_per_lease=10, num_epochs=2), epoch=0, done=[0, 1])
+    leases = LeaseTable(LeaseConfig(num_samples=20, samples_per_lease=10, num_epochs=2), epoch=0, done=[0, 1])
     assert numbers(leases.handle(ask(A))) == [2, 3]
     assert leases.done_below == 2
 
@@ -452,18 +454,24 @@ def test_done_below_stops_at_the_first_that_is_not_done() -> None:
 
 
 def test_what_lies_at_a_workers_host_is_its_first() -> None:
-    leases = Leases(LeaseConfig(num_samples=60, samples_per_lease=10, num_ahead=1))
-    first, second, third = Holder(0, 0), Holder(1, 0), Holder(2, 0)
+    leases = LeaseTable(LeaseConfig(num_samples=60, samples_per_lease=10, num_ahead=1))
+    first, second, third = LeaseHolder(0, 0), LeaseHolder(1, 0), LeaseHolder(2, 0)
     handed = [
-        leases.handle(Asked(by, (), 0.0, near=near))
+        leases.handle(WorkerAsked(by, (), 0.0, near=near))
         for by, near in ((first, (4, 5)), (second, (0, 1)), (third, ()))
     ]
     assert [each.leases[0].number for [each] in handed] == [4, 0, 2]
-    again = Leases.restore(leases.config, leases.snapshot())
+    again = LeaseTable.restore(leases.config, leases.snapshot())
     for each in (leases, again):
-        [handed_on] = [act for act in each.handle(Asked(first, (4,), 1.0)) if isinstance(act, Hand)]
+        [handed_on] = [
+            act for act in each.handle(WorkerAsked(first, (4,), 1.0)) if isinstance(act, HandLeases)
+        ]
         assert [lease.number for lease in handed_on.leases] == [5]
-        [handed_on] = [act for act in each.handle(Asked(first, (5,), 1.0)) if isinstance(act, Hand)]
+        [handed_on] = [
+            act for act in each.handle(WorkerAsked(first, (5,), 1.0)) if isinstance(act, HandLeases)
+        ]
         assert [lease.number for lease in handed_on.leases] == [3]  # nobody's
-        [handed_on] = [act for act in each.handle(Asked(first, (3,), 1.0)) if isinstance(act, Hand)]
+        [handed_on] = [
+            act for act in each.handle(WorkerAsked(first, (3,), 1.0)) if isinstance(act, HandLeases)
+        ]
         assert [lease.number for lease in handed_on.leases] == [1]  # another's, rather than none

@@ -12,15 +12,14 @@ from shoal.cluster.ledger.entries import (
     LedgerFact,
     RangesTrained,
     SampleSkipped,
-    Stretch,
+    TrainedStretch,
     TrainingBegan,
     TrainingReached,
     decode,
     encode,
     of_event,
 )
-from shoal.cluster.ledger.ledger import Had, Ledger
-from shoal.cluster.ledger.ranges import merged
+from shoal.cluster.ledger.ledger import Ledger, RankTotals, merged
 
 
 def began(epoch: int = 0, start: int = 0, **about: Any) -> TrainingBegan:
@@ -30,7 +29,7 @@ def began(epoch: int = 0, start: int = 0, **about: Any) -> TrainingBegan:
 
 def reached(start: int, stop: int, *, epoch: int = 0, call: int = 1, is_end: bool = False) -> TrainingReached:
     half, batches = (stop - start) // 2, (stop - start) // 10
-    stretch = Stretch(start, stop, [half, stop - start - half], [batches, batches])
+    stretch = TrainedStretch(start, stop, [half, stop - start - half], [batches, batches])
     return TrainingReached(call=call, epoch=epoch, stretch=stretch, is_end=is_end)
 
 
@@ -50,7 +49,7 @@ def test_an_epoch_that_all_workers_trained_together_is_exact() -> None:
     made = ledger((1, began()), (1, reached(0, 40)), (1, reached(0, 100, is_end=True)))
     (epoch,) = made.epochs.values()
     assert epoch.is_exact
-    assert epoch.by_rank == {0: Had(10, 50), 1: Had(10, 50)}
+    assert epoch.by_rank == {0: RankTotals(10, 50), 1: RankTotals(10, 50)}
     assert made.by_rank == epoch.by_rank
 
 
@@ -61,14 +60,16 @@ def test_an_epoch_under_way_is_not_over() -> None:
 
 
 def test_a_job_resumed_at_another_number_of_workers_goes_on_in_the_same_epoch() -> None:
-    before = Stretch(0, 30, [15, 15], [3, 3])
+    before = TrainedStretch(0, 30, [15, 15], [3, 3])
     made = ledger(
         (1, began()),
         (1, reached(0, 50)),  # 20 more than the checkpoint
         (2, began(start=30, num_workers=3, before=before)),
         (
             2,
-            TrainingReached(call=1, epoch=0, stretch=Stretch(30, 100, [30, 20, 20], [7, 7, 7]), is_end=True),
+            TrainingReached(
+                call=1, epoch=0, stretch=TrainedStretch(30, 100, [30, 20, 20], [7, 7, 7]), is_end=True
+            ),
         ),
     )
     (epoch,) = made.epochs.values()
@@ -78,13 +79,13 @@ def test_a_job_resumed_at_another_number_of_workers_goes_on_in_the_same_epoch() 
         (2, 30, 100, 3),
     ]
     assert [(span.start, span.stop) for span in epoch.again] == [(30, 50)]
-    assert epoch.by_rank == {0: Had(10, 45), 1: Had(10, 35), 2: Had(7, 20)}
+    assert epoch.by_rank == {0: RankTotals(10, 45), 1: RankTotals(10, 35), 2: RankTotals(7, 20)}
 
 
 def test_what_nobody_told_of_before_a_job_died_the_checkpoint_knows() -> None:
     made = ledger(
         (1, began()),
-        (2, began(start=30, before=Stretch(0, 30, [15, 15], [3, 3]))),
+        (2, began(start=30, before=TrainedStretch(0, 30, [15, 15], [3, 3]))),
         (2, reached(30, 100, is_end=True)),
     )
     (epoch,) = made.epochs.values()
@@ -96,8 +97,8 @@ def test_what_was_trained_after_the_last_word_is_known_from_the_metrics() -> Non
     made = ledger(
         (1, began()),
         (1, reached(0, 50)),
-        (2, began(start=30, before=Stretch(0, 30, [15, 15], [3, 3]), again=[(0, 30, 80)])),
-        (3, began(start=30, before=Stretch(0, 30, [15, 15], [3, 3]), again=[(0, 30, 40)])),
+        (2, began(start=30, before=TrainedStretch(0, 30, [15, 15], [3, 3]), again=[(0, 30, 80)])),
+        (3, began(start=30, before=TrainedStretch(0, 30, [15, 15], [3, 3]), again=[(0, 30, 40)])),
     )
     (epoch,) = made.epochs.values()
     assert [(span.launch, span.start, span.stop) for span in epoch.again] == [
@@ -138,7 +139,7 @@ def test_leased_ranges_in_any_order_make_an_epoch() -> None:
     (epoch,) = made.epochs.values()
     assert epoch.is_exact
     assert epoch.num_samples_twice == 20
-    assert epoch.by_rank == {0: Had(6, 60), 1: Had(4, 40)}
+    assert epoch.by_rank == {0: RankTotals(6, 60), 1: RankTotals(4, 40)}
 
 
 def test_of_leases_a_resumed_job_keeps_what_is_done_below() -> None:
@@ -168,7 +169,7 @@ def test_what_is_wrong_is_told_by_number() -> None:
 
 
 def test_workers_whose_parts_do_not_add_up_are_not_exact() -> None:
-    told = TrainingReached(call=1, epoch=0, stretch=Stretch(0, 100, [50, 49], [10, 10]), is_end=True)
+    told = TrainingReached(call=1, epoch=0, stretch=TrainedStretch(0, 100, [50, 49], [10, 10]), is_end=True)
     (epoch,) = ledger((1, began()), (1, told)).epochs.values()
     assert not epoch.missing
     assert not epoch.is_exact
@@ -203,7 +204,7 @@ def test_however_often_it_is_killed_an_epoch_comes_out_exact(
 ) -> None:
     """Each launch goes on from the last checkpoint; of what came after it some is told and some is not."""
     made, kept = Ledger(), 0
-    stretch: Stretch | None = None
+    stretch: TrainedStretch | None = None
     for launch, (num_workers, num_run, num_saved, is_told) in enumerate(story, start=1):
         made.take(launch, began(start=kept, num_workers=num_workers, before=stretch))
         stop = min(kept + 10 * num_run, 90)
@@ -221,7 +222,7 @@ def test_however_often_it_is_killed_an_epoch_comes_out_exact(
 def _told(start: int, stop: int, num_workers: int, *, is_end: bool = False) -> TrainingReached:
     size = stop - start
     samples = [size * (rank + 1) // num_workers - size * rank // num_workers for rank in range(num_workers)]
-    stretch = Stretch(start, stop, samples, [size // 10] * num_workers)
+    stretch = TrainedStretch(start, stop, samples, [size // 10] * num_workers)
     return TrainingReached(call=1, epoch=0, stretch=stretch, is_end=is_end)
 
 

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster.ledger.ranges import Range, both, merged, minus, size
+from shoal.cluster.ledger.ledger import Range, both, merged, minus, size
 
 some_ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
 

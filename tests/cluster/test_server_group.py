@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from shoal.cluster.coordinator.server_group import (
     Action,
+    AnnounceView,
     Event,
-    Filled,
-    Lose,
-    Refuse,
+    LoseSlots,
+    RefuseChange,
     ScaleTo,
-    ServerDied,
     ServerGroup,
     ServerJoined,
+    ServerRemoved,
     Settle,
-    Tell,
+    SlotsCaughtUp,
 )
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.runtime.transport.messages.server_coordinator import ServerView
@@ -35,12 +35,12 @@ def formed(num_servers: int, num_copies: int = 2) -> tuple[ServerGroup, ServerVi
     there = group(num_servers, num_copies)
     for number in range(num_servers):
         actions = there.handle(ServerJoined(number, 0))
-    assert [type(action) for action in actions] == [Tell, Settle]
+    assert [type(action) for action in actions] == [AnnounceView, Settle]
     return there, view_of(actions)
 
 
 def view_of(actions: list[Action]) -> ServerView:
-    told = [action.view for action in actions if isinstance(action, Tell)]
+    told = [action.view for action in actions if isinstance(action, AnnounceView)]
     assert told, actions
     return told[-1]
 
@@ -50,7 +50,7 @@ def fill(there: ServerGroup, view: ServerView) -> list[Action]:
     actions: list[Action] = []
     for number in sorted({each for joining in view.joining.values() for each in joining}):
         slots = tuple(slot for slot, joining in view.joining.items() if number in joining)
-        actions = there.handle(Filled(number, view.incarnations[number], view.view, slots))
+        actions = there.handle(SlotsCaughtUp(number, view.incarnations[number], view.view, slots))
     return actions
 
 
@@ -76,7 +76,7 @@ def test_joining_again_on_a_new_line_changes_nothing() -> None:
 
 def test_replicas_take_over_at_once_and_only_the_dead_servers_slots_change() -> None:
     there, before = formed(3)
-    after = view_of(there.handle(ServerDied(1, 0)))
+    after = view_of(there.handle(ServerRemoved(1, 0)))
     for was, now in zip(before.holders, after.holders, strict=True):
         assert now == [number for number in was if number != 1]
     assert after.incarnations == {0: 0, 2: 0}
@@ -85,15 +85,15 @@ def test_replicas_take_over_at_once_and_only_the_dead_servers_slots_change() -> 
 
 def test_a_successor_is_filled_and_then_takes_its_place_back() -> None:
     there, first = formed(3)
-    there.handle(ServerDied(1, 0))
+    there.handle(ServerRemoved(1, 0))
     joining = view_of(there.handle(ServerJoined(1, 1)))
     assert {slot for slot, numbers in joining.joining.items() if numbers == [1]} == {
         slot for slot, holders in enumerate(first.holders) if 1 in holders
     }
     assert all(1 not in holders for holders in joining.holders)
     some, others = list(joining.joining)[:10], list(joining.joining)[10:]
-    assert there.handle(Filled(1, 1, joining.view, tuple(some))) == []
-    actions = there.handle(Filled(1, 1, joining.view, tuple(others)))
+    assert there.handle(SlotsCaughtUp(1, 1, joining.view, tuple(some))) == []
+    actions = there.handle(SlotsCaughtUp(1, 1, joining.view, tuple(others)))
     back = view_of(actions)
     assert back.holders == first.holders
     assert not back.joining
@@ -102,13 +102,13 @@ def test_a_successor_is_filled_and_then_takes_its_place_back() -> None:
 
 def test_what_was_filled_for_a_move_that_was_given_up_does_not_count() -> None:
     there, _ = formed(2)
-    there.handle(ServerDied(1, 0))
+    there.handle(ServerRemoved(1, 0))
     joining = view_of(there.handle(ServerJoined(1, 1)))
-    there.handle(ServerDied(1, 1))
+    there.handle(ServerRemoved(1, 1))
     again = view_of(there.handle(ServerJoined(1, 2)))
     for late in (
-        Filled(1, 1, joining.view, tuple(joining.joining)),
-        Filled(1, 2, joining.view, tuple(range(256))),
+        SlotsCaughtUp(1, 1, joining.view, tuple(joining.joining)),
+        SlotsCaughtUp(1, 2, joining.view, tuple(range(256))),
     ):
         assert there.handle(late) == []
     assert there.newest == again
@@ -116,20 +116,20 @@ def test_what_was_filled_for_a_move_that_was_given_up_does_not_count() -> None:
 
 def test_who_is_filled_is_filled_anew_in_every_view() -> None:
     there, _ = formed(3)
-    there.handle(ServerDied(1, 0))
+    there.handle(ServerRemoved(1, 0))
     joining = view_of(there.handle(ServerJoined(1, 1)))
     slots = tuple(joining.joining)
-    there.handle(Filled(1, 1, joining.view, slots[:-1]))
+    there.handle(SlotsCaughtUp(1, 1, joining.view, slots[:-1]))
     again = view_of(there.handle(ServerJoined(1, 1)))  # on a new line
     assert (again.view, again.joining, again.holders) == (joining.view + 1, joining.joining, joining.holders)
-    assert there.handle(Filled(1, 1, joining.view, slots)) == []
-    assert there.handle(Filled(1, 1, again.view, slots[-1:])) == []
-    assert not view_of(there.handle(Filled(1, 1, again.view, slots[:-1]))).joining
+    assert there.handle(SlotsCaughtUp(1, 1, joining.view, slots)) == []
+    assert there.handle(SlotsCaughtUp(1, 1, again.view, slots[-1:])) == []
+    assert not view_of(there.handle(SlotsCaughtUp(1, 1, again.view, slots[:-1]))).joining
 
 
 def test_of_several_replicas_the_first_takes_over_and_the_others_are_filled_anew() -> None:
     there, before = formed(3, num_copies=3)
-    after = view_of(there.handle(ServerDied(0, 0)))
+    after = view_of(there.handle(ServerRemoved(0, 0)))
     for slot, (was, now) in enumerate(zip(before.holders, after.holders, strict=True)):
         if was[0] == 0:
             assert (now, after.joining[slot]) == ([was[1]], [was[2]])
@@ -141,11 +141,11 @@ def test_of_several_replicas_the_first_takes_over_and_the_others_are_filled_anew
 def test_slots_without_any_holder_are_lost_and_all_begin_anew(num_copies: int) -> None:
     there, first = formed(2, num_copies)
     if num_copies == 2:
-        there.handle(ServerDied(1, 0))
-    (lost,) = there.handle(ServerDied(0, 0))
-    assert isinstance(lost, Lose)
+        there.handle(ServerRemoved(1, 0))
+    (lost,) = there.handle(ServerRemoved(0, 0))
+    assert isinstance(lost, LoseSlots)
     assert (lost.number, there.newest) == (1, None)
-    assert isinstance(there.handle(ServerJoined(1, 0))[0], Refuse)  # what it holds is of no use
+    assert isinstance(there.handle(ServerJoined(1, 0))[0], RefuseChange)  # what it holds is of no use
     assert there.handle(ServerJoined(0, 1)) == []
     again = view_of(there.handle(ServerJoined(1, 1)))
     assert again.view > first.view
@@ -170,7 +170,7 @@ def test_shrinking_empties_a_server_before_it_leaves() -> None:
     actions = fill(there, joining)
     assert all(2 not in holders for holders in view_of(actions).holders)
     assert actions[-1] == Settle(there.view, 2)
-    gone = view_of(there.handle(ServerDied(2, 0)))
+    gone = view_of(there.handle(ServerRemoved(2, 0)))
     assert gone.incarnations == {0: 0, 1: 0}
 
 
@@ -178,7 +178,7 @@ def test_shrinking_empties_a_server_before_it_leaves() -> None:
 def test_a_number_that_cannot_be_is_refused(num_servers: int) -> None:
     there, view = formed(3)
     (refused,) = there.handle(ScaleTo(num_servers))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RefuseChange)
     assert there.newest == view
 
 
@@ -213,7 +213,7 @@ class World:
         if what == "die" and number in self.alive:
             self.alive.discard(number)
             self.incarnations[number] += 1
-            self._tell(ServerDied(number, self.incarnations[number] - 1))
+            self._tell(ServerRemoved(number, self.incarnations[number] - 1))
         elif what == "join" and number not in self.alive and number < self.group.num_servers:
             self.alive.add(number)
             self._tell(ServerJoined(number, self.incarnations[number]))
@@ -221,7 +221,7 @@ class World:
             slots = tuple(slot for slot, joining in newest.joining.items() if number in joining)
             me = (number, self.incarnations[number])
             self.has.setdefault(me, set()).update(slots)
-            self._tell(Filled(*me, newest.view, slots))
+            self._tell(SlotsCaughtUp(*me, newest.view, slots))
         elif what == "scale":
             self._tell(ScaleTo(number))
 
@@ -229,9 +229,9 @@ class World:
         self.story.append(event)
         for action in self.group.handle(event):
             match action:
-                case Tell(view):
+                case AnnounceView(view):
                     self._check(view)
-                case Lose():
+                case LoseSlots():
                     # All are killed and come back.
                     for number in self.alive:
                         self.incarnations[number] += 1

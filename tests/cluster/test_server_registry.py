@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.coordinator.journal_entries import LeaseAsked, LeasesStand, Memory
-from shoal.cluster.coordinator.server_registry import ServingConfig
-from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig, Drop, Remember
-from shoal.cluster.coordinator.store_table import Answer
+from shoal.cluster.coordinator.actions import Answer, DropClient
+from shoal.cluster.coordinator.journal_entries import JournalState, LeaseAsked, LeasesStand, Persist
+from shoal.cluster.coordinator.server_registry import ServersConfig
+from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig
 from shoal.cluster.ledger.entries import EpochLeased, RangesTrained, TrainingBegan
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import (
@@ -57,7 +57,7 @@ def config(num_servers: int = 2, num_copies: int = 2) -> CoordinationConfig:
         join_timeout_s=10.0,
         step_timeout_s=4.0,
         can_recover=True,
-        servers=ServingConfig(num_servers=num_servers, num_copies=num_copies, max_servers=4),
+        servers=ServersConfig(num_servers=num_servers, num_copies=num_copies, max_servers=4),
     )
 
 
@@ -65,11 +65,11 @@ class Conversation:
     """Rank r of incarnation i is client 1 + r + 10 i, server n of incarnation i client 51 + n + 10 i."""
 
     def __init__(
-        self, told: CoordinationConfig | None = None, memory: Memory | None = None, now: float = 0.0
+        self, told: CoordinationConfig | None = None, memory: JournalState | None = None, now: float = 0.0
     ) -> None:
         self.told = told or config()
         self.coordination, self.now = Coordination(self.told, memory, now=now), now
-        self.memory = memory or Memory()
+        self.memory = memory or JournalState()
         self.dropped: list[int] = []
         self.coordination.connected(SUPERVISOR, is_supervisor=True)
         self.news = self.say(SUPERVISOR, Watch()).get(SUPERVISOR, [])
@@ -78,11 +78,11 @@ class Conversation:
         said: dict[int, list[Message]] = {}
         for action in actions:
             match action:
-                case Remember(entry):
+                case Persist(entry):
                     self.memory.take(entry)
                 case Answer(client, message):
                     said.setdefault(client, []).append(message)
-                case Drop(client):
+                case DropClient(client):
                     self.dropped.append(client)
                     self.take(self.coordination.gone(client))
         return said
@@ -336,7 +336,7 @@ def test_what_was_trained_is_in_the_journal(talk: Conversation) -> None:
         action.entry
         for number in range(5)
         for action in talk.coordination.hear(1, question(0, *range(number)[-1:], from_epoch=7), 0.0)
-        if isinstance(action, Remember)
+        if isinstance(action, Persist)
     ]
     began = TrainingBegan(
         call=1,

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from shoal.cluster.coordinator.slot_map import (
     MOVE_EDGES,
     NUM_SLOTS,
-    Move,
     MoveState,
     SlotMap,
+    SlotMove,
     evenest_seed,
     fail_over,
     place,
@@ -201,7 +201,7 @@ def test_a_move_that_was_planned_from_another_map_is_passed_over() -> None:
 
 
 def test_a_move_takes_no_edge_that_is_not_drawn() -> None:
-    move = Move(0, ("a",), ("b",), frozenset({"b"}), MoveState.COPYING)
+    move = SlotMove(0, ("a",), ("b",), frozenset({"b"}), MoveState.COPYING)
     with pytest.raises(AssertionError):
         move.switched()
     assert MOVE_EDGES[MoveState.ABANDONED] == set()

@@ -4,19 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster.coordinator.membership import Late, Membership
+from shoal.cluster.coordinator.actions import Tick
+from shoal.cluster.coordinator.membership import ExpireWait, LateRank, Membership, ReportSuspect
 from shoal.cluster.coordinator.views import (
     EDGES,
     Action,
-    Entered,
+    EntererGone,
     Event,
-    Expire,
     FormView,
-    Gone,
-    Phase,
-    Refuse,
-    Suspect,
-    Tick,
+    RefuseEntry,
+    ViewEntered,
+    ViewPhase,
     Views,
 )
 from shoal.runtime.transport.messages.worker_coordinator import Join
@@ -55,17 +53,17 @@ class Rig:
     def replace(self, rank: int, incarnation: int, at: float) -> None:
         self.membership.reaped(rank, incarnation - 1, -9, at)
         self.join(rank, incarnation, at)
-        self.feed(Gone(rank, incarnation - 1))
+        self.feed(EntererGone(rank, incarnation - 1))
 
 
-def fresh(rank: int, incarnation: int = 0, at: float = 1.0) -> Entered:
-    return Entered(rank, incarnation, 0, -1, 0, at)
+def fresh(rank: int, incarnation: int = 0, at: float = 1.0) -> ViewEntered:
+    return ViewEntered(rank, incarnation, 0, -1, 0, at)
 
 
 def left(
     rank: int, view: int, finished: int, *, incarnation: int = 0, call: int = 1, at: float = 2.0
-) -> Entered:
-    return Entered(rank, incarnation, view, finished, call, at)
+) -> ViewEntered:
+    return ViewEntered(rank, incarnation, view, finished, call, at)
 
 
 @pytest.fixture
@@ -118,13 +116,13 @@ def test_whoever_lost_the_news_of_a_view_is_told_again_and_alone(rig: Rig) -> No
     rig.feed(fresh(0, 1), left(1, 1, 8), left(2, 1, 8))
     for again in (fresh(0, 1, at=9.0), left(1, 1, 8, at=9.0)):
         assert rig.feed(again) == [FormView(2, 1, 8, 1, (1, 0, 0), (again.rank,))]
-    assert rig.views.phase is Phase.FORMED
+    assert rig.views.phase is ViewPhase.FORMED
 
 
 def test_an_outdated_incarnation_is_refused(rig: Rig) -> None:
     rig.replace(1, 1, at=1.5)
     [refused] = rig.feed(left(1, 1, 8))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RefuseEntry)
     assert "was replaced: incarnation 1 is in, this is 0" in refused.reason
 
 
@@ -133,22 +131,22 @@ def test_whoever_left_an_older_view_or_one_there_never_was_is_refused(rig: Rig, 
     for number in (1, 2):
         rig.feed(*(left(rank, number, 8) for rank in range(3)))
     [refused] = rig.feed(left(1, view, 8))
-    assert isinstance(refused, Refuse)
-    assert rig.views.phase is Phase.FORMED
+    assert isinstance(refused, RefuseEntry)
+    assert rig.views.phase is ViewPhase.FORMED
 
 
 def test_a_newcomer_that_claims_to_have_left_a_view_is_refused(rig: Rig) -> None:
     rig.replace(1, 1, at=1.5)
     [refused] = rig.feed(left(1, 1, 8, incarnation=1))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RefuseEntry)
 
 
 def test_survivors_too_far_apart_are_all_refused_and_so_is_who_comes_later(rig: Rig) -> None:
     told = rig.feed(left(0, 1, 4), left(1, 1, 6), left(2, 1, 6))
-    assert [type(action) for action in told] == [Refuse] * 3
+    assert [type(action) for action in told] == [RefuseEntry] * 3
     assert "rank 0 4, rank 1 6, rank 2 6 finished" in told[0].reason  # type: ignore[union-attr]
-    assert isinstance(rig.feed(left(0, 1, 4))[0], Refuse)
-    assert rig.views.phase is Phase.REFUSED
+    assert isinstance(rig.feed(left(0, 1, 4))[0], RefuseEntry)
+    assert rig.views.phase is ViewPhase.REFUSED
 
 
 def test_a_rank_that_waits_and_is_replaced_is_waited_for_again(rig: Rig) -> None:
@@ -159,13 +157,13 @@ def test_a_rank_that_waits_and_is_replaced_is_waited_for_again(rig: Rig) -> None
 
 
 def test_a_waiter_that_vanishes_alone_leaves_the_view_as_it_was(rig: Rig) -> None:
-    rig.feed(left(0, 1, 8), Gone(0, 0))
-    assert (rig.views.phase, rig.views.deadline) == (Phase.FORMED, None)
+    rig.feed(left(0, 1, 8), EntererGone(0, 0))
+    assert (rig.views.phase, rig.views.deadline) == (ViewPhase.FORMED, None)
 
 
 def test_the_news_that_an_older_incarnation_is_gone_does_not_touch_the_newer(rig: Rig) -> None:
     rig.replace(0, 1, at=1.5)
-    rig.feed(fresh(0, 1), Gone(0, 0))
+    rig.feed(fresh(0, 1), EntererGone(0, 0))
     assert rig.views.is_gathering
 
 
@@ -177,21 +175,23 @@ def test_whoever_keeps_survivors_waiting_is_suspected_by_name(rig: Rig) -> None:
     assert rig.views.deadline == 15.0
     assert rig.feed(Tick(14.9)) == []
     assert rig.feed(Tick(15.0)) == [
-        Suspect(Late(1, 0, lenient=False), "ranks 0, 2 waited 10.0 s for rank 1 to enter view 2", 10.0)
+        ReportSuspect(
+            LateRank(1, 0, lenient=False), "ranks 0, 2 waited 10.0 s for rank 1 to enter view 2", 10.0
+        )
     ]
     assert rig.feed(Tick(20.0)) == []
     assert len(rig.feed(Tick(25.0))) == 1  # they still wait: said again
 
 
 def test_where_an_exchange_was_given_up_it_is_named(rig: Rig) -> None:
-    rig.feed(Entered(0, 0, 1, 8, 1, at=5.0, waited_in="a sum of step 9"), left(2, 1, 8, at=6.0))
+    rig.feed(ViewEntered(0, 0, 1, 8, 1, at=5.0, waited_in="a sum of step 9"), left(2, 1, 8, at=6.0))
     [suspect] = rig.feed(Tick(15.0))
-    assert isinstance(suspect, Suspect)
+    assert isinstance(suspect, ReportSuspect)
     assert suspect.why == "ranks 0, 2 waited 10.0 s for rank 1 in a sum of step 9"
 
 
 def test_time_spent_in_the_broken_exchange_counts_but_leaves_a_moment_to_come(rig: Rig) -> None:
-    rig.feed(Entered(0, 0, 1, 8, 1, at=50.0, waited_s=10.0))
+    rig.feed(ViewEntered(0, 0, 1, 8, 1, at=50.0, waited_s=10.0))
     assert rig.views.deadline == 52.0
 
 
@@ -200,20 +200,20 @@ def test_a_replacement_has_as_long_as_any_rank_was_ever_silent(rig: Rig) -> None
     rig.feed(left(0, 1, 8, at=40.0), left(2, 1, 8, at=40.0))
     rig.replace(1, 1, at=45.0)
     [suspect] = rig.feed(Tick(60.0))
-    assert isinstance(suspect, Suspect)
-    assert suspect.late == Late(1, 1, lenient=True)
+    assert isinstance(suspect, ReportSuspect)
+    assert suspect.late == LateRank(1, 1, lenient=True)
     [suspect] = rig.feed(Tick(90.0))
-    assert isinstance(suspect, Suspect)
-    assert suspect.late == Late(1, 1, lenient=False)
+    assert isinstance(suspect, ReportSuspect)
+    assert suspect.late == LateRank(1, 1, lenient=False)
 
 
 def test_survivors_at_work_are_suspected_with_leniency_when_only_a_replacement_waits(rig: Rig) -> None:
     rig.replace(0, 1, at=1.5)
     rig.feed(fresh(0, 1, at=2.0))
     suspects = rig.feed(Tick(500.0))
-    assert [action.late for action in suspects if isinstance(action, Suspect)] == [
-        Late(1, 0, lenient=True),
-        Late(2, 0, lenient=True),
+    assert [action.late for action in suspects if isinstance(action, ReportSuspect)] == [
+        LateRank(1, 0, lenient=True),
+        LateRank(2, 0, lenient=True),
     ]
 
 
@@ -221,7 +221,7 @@ def test_the_dead_whose_replacement_has_not_joined_is_described_so(rig: Rig) -> 
     rig.feed(left(0, 1, 8), left(2, 1, 8))
     rig.membership.reaped(1, 0, -9, 3.0)
     [suspect] = rig.feed(Tick(100.0))
-    assert isinstance(suspect, Suspect)
+    assert isinstance(suspect, ReportSuspect)
     assert suspect.late.incarnation == 1
     assert "rank 1 (was killed by SIGKILL, its replacement has not joined)" in suspect.why
 
@@ -230,11 +230,11 @@ def test_without_recovery_the_wait_ends_and_names_the_missing() -> None:
     rig = Rig(can_recover=False)
     rig.feed(fresh(0, at=1.0), fresh(2, at=3.0))
     assert rig.feed(Tick(11.0)) == [
-        Expire(0, "view 1", 10.0, ("rank 1",)),
-        Expire(2, "view 1", 8.0, ("rank 1",)),
+        ExpireWait(0, "view 1", 10.0, ("rank 1",)),
+        ExpireWait(2, "view 1", 8.0, ("rank 1",)),
     ]
     gave_up = ("rank 0 (gave up after 10.0 s)", "rank 2 (gave up after 8.0 s)")
-    assert rig.feed(fresh(1, at=12.0)) == [Expire(1, "view 1", 0.0, gave_up)]
+    assert rig.feed(fresh(1, at=12.0)) == [ExpireWait(1, "view 1", 0.0, gave_up)]
 
 
 def test_after_its_own_restart_nobody_is_suspected_too_soon() -> None:
@@ -247,8 +247,8 @@ def test_after_its_own_restart_nobody_is_suspected_too_soon() -> None:
 
 
 def test_every_phase_has_its_edges_and_final_ones_have_none() -> None:
-    assert set(EDGES) == set(Phase)
-    assert [phase for phase in Phase if not EDGES[phase]] == [Phase.REFUSED, Phase.EXPIRED]
+    assert set(EDGES) == set(ViewPhase)
+    assert [phase for phase in ViewPhase if not EDGES[phase]] == [ViewPhase.REFUSED, ViewPhase.EXPIRED]
 
 
 # ---- random interleavings -------------------------------------------------------------------------
@@ -265,9 +265,9 @@ class Job:
         self.waiting: set[int] = set()
         self.formed: dict[int, FormView] = {}
 
-    def entering(self, rank: int) -> Entered:
+    def entering(self, rank: int) -> ViewEntered:
         view, finished = self.view[rank], self.finished[rank]
-        return Entered(rank, self.incarnation[rank], view, finished, 0, self.now)
+        return ViewEntered(rank, self.incarnation[rank], view, finished, 0, self.now)
 
     def feed(self, event: Event) -> list[Action]:
         before = self.rig.views.phase
@@ -334,9 +334,9 @@ def test_in_any_order_one_view_follows_the_other_with_the_newest_of_each_rank_an
             case "die":
                 job.die(data.draw(ranks))
             case "late" if job.incarnation[rank := data.draw(ranks)]:
-                stale = Entered(rank, job.incarnation[rank] - 1, 0, -1, 0, job.now)
+                stale = ViewEntered(rank, job.incarnation[rank] - 1, 0, -1, 0, job.now)
                 [refused] = job.feed(stale)
-                assert isinstance(refused, Refuse)
+                assert isinstance(refused, RefuseEntry)
             case "tick":
                 job.feed(Tick(job.now))
     # Time alone brings whoever does not come to the attention of those who can kill it.
@@ -345,10 +345,10 @@ def test_in_any_order_one_view_follows_the_other_with_the_newest_of_each_rank_an
         deadline = job.rig.views.deadline
         assert deadline is not None
         suspects = job.feed(Tick(max(deadline, job.now) + 1000.0))
-        assert {action.late.rank for action in suspects if isinstance(action, Suspect)} == missing
+        assert {action.late.rank for action in suspects if isinstance(action, ReportSuspect)} == missing
         for rank in sorted(missing):
             job.die(rank)
             job.waiting.add(rank)
             job.feed(job.entering(rank))
     assert not job.waiting
-    assert job.rig.views.phase is Phase.FORMED
+    assert job.rig.views.phase is ViewPhase.FORMED

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.cluster.coordinator.journal_entries import Entry
-from shoal.cluster.coordinator.state import Action, Coordination, Drop, Remember
-from shoal.cluster.coordinator.store_table import Answer
+from shoal.cluster.coordinator.actions import Answer, DropClient
+from shoal.cluster.coordinator.journal_entries import Entry, Persist
+from shoal.cluster.coordinator.state import Action, Coordination
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.simulated import End
 from simulation.world import Process
@@ -103,7 +103,7 @@ class Coordinator(Process):
 
     def _carry_out(self, actions: list[Action]) -> None:
         """Write down, then answer."""
-        self._write([action.entry for action in actions if type(action) is Remember])
+        self._write([action.entry for action in actions if type(action) is Persist])
         for action in actions:
             if not self.is_alive:
                 return
@@ -113,7 +113,7 @@ class Coordinator(Process):
                     self.tell("answers", f"{end.where} #{action.client}:", action.message)
                     end.send(action.message)
                     self.cluster.failpoint("coordinator answered", self)
-            elif type(action) is Drop:
+            elif type(action) is DropClient:
                 end = self._ends.pop(action.client, None)
                 if end is not None:
                     self.tell("drops", f"{end.where} #{action.client}:", action.problem)

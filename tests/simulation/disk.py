@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.cluster.coordinator.journal_entries import Entry, Memory
+from shoal.cluster.coordinator.journal_entries import Entry, JournalState
 
 
 class Disk:
@@ -20,9 +20,9 @@ class Disk:
         self.entries += entries
         self.num_writes += 1
 
-    def read(self) -> Memory | None:
+    def read(self) -> JournalState | None:
         """What the next coordinator begins with; None where there is nothing to go on from."""
-        memory = Memory()
+        memory = JournalState()
         for entry in self.entries:
             memory.take(entry)
         return memory if self.entries else None

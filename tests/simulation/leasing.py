@@ -14,24 +14,24 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-from shoal.cluster.coordinator.draining import Drained, Readmitted
-from shoal.cluster.coordinator.lease_types import (
+from shoal.cluster.coordinator.actions import Tick
+from shoal.cluster.coordinator.leases import (
     Action,
-    Asked,
     EndEpoch,
+    EndLeases,
     Event,
-    Finish,
-    Hand,
-    Holder,
+    FinishLeases,
+    HandLeases,
     LeaseConfig,
-    NoMore,
-    Replaced,
-    Tick,
+    LeaseHolder,
+    LeaseTable,
+    WorkerAsked,
+    WorkerReplaced,
 )
-from shoal.cluster.coordinator.leases import Leases
+from shoal.cluster.coordinator.stragglers import Drained, Readmitted
 from shoal.cluster.ledger.entries import EpochLeased, RangesTrained, TrainingBegan
 from shoal.cluster.ledger.ledger import Ledger
-from shoal.cluster.ledger.trained_file import Outcome, Trained
+from shoal.cluster.ledger.trained_file import PushOutcome, Trained
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.simulated import End, Network
 from simulation.world import Process, Violated, World
@@ -55,7 +55,7 @@ class LeasesHanded(Message, frozen=True, tag="simulated-hand"):
 class Leasing:
     """A job of leases, from a seed alone."""
 
-    leases_class = Leases
+    leases_class = LeaseTable
     workers_write = True  # what they have trained into files, or else whoever finishes a lease has
     answers_first = False
     forgets: tuple[type, ...] = ()
@@ -151,11 +151,11 @@ class Leasing:
         if self.workers_write:
             epoch, start = number // self.config.num_leases, self.config.lease(number).start + batch * BATCH
             stop = start + self.samples(number, batch)
-            outcome = Outcome.COUNTED if is_new else Outcome.KNOWN
+            outcome = PushOutcome.COUNTED if is_new else PushOutcome.KNOWN
             self.trained.append(Trained(1, worker.rank, worker.incarnation, 1, epoch, start, stop, outcome))
             worker.wrote = (number, len(self.trained) - 1)
 
-    def finish(self, finished: Finish) -> None:
+    def finish(self, finished: FinishLeases) -> None:
         """Some leases are done, and one worker did them."""
         for lease in finished.leases:
             if lease.number in self.done_by:
@@ -205,7 +205,7 @@ class Leasing:
                 self.counts["worker killed"] += 1
                 if worker.is_in_lease and self.deaths.random() < 0.5:  # it had not heard of its last push
                     at = worker.wrote[1]
-                    self.trained[at] = self.trained[at]._replace(outcome=Outcome.PUSHED)
+                    self.trained[at] = self.trained[at]._replace(outcome=PushOutcome.PUSHED)
                     self.counts["killed before it heard"] += 1
                 worker.die()
                 world.schedule(world.between(0.001, 0.02), self._reap, worker)
@@ -244,7 +244,7 @@ class LeaseCoordinator(Process):
         self.job = job
         self.dies_at = ""
         self._accepted: list[End] = []
-        self._ends: dict[Holder, End] = {}
+        self._ends: dict[LeaseHolder, End] = {}
         self._start()
 
     def _start(self) -> None:
@@ -279,11 +279,11 @@ class LeaseCoordinator(Process):
 
     def heard(self, end: End, message: Message) -> None:
         if isinstance(message, AskForLeases) and self.is_alive:
-            by = Holder(message.rank, message.incarnation)
+            by = LeaseHolder(message.rank, message.incarnation)
             known = self._ends.get(by)
             if known is None or known.number <= end.number:
                 self._ends[by] = end
-                self._feed(Asked(by, tuple(message.finished), self.world.now, tuple(message.busy_s)))
+                self._feed(WorkerAsked(by, tuple(message.finished), self.world.now, tuple(message.busy_s)))
 
     def lost(self, end: End) -> None:
         for holder in [holder for holder, each in self._ends.items() if each is end]:
@@ -291,7 +291,7 @@ class LeaseCoordinator(Process):
 
     def replaced(self, rank: int, incarnation: int) -> None:
         if self.is_alive:
-            self._feed(Replaced(rank, incarnation, self.world.now))
+            self._feed(WorkerReplaced(rank, incarnation, self.world.now))
 
     def _feed(self, event: Event) -> None:
         self.tell("hears", event)
@@ -303,7 +303,9 @@ class LeaseCoordinator(Process):
         actions = self.core.handle(event)
         if self.dies_at == "after" and not self.job.answers_first:
             self.die()
-            actions = [each for each in actions if isinstance(each, EndEpoch | Finish)]  # the journal has it
+            actions = [
+                each for each in actions if isinstance(each, EndEpoch | FinishLeases)
+            ]  # the journal has it
         self._carry_out(actions)
         if self.job.answers_first:
             if self.dies_at == "after":
@@ -328,7 +330,7 @@ class LeaseCoordinator(Process):
                 case EndEpoch(epoch):
                     self.job.end_epoch(epoch)
                     continue
-                case Finish():
+                case FinishLeases():
                     self.job.finish(action)
                     continue
                 case Drained(rank) | Readmitted(rank):
@@ -339,10 +341,10 @@ class LeaseCoordinator(Process):
             if end is None:
                 continue
             self.tell("answers", action)
-            if isinstance(action, Hand):
+            if isinstance(action, HandLeases):
                 numbers = [lease.number for lease in action.leases]
                 end.send(LeasesHanded(numbers, self.core.may_be_overtaken(action.to)))
-            elif isinstance(action, NoMore):
+            elif isinstance(action, EndLeases):
                 end.send(LeasesHanded([]))
             elif self.job.workers[action.to.rank].incarnation == action.to.incarnation:
                 raise Violated(f"{action.to} is refused: {action.reason}")

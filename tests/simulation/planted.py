@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.cluster.coordinator import calls, views
+from shoal.cluster.coordinator.actions import Answer
 from shoal.cluster.coordinator.calls import Calls
-from shoal.cluster.coordinator.journal_entries import Entry, Granted, Memory
+from shoal.cluster.coordinator.journal_entries import Entry, Granted, JournalState, Persist
 from shoal.cluster.coordinator.membership import Membership
-from shoal.cluster.coordinator.state import Action, Coordination, Remember
-from shoal.cluster.coordinator.store_table import Answer
+from shoal.cluster.coordinator.state import Action, Coordination
 from shoal.cluster.coordinator.views import Views
 from shoal.recovery.exchange_log import ExchangeLog
 from shoal.runtime.transport.messages.message import Message
@@ -195,7 +195,7 @@ class DonorIsBehind(Views):
         actions = super().handle(event)
         for index, action in enumerate(actions):
             if isinstance(action, views.FormView) and action.donor >= 0 and len(action.ranks) > 1:
-                if isinstance(event, views.Entered):
+                if isinstance(event, views.ViewEntered):
                     waiting[event.rank] = event
                 least = min((each.finished, rank) for rank, each in waiting.items() if each.finished >= 0)
                 actions[index] = self._formed = replace(action, donor=least[1], finished=least[0])
@@ -211,8 +211,8 @@ class CountsTheEmptyHanded(Views):
             self._refused = "too far apart"
             waiting = list(self._waiting)
             self._waiting.clear()
-            self._move(views.Phase.REFUSED)
-            return [views.Refuse(rank, self._refused) for rank in waiting]
+            self._move(views.ViewPhase.REFUSED)
+            return [views.RefuseEntry(rank, self._refused) for rank in waiting]
         return super()._form()
 
 
@@ -233,7 +233,7 @@ class HearsTheReplaced(Membership):
 class TellsNobodyAgain(Views):
     """Whoever lost the news of a view waits for the next one."""
 
-    def _enter(self, entered: views.Entered) -> list[views.Action]:
+    def _enter(self, entered: views.ViewEntered) -> list[views.Action]:
         if self._is_in(entered) and entered.view_left != self.view:
             return []
         return super()._enter(entered)
@@ -280,7 +280,7 @@ class GrantsWhatDiffers(Calls):
 
 class RecallsNobody(Calls):
     def handle(self, event: calls.Event) -> list[calls.Action]:
-        return [] if isinstance(event, calls.Recalled) else super().handle(event)
+        return [] if isinstance(event, calls.CallsSuspended) else super().handle(event)
 
 
 class RecallsWithoutForgetting(Calls):
@@ -289,7 +289,7 @@ class RecallsWithoutForgetting(Calls):
     def handle(self, event: calls.Event) -> list[calls.Action]:
         waiting, phase = dict(self._waiting), self.phase
         actions = super().handle(event)
-        if isinstance(event, calls.Recalled) and waiting:
+        if isinstance(event, calls.CallsSuspended) and waiting:
             self._waiting, self.phase = waiting, phase
         return actions
 
@@ -333,9 +333,9 @@ _plant("a replacement that comes after the end is let in (once real)", coordinat
 
 class AnswersFirst(Coordinator):
     def _carry_out(self, actions: list[Action]) -> None:
-        super()._carry_out([each for each in actions if not isinstance(each, Remember)])
+        super()._carry_out([each for each in actions if not isinstance(each, Persist)])
         if self.is_alive:
-            super()._carry_out([each for each in actions if isinstance(each, Remember)])
+            super()._carry_out([each for each in actions if isinstance(each, Persist)])
 
 
 class Forgetful(Disk):
@@ -354,7 +354,7 @@ def _forgetting(*kinds: type) -> type[Disk]:
 class LosesTheTail(Disk):
     """What was written last is not on the disk yet when the next coordinator reads it."""
 
-    def read(self) -> Memory | None:
+    def read(self) -> JournalState | None:
         del self.entries[-1:]
         return super().read()
 
@@ -365,7 +365,7 @@ class TruncatesCalls(Coordinator):
     def _carry_out(self, actions: list[Action]) -> None:
         record = self.core._calls.record
         again = [
-            Remember(Granted(each.message.number, record[each.message.number - 1]))
+            Persist(Granted(each.message.number, record[each.message.number - 1]))
             for each in actions
             if isinstance(each, Answer) and isinstance(each.message, CallGranted)
         ]

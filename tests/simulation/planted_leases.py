@@ -5,8 +5,16 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from shoal.cluster.coordinator.lease_types import Action, Asked, EndEpoch, Finish, Holder, LeaseState, Tick
-from shoal.cluster.coordinator.leases import Leases
+from shoal.cluster.coordinator.actions import Tick
+from shoal.cluster.coordinator.leases import (
+    Action,
+    EndEpoch,
+    FinishLeases,
+    LeaseHolder,
+    LeaseState,
+    LeaseTable,
+    WorkerAsked,
+)
 from simulation.leasing import Leasing
 
 PLANTED_LEASES: dict[str, type[Leasing]] = {}
@@ -16,7 +24,7 @@ def _plant(name: str, **parts: Any) -> None:
     PLANTED_LEASES[name] = type("PlantedLeasing", (Leasing,), parts)
 
 
-class ReturnsTwice(Leases):
+class ReturnsTwice(LeaseTable):
     def _fence(self, rank: int, incarnation: int) -> None:
         held = {number for number in self._holders if self.state(number) is LeaseState.HELD}
         super()._fence(rank, incarnation)
@@ -25,12 +33,12 @@ class ReturnsTwice(Leases):
                 heapq.heappush(self._todo, number)
 
 
-class ReturnsNothing(Leases):
+class ReturnsNothing(LeaseTable):
     def _fence(self, rank: int, incarnation: int) -> None:
         self.incarnations[rank] = max(incarnation, self.incarnations.get(rank, 0))
 
 
-class EndsEarly(Leases):
+class EndsEarly(LeaseTable):
     def _end_epoch(self) -> list[Action]:
         if len(self._done) == self.config.num_leases - 1 and not self._is_over:
             self.epoch += 1
@@ -40,31 +48,31 @@ class EndsEarly(Leases):
         return super()._end_epoch()
 
 
-class HandsOutTheHeld(Leases):
-    def _top_up(self, holder: Holder, at: float) -> None:
+class HandsOutTheHeld(LeaseTable):
+    def _top_up(self, holder: LeaseHolder, at: float) -> None:
         super()._top_up(holder, at)
         for holders in self._holders.values():
             if not any(holder in each for each in self._holders.values()):
                 holders.append(holder)
 
 
-class ForgetsWhoWaits(Leases):
+class ForgetsWhoWaits(LeaseTable):
     def _serve(self, at: float) -> list[Action]:
         actions = super()._serve(at)
         self._waiting.clear()
         return actions
 
 
-class CountsBothHolders(Leases):
+class CountsBothHolders(LeaseTable):
     """Both holders of a lease are said to have done it."""
 
-    def _finish(self, asked: Asked) -> list[Action]:
+    def _finish(self, asked: WorkerAsked) -> list[Action]:
         again = [
             self.config.lease(each)
             for each in asked.finished
             if self.state(each) is LeaseState.DONE and each // self.config.num_leases == self.epoch
         ]
-        return [*super()._finish(asked), *([Finish(asked.by, tuple(again))] if again else [])]
+        return [*super()._finish(asked), *([FinishLeases(asked.by, tuple(again))] if again else [])]
 
 
 _plant("a lease is returned twice", leases_class=ReturnsTwice)
@@ -75,5 +83,5 @@ _plant("who waits for a lease is forgotten", leases_class=ForgetsWhoWaits)
 _plant("a lease that two have run is two workers' in the ledger", leases_class=CountsBothHolders)
 _plant("a lease is all theirs who finish it", workers_write=False)
 _plant("leases: answers before it writes", answers_first=True)
-_plant("the journal has no leases", forgets=(Asked,))
+_plant("the journal has no leases", forgets=(WorkerAsked,))
 _plant("the journal does not know what was handed out by the clock", forgets=(Tick,))

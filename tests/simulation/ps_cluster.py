@@ -13,11 +13,11 @@ from typing import Any
 from shoal.cluster.coordinator import server_group
 from shoal.cluster.coordinator.server_group import (
     Event,
-    Filled,
     ScaleTo,
-    ServerDied,
     ServerGroup,
     ServerJoined,
+    ServerRemoved,
+    SlotsCaughtUp,
 )
 from shoal.ps.server.actions import Action, Drop, Reply, Request, Send, Tell
 from shoal.ps.server.core import ServerCore
@@ -93,11 +93,11 @@ class SimServer(Process):
                     self._send(server, message, [bytes(frame) for frame in frames])
                 case Tell(SlotsFilled(view, slots)):
                     self.tell("is filled in view", view)
-                    event = Filled(self.number, self.incarnation, view, tuple(slots))
+                    event = SlotsCaughtUp(self.number, self.incarnation, view, tuple(slots))
                     self.job.tell_coordinator(self, event)
                 case Tell(StepLost(view, rank)):
                     self.tell("has lost a step in view", view, "with rank", rank)
-                    lost = server_group.StepLost(self.number, self.incarnation, view, rank)
+                    lost = server_group.StepUnrecoverable(self.number, self.incarnation, view, rank)
                     self.job.tell_coordinator(self, lost)
                 case Drop(peer):
                     if peer in self.peers:
@@ -158,12 +158,12 @@ class SimCoordinator(Process):
         self.job.journal.append(event)
         for action in self.group.handle(event):
             match action:
-                case server_group.Tell(view):
+                case server_group.AnnounceView(view):
                     self.tell("view", view.view, dict(view.incarnations), len(view.joining), "joining")
                     self.job.publish(view)
-                case server_group.Lose(rank=None):
+                case server_group.LoseSlots(rank=None):
                     self.job.lose()
-                case server_group.Lose(rank=rank):
+                case server_group.LoseSlots(rank=rank):
                     self.job.lose_step(rank)
 
 
@@ -369,7 +369,7 @@ class Simulated:
         self.world.schedule(self.world.between(0.001, 0.06), self._replace_worker, worker)
 
     def _reap_server(self, server: SimServer) -> None:
-        self.tell_coordinator(None, ServerDied(server.number, server.incarnation))
+        self.tell_coordinator(None, ServerRemoved(server.number, server.incarnation))
         if server.number < 8:
             self.fork_server(server.number, server.incarnation + 1)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from shoal.cluster.coordinator.slot_map import (
     Holders,
-    Move,
     MoveState,
     SlotMap,
+    SlotMove,
     fail_over,
     place,
     plan_moves,
@@ -280,7 +280,7 @@ class SlotCoordinator(Process):
         super().__init__(job.world, "coordinator")
         self.job = job
         self._standing: dict[str, list[int]] = {}
-        self._moves: list[Move] = []
+        self._moves: list[SlotMove] = []
         self._preparing = 0  # the view that is coming; 0: none
         if job.disk["map"] is None:
             self._write(SlotMap(1, self._target()))

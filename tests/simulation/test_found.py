@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.cluster.coordinator.journal_entries import Memory
-from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig, Remember
-from shoal.cluster.coordinator.store_table import Answer
+from shoal.cluster.coordinator.actions import Answer
+from shoal.cluster.coordinator.journal_entries import JournalState, Persist
+from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import Reaped, Watch
 from shoal.runtime.transport.messages.worker_coordinator import (
@@ -24,9 +24,9 @@ CONFIG = CoordinationConfig(num_workers=2, join_timeout_s=30.0, step_timeout_s=1
 class Desk:
     """A Coordination and what it has answered; client 0 is the supervisor."""
 
-    def __init__(self, memory: Memory | None = None) -> None:
+    def __init__(self, memory: JournalState | None = None) -> None:
         self.core = Coordination(CONFIG, memory)
-        self.memory = memory or Memory()
+        self.memory = memory or JournalState()
         self.core.connected(1000, is_supervisor=True)
         self.say(1000, Watch())
 
@@ -38,7 +38,7 @@ class Desk:
         """What is answered to whom, the supervisor left out."""
         actions: list[Action] = self.core.hear(client, message, 0.0)
         for action in actions:
-            if isinstance(action, Remember):
+            if isinstance(action, Persist):
                 self.memory.take(action.entry)
         return [
             (each.client, each.message) for each in actions if isinstance(each, Answer) and each.client < 1000

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.cluster.coordinator.lease_service import LeaseDesk
-    from shoal.cluster.ledger.ledger import Epoch, Had, Span
+    from shoal.cluster.coordinator.lease_service import LeaseService
+    from shoal.cluster.ledger.ledger import Epoch, RankTotals, Span
 
 MAX_RANGES = 4
 """Named in a sentence; more are counted."""
@@ -67,7 +67,7 @@ def _epoch(epoch: Epoch) -> dict[str, Any]:
     }
 
 
-def _workers(by_rank: Mapping[int, Had]) -> dict[str, dict[str, int]]:
+def _workers(by_rank: Mapping[int, RankTotals]) -> dict[str, dict[str, int]]:
     return {str(rank): {"batches": had.batches, "samples": had.samples} for rank, had in by_rank.items()}
 
 
@@ -82,7 +82,7 @@ def _span(span: Span) -> dict[str, Any]:
     }
 
 
-def _remainder(epoch: Epoch, desk: LeaseDesk) -> dict[str, Any] | None:
+def _remainder(epoch: Epoch, desk: LeaseService) -> dict[str, Any] | None:
     """Who has what is left of the running epoch."""
     if epoch.end is not None:
         return None
@@ -176,7 +176,7 @@ def every_range(ledger: dict[str, Any]) -> Iterator[str]:
 
 def ranges(found: list[list[int]]) -> str:
     """Ranges of samples in words."""
-    from shoal.cluster.ledger.ranges import merged
+    from shoal.cluster.ledger.ledger import merged
 
     joined = [list(each) for each in merged((start, stop) for start, stop in found)]
     said = ", ".join(_range(each) for each in joined[:MAX_RANGES])

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from shoal.cluster.ledger.entries import Stretch, TrainingBegan, TrainingReached
+from shoal.cluster.ledger.entries import TrainedStretch, TrainingBegan, TrainingReached
 from shoal.cluster.worker import session
 from shoal.config.job import Job
 from shoal.data.batches import Batches
@@ -148,5 +148,5 @@ class LedgerNotes:
             self.reached()
 
 
-def _stretch(kept: dict[str, Any], stop: int) -> Stretch:
-    return Stretch(kept["start"], stop, list(kept["samples"]), list(kept["batches"]))
+def _stretch(kept: dict[str, Any], stop: int) -> TrainedStretch:
+    return TrainedStretch(kept["start"], stop, list(kept["samples"]), list(kept["batches"]))

@@ -1,36 +1,37 @@
-"""What the coordinator's pure parts ask of whoever carries it out, besides answers."""
+"""Actions that the coordinator's state machines return, and the tick that all of them are fed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from shoal.cluster.coordinator.journal_entries import Entry
-from shoal.cluster.coordinator.store_table import Answer
 from shoal.runtime.transport.messages.message import Message
 
 
 @dataclass(frozen=True, slots=True)
-class Remember:
-    """Write this down before anything is answered."""
+class Tick:
+    """Event: time has passed."""
 
-    entry: Entry
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
-    """Close this client's connection; `problem` says what it did wrong, if anything."""
+class Answer:
+    """Send `message` to `client`."""
+
+    client: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class DropClient:
+    """Close this client's connection; `problem` is its protocol violation, if there was one."""
 
     client: int
     problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class TellWatchers:
-    """Say this to the supervisor, as soon as it watches."""
+class NotifySupervisor:
+    """Send `message` to the supervisor, on every connection that watches."""
 
     message: Message
-
-
-Action: TypeAlias = Answer | Remember | Drop
-"""What comes out of `coordination.py`."""

@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
-from shoal.cluster.coordinator.membership import Late, Membership
+from shoal.cluster.coordinator.actions import Tick
+from shoal.cluster.coordinator.membership import ExpireWait, Membership, ReportSuspect
 
 
-class Phase(StrEnum):
+class CallPhase(StrEnum):
     """Where the ranks stand."""
 
     RUNNING = "running"  # all are in the same call, or between two
@@ -38,23 +39,23 @@ class Phase(StrEnum):
 
 
 EDGES = {
-    Phase.RUNNING: {Phase.GATHERING},
-    Phase.GATHERING: {Phase.RUNNING, Phase.REFUSED, Phase.EXPIRED, Phase.ENDED},
-    Phase.REFUSED: set(),
-    Phase.EXPIRED: set(),
-    Phase.ENDED: set(),
+    CallPhase.RUNNING: {CallPhase.GATHERING},
+    CallPhase.GATHERING: {CallPhase.RUNNING, CallPhase.REFUSED, CallPhase.EXPIRED, CallPhase.ENDED},
+    CallPhase.REFUSED: set(),
+    CallPhase.EXPIRED: set(),
+    CallPhase.ENDED: set(),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class RankConnected:
     """A rank has connected. Only sharpens what is said of it while it is missing."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class CallBegan:
     """A rank waits to make call `number`, counted from 1."""
 
     rank: int
@@ -65,7 +66,7 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ScriptEndReached:
     """A rank is at the end of its script and waits to leave."""
 
     rank: int
@@ -74,36 +75,31 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class CallerGone:
     """The connection of a rank is closed: it waits for nothing any more."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Recalled:
+class CallsSuspended:
     """Somebody waits to enter a view: whoever waits here, or would, must go there first."""
 
     view: int  # to be left
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class CallsResumed:
     """The view is formed: calls go on."""
 
 
-Event: TypeAlias = Joined | Began | Ended | Gone | Tick | Recalled | Resumed
+Event: TypeAlias = (
+    RankConnected | CallBegan | ScriptEndReached | CallerGone | Tick | CallsSuspended | CallsResumed
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class GrantCall:
     """Tell `rank` to go on with the call."""
 
     rank: int
@@ -111,7 +107,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseCall:
     """Tell `rank` that the ranks differ, and what each known one did."""
 
     rank: int
@@ -120,44 +116,25 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Expire:
-    """Tell `rank` that its wait is over, and for whom it was."""
-
-    rank: int
-    operation: str
-    waited_s: float
-    missing: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LetGo:
+class ReleaseRank:
     """Tell `rank` that it may leave: all are at the script's end."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Regroup:
+class SendToView:
     """Tell `rank` to leave `view`, enter the next one, and ask again."""
 
     rank: int
     view: int
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """Others wait too long for this process: it must be killed, so that another can take its place."""
-
-    late: Late
-    why: str
-    waited_s: float
-
-
-Action: TypeAlias = Grant | Refuse | Expire | LetGo | Regroup | Suspect
+Action: TypeAlias = GrantCall | RefuseCall | ExpireWait | ReleaseRank | SendToView | ReportSuspect
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _Intent:
     """What a rank is about to do: its call of this number, or (None) the end of its script."""
 
     number: int
@@ -174,8 +151,8 @@ class _Wish:
         return "the end of the script" if self.call is None else f"call {self.number} ({self.call[0]})"
 
 
-class _Waiter(NamedTuple):
-    wish: _Wish
+class _CallWaiter(NamedTuple):
+    wish: _Intent
     since: float
 
 
@@ -198,18 +175,18 @@ class Calls:
         """`record` is what was granted before, where a coordinator goes on after its own death; None: the end."""
         self.num_workers, self.timeout_s = num_workers, timeout_s
         self._membership = membership
-        self._record = [_Wish(number, call) for number, call in enumerate(record, start=1)]
-        self.phase = Phase.ENDED if self._record and self._record[-1].call is None else Phase.RUNNING
+        self._record = [_Intent(number, call) for number, call in enumerate(record, start=1)]
+        self.phase = CallPhase.ENDED if self._record and self._record[-1].call is None else CallPhase.RUNNING
         self._recalled_from: int | None = None  # the view that all must leave first
-        self._waiting: dict[int, _Waiter] = {}
+        self._waiting: dict[int, _CallWaiter] = {}
         self._connected: dict[int, bool] = {}
-        self._refused = Refuse(-1, 0, {})  # what every rank hears in REFUSED
+        self._refused = RefuseCall(-1, 0, {})  # what every rank hears in REFUSED
         self._gave_up: tuple[str, ...] = ()  # whom a latecomer in EXPIRED has missed
 
     @property
     def num_granted(self) -> int:
         """How many calls all ranks have begun."""
-        return len(self._record) - (self.phase is Phase.ENDED)
+        return len(self._record) - (self.phase is CallPhase.ENDED)
 
     @property
     def record(self) -> list[tuple[str, str] | None]:
@@ -231,76 +208,76 @@ class Calls:
     def handle(self, event: Event) -> list[Action]:
         """Apply one event; return what must now be done, in order."""
         match event:
-            case Joined(rank):
+            case RankConnected(rank):
                 self._connected[rank] = True
                 return []
-            case Began(rank, number, kind, detail, at):
-                return self._ask(rank, _Wish(number, (kind, detail)), at)
-            case Ended(rank, num_calls, at):
-                return self._ask(rank, _Wish(num_calls + 1, None), at)
-            case Gone(rank):
+            case CallBegan(rank, number, kind, detail, at):
+                return self._ask(rank, _Intent(number, (kind, detail)), at)
+            case ScriptEndReached(rank, num_calls, at):
+                return self._ask(rank, _Intent(num_calls + 1, None), at)
+            case CallerGone(rank):
                 self._connected[rank] = False
                 if self._waiting.pop(rank, None) and not self._waiting:
-                    self._move(Phase.RUNNING)
+                    self._move(CallPhase.RUNNING)
                 return []
             case Tick(at):
                 deadline = self.deadline
                 if deadline is None or at < deadline:
                     return []
                 return self._expire(at) if self._membership is None else self._suspect(self._membership, at)
-            case Recalled(view):
+            case CallsSuspended(view):
                 self._recalled_from = view
                 waiting = sorted(self._waiting)
                 if waiting:
                     self._waiting.clear()
-                    self._move(Phase.RUNNING)
-                return [Regroup(rank, view) for rank in waiting]
-            case Resumed():
+                    self._move(CallPhase.RUNNING)
+                return [SendToView(rank, view) for rank in waiting]
+            case CallsResumed():
                 self._recalled_from = None
                 return []
 
-    def _ask(self, rank: int, wish: _Wish, at: float) -> list[Action]:
+    def _ask(self, rank: int, wish: _Intent, at: float) -> list[Action]:
         self._connected[rank] = True
-        if self.phase is Phase.REFUSED:
+        if self.phase is CallPhase.REFUSED:
             self._refused.calls[rank] = str(wish)
             return [replace(self._refused, rank=rank, calls=dict(self._refused.calls))]
-        if self.phase is Phase.EXPIRED:
-            return [Expire(rank, wish.operation, 0.0, self._gave_up)]
+        if self.phase is CallPhase.EXPIRED:
+            return [ExpireWait(rank, wish.operation, 0.0, self._gave_up)]
         if 1 <= wish.number <= len(self._record):
             return [self._from_record(rank, wish)]
-        if self.phase is Phase.ENDED:
-            return [Refuse(rank, wish.number, self._all_did(self._record[-1]) | {rank: str(wish)})]
+        if self.phase is CallPhase.ENDED:
+            return [RefuseCall(rank, wish.number, self._all_did(self._record[-1]) | {rank: str(wish)})]
 
         if self._recalled_from is not None:
-            return [Regroup(rank, self._recalled_from)]
+            return [SendToView(rank, self._recalled_from)]
 
-        if self.phase is Phase.RUNNING:
-            self._move(Phase.GATHERING)
+        if self.phase is CallPhase.RUNNING:
+            self._move(CallPhase.GATHERING)
         since = self._waiting[rank].since if rank in self._waiting else at
-        self._waiting[rank] = _Waiter(wish, since)
+        self._waiting[rank] = _CallWaiter(wish, since)
         wishes = {waiter.wish for waiter in self._waiting.values()}
         if len(wishes) > 1 or wish.number != len(self._record) + 1:
             return self._refuse_all()
         return self._grant_all(wish) if len(self._waiting) == self.num_workers else []
 
-    def _from_record(self, rank: int, wish: _Wish) -> Action:
+    def _from_record(self, rank: int, wish: _Intent) -> Action:
         # Only this rank strays from what all did before, so only it hears of it.
         recorded = self._record[wish.number - 1]
         if wish != recorded:
-            return Refuse(rank, wish.number, self._all_did(recorded) | {rank: str(wish)})
-        return LetGo(rank) if wish.call is None else Grant(rank, wish.number)
+            return RefuseCall(rank, wish.number, self._all_did(recorded) | {rank: str(wish)})
+        return ReleaseRank(rank) if wish.call is None else GrantCall(rank, wish.number)
 
-    def _grant_all(self, wish: _Wish) -> list[Action]:
+    def _grant_all(self, wish: _Intent) -> list[Action]:
         self._record.append(wish)
         self._waiting.clear()
-        self._move(Phase.ENDED if wish.call is None else Phase.RUNNING)
+        self._move(CallPhase.ENDED if wish.call is None else CallPhase.RUNNING)
         return [self._from_record(rank, wish) for rank in range(self.num_workers)]
 
     def _refuse_all(self) -> list[Action]:
         calls = {rank: str(waiter.wish) for rank, waiter in sorted(self._waiting.items())}
-        self._refused = Refuse(-1, len(self._record) + 1, calls)
+        self._refused = RefuseCall(-1, len(self._record) + 1, calls)
         self._waiting.clear()
-        self._move(Phase.REFUSED)
+        self._move(CallPhase.REFUSED)
         return [replace(self._refused, rank=rank, calls=dict(calls)) for rank in calls]
 
     def _suspect(self, membership: Membership, at: float) -> list[Action]:
@@ -311,7 +288,7 @@ class Calls:
             late = membership.late(rank, since=since, patience_s=self.timeout_s, now=at)
             if late is not None:
                 why = f"the others waited {at - since:.1f} s for {self._describe(rank)} at {operation}"
-                actions.append(Suspect(late, why, at - since))
+                actions.append(ReportSuspect(late, why, at - since))
         return actions
 
     def _missing(self) -> list[int]:
@@ -324,8 +301,10 @@ class Calls:
             f"rank {rank} (gave up after {at - waiter.since:.1f} s)" for rank, waiter in waiters
         )
         self._waiting.clear()
-        self._move(Phase.EXPIRED)
-        return [Expire(rank, waiter.wish.operation, at - waiter.since, missing) for rank, waiter in waiters]
+        self._move(CallPhase.EXPIRED)
+        return [
+            ExpireWait(rank, waiter.wish.operation, at - waiter.since, missing) for rank, waiter in waiters
+        ]
 
     def _describe(self, rank: int) -> str:
         if self._membership is not None and (known := self._membership.whereabouts(rank)):
@@ -338,9 +317,9 @@ class Calls:
             f"rank {rank} (last in {self._record[-1].operation})" if self._record else f"rank {rank} (joined)"
         )
 
-    def _all_did(self, wish: _Wish) -> dict[int, str]:
+    def _all_did(self, wish: _Intent) -> dict[int, str]:
         return dict.fromkeys(range(self.num_workers), str(wish))
 
-    def _move(self, phase: Phase) -> None:
+    def _move(self, phase: CallPhase) -> None:
         assert phase in EDGES[self.phase], f"{self.phase} to {phase}"
         self.phase = phase

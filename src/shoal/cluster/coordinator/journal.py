@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.cluster.coordinator.journal_entries import Entry, Fact, Memory, StoreChanged
+from shoal.cluster.coordinator.journal_entries import Entry, Fact, JournalState, StoreChanged
 from shoal.errors import JournalFailed, RunDirectoryError
 from shoal.runtime.transport.messages.worker_coordinator import (
     StoreCount,
@@ -73,9 +73,9 @@ class Journal:
         except (sqlite3.Error, _Unusable) as error:
             raise JournalFailed(path=str(path), problem=_words(error)) from None
 
-    def load(self) -> Memory:
+    def load(self) -> JournalState:
         """What was written in this launch."""
-        memory = Memory()
+        memory = JournalState()
         try:
             rows = self._db.execute("SELECT fact FROM facts WHERE launch = ? ORDER BY number", (self.launch,))
             for (fact,) in rows:

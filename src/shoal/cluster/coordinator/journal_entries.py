@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from shoal.cluster.coordinator.lease_types import LeaseSnapshot
+from shoal.cluster.coordinator.leases import LeaseSnapshot
 from shoal.cluster.ledger.entries import LedgerFact
 from shoal.runtime.transport.messages.message import Count, Message
 from shoal.runtime.transport.messages.server_coordinator import JoinServer
@@ -103,7 +103,7 @@ class LeasesStand(
     snapshot: LeaseSnapshot
 
 
-ServingFact: TypeAlias = (
+ServerFact: TypeAlias = (
     JoinServer
     | ReapedServer
     | ServerFilled
@@ -117,16 +117,24 @@ ServingFact: TypeAlias = (
 )
 """What changes servers and leases; told again in the same order, they stand where they stood."""
 
-Fact: TypeAlias = Join | Reaped | ViewFormed | Granted | Saved | ServingFact | Noted | LedgerFact
+Fact: TypeAlias = Join | Reaped | ViewFormed | Granted | Saved | ServerFact | Noted | LedgerFact
 """Entries that stay: the history of a job."""
 
 Entry: TypeAlias = Fact | StoreChanged
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Action of a state machine: write this entry into the journal before anything is answered."""
+
+    entry: Entry
+
 
 _ABOUT_LEASES = (LeaseAsked, LeaseTicked, LeaseReturned, LeaseGaveUp, LeasesStand)
 
 
 @dataclass(slots=True)
-class Memory:
+class JournalState:
     """The sum of all entries."""
 
     joins: dict[int, Join] = field(default_factory=dict)
@@ -140,7 +148,7 @@ class Memory:
     """What was granted, in order; None at the end of the script."""
 
     checkpoint: Saved | None = None
-    serving: list[ServingFact] = field(default_factory=list)
+    serving: list[ServerFact] = field(default_factory=list)
     """What happened to servers and leases, in order, as far as it still matters."""
 
     num_noted: int = 0

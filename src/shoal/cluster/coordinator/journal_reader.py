@@ -20,9 +20,9 @@ from pathlib import Path
 import msgspec
 
 from shoal.cluster.coordinator.journal import APPLICATION_ID, FILE_NAME, VERSION
-from shoal.cluster.coordinator.journal_entries import Fact, Memory
-from shoal.cluster.coordinator.lease_service import LeaseDesk
-from shoal.cluster.coordinator.server_registry import Serving, ServingConfig
+from shoal.cluster.coordinator.journal_entries import Fact, JournalState
+from shoal.cluster.coordinator.lease_service import LeaseService
+from shoal.cluster.coordinator.server_registry import ServerRegistry, ServersConfig
 from shoal.cluster.ledger import entries as ledger_facts
 from shoal.cluster.ledger.entries import LedgerFact
 from shoal.cluster.ledger.ledger import Ledger
@@ -81,12 +81,12 @@ def ledger_of(launches: list[Launch], trained: list[Trained]) -> Ledger:
     return ledger
 
 
-def desk_of(launch: Launch) -> LeaseDesk:
+def desk_of(launch: Launch) -> LeaseService:
     """Leases as they stand in a launch: who holds what is left."""
-    memory = Memory()
+    memory = JournalState()
     for _, fact in launch.facts:
         memory.take(fact)
-    serving = Serving(ServingConfig(), patience_s=1.0, join_patience_s=1.0, now=0.0, grace_s=0.0)
+    serving = ServerRegistry(ServersConfig(), patience_s=1.0, join_patience_s=1.0, now=0.0, grace_s=0.0)
     serving.recall(memory.serving)
     return serving.desk
 

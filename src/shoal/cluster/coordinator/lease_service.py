@@ -14,19 +14,18 @@ from typing import TypeAlias
 
 import msgspec
 
-from shoal.cluster.coordinator import lease_types as lease_terms
-from shoal.cluster.coordinator.actions import Remember, TellWatchers
-from shoal.cluster.coordinator.draining import Drained, Readmitted
+from shoal.cluster.coordinator import leases as lease_terms
+from shoal.cluster.coordinator.actions import Answer, NotifySupervisor, Tick
 from shoal.cluster.coordinator.journal_entries import (
     LeaseAsked,
     LeaseGaveUp,
     LeaseReturned,
     LeasesStand,
     LeaseTicked,
+    Persist,
 )
-from shoal.cluster.coordinator.lease_types import Holder, LeaseConfig
-from shoal.cluster.coordinator.leases import Leases as Table
-from shoal.cluster.coordinator.store_table import Answer
+from shoal.cluster.coordinator.leases import LeaseConfig, LeaseHolder, LeaseTable
+from shoal.cluster.coordinator.stragglers import Drained, Readmitted
 from shoal.cluster.ledger.entries import EpochLeased, RangesTrained, TrainingBegan
 from shoal.errors import ConfigError
 from shoal.runtime.transport.messages.supervisor import LeaseCounts, WorkerDrained, WorkerReadmitted
@@ -41,7 +40,7 @@ from shoal.runtime.transport.messages.worker_coordinator import (
 SNAPSHOT_EVERY = 256
 """Questions between two notes of how everything stands: so many are told again after a coordinator's death."""
 
-Said: TypeAlias = Answer | Remember | TellWatchers
+LeaseAction: TypeAlias = Answer | Persist | NotifySupervisor
 
 
 @dataclass(slots=True)
@@ -53,13 +52,13 @@ class _Question:
 
 
 @dataclass(slots=True)
-class LeaseDesk:
+class LeaseService:
     """The newest call's leases, and who waits for some."""
 
     call: int = 0
     _asked: AskLease | None = None  # the first question of the call: it says how the epochs are cut
-    _table: Table | None = None
-    _questions: dict[Holder, _Question] = field(default_factory=dict)
+    _table: LeaseTable | None = None
+    _questions: dict[LeaseHolder, _Question] = field(default_factory=dict)
     _num_since_snapshot: int = 0
 
     @property
@@ -92,18 +91,18 @@ class LeaseDesk:
             held[rank].append(number)
         return self._table.config, dict(held), self._table.num_todo
 
-    def ask(self, client: int, ask: AskLease, now: float) -> list[Said]:
+    def ask(self, client: int, ask: AskLease, now: float) -> list[LeaseAction]:
         """A worker asks. Client 0 is nobody: it is being remembered."""
         if ask.call < self.call:
             return [Answer(client, NoMoreLeases(0))]
-        began: list[Said] = []
+        began: list[LeaseAction] = []
         if self._table is None or ask.call > self.call:
             try:
-                table = Table(_config(ask), epoch=ask.first_epoch, done=ask.done)
+                table = LeaseTable(_config(ask), epoch=ask.first_epoch, done=ask.done)
             except ConfigError as error:
                 return [Answer(client, LeaseRefused(str(error)))]
             self.call, self._asked, self._table = ask.call, ask, table
-            began = [Remember(_began(ask, table))]
+            began = [Persist(_began(ask, table))]
         elif self._asked is not None and _config(ask) != _config(self._asked):
             return [
                 Answer(
@@ -111,12 +110,12 @@ class LeaseDesk:
                     LeaseRefused(f"it cuts epochs as {_config(ask)}, others as {_config(self._asked)}"),
                 )
             ]
-        by = Holder(ask.rank, ask.incarnation)
+        by = LeaseHolder(ask.rank, ask.incarnation)
         if ask.is_last or (self._asked is not None and self._asked.is_last):
             return self._end(client, ask, now)
         self._questions[by] = _Question(client, now, now + ask.timeout_s, ask.below)
         held = self._table.held_by(by)
-        event = lease_terms.Asked(by, tuple(ask.finished), now, tuple(ask.busy_s), tuple(ask.near))
+        event = lease_terms.WorkerAsked(by, tuple(ask.finished), now, tuple(ask.busy_s), tuple(ask.near))
         acted = self._table.handle(event)
         answers = self._answers(acted)
         if not ask.finished and held and held == self._table.held_by(by):
@@ -125,15 +124,15 @@ class LeaseDesk:
                 *answers,
             ]  # it only looked whether it still has them: there is nothing to remember
         self._num_since_snapshot += 1
-        remember: list[Said] = [*began, Remember(LeaseAsked(now, ask)), *self._ledger(acted)]
+        remember: list[LeaseAction] = [*began, Persist(LeaseAsked(now, ask)), *self._ledger(acted)]
         has_epoch_ended = any(isinstance(each, lease_terms.EndEpoch) for each in acted)
         if self._num_since_snapshot >= SNAPSHOT_EVERY or has_epoch_ended:
             self._num_since_snapshot = 0
             assert self._asked is not None
-            remember.append(Remember(LeasesStand(self._asked, self._table.snapshot())))
-        told: list[Said] = [*self._tidings(acted)]
+            remember.append(Persist(LeasesStand(self._asked, self._table.snapshot())))
+        told: list[LeaseAction] = [*self._tidings(acted)]
         if ask.finished and self.counts is not None:
-            told.append(TellWatchers(self.counts))
+            told.append(NotifySupervisor(self.counts))
         return [*remember, *answers, *self._tell_of_the_epoch(), *told]
 
     def _tell_of_the_epoch(self) -> list[Answer]:
@@ -144,42 +143,42 @@ class LeaseDesk:
             by for by, each in self._questions.items() if each.below // num_leases < below // num_leases
         ]
         for by in behind:
-            self._table.handle(lease_terms.GaveUp(by))
+            self._table.handle(lease_terms.WorkerGaveUp(by))
         answers = [self._answer(by, Leases([], below)) for by in behind]
         return [each for each in answers if each.client]
 
-    def _end(self, client: int, ask: AskLease, now: float) -> list[Said]:
+    def _end(self, client: int, ask: AskLease, now: float) -> list[LeaseAction]:
         """The call ends early, by a wish that all have agreed on: whoever waits, waits for nothing."""
         assert self._asked is not None
         assert self._table is not None
         self._asked = msgspec.structs.replace(self._asked, is_last=True)
-        by = Holder(ask.rank, ask.incarnation)
+        by = LeaseHolder(ask.rank, ask.incarnation)
         acted = self._table.handle(
-            lease_terms.Asked(by, tuple(ask.finished), now, tuple(ask.busy_s), tuple(ask.near))
+            lease_terms.WorkerAsked(by, tuple(ask.finished), now, tuple(ask.busy_s), tuple(ask.near))
         )
         waiting, self._questions = self._questions, {}
         no_more = NoMoreLeases(self._table.done_below)
         clients = [*(question.client for question in waiting.values()), client]
-        remember: list[Said] = [Remember(LeaseAsked(now, ask)), *self._ledger(acted)]
+        remember: list[LeaseAction] = [Persist(LeaseAsked(now, ask)), *self._ledger(acted)]
         return [*remember, *(Answer(each, no_more) for each in clients if each)]
 
-    def replaced(self, rank: int, incarnation: int, now: float) -> list[Answer | Remember]:
+    def replaced(self, rank: int, incarnation: int, now: float) -> list[Answer | Persist]:
         """Incarnations of this rank below `incarnation` are gone: what they held goes back."""
         for by in [by for by in self._questions if by.rank == rank and by.incarnation < incarnation]:
             del self._questions[by]
         if self._table is None:
             return []
-        acted = self._table.handle(lease_terms.Replaced(rank, incarnation, now))
-        return [Remember(LeaseReturned(rank, incarnation, now)), *self._answers(acted)]
+        acted = self._table.handle(lease_terms.WorkerReplaced(rank, incarnation, now))
+        return [Persist(LeaseReturned(rank, incarnation, now)), *self._answers(acted)]
 
     def gave_up(self, rank: int, incarnation: int) -> None:
         """Nobody waits for an answer any more."""
-        by = Holder(rank, incarnation)
+        by = LeaseHolder(rank, incarnation)
         self._questions.pop(by, None)
         if self._table is not None:
-            self._table.handle(lease_terms.GaveUp(by))
+            self._table.handle(lease_terms.WorkerGaveUp(by))
 
-    def gone(self, client: int) -> list[Remember]:
+    def gone(self, client: int) -> list[Persist]:
         """A connection is closed."""
         return [
             self._give_up(by)
@@ -187,9 +186,9 @@ class LeaseDesk:
             if client and each.client == client
         ]
 
-    def tick(self, now: float) -> list[Answer | Remember]:
+    def tick(self, now: float) -> list[Answer | Persist]:
         """Hand out what is due by the clock, and end the waits that have lasted long enough."""
-        actions: list[Answer | Remember] = []
+        actions: list[Answer | Persist] = []
         if self._table is not None and self._table.deadline is not None and now >= self._table.deadline:
             actions += self.hand_out(now)
         for by, question in list(self._questions.items()):
@@ -200,15 +199,15 @@ class LeaseDesk:
                 actions.append(Answer(question.client, expired))
         return actions
 
-    def hand_out(self, now: float) -> list[Answer | Remember]:
+    def hand_out(self, now: float) -> list[Answer | Persist]:
         """Time has passed."""
-        acted = self._table.handle(lease_terms.Tick(now)) if self._table is not None else []
-        return [Remember(LeaseTicked(now)), *self._answers(acted)] if acted else []
+        acted = self._table.handle(Tick(now)) if self._table is not None else []
+        return [Persist(LeaseTicked(now)), *self._answers(acted)] if acted else []
 
     def restore(self, stand: LeasesStand) -> None:
         """Begin where a coordinator before stood."""
         self.call, self._asked = stand.asked.call, stand.asked
-        self._table = Table.restore(_config(stand.asked), stand.snapshot)
+        self._table = LeaseTable.restore(_config(stand.asked), stand.snapshot)
         self._num_since_snapshot = 0
 
     def clear(self) -> None:
@@ -216,11 +215,11 @@ class LeaseDesk:
         self._asked, self._table, self.call = None, None, 0
         self._questions.clear()
 
-    def _give_up(self, by: Holder) -> Remember:
+    def _give_up(self, by: LeaseHolder) -> Persist:
         self.gave_up(*by)
-        return Remember(LeaseGaveUp(by.rank, by.incarnation))
+        return Persist(LeaseGaveUp(by.rank, by.incarnation))
 
-    def _whom_for(self, by: Holder) -> list[str]:
+    def _whom_for(self, by: LeaseHolder) -> list[str]:
         held = self._table.snapshot().held if self._table else []
         return [f"rank {rank} (holds lease {number})" for number, rank, _ in held if rank != by.rank]
 
@@ -229,44 +228,44 @@ class LeaseDesk:
         below, answers = self._table.done_below, list[Answer]()
         for each in acted:
             match each:
-                case lease_terms.Hand(to, held):
+                case lease_terms.HandLeases(to, held):
                     told = [(*lease,) for lease in held]
                     overtaken = self._table.may_be_overtaken(to)
                     answers.append(self._answer(to, Leases(told, below, overtaken)))
-                case lease_terms.NoMore(to):
+                case lease_terms.EndLeases(to):
                     answers.append(self._answer(to, NoMoreLeases(below)))
-                case lease_terms.Refuse(to, reason):
+                case lease_terms.RefuseLease(to, reason):
                     answers.append(self._answer(to, LeaseRefused(reason)))
         return [each for each in answers if each.client]
 
-    def _answer(self, to: Holder, message: Leases | NoMoreLeases | LeaseRefused) -> Answer:
+    def _answer(self, to: LeaseHolder, message: Leases | NoMoreLeases | LeaseRefused) -> Answer:
         question = self._questions.pop(to, None)
         return Answer(question.client if question else 0, message)
 
-    def _ledger(self, acted: Sequence[lease_terms.Action]) -> list[Remember]:
+    def _ledger(self, acted: Sequence[lease_terms.Action]) -> list[Persist]:
         """Who has trained what, and epochs that are whole."""
         assert self._asked is not None
-        first, written = self._asked.from_epoch, list[Remember]()
+        first, written = self._asked.from_epoch, list[Persist]()
         for each in acted:
             match each:
-                case lease_terms.Finish(by, leases):
+                case lease_terms.FinishLeases(by, leases):
                     for epoch in sorted({lease.epoch for lease in leases}):
                         ranges = [(lease.start, lease.stop) for lease in leases if lease.epoch == epoch]
                         fact = RangesTrained(call=self.call, rank=by.rank, epoch=first + epoch, ranges=ranges)
-                        written.append(Remember(fact))
+                        written.append(Persist(fact))
                 case lease_terms.EndEpoch(epoch, num_twice):
                     ended = EpochLeased(call=self.call, epoch=first + epoch, num_samples_twice=num_twice)
-                    written.append(Remember(ended))
+                    written.append(Persist(ended))
         return written
 
-    def _tidings(self, acted: Sequence[lease_terms.Action]) -> list[TellWatchers]:
-        told: list[TellWatchers] = []
+    def _tidings(self, acted: Sequence[lease_terms.Action]) -> list[NotifySupervisor]:
+        told: list[NotifySupervisor] = []
         for each in acted:
             match each:
                 case Drained():
-                    told.append(TellWatchers(self._drained(each)))
+                    told.append(NotifySupervisor(self._drained(each)))
                 case Readmitted(rank, samples_per_s, others):
-                    told.append(TellWatchers(WorkerReadmitted(rank, samples_per_s, others)))
+                    told.append(NotifySupervisor(WorkerReadmitted(rank, samples_per_s, others)))
         return told
 
     def _drained(self, figures: Drained) -> WorkerDrained:
@@ -292,7 +291,7 @@ def _config(ask: AskLease) -> LeaseConfig:
     )
 
 
-def _began(ask: AskLease, table: Table) -> TrainingBegan:
+def _began(ask: AskLease, table: LeaseTable) -> TrainingBegan:
     """A call's leases are handed out from where a checkpoint, or nothing, was done."""
     config, epoch = table.config, table.epoch
     within = table.done_below - epoch * config.num_leases

@@ -18,32 +18,212 @@ nothing is left to hand out, an idle worker gets one that another is slow with.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, TypeAlias
 
-from shoal.cluster.coordinator.draining import Drained, Draining, Pace, Readmitted
-from shoal.cluster.coordinator.lease_types import (
-    EDGES,
-    Action,
-    Asked,
-    EndEpoch,
-    Event,
-    Finish,
-    GaveUp,
-    Hand,
-    Holder,
-    Lease,
-    LeaseConfig,
-    LeaseSnapshot,
-    LeaseState,
-    NoMore,
-    Refuse,
-    Replaced,
-    Tick,
-)
+import msgspec
+
+from shoal.cluster.coordinator.actions import Tick
+from shoal.cluster.coordinator.stragglers import DrainConfig, Drained, Pace, Readmitted, Stragglers
+from shoal.errors import ConfigError
 
 
-class Leases:
+class LeaseState(StrEnum):
+    """Where a lease of the running epoch is."""
+
+    TODO = "todo"
+    HELD = "held"  # by one worker; at an epoch's end perhaps by a second one, which is counted
+    DONE = "done"  # final: all its pushes are acknowledged
+
+
+EDGES = {
+    LeaseState.TODO: {LeaseState.HELD},
+    LeaseState.HELD: {LeaseState.TODO, LeaseState.DONE},
+    LeaseState.DONE: set(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseConfig:
+    """How an epoch is cut and handed out."""
+
+    num_samples: int
+    """Samples of an epoch."""
+
+    samples_per_lease: int
+    """A multiple of the batch size, so that the last batch of an epoch is the only short one."""
+
+    num_epochs: int = 1
+    """Epochs of the call."""
+
+    num_ahead: int = 2
+    """Leases a worker holds at once: it works on one and has the next at hand while the coordinator is away."""
+
+    num_workers: int = 0
+    """How many there are. Once fewer leases than that are left to hand out, nobody gets one ahead; 0: everybody does."""
+
+    backup: bool = False
+    """At an epoch's end an idle worker gets what another will not have finished before it would."""
+
+    drain_slower_than: float | None = None
+    """How many times slower than the median of the others a worker is that is given no more; None: nobody is."""
+
+    probe_every_s: float = 10.0
+    """How often, at most, such a worker is given a lease all the same, to see whether it has recovered."""
+
+    shares: tuple[int, ...] = ()
+    """Leases of an epoch that belong to each rank: rank r's are shares[r]..shares[r+1]-1. Empty: they are anybody's."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "samples_per_lease", "num_epochs", "num_ahead"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        ascends = all(before <= after for before, after in itertools.pairwise(self.shares))
+        if self.shares and not (ascends and (self.shares[0], self.shares[-1]) == (0, self.num_leases)):
+            raise ConfigError(f"shares must ascend from 0 to {self.num_leases}, got {self.shares}")
+        self.drain  # refuses what cannot be  # noqa: B018
+
+    @property
+    def drain(self) -> DrainConfig:
+        """When a worker is given no more."""
+        return DrainConfig(slower_than=self.drain_slower_than, probe_every_s=self.probe_every_s)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases of one epoch."""
+        return -(-self.num_samples // self.samples_per_lease)
+
+    def lease(self, number: int) -> Lease:
+        """What a number stands for; the numbers run on through the epochs."""
+        epoch, index = divmod(number, self.num_leases)
+        start = index * self.samples_per_lease
+        return Lease(number, epoch, start, min(start + self.samples_per_lease, self.num_samples))
+
+
+class Lease(NamedTuple):
+    """The samples start..stop-1, in the order of the epoch."""
+
+    number: int
+    epoch: int
+    start: int
+    stop: int
+
+    @property
+    def num_samples(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+class LeaseHolder(NamedTuple):
+    """One incarnation of a worker."""
+
+    rank: int
+    incarnation: int
+
+
+class LeaseSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that `Leases` knows, for a journal."""
+
+    epoch: int
+    done_below: int
+    done: list[int]  # of this epoch, beyond done_below
+    held: list[tuple[int, int, int]]  # lease, rank, incarnation
+    waiting: list[tuple[int, int]]  # rank, incarnation; the longest first
+    incarnations: dict[int, int]
+    counts: dict[int, tuple[int, int]]
+    num_samples_twice: int = 0
+    began: list[tuple[int, int, float]] = []  # rank, incarnation, since when it works on its first lease
+    paces: dict[int, tuple[float, float, int]] = {}  # samples, seconds, slow ones in a row
+    drained: dict[int, float] = {}  # rank: when it may be probed
+    near: dict[int, list[int]] = {}  # by rank, leases of an epoch
+
+
+# ---- events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAsked:
+    """A worker has finished these leases (in this incarnation) and asks for more. A repeat is safe."""
+
+    by: LeaseHolder
+    finished: tuple[int, ...]
+    at: float
+    busy_s: tuple[float, ...] = ()
+    """How long it worked on each of them, without waiting for others; where it does not say, since when it had it."""
+
+    near: tuple[int, ...] = ()
+    """Leases of an epoch, counted from 0, whose data its host has: it gets those first. Empty: it does not matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReplaced:
+    """Incarnations of this rank below `incarnation` hold nothing any more, whether or not the next one has come."""
+
+    rank: int
+    incarnation: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGaveUp:
+    """A worker that asked waits no longer; what it holds stays with it."""
+
+    by: LeaseHolder
+
+
+Event: TypeAlias = WorkerAsked | WorkerReplaced | WorkerGaveUp | Tick
+
+
+# ---- actions ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HandLeases:
+    """Tell a worker all that it holds: those it had before, and new ones."""
+
+    to: LeaseHolder
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndLeases:
+    """Tell a worker that the last epoch is over."""
+
+    to: LeaseHolder
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseLease:
+    """Tell a process why it is not heard: it was replaced, or speaks of what it does not hold."""
+
+    to: LeaseHolder
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishLeases:
+    """These leases are done, and this worker did them."""
+
+    by: LeaseHolder
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndEpoch:
+    """Every sample of the epoch is done; `num_samples_twice` of them were handed to two workers."""
+
+    epoch: int
+    num_samples_twice: int
+
+
+Action: TypeAlias = HandLeases | EndLeases | RefuseLease | FinishLeases | EndEpoch | Drained | Readmitted
+
+
+class LeaseTable:
     """The leases of one call: every lease is done once, and held by one worker at a time, or by two at an epoch's end.
 
     A dead worker's leases go back and are handed out first. A worker that has
@@ -56,12 +236,12 @@ class Leases:
         self.epoch = epoch
         self.num_samples_twice = 0  # in this epoch
         self.counts: dict[int, tuple[int, int]] = {}  # rank: leases and samples it has finished
-        self.draining = Draining(config.drain)
+        self.draining = Stragglers(config.drain)
         self._begin_epoch()
         self.incarnations: dict[int, int] = {}  # rank: the newest heard of
-        self._waiting: dict[Holder, float] = {}
+        self._waiting: dict[LeaseHolder, float] = {}
         self._near: dict[int, frozenset[int]] = {}  # by rank, leases of an epoch whose data is at its host
-        self._began: dict[Holder, float] = {}  # since when it works on the first lease it holds
+        self._began: dict[LeaseHolder, float] = {}  # since when it works on the first lease it holds
         self._is_over = epoch >= config.num_epochs
         done = set(done)
         self._pass_over(done)
@@ -90,17 +270,17 @@ class Leases:
         )
 
     @classmethod
-    def restore(cls, config: LeaseConfig, kept: LeaseSnapshot) -> Leases:
+    def restore(cls, config: LeaseConfig, kept: LeaseSnapshot) -> LeaseTable:
         """Leases that stand where `kept` was taken."""
         first = kept.epoch * config.num_leases
         leases = cls(config, epoch=kept.epoch, done={*range(first, kept.done_below), *kept.done})
         for number, rank, incarnation in kept.held:
-            leases._holders.setdefault(number, []).append(Holder(rank, incarnation))
+            leases._holders.setdefault(number, []).append(LeaseHolder(rank, incarnation))
         leases._todo = [number for number in leases._todo if number not in leases._holders]
-        leases._waiting = {Holder(*by): 0.0 for by in kept.waiting}
+        leases._waiting = {LeaseHolder(*by): 0.0 for by in kept.waiting}
         leases.incarnations, leases.counts = dict(kept.incarnations), dict(kept.counts)
         leases.num_samples_twice = kept.num_samples_twice
-        leases._began = {Holder(rank, incarnation): at for rank, incarnation, at in kept.began}
+        leases._began = {LeaseHolder(rank, incarnation): at for rank, incarnation, at in kept.began}
         leases.draining.paces = {rank: Pace(*pace) for rank, pace in kept.paces.items()}
         leases.draining.drained = dict(kept.drained)
         leases._near = {rank: frozenset(near) for rank, near in kept.near.items()}
@@ -118,7 +298,7 @@ class Leases:
         """Whether leases may be handed out a second time."""
         return self.config.backup and not self._todo
 
-    def may_be_overtaken(self, holder: Holder) -> bool:
+    def may_be_overtaken(self, holder: LeaseHolder) -> bool:
         """Whether others may finish what a worker holds before it does: it should look now and then."""
         if not self.config.backup or self.config.shares:
             return False
@@ -148,34 +328,34 @@ class Leases:
             return LeaseState.DONE
         return LeaseState.HELD if self._holders.get(number) else LeaseState.TODO
 
-    def holders(self, number: int) -> tuple[Holder, ...]:
+    def holders(self, number: int) -> tuple[LeaseHolder, ...]:
         """Who holds a lease at present."""
         return tuple(self._holders.get(number, ()))
 
-    def held_by(self, holder: Holder) -> list[int]:
+    def held_by(self, holder: LeaseHolder) -> list[int]:
         """The leases that a worker holds, in the order in which it runs them."""
         return sorted(number for number, holders in self._holders.items() if holder in holders)
 
     def handle(self, event: Event) -> list[Action]:
         """Apply one event; return what must now be done, in order."""
         match event:
-            case Asked():
+            case WorkerAsked():
                 return self._ask(event)
-            case Replaced(rank, incarnation, at):
+            case WorkerReplaced(rank, incarnation, at):
                 self._fence(rank, incarnation)
                 return self._serve(at)
-            case GaveUp(by):
+            case WorkerGaveUp(by):
                 self._waiting.pop(by, None)
                 return []
             case Tick(at):
                 return self._serve(at)
 
-    def _ask(self, asked: Asked) -> list[Action]:
+    def _ask(self, asked: WorkerAsked) -> list[Action]:
         by, at = asked.by, asked.at
         newest = self.incarnations.get(by.rank, 0)
         if by.incarnation < newest:
             return [
-                Refuse(
+                RefuseLease(
                     by, f"rank {by.rank} was replaced: incarnation {newest} is in, this is {by.incarnation}"
                 )
             ]
@@ -188,12 +368,12 @@ class Leases:
             if self.state(each) is not LeaseState.DONE and by not in self.holders(each)
         ]
         if strange:
-            return [Refuse(by, f"rank {by.rank} has finished leases {strange}, which it does not hold")]
+            return [RefuseLease(by, f"rank {by.rank} has finished leases {strange}, which it does not hold")]
         actions = [*self._finish(asked), *self._end_epoch()]
         self._waiting[by] = at
         return actions + self._serve(at)
 
-    def _finish(self, asked: Asked) -> list[Action]:
+    def _finish(self, asked: WorkerAsked) -> list[Action]:
         by, done, judged = asked.by, list[Lease](), list[Drained | Readmitted | None]()
         for index, number in enumerate(asked.finished):
             if self.state(number) is not LeaseState.HELD:
@@ -209,7 +389,7 @@ class Leases:
             judged.append(self.draining.finished(by.rank, lease.num_samples, busy_s, asked.at))
             self._began[by] = asked.at
         said = [each for each in judged if each is not None]
-        return [*([Finish(by, tuple(done))] if done else []), *said]
+        return [*([FinishLeases(by, tuple(done))] if done else []), *said]
 
     def _fence(self, rank: int, incarnation: int) -> None:
         if incarnation > self.incarnations.get(rank, 0):
@@ -230,17 +410,17 @@ class Leases:
         actions: list[Action] = []
         for holder in list(self._waiting):
             if self._is_over:
-                actions.append(NoMore(holder))
+                actions.append(EndLeases(holder))
             else:
                 self._top_up(holder, at)
                 held = self.held_by(holder)
                 if not held:
                     continue
-                actions.append(Hand(holder, tuple(self.config.lease(number) for number in held)))
+                actions.append(HandLeases(holder, tuple(self.config.lease(number) for number in held)))
             del self._waiting[holder]
         return actions
 
-    def _top_up(self, holder: Holder, at: float) -> None:
+    def _top_up(self, holder: LeaseHolder, at: float) -> None:
         num_held = len(self.held_by(holder))
         while num_held < self._num_allowed(holder, at):
             number = self._next_for(holder)
@@ -261,12 +441,12 @@ class Leases:
                 self._hold(holder, 0, at)
                 self.num_samples_twice += self.config.lease(number).num_samples
 
-    def _hold(self, holder: Holder, num_held: int, at: float) -> None:
+    def _hold(self, holder: LeaseHolder, num_held: int, at: float) -> None:
         if not num_held:
             self._began[holder] = at
         self.draining.probed(holder.rank, at)
 
-    def _num_allowed(self, holder: Holder, at: float) -> int:
+    def _num_allowed(self, holder: LeaseHolder, at: float) -> int:
         if not self.draining.may_take(holder.rank, at):
             return 0
         if self.config.shares:
@@ -285,7 +465,7 @@ class Leases:
         samples_per_s = self.draining.samples_per_s
         return len(self._todo) * self.config.samples_per_lease / samples_per_s if samples_per_s else math.inf
 
-    def _next_for(self, holder: Holder) -> int | None:
+    def _next_for(self, holder: LeaseHolder) -> int | None:
         """The first lease that a worker may have."""
         shares, first = self.config.shares, self.epoch * self.config.num_leases
         if not shares:
@@ -307,7 +487,7 @@ class Leases:
 
         return min(self._todo, key=lambda number: (distance(number), number))
 
-    def _prospects(self, holder: Holder) -> list[tuple[float, float, int]]:
+    def _prospects(self, holder: LeaseHolder) -> list[tuple[float, float, int]]:
         """(when its only holder will have finished it, how long this worker would need, number) of every such lease.
 
         One that is overdue is taken to need as long again as it is late.
@@ -326,7 +506,7 @@ class Leases:
                 found.append((self._began.get(only, 0.0) + theirs_s, own_s, number))
         return found
 
-    def _move(self, number: int, state: LeaseState, holder: Holder | None = None) -> None:
+    def _move(self, number: int, state: LeaseState, holder: LeaseHolder | None = None) -> None:
         before = LeaseState.HELD if number in self._holders else self.state(number)
         assert state in EDGES[before], f"lease {number}: {before} to {state}"
         match state:
@@ -350,7 +530,7 @@ class Leases:
         self._below = first
         # What comes back goes first.
         self._todo: list[int] = list(range(first, first + self.config.num_leases))
-        self._holders: dict[int, list[Holder]] = {}
+        self._holders: dict[int, list[LeaseHolder]] = {}
         self._done: set[int] = set()
 
     def _pass_over(self, done: set[int]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import signal
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.runtime.transport.messages.worker_coordinator import Join
@@ -21,13 +22,32 @@ class Member(NamedTuple):
     pid: int
 
 
-class Late(NamedTuple):
+class LateRank(NamedTuple):
     """A process for which others have waited too long."""
 
     rank: int
     incarnation: int
     lenient: bool
     """It may well be at work, and is only to blame if it was stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSuspect:
+    """Action: others have waited too long for this process; it must be killed so that a replacement can join."""
+
+    late: LateRank
+    why: str
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpireWait:
+    """Action: end the wait of `rank` and name the ranks it waited for."""
+
+    rank: int
+    operation: str
+    waited_s: float
+    missing: tuple[str, ...]
 
 
 class Membership:
@@ -103,7 +123,7 @@ class Membership:
 
     def late(
         self, rank: int, *, since: float, patience_s: float, now: float, may_be_busy: bool = False
-    ) -> Late | None:
+    ) -> LateRank | None:
         """Whether `rank` is to blame by now, for those who wait since `since`. `may_be_busy`: nothing hangs on it yet."""
         if now < self.due(rank, since=since, patience_s=patience_s):
             return None
@@ -111,7 +131,7 @@ class Membership:
         incarnation = self.newest(rank)
         is_catching_up = incarnation > 0 and self.seated.get(rank) != incarnation
         excused_until = max(since, self._spoke_at.get(rank, -math.inf)) + patience_s + self.stretch_s
-        return Late(rank, incarnation, may_be_busy or (is_catching_up and now < excused_until))
+        return LateRank(rank, incarnation, may_be_busy or (is_catching_up and now < excused_until))
 
     def whereabouts(self, rank: int) -> str | None:
         """What is known of a rank that does not come: a phrase, or None where it is simply somewhere else."""

@@ -8,19 +8,230 @@ business.
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import selectors
 import signal
 import socket
 import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from shoal.cluster.coordinator.actions import Answer, DropClient
 from shoal.cluster.coordinator.journal import Journal
-from shoal.cluster.coordinator.service import Coordinator
-from shoal.cluster.coordinator.state import CoordinationConfig
+from shoal.cluster.coordinator.journal_entries import Entry, Granted, JournalState, Persist
+from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig
 from shoal.config.faults import Fault
-from shoal.errors import JournalFailed
+from shoal.errors import JournalFailed, WireError
 from shoal.runtime import failpoints
+from shoal.runtime.failpoints import failpoint
+from shoal.runtime.transport import unix
+from shoal.runtime.transport.framing import Decoder, encode
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.worker_coordinator import StoreRefused, ViewFormed
+
+MAX_UNSENT_BYTES = 32 << 20
+"""A client that leaves more than this unread is dropped."""
+
+RECEIVE_BYTES = 64 * 1024
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """One client's socket."""
+
+    number: int
+    sock: socket.socket
+    since: float
+    is_writing: bool = False  # the socket would not take all of `unsent`
+    decoder: Decoder = field(default_factory=Decoder)
+    unsent: bytearray = field(default_factory=bytearray)
+
+
+class Coordinator:
+    """Moves messages between connections and the pure part, and deadlines between the clock and it.
+
+    One thread runs everything, so nothing here takes a lock; nothing blocks
+    but `select`, and that only until the next deadline. What happened in one
+    turn is written down together, then answered: so many a promise costs one
+    write.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        config: CoordinationConfig,
+        *,
+        memory: JournalState | None = None,
+        write: Callable[[Sequence[Entry]], None] | None = None,
+        supervisor: int = 0,
+    ) -> None:
+        """`write` is the journal's; without one nothing is kept. `supervisor` is the process that may watch."""
+        self.num_refused, self.last_refusal = 0, ""
+        self._config, self._write, self._supervisor = config, write, supervisor
+        self._coordination = Coordination(config, memory, now=time.monotonic())
+        self._due: deque[Action] = deque()  # decided in this turn, not yet done
+        self._connections: dict[int, _Connection] = {}
+        self._num_accepted = 0
+        num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_connections = (1 << 20 if num_files == resource.RLIM_INFINITY else num_files) - 32
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def serve(self, *, until_readable: socket.socket) -> None:
+        """Answer everybody until there is something to read on `until_readable`."""
+        self._selector.register(until_readable, selectors.EVENT_READ)
+        while True:
+            for key, mask in self._selector.select(self._wait_s()):
+                if key.fileobj is until_readable:
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.data.number in self._connections:  # not dropped earlier in this round
+                    self._attend(key.data, mask)
+            self._tick()
+            self._carry_out()
+
+    def close(self) -> None:
+        """Close every socket."""
+        for connection in self._connections.values():
+            connection.sock.close()
+        self._connections.clear()
+        self._selector.close()
+        self._listener.close()
+
+    # ---- sockets --------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            sock, peer = unix.accept(self._listener)
+        except WireError as error:
+            self._count_refusal(error.problem)
+            return
+        except OSError:
+            return  # it was gone before we looked
+        if len(self._connections) >= self._max_connections:
+            # Without a descriptor to spare, accept would fail and select would spin on the listener.
+            sock.close()
+            self._count_refusal(f"there are {len(self._connections)} connections already")
+            return
+        sock.setblocking(False)
+        self._num_accepted += 1
+        connection = _Connection(self._num_accepted, sock, time.monotonic())
+        self._connections[connection.number] = connection
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        self._coordination.connected(connection.number, is_supervisor=peer.pid == self._supervisor)
+
+    def _attend(self, connection: _Connection, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                self._flush(connection)
+            if mask & selectors.EVENT_READ:
+                data = connection.sock.recv(RECEIVE_BYTES)
+                if not data:
+                    self._drop(connection)
+                    return
+                for message, _ in connection.decoder.feed(data):
+                    self._due += self._coordination.hear(connection.number, message, time.monotonic())
+        except WireError as error:
+            self._count_refusal(error.problem)
+            self._drop(connection)
+        except BlockingIOError:
+            pass  # woken for nothing
+        except OSError:
+            self._drop(connection)
+
+    def _answer(self, number: int, message: Message) -> None:
+        connection = self._connections.get(number)
+        if connection is None:
+            return
+        try:
+            connection.unsent += b"".join(encode(message))
+        except WireError as error:
+            connection.unsent += b"".join(encode(StoreRefused(f"the answer is too large: {error.problem}")))
+        try:
+            self._flush(connection)
+        except OSError:
+            self._drop(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while connection.unsent:
+                del connection.unsent[: connection.sock.send(connection.unsent)]
+        if len(connection.unsent) > MAX_UNSENT_BYTES:
+            raise ConnectionError("it does not read its answers")
+        if connection.is_writing != bool(connection.unsent):
+            connection.is_writing = bool(connection.unsent)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_writing else 0)
+            self._selector.modify(connection.sock, events, connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        if connection.number not in self._connections:
+            return
+        self._due += self._coordination.gone(connection.number)
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+        del self._connections[connection.number]
+
+    def _count_refusal(self, reason: str) -> None:
+        self.num_refused += 1
+        self.last_refusal = reason
+
+    # ---- decisions ------------------------------------------------------------------------------
+
+    def _carry_out(self) -> None:
+        """Do what was decided in this turn: first write it down, then say it."""
+        while self._due:
+            actions, self._due = self._due, deque()
+            entries = [action.entry for action in actions if isinstance(action, Persist)]
+            if entries and self._write is not None:
+                _pass("before", entries)
+                self._write(entries)
+                _pass("after", entries)
+            for action in actions:
+                match action:
+                    case Answer(client, message):
+                        self._answer(client, message)
+                    case DropClient(client, problem) if client in self._connections:
+                        if problem is not None:
+                            self._count_refusal(problem)
+                        self._drop(self._connections[client])
+
+    def _wait_s(self) -> float | None:
+        """How long nothing can happen of itself."""
+        deadlines = [each.since + self._config.join_timeout_s for each in self._strangers()]
+        if self._coordination.deadline is not None:
+            deadlines.append(self._coordination.deadline)
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._due += self._coordination.tick(now)
+        for each in self._strangers():
+            if now >= each.since + self._config.join_timeout_s:
+                self._count_refusal(f"it was connected for {now - each.since:.0f} s and never joined")
+                self._drop(each)
+
+    def _strangers(self) -> list[_Connection]:
+        return [
+            each
+            for each in self._connections.values()
+            if not self._coordination.has_introduced_itself(each.number)
+        ]
+
+
+def _pass(moment: str, entries: Sequence[Entry]) -> None:
+    for kind, what in ((Granted, "call"), (ViewFormed, "view")):
+        if any(isinstance(entry, kind) for entry in entries):
+            failpoint(f"coordinator: {moment} writing a {what}")
+
 
 CANNOT_GO_ON = JournalFailed.exit_code
 """The exit code that says: it would be no better the next time. Why, is the last thing on stderr."""

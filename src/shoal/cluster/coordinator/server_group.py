@@ -26,9 +26,9 @@ from typing import TypeAlias
 from shoal.cluster.coordinator.slot_map import (
     NUM_SLOTS,
     Holders,
-    Move,
     MoveState,
     SlotMap,
+    SlotMove,
     evenest_seed,
     fail_over,
     place,
@@ -49,7 +49,7 @@ class ServerJoined:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerDied:
+class ServerRemoved:
     """This incarnation and all before it are gone."""
 
     number: int
@@ -57,7 +57,7 @@ class ServerDied:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class SlotsCaughtUp:
     """A server has these slots and follows their updates, in a view."""
 
     number: int
@@ -67,7 +67,7 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLost:
+class StepUnrecoverable:
     """A server says, in a view, that a step which counts elsewhere never will on it: a rank's part in it is gone."""
 
     number: int
@@ -83,20 +83,20 @@ class ScaleTo:
     num_servers: int
 
 
-Event: TypeAlias = ServerJoined | ServerDied | Filled | StepLost | ScaleTo
+Event: TypeAlias = ServerJoined | ServerRemoved | SlotsCaughtUp | StepUnrecoverable | ScaleTo
 
 # ---- actions -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class AnnounceView:
     """Let everybody know of the new view."""
 
     view: ServerView
 
 
 @dataclass(frozen=True, slots=True)
-class Lose:
+class LoseSlots:
     """Nobody holds these slots any more, as of one step; `servers` did last. All begin anew."""
 
     number: int
@@ -116,13 +116,13 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseChange:
     """Nothing was changed."""
 
     reason: str
 
 
-Action: TypeAlias = Tell | Lose | Settle | Refuse
+Action: TypeAlias = AnnounceView | LoseSlots | Settle | RefuseChange
 
 
 class ServerGroup:
@@ -140,7 +140,7 @@ class ServerGroup:
         self.newest: ServerView | None = None  # None before the first, and after a loss
         self._fenced_below: dict[int, int] = {}  # number -> incarnation
         self._map = SlotMap(0, ())
-        self._moves: dict[int, Move] = {}  # by slot: those under way, as far as they are in this view
+        self._moves: dict[int, SlotMove] = {}  # by slot: those under way, as far as they are in this view
         self.is_settled = False  # every slot is where it belongs
 
     @property
@@ -166,11 +166,11 @@ class ServerGroup:
         match event:
             case ServerJoined(number, incarnation):
                 return self._join(number, incarnation)
-            case ServerDied(number, incarnation):
+            case ServerRemoved(number, incarnation):
                 return self._die(number, incarnation)
-            case Filled():
+            case SlotsCaughtUp():
                 return self._fill(event)
-            case StepLost():
+            case StepUnrecoverable():
                 return self._lose_step(event)
             case ScaleTo(num_servers):
                 return self._scale(num_servers)
@@ -179,10 +179,10 @@ class ServerGroup:
 
     def _join(self, number: int, incarnation: int) -> list[Action]:
         if number >= self.max_servers:
-            return [Refuse(f"there is no server {number} among at most {self.max_servers}")]
+            return [RefuseChange(f"there is no server {number} among at most {self.max_servers}")]
         if self.is_fenced(number, incarnation) or incarnation < self.members.get(number, 0):
             return [
-                Refuse(
+                RefuseChange(
                     f"server {number} was replaced: incarnation {self.expected(number)} is expected, this is {incarnation}"
                 )
             ]
@@ -224,13 +224,13 @@ class ServerGroup:
         )
         return self._go_on(SlotMap(survivors.view, tuple(holders)))
 
-    def _lose_step(self, lost: StepLost) -> list[Action]:
+    def _lose_step(self, lost: StepUnrecoverable) -> list[Action]:
         is_in = self.members.get(lost.number) == lost.incarnation
         if self.newest is None or not is_in or lost.view != self.view:
             return []  # the next view may know better, and is asked the same
         return [self._lose(range(NUM_SLOTS), lost.rank)]
 
-    def _lose(self, slots: Iterable[int], rank: int | None = None) -> Lose:
+    def _lose(self, slots: Iterable[int], rank: int | None = None) -> LoseSlots:
         holders = {number for slot in slots for number in map(_number, self._map.holders[slot])}
         self.num_losses += 1
         # What the others still hold is of no use without these, and of a later time than any checkpoint.
@@ -239,7 +239,7 @@ class ServerGroup:
         self.members.clear()
         self._moves.clear()
         self.newest = None
-        return Lose(self.num_losses, self.view, tuple(slots), tuple(sorted(holders)), rank)
+        return LoseSlots(self.num_losses, self.view, tuple(slots), tuple(sorted(holders)), rank)
 
     # ---- where slots are ------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class ServerGroup:
     def _num_wanted(self) -> int:
         return min(self.num_copies, self.num_servers)
 
-    def _fill(self, filled: Filled) -> list[Action]:
+    def _fill(self, filled: SlotsCaughtUp) -> list[Action]:
         if self.newest is None or self.members.get(filled.number) != filled.incarnation:
             return []
         if filled.view != self.view:
@@ -302,16 +302,16 @@ class ServerGroup:
 
     def _scale(self, num_servers: int) -> list[Action]:
         if num_servers == self.num_servers:
-            return [Refuse(f"the group has {num_servers} servers already")]
+            return [RefuseChange(f"the group has {num_servers} servers already")]
         if not max(1, self.num_copies) <= num_servers <= self.max_servers:
             return [
-                Refuse(
+                RefuseChange(
                     f"{num_servers} servers cannot be: with {self.num_copies} copies of every slot (--replicas) this job "
                     f"can have {self.num_copies} to {self.max_servers}"
                 )
             ]
         if self.newest is None:
-            return [Refuse("the servers have not all joined yet; try again in a moment")]
+            return [RefuseChange("the servers have not all joined yet; try again in a moment")]
         _ = self._seed  # of the group as it was launched: before the number changes
         self.num_servers, self.is_settled = num_servers, False
         return self._go_on(self._map)
@@ -335,7 +335,7 @@ class ServerGroup:
         self._moves = {}
         self._plan(self._map)
         self.newest = ServerView(self.view, said, incarnations, joining)
-        return [Tell(self.newest)]
+        return [AnnounceView(self.newest)]
 
     def _settle(self) -> list[Action]:
         was_settled, self.is_settled = self.is_settled, not self._moves and not self.missing

@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from shoal.cluster.coordinator import server_group
-from shoal.cluster.coordinator.actions import Drop, Remember, TellWatchers
+from shoal.cluster.coordinator.actions import Answer, DropClient, NotifySupervisor
 from shoal.cluster.coordinator.journal_entries import (
     LeaseAsked,
     LeaseGaveUp,
     LeaseReturned,
     LeasesStand,
     LeaseTicked,
+    Persist,
+    ServerFact,
     ServerFilled,
     ServerLostStep,
-    ServingFact,
 )
-from shoal.cluster.coordinator.lease_service import LeaseDesk
+from shoal.cluster.coordinator.lease_service import LeaseService
 from shoal.cluster.coordinator.server_group import ServerGroup
-from shoal.cluster.coordinator.store_table import Answer
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import (
     JoinedServer,
@@ -55,11 +55,11 @@ from shoal.runtime.transport.messages.worker_coordinator import (
 PING_EVERY_S = 2.0
 """At most. Four times within the patience there is with a silent server."""
 
-Action: TypeAlias = Answer | Remember | Drop | TellWatchers
+Action: TypeAlias = Answer | Persist | DropClient | NotifySupervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServingConfig:
+class ServersConfig:
     """What the coordinator is told of the servers."""
 
     num_servers: int = 0
@@ -73,7 +73,7 @@ class ServingConfig:
 
 
 @dataclass(slots=True)
-class _Line:
+class _ServerConnection:
     """A server's line."""
 
     number: int
@@ -81,7 +81,7 @@ class _Line:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _ViewWaiter:
     """A worker that waits for a view."""
 
     after_view: int
@@ -90,18 +90,18 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Liveness:
+class _Heartbeats:
     """When servers were last heard of. One that should be there and is not counts as silent."""
 
     heard_at: dict[int, float] = field(default_factory=dict)
     pinged_at: float = 0.0
 
 
-class Serving:
+class ServerRegistry:
     """Every method applies what happened and returns what must now be done, in order."""
 
     def __init__(
-        self, config: ServingConfig, *, patience_s: float, join_patience_s: float, now: float, grace_s: float
+        self, config: ServersConfig, *, patience_s: float, join_patience_s: float, now: float, grace_s: float
     ) -> None:
         """`grace_s`: for so long from `now` nobody is blamed."""
         self._group = ServerGroup(
@@ -109,33 +109,33 @@ class Serving:
             num_copies=config.num_copies,
             max_servers=max(config.max_servers, config.num_servers),
         )
-        self.desk = LeaseDesk()
+        self.desk = LeaseService()
         self._has_servers = config.num_servers > 0
-        self._lines: dict[int, _Line] = {}  # by client
-        self._waiting: dict[int, _Waiting] = {}  # by client
+        self._lines: dict[int, _ServerConnection] = {}  # by client
+        self._waiting: dict[int, _ViewWaiter] = {}  # by client
         self._ranks: dict[int, int] = {}  # rank -> incarnation, of those that are in
         self._patience_s, self._join_patience_s = patience_s, join_patience_s
         self._ping_every_s = min(PING_EVERY_S, patience_s / 4)
-        self._liveness = _Liveness(pinged_at=now)
+        self._liveness = _Heartbeats(pinged_at=now)
         self._not_before, self._began = now + grace_s, now
         self._loss: SlotsLost | None = None  # the newest, until the group is whole again
         self._lost_view = -1
 
     # ---- remembering ----------------------------------------------------------------------------
 
-    def recall(self, facts: list[ServingFact]) -> None:
+    def recall(self, facts: list[ServerFact]) -> None:
         """Go on where another coordinator was killed."""
         for fact in facts:
             match fact:
                 case JoinServer(number, incarnation):
                     self._about(self._group.handle(server_group.ServerJoined(number, incarnation)))
                 case ReapedServer(number, incarnation):
-                    self._about(self._group.handle(server_group.ServerDied(number, incarnation)))
+                    self._about(self._group.handle(server_group.ServerRemoved(number, incarnation)))
                 case ServerFilled(number, incarnation, view, slots):
-                    filled = server_group.Filled(number, incarnation, view, tuple(slots))
+                    filled = server_group.SlotsCaughtUp(number, incarnation, view, tuple(slots))
                     self._about(self._group.handle(filled))
                 case ServerLostStep(number, incarnation, view, rank):
-                    lost = server_group.StepLost(number, incarnation, view, rank)
+                    lost = server_group.StepUnrecoverable(number, incarnation, view, rank)
                     self._about(self._group.handle(lost))
                 case ScaleServers(num_servers):
                     self._about(self._group.handle(server_group.ScaleTo(num_servers)))
@@ -160,12 +160,12 @@ class Serving:
         """A server introduces itself."""
         if not self._has_servers:
             reason = "this job has no servers"
-            return [Answer(client, JoinRefused(reason)), Drop(client, reason)]
+            return [Answer(client, JoinRefused(reason)), DropClient(client, reason)]
         is_known = self._group.members.get(join.number) == join.incarnation
         decided = self._group.handle(server_group.ServerJoined(join.number, join.incarnation))
         for each in decided:
-            if isinstance(each, server_group.Refuse):
-                return [Answer(client, JoinRefused(each.reason)), Drop(client, each.reason)]
+            if isinstance(each, server_group.RefuseChange):
+                return [Answer(client, JoinRefused(each.reason)), DropClient(client, each.reason)]
         older = [
             other
             for other, line in self._lines.items()
@@ -174,16 +174,18 @@ class Serving:
         for other in older:
             del self._lines[other]
         view_before = self._group.newest
-        self._lines[client] = _Line(join.number, join.incarnation)
+        self._lines[client] = _ServerConnection(join.number, join.incarnation)
         self._liveness.heard_at[join.number] = now
         told = self._about(decided)
         greeting: list[Action] = [Answer(client, JoinedServer(self._group.view))]
         greeting += [Answer(client, RankJoined(*each)) for each in sorted(self._ranks.items())]
-        if view_before is not None and not any(isinstance(each, server_group.Tell) for each in decided):
+        if view_before is not None and not any(
+            isinstance(each, server_group.AnnounceView) for each in decided
+        ):
             greeting.append(Answer(client, view_before))
         return [
-            *([] if is_known and not decided else [Remember(join)]),
-            *(Drop(other) for other in older),
+            *([] if is_known and not decided else [Persist(join)]),
+            *(DropClient(other) for other in older),
             *greeting,
             *told,
         ]
@@ -193,22 +195,22 @@ class Serving:
         line = self._lines[client]
         self._liveness.heard_at[line.number] = now
         if isinstance(message, StepLost):
-            lost = server_group.StepLost(line.number, line.incarnation, message.view, message.rank)
+            lost = server_group.StepUnrecoverable(line.number, line.incarnation, message.view, message.rank)
             decided = self._group.handle(lost)
             fact = ServerLostStep(lost.number, lost.incarnation, lost.view, lost.rank)
-            return [Remember(fact), *self._about(decided)] if decided else []
+            return [Persist(fact), *self._about(decided)] if decided else []
         if not isinstance(message, SlotsFilled):
             return []
         filled = ServerFilled(line.number, line.incarnation, message.view, message.slots)
-        event = server_group.Filled(line.number, line.incarnation, message.view, tuple(message.slots))
-        return [Remember(filled), *self._about(self._group.handle(event))]
+        event = server_group.SlotsCaughtUp(line.number, line.incarnation, message.view, tuple(message.slots))
+        return [Persist(filled), *self._about(self._group.handle(event))]
 
     def ask_servers(self, client: int, ask: AskServers, now: float) -> list[Action]:
         """A worker wants to know of a newer view."""
         newest = self._group.newest
         if newest is not None and newest.view > ask.after_view:
             return [Answer(client, newest)]
-        self._waiting[client] = _Waiting(ask.after_view, now, now + ask.timeout_s)
+        self._waiting[client] = _ViewWaiter(ask.after_view, now, now + ask.timeout_s)
         return []
 
     def ask_lease(self, client: int, ask: AskLease, now: float) -> list[Action]:
@@ -225,7 +227,7 @@ class Serving:
             if self._group.is_fenced(message.number, message.incarnation):
                 return []
             self._liveness.heard_at[message.number] = now
-            died = server_group.ServerDied(message.number, message.incarnation)
+            died = server_group.ServerRemoved(message.number, message.incarnation)
             fenced = [
                 other
                 for other, line in self._lines.items()
@@ -234,19 +236,19 @@ class Serving:
             for other in fenced:
                 del self._lines[other]
             return [
-                Remember(message),
-                *(Drop(other) for other in fenced),
+                Persist(message),
+                *(DropClient(other) for other in fenced),
                 *self._about(self._group.handle(died)),
             ]
         before = self._group.num_servers
         decided = self._group.handle(server_group.ScaleTo(message.num_servers))
         for each in decided:
-            if isinstance(each, server_group.Refuse):
+            if isinstance(each, server_group.RefuseChange):
                 return [Answer(client, ScaleRefused(each.reason))]
         for number in range(before, message.num_servers):
             self._liveness.heard_at[number] = now
         return [
-            Remember(message),
+            Persist(message),
             Answer(client, ScaleBegun(message.num_servers)),
             *self._about(decided),
         ]
@@ -307,7 +309,7 @@ class Serving:
             actions += self._suspects(now)
         return actions
 
-    def _expired(self, waiting: _Waiting, now: float) -> WaitExpired:
+    def _expired(self, waiting: _ViewWaiter, now: float) -> WaitExpired:
         missing = [f"server {number} (has not joined)" for number in self._group.missing]
         missing = missing or [f"a view of the servers after view {waiting.after_view}"]
         return WaitExpired("the servers", now - waiting.asked_at, missing)
@@ -323,7 +325,7 @@ class Serving:
                 self._liveness.heard_at[number] = now  # it is complained of again after as long
                 why = f"it said nothing for {silent_s:.1f} s" if is_in else "it never joined"
                 actions.append(
-                    TellWatchers(SuspectServer(number, self._group.expected(number), why, silent_s))
+                    NotifySupervisor(SuspectServer(number, self._group.expected(number), why, silent_s))
                 )
         return actions
 
@@ -333,7 +335,7 @@ class Serving:
         actions: list[Action] = []
         for each in decided:
             match each:
-                case server_group.Tell(view):
+                case server_group.AnnounceView(view):
                     self._loss = None
                     told = [
                         client for client, waiting in self._waiting.items() if view.view > waiting.after_view
@@ -341,12 +343,12 @@ class Serving:
                     for client in told:
                         del self._waiting[client]
                     actions += [Answer(client, view) for client in (*self._lines, *told)]
-                    actions.append(TellWatchers(view))
-                case server_group.Lose(number, view_lost, slots, servers, rank):
+                    actions.append(NotifySupervisor(view))
+                case server_group.LoseSlots(number, view_lost, slots, servers, rank):
                     self._loss = SlotsLost(number, view_lost, len(slots), list(servers), rank)
                     self._lost_view = view_lost
                     self.desk.clear()
-                    actions.append(TellWatchers(self._loss))
+                    actions.append(NotifySupervisor(self._loss))
                 case server_group.Settle(settled, num_servers):
-                    actions.append(TellWatchers(ServersScaled(settled, num_servers)))
+                    actions.append(NotifySupervisor(ServersScaled(settled, num_servers)))
         return actions

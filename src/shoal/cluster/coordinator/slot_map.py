@@ -154,7 +154,7 @@ MOVE_EDGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class SlotMove:
     """One slot on its way from one set of holders to another, in two phases: copy, then switch by a view."""
 
     slot: int
@@ -165,40 +165,40 @@ class Move:
 
     state: MoveState
 
-    def caught_up(self, server: str) -> Move:
+    def caught_up(self, server: str) -> SlotMove:
         """`server` has the slot and follows its updates."""
         if self.state is not MoveState.COPYING or server not in self.missing:
             return self
         missing = self.missing - {server}
         return self._to(self.state if missing else MoveState.READY, missing)
 
-    def lost(self, server: str) -> Move:
+    def lost(self, server: str) -> SlotMove:
         """`server` died. The move is given up where it had a part; a later plan begins it anew."""
         is_open = self.state in (MoveState.COPYING, MoveState.READY)
         return self._to(MoveState.ABANDONED) if is_open and server in self.before + self.after else self
 
-    def switched(self) -> Move:
+    def switched(self) -> SlotMove:
         """A view has named the new holders."""
         return self._to(MoveState.SWITCHED)
 
-    def _to(self, state: MoveState, missing: frozenset[str] | None = None) -> Move:
+    def _to(self, state: MoveState, missing: frozenset[str] | None = None) -> SlotMove:
         assert state is self.state or state in MOVE_EDGES[self.state], f"{self.state} to {state}"
         return replace(self, state=state, missing=self.missing if missing is None else missing)
 
 
-def plan_moves(slot_map: SlotMap, target: Sequence[Holders]) -> list[Move]:
+def plan_moves(slot_map: SlotMap, target: Sequence[Holders]) -> list[SlotMove]:
     """The moves that bring the map to `target`, a placement; none for slots that are lost or already there."""
     moves = []
     for slot, (before, after) in enumerate(zip(slot_map.holders, target, strict=True)):
         if before and after and before != after:
             missing = frozenset(after) - frozenset(before)
             moves.append(
-                Move(slot, before, after, missing, MoveState.COPYING if missing else MoveState.READY)
+                SlotMove(slot, before, after, missing, MoveState.COPYING if missing else MoveState.READY)
             )
     return moves
 
 
-def switch(slot_map: SlotMap, moves: Iterable[Move], *, view: int) -> SlotMap:
+def switch(slot_map: SlotMap, moves: Iterable[SlotMove], *, view: int) -> SlotMap:
     """The map of `view`, with every move that is ready carried out; moves planned from another map are passed over."""
     _require_later(slot_map, view)
     holders = list(slot_map.holders)

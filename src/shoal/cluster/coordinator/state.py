@@ -12,18 +12,16 @@ promise it: whoever carries the actions out must write down before it answers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from shoal.cluster.coordinator import calls, store_table, views
 from shoal.cluster.coordinator import server_registry as serving
-from shoal.cluster.coordinator.actions import Action as Action
-from shoal.cluster.coordinator.actions import Drop as Drop
-from shoal.cluster.coordinator.actions import Remember as Remember
-from shoal.cluster.coordinator.actions import TellWatchers
+from shoal.cluster.coordinator.actions import Answer, DropClient, NotifySupervisor, Tick
 from shoal.cluster.coordinator.calls import Calls
-from shoal.cluster.coordinator.journal_entries import Granted, Memory, StoreChanged
-from shoal.cluster.coordinator.membership import Membership
-from shoal.cluster.coordinator.server_registry import Serving, ServingConfig
-from shoal.cluster.coordinator.store_table import Answer, StoreTable
+from shoal.cluster.coordinator.journal_entries import Granted, JournalState, Persist, StoreChanged
+from shoal.cluster.coordinator.membership import ExpireWait, Membership, ReportSuspect
+from shoal.cluster.coordinator.server_registry import ServerRegistry, ServersConfig
+from shoal.cluster.coordinator.store_table import StoreTable
 from shoal.cluster.coordinator.views import FormView, Views
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import JoinServer, ServerAlive, SlotsFilled, StepLost
@@ -57,6 +55,8 @@ from shoal.runtime.transport.messages.worker_coordinator import (
     WaitExpired,
 )
 
+Action: TypeAlias = Answer | Persist | DropClient
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinationConfig:
@@ -77,7 +77,7 @@ class CoordinationConfig:
     dead_after_s: float = 5.0
     """After its own restart nobody is suspected for so long."""
 
-    servers: ServingConfig = field(default_factory=ServingConfig)
+    servers: ServersConfig = field(default_factory=ServersConfig)
     """How many servers there are."""
 
 
@@ -95,9 +95,11 @@ class _Client:
 class Coordination:
     """One job's conversation. Every method applies what happened and returns what must now be done, in order."""
 
-    def __init__(self, config: CoordinationConfig, memory: Memory | None = None, *, now: float = 0.0) -> None:
+    def __init__(
+        self, config: CoordinationConfig, memory: JournalState | None = None, *, now: float = 0.0
+    ) -> None:
         """With a `memory` it goes on where another coordinator was killed."""
-        memory = memory or Memory()
+        memory = memory or JournalState()
         self._clients: dict[int, _Client] = {}
         self._callers: dict[int, int] = {}  # rank -> the client on which it makes its calls
         self._enterers: dict[int, int] = {}  # rank -> the client on which it entered a view
@@ -125,7 +127,7 @@ class Coordination:
         )
         self._num_remembered, self._num_noted = len(memory.calls), memory.num_noted
         self._store = StoreTable(memory.store, memory.answers)
-        self._serving = Serving(
+        self._serving = ServerRegistry(
             config.servers,
             patience_s=config.step_timeout_s,
             join_patience_s=config.join_timeout_s,
@@ -138,7 +140,7 @@ class Coordination:
                 self._serving.rank_joined(join.rank, join.incarnation)
         if memory.view is not None:
             self._membership.form(memory.view.view, memory.view.incarnations)
-            self._store.handle(store_table.Closed(memory.view.view - 1))
+            self._store.handle(store_table.ViewClosed(memory.view.view - 1))
 
     @property
     def deadline(self) -> float | None:
@@ -162,23 +164,23 @@ class Coordination:
         if me is None:
             return []  # dropped a moment ago, and what it said before that is of no account
         if me.has_asked:
-            return [Drop(client, "it asks before it was answered")]
+            return [DropClient(client, "it asks before it was answered")]
         if isinstance(message, Watch | Reaped | Saved | Noted | ReapedServer | ScaleServers):
             return self._hear_supervisor(client, me, message, now)
         if self._serving.is_server(client):
             if isinstance(message, SlotsFilled | StepLost | ServerAlive):
                 return self._about_serving(self._serving.hear_server(client, message, now))
-            return [Drop(client, f"a server says {type(message).__name__}, which is not for it to say")]
+            return [DropClient(client, f"a server says {type(message).__name__}, which is not for it to say")]
         if isinstance(message, JoinServer):
             if me.rank >= 0 or me.is_watching:
-                return [Drop(client, f"rank {me.rank} joins a second time, as server {message.number}")]
+                return [DropClient(client, f"rank {me.rank} joins a second time, as server {message.number}")]
             return self._about_serving(self._serving.join_server(client, message, now))
         me.has_asked = True
         match message:
             case Join():
                 return self._join(client, me, message, now)
             case _ if me.rank < 0:
-                return [Drop(client, f"it says {type(message).__name__} before it has joined")]
+                return [DropClient(client, f"it says {type(message).__name__} before it has joined")]
             case BeginCall() | ScriptEnded() if client < self._callers.get(me.rank, 0):
                 return [self._overtaken(client)]
             case EnterView() if client < self._enterers.get(me.rank, 0):
@@ -186,11 +188,11 @@ class Coordination:
             case BeginCall(rank, number, kind, detail) if rank == me.rank:
                 self._callers[rank] = client
                 self._membership.spoke(rank, now)
-                return self._about_calls(self._calls.handle(calls.Began(rank, number, kind, detail, now)))
+                return self._about_calls(self._calls.handle(calls.CallBegan(rank, number, kind, detail, now)))
             case ScriptEnded(rank, num_calls) if rank == me.rank:
                 self._callers[rank] = client
                 self._membership.spoke(rank, now)
-                return self._about_calls(self._calls.handle(calls.Ended(rank, num_calls, now)))
+                return self._about_calls(self._calls.handle(calls.ScriptEndReached(rank, num_calls, now)))
             case EnterView() if (message.rank, message.incarnation) == (me.rank, me.incarnation):
                 self._enterers[me.rank] = client
                 self._membership.spoke(me.rank, now)
@@ -202,30 +204,33 @@ class Coordination:
             case Late():
                 return [*self._look_at(me.rank, message, now), self._answer(client, LateHeard())]
             case _ if isinstance(message, store_table.Request):
-                return self._about_store(self._store.handle(store_table.Asked(client, message, now)))
-        return [Drop(client, f"rank {me.rank} says {message}, which is not for it to say")]
+                return self._about_store(self._store.handle(store_table.StoreAsked(client, message, now)))
+        return [DropClient(client, f"rank {me.rank} says {message}, which is not for it to say")]
 
     def gone(self, client: int) -> list[Action]:
         """A connection is closed."""
         me = self._clients.pop(client, None)
         if me is None:
             return []
-        self._store.handle(store_table.Gone(client))
+        self._store.handle(store_table.StoreClientGone(client))
         served = self._about_serving(self._serving.gone(client))
         if self._callers.get(me.rank) == client:
             del self._callers[me.rank]
-            self._calls.handle(calls.Gone(me.rank))
+            self._calls.handle(calls.CallerGone(me.rank))
         if self._enterers.get(me.rank) == client:
             del self._enterers[me.rank]
-            return [*served, *self._about_views(self._views.handle(views.Gone(me.rank, me.incarnation)))]
+            return [
+                *served,
+                *self._about_views(self._views.handle(views.EntererGone(me.rank, me.incarnation))),
+            ]
         return served
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
         return [
-            *self._about_calls(self._calls.handle(calls.Tick(now))),
-            *self._about_views(self._views.handle(views.Tick(now))),
-            *self._about_store(self._store.handle(store_table.Tick(now))),
+            *self._about_calls(self._calls.handle(Tick(now))),
+            *self._about_views(self._views.handle(Tick(now))),
+            *self._about_store(self._store.handle(Tick(now))),
             *self._about_serving(self._serving.tick(now)),
         ]
 
@@ -233,25 +238,25 @@ class Coordination:
 
     def _join(self, client: int, me: _Client, join: Join, now: float) -> list[Action]:
         if me.rank >= 0 or me.is_watching:
-            return [Drop(client, f"it joins a second time, as rank {join.rank}")]
+            return [DropClient(client, f"it joins a second time, as rank {join.rank}")]
         known = self._membership.members.get(join.rank)
         if (
             known is not None
             and join.incarnation > known.incarnation
-            and self._calls.phase is calls.Phase.ENDED
+            and self._calls.phase is calls.CallPhase.ENDED
         ):
             # A replacement for a process that was let go before it was killed: nothing is left to do. It is not
             # admitted, so that it hears the same when it has to ask again.
             return [self._answer(client, Leave())]
         reason = self._membership.admit(join, now)
         if reason is not None:
-            return [self._answer(client, JoinRefused(reason)), Drop(client, reason)]
+            return [self._answer(client, JoinRefused(reason)), DropClient(client, reason)]
         me.rank, me.incarnation = join.rank, join.incarnation
         if known is not None and known.incarnation == join.incarnation:
             return [self._answer(client, Joined(self._membership.view))]
-        self._calls.handle(calls.Joined(join.rank))
+        self._calls.handle(calls.RankConnected(join.rank))
         return [
-            Remember(join),
+            Persist(join),
             *self._drop_fenced(),
             self._answer(client, Joined(self._membership.view)),
             *self._about_serving(self._serving.rank_joined(join.rank, join.incarnation)),
@@ -259,18 +264,18 @@ class Coordination:
 
     def _hear_supervisor(self, client: int, me: _Client, message: Message, now: float) -> list[Action]:
         if not me.is_supervisor or me.rank >= 0 or not (me.is_watching or isinstance(message, Watch)):
-            return [Drop(client, f"it says {type(message).__name__} and is not this job's supervisor")]
+            return [DropClient(client, f"it says {type(message).__name__} and is not this job's supervisor")]
         match message:
             case Reaped(rank, incarnation, code):
                 if not self._membership.reaped(rank, incarnation, code, now):
                     return []
                 freed = self._about_serving(self._serving.rank_dead(rank, incarnation, now))
-                return [Remember(message), *self._drop_fenced(), *freed]
+                return [Persist(message), *self._drop_fenced(), *freed]
             case Saved():
-                return [Remember(message)]
+                return [Persist(message)]
             case Noted(serial=serial):
                 is_new, self._num_noted = serial > self._num_noted, max(serial, self._num_noted)
-                return [Remember(message)] if is_new else []
+                return [Persist(message)] if is_new else []
             case ReapedServer() | ScaleServers():
                 return self._about_serving(self._serving.hear_supervisor(client, message, now))
         news = () if me.is_watching else self._serving.news_for_watcher()
@@ -286,7 +291,7 @@ class Coordination:
         ]
         for rank in [rank for rank, each in self._suspects.items() if self._is_settled(each)]:
             del self._suspects[rank]
-        return [action for client in fenced for action in (Drop(client), *self.gone(client))]
+        return [action for client in fenced for action in (DropClient(client), *self.gone(client))]
 
     def _is_settled(self, suspect: Suspect) -> bool:
         return self._membership.is_fenced(suspect.rank, suspect.incarnation)
@@ -296,22 +301,22 @@ class Coordination:
     def _about_calls(self, decided: list[calls.Action]) -> list[Action]:
         record, first_new = self._calls.record, self._num_remembered
         actions: list[Action] = [
-            Remember(Granted(number, call)) for number, call in enumerate(record[first_new:], first_new + 1)
+            Persist(Granted(number, call)) for number, call in enumerate(record[first_new:], first_new + 1)
         ]
         self._num_remembered = len(record)
         for each in decided:
             match each:
-                case calls.Grant(rank, number):
+                case calls.GrantCall(rank, number):
                     actions.append(self._to_caller(rank, CallGranted(number)))
-                case calls.LetGo(rank):
+                case calls.ReleaseRank(rank):
                     actions.append(self._to_caller(rank, Leave()))
-                case calls.Refuse(rank, number, differing):
+                case calls.RefuseCall(rank, number, differing):
                     actions.append(self._to_caller(rank, CallRefused(number, differing)))
-                case calls.Expire(rank, operation, waited_s, missing):
+                case ExpireWait(rank, operation, waited_s, missing):
                     actions.append(self._to_caller(rank, WaitExpired(operation, waited_s, list(missing))))
-                case calls.Regroup(rank, view):
+                case calls.SendToView(rank, view):
                     actions.append(self._to_caller(rank, Regroup(view)))
-                case calls.Suspect():
+                case ReportSuspect():
                     actions += self._suspect(each)
         return actions
 
@@ -321,31 +326,31 @@ class Coordination:
             match each:
                 case FormView():
                     actions += self._form(each)
-                case views.Refuse(rank, reason):
+                case views.RefuseEntry(rank, reason):
                     actions.append(self._to_enterer(rank, ViewRefused(reason)))
-                case views.Expire(rank, operation, waited_s, missing):
+                case ExpireWait(rank, operation, waited_s, missing):
                     actions.append(self._to_enterer(rank, WaitExpired(operation, waited_s, list(missing))))
-                case views.Suspect():
+                case ReportSuspect():
                     actions += self._suspect(each)
         if self._views.is_gathering:
             # Somebody has left this view, so it is over for all: they are fetched from wherever they wait.
             view = self._membership.view
-            actions += self._about_calls(self._calls.handle(calls.Recalled(view)))
-            actions += self._about_store(self._store.handle(store_table.Closed(view)))
+            actions += self._about_calls(self._calls.handle(calls.CallsSuspended(view)))
+            actions += self._about_store(self._store.handle(store_table.ViewClosed(view)))
         else:
-            self._calls.handle(calls.Resumed())
+            self._calls.handle(calls.CallsResumed())
         return actions
 
     def _about_store(self, answers: list[Answer]) -> list[Action]:
         values, answered = self._store.take_changes()
-        changes = [Remember(StoreChanged(values, answered))] if values or answered else []
+        changes = [Persist(StoreChanged(values, answered))] if values or answered else []
         return [*changes, *(self._answer(each.client, each.message) for each in answers)]
 
     def _about_serving(self, decided: list[serving.Action]) -> list[Action]:
         actions: list[Action] = []
         for each in decided:
             match each:
-                case TellWatchers(message):
+                case NotifySupervisor(message):
                     actions += self._to_watchers(message)
                 case Answer(client, message):
                     actions.append(self._answer(client, message))
@@ -360,7 +365,7 @@ class Coordination:
         actions: list[Action] = []
         if formed.view > self._membership.view:
             self._membership.form(formed.view, message.incarnations)
-            actions = [Remember(message), *self._to_watchers(message)]
+            actions = [Persist(message), *self._to_watchers(message)]
         return actions + [self._to_enterer(rank, message) for rank in formed.ranks]
 
     def _look_at(self, rank: int, message: Late, now: float) -> list[Action]:
@@ -375,10 +380,10 @@ class Coordination:
             )
             if late is not None:
                 why = f"rank {rank} waited {message.waited_s:.1f} s for rank {other} in {message.operation}"
-                actions += self._suspect(views.Suspect(late, why, message.waited_s))
+                actions += self._suspect(ReportSuspect(late, why, message.waited_s))
         return actions
 
-    def _suspect(self, found: calls.Suspect | views.Suspect) -> list[Action]:
+    def _suspect(self, found: ReportSuspect) -> list[Action]:
         late = found.late
         message = Suspect(late.rank, late.incarnation, found.why, found.waited_s, late.lenient)
         self._suspects[late.rank] = message
@@ -391,10 +396,10 @@ class Coordination:
             self._clients[client].has_asked = False
         return Answer(client, message)
 
-    def _overtaken(self, client: int) -> Drop:
+    def _overtaken(self, client: int) -> DropClient:
         # Its line broke, it asked again on a new one, and only now the old question arrives. Nobody reads the answer
         # there; to take it for the newest would leave the one who waits on the new line without.
-        return Drop(client)
+        return DropClient(client)
 
     def _to_caller(self, rank: int, message: Message) -> Answer:
         return self._answer(self._callers.get(rank, 0), message)
@@ -406,8 +411,8 @@ class Coordination:
         return [Answer(client, message) for client, each in self._clients.items() if each.is_watching]
 
 
-def _entered(message: EnterView, now: float) -> views.Entered:
-    return views.Entered(
+def _entered(message: EnterView, now: float) -> views.ViewEntered:
+    return views.ViewEntered(
         message.rank,
         message.incarnation,
         message.view_left,

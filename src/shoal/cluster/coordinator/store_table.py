@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from shoal.cluster.coordinator.actions import Answer, Tick
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.worker_coordinator import (
     StoreAdd,
@@ -55,7 +56,7 @@ _VIEW_OF = re.compile(prefix_of(0).replace("0", "([0-9]{1,9})") + "/")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StoreAsked:
     """A client asks something; it asks nothing else before it is answered."""
 
     client: int
@@ -64,38 +65,23 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class StoreClientGone:
     """A client left: it waits for nothing any more. What it set stays."""
 
     client: int
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
+class ViewClosed:
     """This view is over: its keys are gone, and nobody sets or waits for one again."""
 
     view: int
 
 
-Event: TypeAlias = Asked | Gone | Tick | Closed
+Event: TypeAlias = StoreAsked | StoreClientGone | Tick | ViewClosed
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Send `message` to `client`."""
-
-    client: int
-    message: Message
-
-
-class _Waiter(NamedTuple):
+class _StoreWaiter(NamedTuple):
     request: StoreGet | StoreWait
     since: float
 
@@ -120,7 +106,7 @@ class StoreTable:
         self.values = dict(values or {})
         self.answers = dict(answers or {})  # by client: its newest request that must not be done twice
         self._closed_view = 0
-        self._waiting: dict[int, _Waiter] = {}
+        self._waiting: dict[int, _StoreWaiter] = {}
         self._changed_keys: set[str] = set()
         self._changed_answers: set[int] = set()
 
@@ -132,21 +118,21 @@ class StoreTable:
     def handle(self, event: Event) -> list[Answer]:
         """Apply one event; return what must now be answered, in order."""
         match event:
-            case Asked(client, request) if view := self._view_over(request):
+            case StoreAsked(client, request) if view := self._view_over(request):
                 return [Answer(client, _over(view))]
-            case Asked(client, StoreGet() | StoreWait() as request, at):
-                self._waiting[client] = _Waiter(request, at)
+            case StoreAsked(client, StoreGet() | StoreWait() as request, at):
+                self._waiting[client] = _StoreWaiter(request, at)
                 return self._wake(client)
-            case Asked(client, request, _):
+            case StoreAsked(client, request, _):
                 return [Answer(client, self._apply_once(request)), *self._wake(*self._waiting)]
-            case Closed(view):
+            case ViewClosed(view):
                 self._closed_view = max(self._closed_view, view)
                 for key in [key for key in self.values if self._is_over(key)]:
                     del self.values[key]
                     self._changed_keys.add(key)
                 woken = [client for client, each in self._waiting.items() if self._view_over(each.request)]
                 return [Answer(client, _over(view)) for client in woken if self._waiting.pop(client)]
-            case Gone(client):
+            case StoreClientGone(client):
                 self._waiting.pop(client, None)
                 return []
             case Tick(at):
@@ -235,7 +221,7 @@ class StoreTable:
     def _missing(self, keys: Sequence[str]) -> list[str]:
         return [key for key in keys if key not in self.values]
 
-    def _expired(self, waiter: _Waiter, at: float) -> WaitExpired:
+    def _expired(self, waiter: _StoreWaiter, at: float) -> WaitExpired:
         return WaitExpired("the store", at - waiter.since, self._missing(waiter.request.keys))
 
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
-from shoal.cluster.coordinator.membership import Late, Membership
+from shoal.cluster.coordinator.actions import Tick
+from shoal.cluster.coordinator.membership import ExpireWait, Membership, ReportSuspect
 
 MAX_APART = 1
 """Survivors finish the same exchanges in the same order, so one may be ahead of another by one and no more."""
@@ -31,7 +32,7 @@ TIME_TO_COME_S = 2.0
 """From the moment one rank has left a view, however long it had waited before: for the others to notice, and leave."""
 
 
-class Phase(StrEnum):
+class ViewPhase(StrEnum):
     """Where the ranks stand between two views."""
 
     FORMED = "formed"  # nobody waits
@@ -41,15 +42,15 @@ class Phase(StrEnum):
 
 
 EDGES = {
-    Phase.FORMED: {Phase.GATHERING},
-    Phase.GATHERING: {Phase.FORMED, Phase.REFUSED, Phase.EXPIRED},
-    Phase.REFUSED: set(),
-    Phase.EXPIRED: set(),
+    ViewPhase.FORMED: {ViewPhase.GATHERING},
+    ViewPhase.GATHERING: {ViewPhase.FORMED, ViewPhase.REFUSED, ViewPhase.EXPIRED},
+    ViewPhase.REFUSED: set(),
+    ViewPhase.EXPIRED: set(),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
+class ViewEntered:
     """A rank has left view `view_left` (0: it was in none) and waits for the next one."""
 
     rank: int
@@ -63,21 +64,14 @@ class Entered:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class EntererGone:
     """A process waits no more: its connection closed, or it is dead."""
 
     rank: int
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-    at: float
-
-
-Event: TypeAlias = Entered | Gone | Tick
+Event: TypeAlias = ViewEntered | EntererGone | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,33 +87,14 @@ class FormView:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseEntry:
     """Tell `rank` that it cannot be in the next view."""
 
     rank: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """Others wait too long for this process: it must be killed, so that another can take its place."""
-
-    late: Late
-    why: str
-    waited_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Expire:
-    """Tell `rank` that its wait is over, and for whom it was."""
-
-    rank: int
-    operation: str
-    waited_s: float
-    missing: tuple[str, ...]
-
-
-Action: TypeAlias = FormView | Refuse | Suspect | Expire
+Action: TypeAlias = FormView | RefuseEntry | ReportSuspect | ExpireWait
 
 
 class Views:
@@ -138,10 +113,10 @@ class Views:
         formed: FormView | None = None,
     ) -> None:
         """`formed` is the present view, where a coordinator goes on after its own death."""
-        self.phase = Phase.FORMED
+        self.phase = ViewPhase.FORMED
         self._membership, self._patience_s, self._can_recover = membership, patience_s, can_recover
         self._formed = formed or FormView(0, -1, -1, 0, (), ())
-        self._waiting: dict[int, Entered] = {}
+        self._waiting: dict[int, ViewEntered] = {}
         self._refused = ""
         self._gave_up: tuple[str, ...] = ()
 
@@ -153,7 +128,7 @@ class Views:
     @property
     def is_gathering(self) -> bool:
         """Whether somebody waits for the next view."""
-        return self.phase is Phase.GATHERING
+        return self.phase is ViewPhase.GATHERING
 
     @property
     def deadline(self) -> float | None:
@@ -168,39 +143,39 @@ class Views:
     def handle(self, event: Event) -> list[Action]:
         """Apply one event; return what must now be done, in order."""
         match event:
-            case Entered():
+            case ViewEntered():
                 return self._enter(event)
-            case Gone(rank, incarnation):
+            case EntererGone(rank, incarnation):
                 waiter = self._waiting.get(rank)
                 if waiter is not None and waiter.incarnation == incarnation:
                     del self._waiting[rank]
                     if not self._waiting:
-                        self._move(Phase.FORMED)
+                        self._move(ViewPhase.FORMED)
                 return []
             case Tick(at):
                 deadline = self.deadline
                 return self._look_for_the_missing(at) if deadline is not None and at >= deadline else []
 
-    def _enter(self, entered: Entered) -> list[Action]:
+    def _enter(self, entered: ViewEntered) -> list[Action]:
         rank = entered.rank
-        if self.phase is Phase.REFUSED:
-            return [Refuse(rank, self._refused)]
-        if self.phase is Phase.EXPIRED:
-            return [Expire(rank, self._operation, 0.0, self._gave_up)]
+        if self.phase is ViewPhase.REFUSED:
+            return [RefuseEntry(rank, self._refused)]
+        if self.phase is ViewPhase.EXPIRED:
+            return [ExpireWait(rank, self._operation, 0.0, self._gave_up)]
         if (reason := self._why_not(entered)) is not None:
-            return [Refuse(rank, reason)]
+            return [RefuseEntry(rank, reason)]
         if self._is_in(entered) and entered.view_left != self.view:
             # The news of it was lost, with a coordinator or a connection.
             return [replace(self._formed, ranks=(rank,))]
-        if self.phase is Phase.FORMED:
-            self._move(Phase.GATHERING)
+        if self.phase is ViewPhase.FORMED:
+            self._move(ViewPhase.GATHERING)
         before = self._waiting.get(rank)
         if before is not None and before.incarnation == entered.incarnation:
             entered = replace(entered, at=before.at)  # asked again: it waits since it first did
         self._waiting[rank] = entered
         return [] if self._missing() else self._form()
 
-    def _why_not(self, entered: Entered) -> str | None:
+    def _why_not(self, entered: ViewEntered) -> str | None:
         rank, incarnation, left = entered.rank, entered.incarnation, entered.view_left
         newest = self._membership.newest(rank)
         if incarnation < newest:
@@ -212,7 +187,7 @@ class Views:
             return f"rank {rank} left view {left}, and is not one of those that may follow view {self.view}"
         return None
 
-    def _is_in(self, entered: Entered) -> bool:
+    def _is_in(self, entered: ViewEntered) -> bool:
         return self.view > 0 and self._formed.incarnations[entered.rank] == entered.incarnation
 
     def _form(self) -> list[Action]:
@@ -231,8 +206,8 @@ class Views:
                 "so none of them has what the others lack"
             )
             self._waiting.clear()
-            self._move(Phase.REFUSED)
-            return [Refuse(rank, self._refused) for rank in waiting]
+            self._move(ViewPhase.REFUSED)
+            return [RefuseEntry(rank, self._refused) for rank in waiting]
         most = max(finished, default=-1)
         donor = min((rank for rank, each in survivors.items() if each.finished == most), default=-1)
         self._formed = FormView(
@@ -244,7 +219,7 @@ class Views:
             ranks=tuple(waiting),
         )
         self._waiting.clear()
-        self._move(Phase.FORMED)
+        self._move(ViewPhase.FORMED)
         return [self._formed]
 
     def _look_for_the_missing(self, at: float) -> list[Action]:
@@ -263,7 +238,7 @@ class Views:
             )
             if late is not None:
                 why = f"{waiters} waited {waited_s:.1f} s for {self._describe(rank)} {self._where}"
-                actions.append(Suspect(late, why, waited_s))
+                actions.append(ReportSuspect(late, why, waited_s))
         return actions
 
     def _expire(self, at: float, missing: list[int]) -> list[Action]:
@@ -271,8 +246,8 @@ class Views:
         waiters = sorted(self._waiting.items())
         self._gave_up = tuple(f"rank {rank} (gave up after {at - each.at:.1f} s)" for rank, each in waiters)
         self._waiting.clear()
-        self._move(Phase.EXPIRED)
-        return [Expire(rank, self._operation, at - each.at, described) for rank, each in waiters]
+        self._move(ViewPhase.EXPIRED)
+        return [ExpireWait(rank, self._operation, at - each.at, described) for rank, each in waiters]
 
     def _missing(self) -> list[int]:
         """Ranks whose newest incarnation does not wait here."""
@@ -301,7 +276,7 @@ class Views:
         known = self._membership.whereabouts(rank)
         return f"rank {rank} ({known})" if known else f"rank {rank}"
 
-    def _move(self, phase: Phase) -> None:
+    def _move(self, phase: ViewPhase) -> None:
         assert phase in EDGES[self.phase], f"{self.phase} to {phase}"
         self.phase = phase
 

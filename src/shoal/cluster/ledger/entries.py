@@ -19,7 +19,7 @@ class _Fact(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_
     pass
 
 
-class Stretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TrainedStretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Samples start..stop-1 of an epoch, and what of them each worker had, by rank."""
 
     start: Count
@@ -43,7 +43,7 @@ class TrainingBegan(_Fact, frozen=True, tag="training-began"):
     num_left_out: Count = 0  # of an epoch: of a last batch that is not full
     is_leased: bool = False
     again: list[tuple[Count, Count, Count]] = []  # (epoch, start, stop) that had been trained, and is lost
-    before: Stretch | None = None  # the last of this epoch before `start`, where a checkpoint knows it
+    before: TrainedStretch | None = None  # the last of this epoch before `start`, where a checkpoint knows it
     kept: list[
         tuple[Count, Count, Count]
     ] = []  # leased: (epoch, start, stop) beyond `start` that a checkpoint has
@@ -54,7 +54,7 @@ class TrainingReached(_Fact, frozen=True, tag="training-reached"):
 
     call: Count
     epoch: Count
-    stretch: Stretch
+    stretch: TrainedStretch
     is_end: bool = False  # of the epoch
 
 

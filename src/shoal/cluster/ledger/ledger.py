@@ -11,32 +11,189 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
 
-from shoal.cluster.ledger.attribution import Life, Piece, kept_of, settle
 from shoal.cluster.ledger.entries import (
     EpochLeased,
     LedgerFact,
     RangesTrained,
     SampleSkipped,
-    Stretch,
+    TrainedStretch,
     TrainingBegan,
     TrainingReached,
 )
-from shoal.cluster.ledger.ranges import Range, both, minus
-from shoal.cluster.ledger.trained_file import Trained
+from shoal.cluster.ledger.trained_file import PushOutcome, Trained
+
+Range: TypeAlias = tuple[int, int]
+"""(start, stop), without stop."""
+
+
+def merged(ranges: Iterable[Range]) -> Iterator[Range]:
+    """The same samples in as few ranges as there can be, in order."""
+    begin = end = None
+    for start, stop in sorted(each for each in ranges if each[0] < each[1]):
+        if end is None or begin is None:
+            begin, end = start, stop
+        elif start <= end:
+            end = max(end, stop)
+        else:
+            yield begin, end
+            begin, end = start, stop
+    if begin is not None and end is not None:
+        yield begin, end
+
+
+def both(some: Iterable[Range], others: Iterable[Range]) -> list[Range]:
+    """What is in some of each."""
+    left, right = list(merged(some)), list(merged(others))
+    found, i, j = list[Range](), 0, 0
+    while i < len(left) and j < len(right):
+        start, stop = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < stop:
+            found.append((start, stop))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def minus(some: Iterable[Range], others: Iterable[Range]) -> list[Range]:
+    """What is in `some` and not in `others`."""
+    found, taken, j = list[Range](), list(merged(others)), 0
+    for start, stop in merged(some):
+        while j < len(taken) and taken[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(taken) and taken[k][0] < stop:
+            if start < taken[k][0]:
+                found.append((start, taken[k][0]))
+            start, k = taken[k][1], k + 1
+        if start < stop:
+            found.append((start, stop))
+    return found
+
+
+def size(ranges: Iterable[Range]) -> int:
+    """Samples in them, those in two of them twice."""
+    return sum(stop - start for start, stop in ranges)
+
+
+class RankRange(NamedTuple):
+    """One worker's part of an epoch."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Settled:
+    """What became of an epoch within a life."""
+
+    counted: list[RankRange] = field(default_factory=list)
+    lost: list[RankRange] = field(default_factory=list)
+    """Pushed, and not in the checkpoint from which the call began anew."""
+
+    num_repeated: int = 0
+    """Samples that were computed when they counted already: the result was not used."""
+
+
+@dataclass(slots=True)
+class CallAttempt:
+    """Of one call whose ranges are leased."""
+
+    launch: int
+    began: TrainingBegan
+    first: dict[int, int]
+    """By rank: the first incarnation that is in it."""
+
+    done: list[RangesTrained] = field(default_factory=list)
+
+    def is_of(self, entry: Trained, last: dict[int, int] | None) -> bool:
+        """Whether an entry was made in it; `last` are the last incarnations that were in it, None: all there are."""
+        if (entry.launch, entry.call) != (self.launch, self.began.call):
+            return False
+        is_last = last is None or entry.incarnation <= last.get(entry.rank, entry.incarnation)
+        return is_last and entry.incarnation >= self.first.get(entry.rank, 0)
+
+
+def kept_of(began: TrainingBegan, epoch: int) -> list[Range]:
+    """What of an epoch counts where a call begins."""
+    stop = began.start if epoch == began.epoch else 0
+    if epoch < began.epoch:
+        stop = began.num_samples or 1 << 62
+    return [(0, stop), *((start, end) for number, start, end in began.kept if number == epoch)]
+
+
+def settle(
+    life: CallAttempt,
+    entries: Iterable[Trained],
+    counted_before: dict[int, list[Range]],
+    begins_anew: TrainingBegan | None,
+) -> Iterator[tuple[int, Settled]]:
+    """By epoch, what came of a life; `begins_anew`: the same call does, from a checkpoint."""
+    by_epoch: dict[int, list[Trained]] = defaultdict(list)
+    done: dict[int, list[RankRange]] = defaultdict(list)
+    for entry in entries:
+        by_epoch[entry.epoch].append(entry)
+    for told in life.done:
+        done[told.epoch] += [RankRange(told.rank, start, stop) for start, stop in told.ranges]
+    for epoch in sorted({*by_epoch, *done}):
+        kept = kept_of(begins_anew, epoch) if begins_anew is not None else []
+        yield (
+            epoch,
+            _settle_epoch(
+                by_epoch[epoch],
+                done[epoch],
+                counted_before.get(epoch, []),
+                kept,
+                is_lost=begins_anew is not None,
+            ),
+        )
+
+
+def _settle_epoch(
+    entries: list[Trained], done: list[RankRange], before: list[Range], kept: list[Range], *, is_lost: bool
+) -> Settled:
+    found = Settled()
+    by_outcome: dict[PushOutcome, list[Trained]] = defaultdict(list)
+    for entry in entries:
+        by_outcome[entry.outcome].append(entry)
+    not_new = [(each.start, each.stop) for each in by_outcome[PushOutcome.KNOWN]]
+    known = [*not_new, *((piece.start, piece.stop) for piece in done), *kept]
+    found.counted = [RankRange(each.rank, each.start, each.stop) for each in by_outcome[PushOutcome.COUNTED]]
+    found.num_repeated = size(not_new)
+    taken = [*before, *((piece.start, piece.stop) for piece in found.counted)]
+    for each in by_outcome[PushOutcome.PUSHED]:
+        own = [(each.start, each.stop)]
+        found.num_repeated += size(both(own, taken))
+        rest = minus(own, taken)
+        counts = both(rest, known)
+        found.counted += [RankRange(each.rank, *part) for part in counts]
+        taken += counts
+        if is_lost:
+            found.lost += [RankRange(each.rank, *part) for part in minus(rest, known)]
+            taken += minus(rest, known)
+    unknown = minus(((piece.start, piece.stop) for piece in done), taken)
+    for piece in (
+        done if unknown else []
+    ):  # of which nobody has a file: whoever finished it; by two, it is two's
+        found.counted += [RankRange(piece.rank, *part) for part in both([(piece.start, piece.stop)], unknown)]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
-class Had:
+class RankTotals:
     """What a worker had of something."""
 
     batches: int = 0
     samples: int = 0
 
-    def __add__(self, other: Had) -> Had:
-        return Had(self.batches + other.batches, self.samples + other.samples)
+    def __add__(self, other: RankTotals) -> RankTotals:
+        return RankTotals(self.batches + other.batches, self.samples + other.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +206,7 @@ class Span:
     call: int
     num_workers: int
     sharding: str
-    by_rank: dict[int, Had]
+    by_rank: dict[int, RankTotals]
     """Empty where it is not known who of them had how much."""
 
     batch_size: int = 0
@@ -66,7 +223,9 @@ class Span:
         (only,) = self.by_rank if len(self.by_rank) == 1 else (None,)
         # One worker's range is its range; of several together it is not known who had how much of a part.
         kept = (
-            {only: Had(num_batches(start, stop, self.batch_size), stop - start)} if only is not None else {}
+            {only: RankTotals(num_batches(start, stop, self.batch_size), stop - start)}
+            if only is not None
+            else {}
         )
         return replace(self, start=start, stop=stop, by_rank=kept)
 
@@ -149,7 +308,7 @@ class Epoch:
         return self.end is not None and not self.missing and not self.doubled and accounted
 
     @property
-    def by_rank(self) -> dict[int, Had]:
+    def by_rank(self) -> dict[int, RankTotals]:
         """What each worker had of what counts."""
         return _summed(self.spans)
 
@@ -167,7 +326,7 @@ class Ledger:
 
     _began: dict[int, tuple[int, TrainingBegan]] = field(default_factory=dict)  # by call: launch and fact
     _newest: int | None = None  # call
-    _lives: list[Life] = field(default_factory=list)  # that are not settled
+    _lives: list[CallAttempt] = field(default_factory=list)  # that are not settled
     _joined: tuple[int, dict[int, int]] = (0, {})  # the launch, and by rank the newest incarnation
 
     def joined(self, launch: int, rank: int, incarnation: int) -> None:
@@ -198,7 +357,7 @@ class Ledger:
                 self._epoch(call, number, 0)
                 life = next((life for life in self._lives if life.began.call == call), None)
                 if life is None:
-                    life = Life(launch, self._began[call][1], {})
+                    life = CallAttempt(launch, self._began[call][1], {})
                     self._lives.append(life)
                 life.done.append(fact)
             case EpochLeased(call=call, epoch=number, num_samples_twice=num_twice):
@@ -215,12 +374,12 @@ class Ledger:
         return trained[-1] if trained else None
 
     @property
-    def by_rank(self) -> dict[int, Had]:
+    def by_rank(self) -> dict[int, RankTotals]:
         """What each worker had of everything that counts."""
         return _summed(span for epoch in self.epochs.values() for span in epoch.spans)
 
     @property
-    def by_launch(self) -> dict[int, dict[int, Had]]:
+    def by_launch(self) -> dict[int, dict[int, RankTotals]]:
         """The same, by the launch in which it had it."""
         spans = sorted(
             (span for epoch in self.epochs.values() for span in epoch.spans), key=lambda span: span.launch
@@ -236,7 +395,7 @@ class Ledger:
         self._newest = began.call
         if began.is_leased:
             joined = self._joined[1] if self._joined[0] == launch else {}
-            self._lives.append(Life(launch, began, dict(joined)))
+            self._lives.append(CallAttempt(launch, began, dict(joined)))
         for number, start, stop in began.again:
             self._lose(began.call, number, start, stop, before)
         if began.before is not None and began.before.stop > began.before.start:
@@ -257,7 +416,9 @@ class Ledger:
             self._settle(life, joined, began if goes_back else None)
         self._lives.clear()
 
-    def _settle(self, life: Life, last: dict[int, int] | None, begins_anew: TrainingBegan | None) -> None:
+    def _settle(
+        self, life: CallAttempt, last: dict[int, int] | None, begins_anew: TrainingBegan | None
+    ) -> None:
         call, began = life.began.call, life.began
         counted: dict[int, list[Range]] = defaultdict(list)
         for epoch in self.epochs.values():
@@ -270,9 +431,9 @@ class Ledger:
             epoch.again += [self._piece(life, piece) for piece in found.lost]
             epoch.num_repeated += found.num_repeated
 
-    def _piece(self, life: Life, piece: Piece) -> Span:
+    def _piece(self, life: CallAttempt, piece: RankRange) -> Span:
         rank, start, stop = piece
-        had = Had(num_batches(start, stop, life.began.batch_size), stop - start)
+        had = RankTotals(num_batches(start, stop, life.began.batch_size), stop - start)
         return self._span(life.launch, life.began.call, start, stop, {rank: had}, life.began)
 
     def _void(self, epoch: Epoch, began: TrainingBegan) -> None:
@@ -305,10 +466,10 @@ class Ledger:
             epoch.again.append(self._span(launch, call, max(known, default=start), stop, {}, of))
 
     def _reach(
-        self, epoch: Epoch, launch: int, call: int, stretch: Stretch, of: TrainingBegan | None = None
+        self, epoch: Epoch, launch: int, call: int, stretch: TrainedStretch, of: TrainingBegan | None = None
     ) -> None:
         by_rank = {
-            rank: Had(batches, samples)
+            rank: RankTotals(batches, samples)
             for rank, (batches, samples) in enumerate(zip(stretch.batches, stretch.samples, strict=False))
         }
         span = self._span(launch, call, stretch.start, stretch.stop, by_rank, of)
@@ -328,7 +489,7 @@ class Ledger:
         call: int,
         start: int,
         stop: int,
-        by_rank: dict[int, Had],
+        by_rank: dict[int, RankTotals],
         of: TrainingBegan | None = None,
     ) -> Span:
         began = of or self._began[call][1]
@@ -383,8 +544,8 @@ def _is_alike(one: Span, other: Span) -> bool:
     ]
 
 
-def _summed(spans: Iterable[Span]) -> dict[int, Had]:
-    total: dict[int, Had] = {}
+def _summed(spans: Iterable[Span]) -> dict[int, RankTotals]:
+    total: dict[int, RankTotals] = {}
     for rank, had in itertools.chain.from_iterable(span.by_rank.items() for span in spans):
-        total[rank] = total.get(rank, Had()) + had
+        total[rank] = total.get(rank, RankTotals()) + had
     return dict(sorted(total.items()))

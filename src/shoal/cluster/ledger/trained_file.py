@@ -27,7 +27,7 @@ _ENTRY = struct.Struct(
 )  # 32 bytes: none lies across two pages, so each is written whole or not at all
 
 
-class Outcome(IntEnum):
+class PushOutcome(IntEnum):
     """What became of a push."""
 
     COUNTED = 1
@@ -45,7 +45,7 @@ class Trained(NamedTuple):
     epoch: int
     start: int
     stop: int
-    outcome: Outcome
+    outcome: PushOutcome
 
 
 class TrainedFile:
@@ -58,15 +58,15 @@ class TrainedFile:
             path.parent.mkdir(exist_ok=True)
             self._fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
             self._num = os.fstat(self._fd).st_size // _ENTRY.size  # whole ones
-        self._last: tuple[int, int, int, int, Outcome] | None = None
+        self._last: tuple[int, int, int, int, PushOutcome] | None = None
         self._now: tuple[int, int, int, int] | None = None
 
     def pushing(self, *, call: int, epoch: int, start: int, stop: int) -> None:
         """From here on it may count."""
         self._now = (call, epoch, start, stop)
-        self._write(self._num, (*self._now, Outcome.PUSHED))
+        self._write(self._num, (*self._now, PushOutcome.PUSHED))
 
-    def heard(self, outcome: Outcome) -> None:
+    def heard(self, outcome: PushOutcome) -> None:
         """What became of it."""
         assert self._now is not None
         (call, epoch, start, stop), self._now = self._now, None
@@ -74,7 +74,7 @@ class TrainedFile:
         if (
             last is not None
             and (last[0], last[1], last[3], last[4]) == (call, epoch, start, outcome)
-            and outcome is not Outcome.PUSHED
+            and outcome is not PushOutcome.PUSHED
         ):
             # The long one first: killed in between, the same batch is in both, which says nothing more.
             # What stays behind it is overwritten by the next.
@@ -90,7 +90,7 @@ class TrainedFile:
         if self._fd >= 0:
             os.close(self._fd)
 
-    def _write(self, number: int, entry: tuple[int, int, int, int, Outcome]) -> None:
+    def _write(self, number: int, entry: tuple[int, int, int, int, PushOutcome]) -> None:
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.pwrite(self._fd, _ENTRY.pack(*entry), number * _ENTRY.size)
@@ -117,12 +117,12 @@ def _entries(path: Path) -> Iterator[Trained]:
     last: Trained | None = None
     for call, epoch, start, stop, outcome in _ENTRY.iter_unpack(raw[: len(raw) // _ENTRY.size * _ENTRY.size]):
         try:
-            entry = Trained(launch, rank, incarnation, call, epoch, start, stop, Outcome(outcome))
+            entry = Trained(launch, rank, incarnation, call, epoch, start, stop, PushOutcome(outcome))
         except ValueError:
             return
         is_same = (
             last is not None and (last.call, last.epoch) == (call, epoch) and last.start <= start < last.stop
         )
-        if not (is_same and entry.outcome is Outcome.PUSHED):
+        if not (is_same and entry.outcome is PushOutcome.PUSHED):
             yield entry
         last = entry

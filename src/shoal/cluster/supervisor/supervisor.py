@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.cluster.coordinator.process import CANNOT_GO_ON, CoordinatorSpec
-from shoal.cluster.coordinator.server_registry import ServingConfig
+from shoal.cluster.coordinator.server_registry import ServersConfig
 from shoal.cluster.coordinator.state import CoordinationConfig
 from shoal.cluster.launch.run_directory import RunDirectory
 from shoal.cluster.ledger import entries as ledger_facts
@@ -128,7 +128,7 @@ class Supervisor:
             join_timeout_s=job.join_timeout_s,
             step_timeout_s=job.step_timeout_s,
             can_recover=self._patience.max_restarts > 0,
-            servers=ServingConfig(
+            servers=ServersConfig(
                 num_servers=job.num_servers,
                 num_copies=job.num_replicas,
                 max_servers=server_keeper.max_servers(job.num_servers),

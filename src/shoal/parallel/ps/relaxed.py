@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
-from shoal.cluster.ledger.trained_file import Outcome, TrainedFile
+from shoal.cluster.ledger.trained_file import PushOutcome, TrainedFile
 from shoal.cluster.worker import session
 from shoal.config.job import Job
 from shoal.data.slice import Slice
@@ -278,8 +278,8 @@ class PsRelaxed(Ps):
     def _note_outcome(self, step: Step) -> None:
         if self._naming is not None and self._trained is not None:
             # Sent again after a server was lost: what counted before may have been this very push.
-            is_other = Outcome.PUSHED if step.was_sent_again else Outcome.KNOWN
-            self._trained.heard(Outcome.COUNTED if step.is_new else is_other)
+            is_other = PushOutcome.PUSHED if step.was_sent_again else PushOutcome.KNOWN
+            self._trained.heard(PushOutcome.COUNTED if step.is_new else is_other)
 
     def state(self) -> Iterator[Piece]:
         """Model and optimizer, whole, and the marks that belong to them. Rank 0 reads while no push counts."""

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import DistStoreError, HashStore, PrefixStore, Store
 
-from shoal.cluster.coordinator.store_table import Answer, Asked, Gone, StoreTable, Tick
+from shoal.cluster.coordinator.actions import Answer, Tick
+from shoal.cluster.coordinator.store_table import StoreAsked, StoreClientGone, StoreTable
 from shoal.errors import WaitTimedOut
 from shoal.recovery.store import ShoalStore, StoreWaitTimedOut
 from shoal.runtime.transport.messages.worker_coordinator import (
@@ -42,14 +43,16 @@ def table() -> StoreTable:
 
 
 def test_a_value_that_is_there_is_answered_at_once(table: StoreTable) -> None:
-    assert table.handle(Asked(1, StoreSet({"a": b"1", "b": b"2"}), 0.0)) == [Answer(1, StoreDone())]
-    assert table.handle(Asked(2, StoreGet(["b", "a"], 5.0), 0.0)) == [Answer(2, StoreValues([b"2", b"1"]))]
+    assert table.handle(StoreAsked(1, StoreSet({"a": b"1", "b": b"2"}), 0.0)) == [Answer(1, StoreDone())]
+    assert table.handle(StoreAsked(2, StoreGet(["b", "a"], 5.0), 0.0)) == [
+        Answer(2, StoreValues([b"2", b"1"]))
+    ]
 
 
 def test_a_get_waits_until_the_last_of_its_keys_is_set(table: StoreTable) -> None:
-    assert table.handle(Asked(2, StoreGet(["a", "b"], 5.0), 0.0)) == []
-    assert table.handle(Asked(1, StoreSet({"a": b"1"}), 1.0)) == [Answer(1, StoreDone())]
-    assert table.handle(Asked(1, StoreAdd("b", 3), 2.0)) == [
+    assert table.handle(StoreAsked(2, StoreGet(["a", "b"], 5.0), 0.0)) == []
+    assert table.handle(StoreAsked(1, StoreSet({"a": b"1"}), 1.0)) == [Answer(1, StoreDone())]
+    assert table.handle(StoreAsked(1, StoreAdd("b", 3), 2.0)) == [
         Answer(1, StoreCount(3)),
         Answer(2, StoreValues([b"1", b"3"])),
     ]
@@ -57,16 +60,16 @@ def test_a_get_waits_until_the_last_of_its_keys_is_set(table: StoreTable) -> Non
 
 
 def test_a_key_deleted_while_others_are_awaited_is_awaited_again(table: StoreTable) -> None:
-    table.handle(Asked(2, StoreWait(["a", "b"], 5.0), 0.0))
-    table.handle(Asked(1, StoreSet({"a": b"1"}), 0.0))
-    assert table.handle(Asked(1, StoreDelete("a"), 0.0)) == [Answer(1, StoreFlag(True))]
-    assert table.handle(Asked(1, StoreSet({"b": b"1"}), 0.0)) == [Answer(1, StoreDone())]
-    assert Answer(2, StoreDone()) in table.handle(Asked(1, StoreSet({"a": b"1"}), 0.0))
+    table.handle(StoreAsked(2, StoreWait(["a", "b"], 5.0), 0.0))
+    table.handle(StoreAsked(1, StoreSet({"a": b"1"}), 0.0))
+    assert table.handle(StoreAsked(1, StoreDelete("a"), 0.0)) == [Answer(1, StoreFlag(True))]
+    assert table.handle(StoreAsked(1, StoreSet({"b": b"1"}), 0.0)) == [Answer(1, StoreDone())]
+    assert Answer(2, StoreDone()) in table.handle(StoreAsked(1, StoreSet({"a": b"1"}), 0.0))
 
 
 def test_a_wait_that_expires_names_the_keys_that_nobody_set(table: StoreTable) -> None:
-    table.handle(Asked(1, StoreSet({"a": b"1"}), 0.0))
-    table.handle(Asked(2, StoreWait(["a", "b", "c"], 5.0), 1.0))
+    table.handle(StoreAsked(1, StoreSet({"a": b"1"}), 0.0))
+    table.handle(StoreAsked(2, StoreWait(["a", "b", "c"], 5.0), 1.0))
     assert table.deadline == 6.0
     assert table.handle(Tick(5.9)) == []
     assert table.handle(Tick(6.5)) == [Answer(2, WaitExpired("the store", 5.5, ["b", "c"]))]
@@ -74,16 +77,16 @@ def test_a_wait_that_expires_names_the_keys_that_nobody_set(table: StoreTable) -
 
 
 def test_a_client_that_is_gone_is_not_answered(table: StoreTable) -> None:
-    table.handle(Asked(2, StoreWait(["a"], 5.0), 0.0))
-    assert table.handle(Gone(2)) == []
-    assert table.handle(Asked(1, StoreSet({"a": b"1"}), 0.0)) == [Answer(1, StoreDone())]
+    table.handle(StoreAsked(2, StoreWait(["a"], 5.0), 0.0))
+    assert table.handle(StoreClientGone(2)) == []
+    assert table.handle(StoreAsked(1, StoreSet({"a": b"1"}), 0.0)) == [Answer(1, StoreDone())]
     assert table.deadline is None
 
 
 @pytest.mark.parametrize("value", [b"ten", b"", b"9" * 30, b"9" * 9000, b"9223372036854775807"])
 def test_what_cannot_be_counted_is_refused_and_stays_as_it_was(table: StoreTable, value: bytes) -> None:
-    table.handle(Asked(1, StoreSet({"a": value}), 0.0))
-    [answer] = table.handle(Asked(1, StoreAdd("a", 1), 0.0))
+    table.handle(StoreAsked(1, StoreSet({"a": value}), 0.0))
+    [answer] = table.handle(StoreAsked(1, StoreAdd("a", 1), 0.0))
     assert isinstance(answer.message, StoreRefused)
     assert table.values == {"a": value}
 
@@ -113,7 +116,7 @@ def test_every_question_is_answered_once_and_by_its_deadline(questions: list[tup
         check(table.handle(Tick(now)))
         if client not in waiting:
             waiting[client] = now + getattr(request, "timeout_s", 0.0)
-            check(table.handle(Asked(client, request, now)))
+            check(table.handle(StoreAsked(client, request, now)))
         assert table.deadline == min(waiting.values(), default=None)
         assert all(deadline >= now for deadline in waiting.values())
     now += 10.0

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.cluster.coordinator.draining import DrainConfig, Drained, Draining, Readmitted
+from shoal.cluster.coordinator.stragglers import DrainConfig, Drained, Readmitted, Stragglers
 from shoal.errors import ConfigError
 
 
-def draining(slower_than: float | None = 4.0) -> Draining:
+def draining(slower_than: float | None = 4.0) -> Stragglers:
     """Ranks 0 and 1 do 10 samples in a second."""
-    found = Draining(DrainConfig(slower_than=slower_than, probe_every_s=10.0))
+    found = Stragglers(DrainConfig(slower_than=slower_than, probe_every_s=10.0))
     for rank in (0, 1):
         assert found.finished(rank, 10, 1.0, at=0.0) is None
     return found
@@ -57,7 +57,7 @@ def test_a_worker_that_slows_down_is_judged_by_its_last_ranges() -> None:
 
 
 def test_the_last_of_those_that_work_is_never_drained() -> None:
-    found = Draining(DrainConfig(slower_than=2.0))
+    found = Stragglers(DrainConfig(slower_than=2.0))
     for at in range(4):
         assert found.finished(0, 10, 100.0, at=at) is None
     found.finished(1, 10, 1.0, at=5.0)
@@ -83,7 +83,7 @@ def test_without_the_setting_nobody_is_drained() -> None:
 
 
 def test_how_long_a_range_takes_is_known_from_a_workers_own_pace_or_from_the_others() -> None:
-    assert Draining(DrainConfig()).seconds_for(0, 10) is None
+    assert Stragglers(DrainConfig()).seconds_for(0, 10) is None
     found = draining()
     assert (found.seconds_for(0, 20), found.seconds_for(7, 20)) == (2.0, 2.0)
     found.finished(7, 10, 4.0, at=1.0)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from shoal.errors import ConfigError
 
-KEPT = 0.5
+PACE_DECAY = 0.5
 """Of what was measured before, with every range that is finished: the last few count."""
 
 
@@ -45,7 +45,7 @@ class DrainConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class PaceFigures:
     """What led to a decision."""
 
     rank: int
@@ -60,12 +60,12 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Drained(Figures):
+class Drained(PaceFigures):
     """From now on it is given probes alone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Readmitted(Figures):
+class Readmitted(PaceFigures):
     """It is one of the others again."""
 
 
@@ -85,7 +85,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Draining:
+class Stragglers:
     """Every method applies what happened."""
 
     config: DrainConfig
@@ -98,8 +98,8 @@ class Draining:
         pace = self.paces.setdefault(rank, Pace())
         if rank in self.drained:
             pace.samples = pace.seconds = 0.0  # a probe says how it is now
-        pace.samples = pace.samples * KEPT + num_samples
-        pace.seconds = pace.seconds * KEPT + busy_s
+        pace.samples = pace.samples * PACE_DECAY + num_samples
+        pace.seconds = pace.seconds * PACE_DECAY + busy_s
         limit = self.config.slower_than
         others = self._others(rank)
         if limit is None or others is None:
