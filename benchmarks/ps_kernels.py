@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shoal.embedding.kernels import expand, sum_back, unique
-from shoal.ps.server.table import Table
+from shoal.ps.server.contents import Table
 from shoal.runtime.kernel_cache import warm
 from shoal.runtime.transport.messages.client_server import TableSpec
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.embedding import HashEmbedding
 from shoal.embedding.hash_embedding import rows_left_out
-from shoal.embedding.local_rows import LocalRows
+from shoal.embedding.row_source import LocalRows
 from shoal.embedding.row_table import RowTable
 from shoal.errors import ConfigError, TrainingError
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.ps.dense_plan import check_optimizer, num_elements, optimizer_class, plan_chunks
+from shoal.ps.layout import check_optimizer, num_elements, optimizer_class, plan_chunks
 
 SHAPES = st.lists(
     st.one_of(

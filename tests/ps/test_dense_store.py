@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.errors import CheckpointError, ConfigError
-from shoal.ps.client.dense_state import WholeParameter, cut, put_together
-from shoal.ps.dense_plan import num_elements, plan_chunks
+from shoal.errors import ConfigError
+from shoal.ps.layout import num_elements, plan_chunks
 from shoal.ps.server.dense import DenseStore
 from shoal.runtime.transport.messages.client_server import ChunkSpec
 
@@ -127,20 +126,6 @@ def test_parts_that_were_one_parameter_may_come_to_differ(name: str, options: di
     assert pair.is_equal()
 
 
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
-def test_state_goes_on_under_another_chunking(name: str, options: dict[str, Any]) -> None:
-    pair = Pair(name, options, chunk_bytes=3000, dtype=torch.float32)
-    for number in range(3):
-        pair.step(number, unused="short" if number == 0 else None)
-    wholes = put_together((chunk, pair.store.read(chunk.number)) for chunk in pair.chunks)
-    pair.chunks = pair.plan(1700)
-    pair.store = pair.new_store(pair.chunks)
-    for chunk in pair.chunks:
-        pair.store.write(chunk.number, *cut(chunk, wholes))
-    pair.step(3)
-    assert pair.is_equal()
-
-
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 def test_a_written_chunk_has_the_digest_of_the_one_read(name: str) -> None:
     pair = Pair(name, {"lr": 0.1}, chunk_bytes=3000, dtype=torch.float32)
@@ -202,10 +187,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         pair.store.update(0, b"12345")
     with pytest.raises(ConfigError, match="parameter group"):
         DenseStore().declare(pair.chunks, "Adam", [])
-    with pytest.raises(CheckpointError, match="is not there"):
-        cut(pair.chunks[0], {})
-    with pytest.raises(CheckpointError, match="has 3 elements"):
-        cut(pair.chunks[0], {name: WholeParameter(torch.ones(3)) for name in SHAPES})
     assert pair.store.digest(0) == digest
 
 

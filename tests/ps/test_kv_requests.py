@@ -15,13 +15,13 @@ from kv_world import Link, World
 from shoal.config.job import Job
 from shoal.embedding.rules import RULES
 from shoal.errors import ConfigError, PsError
-from shoal.ps.client import kv_queue as kv_line
-from shoal.ps.client import kv_tables
+from shoal.ps.client import kv as kv_tables
+from shoal.ps.client import kv_requests as kv_line
 from shoal.ps.client import server_group as groups
 from shoal.ps.client.kv import Kv
-from shoal.ps.client.kv_queue import Line
+from shoal.ps.client.kv_requests import Line
 from shoal.ps.client.server_group import Group
-from shoal.ps.numbering import FIRST_NAMED
+from shoal.ps.layout import FIRST_NAMED
 from shoal.runtime.transport.messages.client_server import DeclareMode
 
 MODE = DeclareMode(num_workers=2, kind="async")

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.parallel.ps.relaxed import Naming
-from shoal.ps.server.applied_seqs import Marks, some_slots
+from shoal.ps.server.applied_seqs import some_slots
 from shoal.ps.server.clocks import Clocks
 from shoal.ps.server.mailbox import Board, Result
-from shoal.ps.server.records import decode, encode, from_bits, to_bits
+from shoal.ps.server.replication import decode, encode, from_bits, to_bits
 
 slots = st.lists(st.integers(0, 255), min_size=1, max_size=5, unique=True)
 pushes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), slots), max_size=20)
@@ -105,7 +105,7 @@ def test_a_board_is_the_same_after_a_copy() -> None:
 
 
 def test_records_are_what_they_were() -> None:
-    from shoal.ps.server.records import PostRecord
+    from shoal.ps.server.replication import PostRecord
 
     record = PostRecord(3, [(0, 1)])
     assert decode(encode(record)) == record

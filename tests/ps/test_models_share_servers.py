@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from serverbench import Bench
 
-from shoal.ps.numbering import FIRST_NAMED, TABLES_PER_MODEL
+from shoal.ps.layout import FIRST_NAMED, TABLES_PER_MODEL
 from shoal.runtime.transport.messages.client_server import (
     DeclareMode,
     DeclareTable,
@@ -82,5 +82,5 @@ def test_the_count_goes_with_its_slot_and_with_a_checkpoint() -> None:
         (reply,) = other.ask(1, ReadRows(1, table, 0))
         assert reply.message == Rows(4, num_steps)  # type: ignore[union-attr]
     other.ask(1, WriteRows(1, SECOND, 9), [KEYS, np.zeros((2, 2)), b""])
-    assert {*other.core.state.marks.steps(1).tolist()} == {1, 9}
-    assert {*other.core.state.marks.steps(0).tolist()} == {2}
+    assert {*other.core.state.applied.steps(1).tolist()} == {1, 9}
+    assert {*other.core.state.applied.steps(0).tolist()} == {2}

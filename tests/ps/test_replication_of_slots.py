@@ -9,7 +9,7 @@ from serverbench import Bench, messages
 
 from shoal.ps.server.actions import Action, Reply, Request, Send, Tell
 from shoal.ps.server.core import ServerCore
-from shoal.ps.server.records import encode
+from shoal.ps.server.replication import encode
 from shoal.runtime.transport.messages.client_server import (
     AskNote,
     Committed,

@@ -13,7 +13,7 @@ import pytest
 from server_group_of_processes import group
 
 from shoal.errors import LinkLost
-from shoal.ps.slots import slot_of
+from shoal.ps.kernels import slot_of
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.framing import send_message
 from shoal.runtime.transport.messages.client_server import (

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.ps.server.table import Table
-from shoal.ps.slots import slot_of
+from shoal.ps.kernels import slot_of
+from shoal.ps.server.contents import Table
 from shoal.runtime.transport.messages.client_server import TableSpec
 
 KEYS = st.sets(st.integers(-40, 40), max_size=40)

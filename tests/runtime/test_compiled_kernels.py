@@ -19,7 +19,7 @@ from shoal.runtime.kernel_cache import Kernel, cache_directory, matrix, vector
 FORKED = """
 import os, sys
 import numpy as np
-import shoal.ps.server.table, shoal.ps.kernels, shoal.embedding.lookup
+import shoal.ps.server.contents, shoal.ps.kernels, shoal.embedding.lookup
 from shoal.runtime import kernel_cache as compiled
 def threads(): return len(os.listdir("/proc/self/task"))
 before = threads()
@@ -40,7 +40,7 @@ partition(keys, np.zeros(256, np.int16), 0)
 for dtype in ("float32", "float64"):
     for num_rows in (None, 10):
         for rule in RULES:
-            table = shoal.ps.server.table.Table(TableSpec(0, "t", 2, dtype, rule, {}, num_rows=num_rows))
+            table = shoal.ps.server.contents.Table(TableSpec(0, "t", 2, dtype, rule, {}, num_rows=num_rows))
             rows = np.ones((2, 2), dtype)
             frozen = np.frombuffer(rows.tobytes(), dtype).reshape(2, 2)
             frozen_keys = np.frombuffer(keys.tobytes(), np.int64)

@@ -7,11 +7,11 @@ from random import Random
 
 from shoal.cluster.coordinator.state import Coordination, CoordinationConfig
 from shoal.runtime.transport.messages.worker_coordinator import ViewFormed
-from shoal.runtime.transport.simulated import Network
 from simulation.coordinator import Coordinator
 from simulation.disk import Disk
 from simulation.faults import Fault, Faults, draw
 from simulation.groups import Group
+from simulation.network import Network
 from simulation.oracle import Oracle
 from simulation.settings import Settings
 from simulation.supervisor import Supervisor

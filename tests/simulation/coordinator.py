@@ -8,7 +8,7 @@ from shoal.cluster.coordinator.actions import Answer, DropClient
 from shoal.cluster.coordinator.journal_entries import Entry, Persist
 from shoal.cluster.coordinator.state import Action, Coordination
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.simulated import End
+from simulation.network import End
 from simulation.world import Process
 
 if TYPE_CHECKING:

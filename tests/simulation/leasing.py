@@ -33,7 +33,7 @@ from shoal.cluster.ledger.entries import EpochLeased, RangesTrained, TrainingBeg
 from shoal.cluster.ledger.ledger import Ledger
 from shoal.cluster.ledger.trained_file import PushOutcome, Trained
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.simulated import End, Network
+from simulation.network import End, Network
 from simulation.world import Process, Violated, World
 
 BATCH = 4

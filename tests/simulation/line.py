@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.worker_coordinator import Join, Joined, JoinRefused
-from shoal.runtime.transport.simulated import End
+from simulation.network import End
 
 if TYPE_CHECKING:
     from simulation.worker import Worker

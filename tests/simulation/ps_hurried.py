@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.ps.slots import slot_of
+from shoal.ps.kernels import slot_of
 from shoal.runtime.transport.messages.client_server import (
     AskNote,
     Committed,
@@ -102,7 +102,7 @@ class Hurried(Job):
     def check_end(self) -> None:
         rows = {key: float(np.frombuffer(value)[0]) for key, (value, _) in self.primary_rows().items()}
         for slot, holders in enumerate(self.newest.holders):
-            version = self.servers[holders[0]].core.state.marks.version[slot]
+            version = self.servers[holders[0]].core.state.applied.version[slot]
             if version != self.num_steps:
                 raise Violated(f"slot {slot} is at step {version} of {self.num_steps}, and all are done")
         for key, slot in zip(SHARED, slot_of(0, np.array(SHARED, np.int64)).tolist(), strict=True):
@@ -117,7 +117,7 @@ class Hurried(Job):
                     self._check_own(rank, step, slot, -rows.get(key, 0.0))
 
     def _check_total(self, what: str, slot: int, value: float) -> None:
-        steps = int(self.servers[self.newest.holders[slot][0]].core.state.marks.steps(0)[slot])
+        steps = int(self.servers[self.newest.holders[slot][0]].core.state.applied.steps(0)[slot])
         if value != -WHOLE * steps:
             raise Violated(f"{what} of slot {slot} is {value} after {steps} steps of {-WHOLE} each")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from shoal.ps.kernels import slot_of
+from shoal.ps.server.contents import Table
 from shoal.ps.server.dense import DenseStore
-from shoal.ps.server.table import Table
-from shoal.ps.slots import slot_of
 from shoal.runtime.transport.messages.client_server import (
     ChunkSpec,
     DeclareDense,
@@ -229,7 +229,7 @@ class Exact(Job):
         newest = max(self.committed_at, default=0)
         is_viewed = self.viewed_at >= self.committed_at.get(newest - 1, 0.0) - 0.5
         versions = {
-            int(self.servers[holders[0]].core.state.marks.version[slot])
+            int(self.servers[holders[0]].core.state.applied.version[slot])
             for slot, holders in enumerate(self.newest.holders)
         }
         if not self.workers[rank].incarnation or not is_viewed or len(versions) == 1:

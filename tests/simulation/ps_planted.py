@@ -11,12 +11,12 @@ import numpy as np
 
 from shoal.ps.server import replication as replication_module
 from shoal.ps.server.actions import Action, Frame, Request
-from shoal.ps.server.applied_seqs import Marks, Slots, no_slots
+from shoal.ps.server.applied_seqs import AppliedSeqs, Slots, no_slots
 from shoal.ps.server.core import ServerCore
 from shoal.ps.server.mailbox import Board
 from shoal.ps.server.replication import Replication, Written
 from shoal.ps.server.state import Counted, State
-from shoal.ps.server.summing import Steps, Sum
+from shoal.ps.server.steps import Steps, Sum
 from shoal.runtime.transport.messages.client_server import Commit, CopySlot, Replicate, StepEnd, ViewOver
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView
@@ -40,7 +40,7 @@ def altered(
     state: type[State] = State,
     replication: type[Replication] = Replication,
     steps: type[Steps] = Steps,
-    marks: type[Marks] = Marks,
+    marks: type[AppliedSeqs] = AppliedSeqs,
     board: type[Board] = Board,
 ) -> type[ServerCore]:
     """A server some part of which is not what it should be."""
@@ -49,7 +49,7 @@ def altered(
         def __init__(self, number: int, incarnation: int = 0) -> None:
             super().__init__(number, incarnation)
             self.state, self.replication = state(), replication(number)
-            self.state.marks, self.state.board = marks(), board()
+            self.state.applied, self.state.board = marks(), board()
             self.state.steps_class = steps  # type: ignore[misc]
 
     return Other
@@ -86,7 +86,7 @@ plant("acknowledged without the copy under way", Relaxed)(altered(replication=Wa
 # ---- marks --------------------------------------------------------------------------------------
 
 
-class NoMarks(Marks):
+class NoMarks(AppliedSeqs):
     def missing(self, stream: int, seq: int) -> Slots:
         return np.ones(256, np.bool_)
 
@@ -99,7 +99,7 @@ class LosesMarks(ServerCore):
     def view(self, view: ServerView) -> list[Action]:
         mine = np.array([bool(holders) and holders[0] == self.number for holders in view.holders])
         for slot in np.flatnonzero(mine & ~self.mine).tolist():
-            self.state.marks.set_slot(slot, [])
+            self.state.applied.set_slot(slot, [])
         return super().view(view)
 
 
@@ -107,12 +107,12 @@ class LosesMarks(ServerCore):
 class LosesVersions(ServerCore):
     def view(self, view: ServerView) -> list[Action]:
         mine = np.array([bool(holders) and holders[0] == self.number for holders in view.holders])
-        version = self.state.marks.version
+        version = self.state.applied.version
         version[mine & ~self.mine] = np.maximum(version[mine & ~self.mine] - 1, 0)
         return super().view(view)
 
 
-class MarksOneSlotForAll(Marks):
+class MarksOneSlotForAll(AppliedSeqs):
     """As if a server's slots were always equally far."""
 
     def missing(self, stream: int, seq: int) -> Slots:

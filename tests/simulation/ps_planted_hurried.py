@@ -12,9 +12,8 @@ from shoal.ps.server.actions import Action, Request
 from shoal.ps.server.applied_seqs import Slots
 from shoal.ps.server.core import ServerCore
 from shoal.ps.server.replication import Written
-from shoal.ps.server.staging import Contribution
 from shoal.ps.server.state import Counted, State
-from shoal.ps.server.summing import Steps
+from shoal.ps.server.steps import Contribution, Steps
 from shoal.runtime.transport.messages.client_server import Committed, StepEnd
 from simulation.ps_hurried import Hurried
 from simulation.ps_planted import AcknowledgesFirst, LosesVersions, altered, plant

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shoal.ps.slots import slot_of
+from shoal.ps.kernels import slot_of
 from shoal.runtime.transport.messages.client_server import (
     AskNote,
     Commit,

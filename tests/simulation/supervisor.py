@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import Reaped, Suspect, Watch, Watching
-from shoal.runtime.transport.simulated import End
+from simulation.network import End
 from simulation.world import Process
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.embedding.local_rows import LocalRows
 from shoal.embedding.lookup import embedding_forward
-from shoal.embedding.row_source import RowSource
+from shoal.embedding.row_source import LocalRows, RowSource
 from shoal.embedding.rules import rule_of_optimizer
 from shoal.errors import ConfigError
 from shoal.runtime.transport.messages.client_server import TableSpec

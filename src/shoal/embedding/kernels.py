@@ -1,4 +1,4 @@
-"""From the ids of a batch to rows and back: each id once, its row wherever it occurs, gradients summed per id.
+"""Numba loops from the ids of a batch to rows and back: unique ids, their rows, summed gradients, bags.
 
 Sums run in the order of the batch, so their bits do not depend on where the
 rows came from. Nothing here knows what a table is.
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from shoal.runtime.kernel_cache import ask_ahead, floating_kernel, inlined, kernel, matrix, mixed, vector
+from shoal.runtime.kernel_cache import INT, ask_ahead, floating_kernel, inlined, kernel, matrix, mixed, vector
 
 _RADIX_BITS = 11
 _MAX_SCRATCH = 1 << 20
@@ -161,3 +161,80 @@ def sum_back(grad: Any, inverse: Any, out: Any) -> None:
         row = inverse[i]
         for d in range(dim):
             out[row, d] += grad[i, d]
+
+
+# ---- bags: sums, means and weighted sums over runs of a batch's ids ------------------------------
+
+
+@inlined
+def _share(inverse: Any, start: int, end: int, padding: int, is_mean: bool, one: Any) -> Any:
+    """What an id of the bag counts, in the type of `one`."""
+    if not is_mean:
+        return one
+    count = one * 0
+    for i in range(start, end):
+        if inverse[i] != padding:
+            count += one
+    return one / count if count > 0 else one
+
+
+@floating_kernel(
+    lambda dtype: (
+        matrix(dtype), vector(types.int32), vector(types.int64), vector(dtype), INT, types.boolean,
+        matrix(dtype, written=True),
+    )
+)  # fmt: skip
+def bag(rows: Any, inverse: Any, offsets: Any, weights: Any, padding: int, is_mean: bool, out: Any) -> None:
+    """Write every bag's sum, or mean, of its rows to `out`; zeros for an empty one."""
+    dim, one = rows.shape[1], rows.dtype.type(1)
+    for b in range(len(offsets) - 1):
+        for d in range(dim):
+            out[b, d] = 0
+        for i in range(offsets[b], offsets[b + 1]):
+            row = inverse[i]
+            if row != padding:
+                weight = weights[i] if len(weights) else one
+                for d in range(dim):
+                    out[b, d] += weight * rows[row, d]
+        if is_mean:
+            share = _share(inverse, offsets[b], offsets[b + 1], padding, True, one)
+            for d in range(dim):
+                out[b, d] *= share
+
+
+@floating_kernel(
+    lambda dtype: (
+        matrix(dtype), vector(types.int32), vector(types.int64), vector(dtype), INT, types.boolean,
+        matrix(dtype, written=True),
+    )
+)  # fmt: skip
+def bag_back(
+    grad: Any, inverse: Any, offsets: Any, weights: Any, padding: int, is_mean: bool, out: Any
+) -> None:
+    """Write to out[k] the gradient of row k, summed in the order of the ids."""
+    out[:] = 0
+    dim, one = grad.shape[1], grad.dtype.type(1)
+    for b in range(len(offsets) - 1):
+        share = _share(inverse, offsets[b], offsets[b + 1], padding, is_mean, one)
+        for i in range(offsets[b], offsets[b + 1]):
+            row = inverse[i]
+            if row != padding:
+                weight = weights[i] * share if len(weights) else share
+                for d in range(dim):
+                    out[row, d] += weight * grad[b, d]
+
+
+@floating_kernel(
+    lambda dtype: (
+        matrix(dtype), matrix(dtype), vector(types.int32), vector(types.int64), INT, vector(dtype, written=True)
+    )
+)  # fmt: skip
+def weights_back(grad: Any, rows: Any, inverse: Any, offsets: Any, padding: int, out: Any) -> None:
+    """Write to out[i] the gradient of the weight of id i."""
+    out[:] = 0
+    for b in range(len(offsets) - 1):
+        for i in range(offsets[b], offsets[b + 1]):
+            row = inverse[i]
+            if row != padding:
+                for d in range(rows.shape[1]):
+                    out[i] += grad[b, d] * rows[row, d]

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shoal.embedding.bag_kernels import bag, bag_back, weights_back
-from shoal.embedding.kernels import expand, sum_back
+from shoal.embedding.kernels import bag, bag_back, expand, sum_back, weights_back
 from shoal.embedding.row_source import RowSource
 from shoal.errors import TrainingError
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from shoal.embedding.row_index import ArrayIndex, HashedIndex, RowIndex
-from shoal.embedding.row_memory import GrowingArray
+from shoal.embedding.row_index import ArrayIndex, GrowingArray, HashedIndex, RowIndex
 from shoal.embedding.rules import rule_named
 from shoal.errors import ConfigError
 from shoal.runtime.kernel_cache import INT, ask_ahead, floating_kernel, inlined, matrix, mixed, vector

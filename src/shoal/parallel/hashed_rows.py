@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.embedding import HashEmbedding
 from shoal.embedding.hash_embedding import rows_left_out
-from shoal.embedding.local_rows import LocalRows
+from shoal.embedding.row_source import LocalRows
 from shoal.embedding.rules import rule_of_optimizer
 from shoal.errors import ConfigError
 from shoal.parallel.optimizer_state import PREFIX

@@ -1,7 +1,9 @@
-"""Loops of the parameter server over keys and rows: who gets which, sums over ranks, squares and digests by slot.
+"""Numba loops of the parameter server over keys and rows: the slot hash, partition, sums, squares, digests.
 
-All of them work on slots that were computed before (slots.py). What turns a
-batch's ids into keys and back is in embedding/kernels.py.
+A row's slot is a fixed hash of (table, key), fixed for good: checkpoints,
+deduplication and placement are by slot. It shares no bits with the hashes
+that find a row or fill it, so the rows of one slot are spread evenly in a
+table's index. Ids of a batch are turned into keys in embedding/kernels.py.
 """
 
 from __future__ import annotations
@@ -11,8 +13,33 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from shoal.ps.slots import slot_of
-from shoal.runtime.kernel_cache import INT, floating_kernel, kernel, matrix, mixed, vector
+from shoal.cluster.coordinator.slot_map import NUM_SLOTS
+from shoal.runtime.kernel_cache import INT, floating_kernel, inlined, kernel, matrix, mixed, vector
+
+assert NUM_SLOTS == 256, "a slot is a byte of the hash"
+
+
+def slot_of(table: int, keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The slot (uint8) of each key (int64) of this table."""
+    slots = np.empty(len(keys), np.uint8)
+    _slot_of(table, np.ascontiguousarray(keys, np.int64), slots)
+    return slots
+
+
+@inlined
+def slot_of_key(table: int, key: int) -> Any:
+    """The same for one key, inside kernels of this file."""
+    word = mixed(np.uint64(table) * np.uint64(0xD1342543DE82EF95) + np.uint64(0x2545F4914F6CDD1D))
+    return mixed(np.uint64(key) ^ word) >> np.uint64(56)
+
+
+@kernel((INT, vector(types.int64), vector(types.uint8, written=True)))
+def _slot_of(table: int, keys: Any, slots: Any) -> None:
+    for i in range(len(keys)):
+        slots[i] = slot_of_key(table, keys[i])
+
+
+# ---- loops over keys and rows --------------------------------------------------------------------
 
 
 def partition(

@@ -38,7 +38,7 @@ from shoal.parallel.step_result import contribution, decide
 from shoal.parallel.update import clip_factor, gradient_norm
 from shoal.ps.client.pulls import DenseLook, DensePull
 from shoal.ps.client.step import Decision, Step
-from shoal.ps.dense_plan import check_optimizer
+from shoal.ps.layout import check_optimizer
 from shoal.recovery.replay_log import Timeline
 from shoal.recovery.state_transfer import Part
 from shoal.runtime.failpoints import failpoint

@@ -29,7 +29,7 @@ from shoal.parallel.ps.exact import Ps
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.update import clip_factor
 from shoal.ps.client.step import Step
-from shoal.ps.server.summing import LOSSES
+from shoal.ps.server.steps import LOSSES
 
 
 class PsDrop(Ps):

@@ -21,12 +21,12 @@ from shoal.config import strategy_spec as strategy_names
 from shoal.errors import ServerRefused
 from shoal.ps.client.server_group import Group
 from shoal.ps.client.step import Decision, Step
-from shoal.ps.packing import unpack
 from shoal.recovery import state_transfer as heritage
 from shoal.recovery.call_results import KeptResults
 from shoal.recovery.replay_log import Timeline
 from shoal.recovery.state_transfer import Heritage, Part
 from shoal.runtime.failpoints import failpoint
+from shoal.runtime.transport.framing import unpack
 from shoal.runtime.transport.messages.client_server import AskNote, Commit, DeclareMode, Note, Post, Posted
 
 Vector: TypeAlias = NDArray[np.float64]

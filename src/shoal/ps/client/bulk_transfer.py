@@ -12,8 +12,7 @@ from torch import Tensor
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.ps.client.pulls import split
-from shoal.ps.client.server_group import Group
-from shoal.ps.packing import memory_of
+from shoal.ps.client.server_group import Group, memory_of
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.messages.client_server import (
     Chunk,

@@ -1,23 +1,25 @@
-"""One push or one pull of `shoal.ps.connect`, as the servers get it: sent, answered, and sent again in another view.
+"""Requests of `shoal.ps.connect`: one push or pull as servers get it, and the queue that keeps them in order.
 
-A push keeps what it carries until it is acknowledged, and in the memory where
-the servers read it, so that it is copied once. In which order requests are
-sent is decided in kv_line.py.
+A push keeps what it carries until it is acknowledged, in the memory where
+servers read it, so that it is copied once. Servers deduplicate by the last
+seq that was applied, so a push must never overtake another: where one has to
+be sent again, all that are not acknowledged are, in order. Nothing runs by
+itself; every call moves requests on as far as it can without waiting.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.embedding.kernels import expand
 from shoal.errors import ArenaFull, LinkLost, PsError
-from shoal.ps.client.kv_tables import Keys
 from shoal.ps.client.pulls import split
-from shoal.ps.client.server_group import Group, ViewChanged
-from shoal.ps.packing import memory_of
+from shoal.ps.client.server_group import Group, ViewChanged, memory_of
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.messages.client_server import (
     PsRefused,
@@ -29,6 +31,8 @@ from shoal.runtime.transport.messages.client_server import (
 )
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.shared_client import Link
+
+Keys: TypeAlias = NDArray[np.int64]
 
 
 class Request:
@@ -238,3 +242,129 @@ def _by_server(table: TableSpec, keys: Keys, group: Group) -> list[tuple[int, ND
     if len(group.servers) == 1:
         return [(group.servers[0], None)]
     return split(table.number, keys, group)  # type: ignore[return-value]  # places are int32
+
+
+# ---- the queue -----------------------------------------------------------------------------------
+
+
+MAX_REQUESTS = 64
+"""Under way at a time; one more waits for the oldest. Far fewer than a server keeps of a view that it does not know yet."""
+
+MAX_BYTES = 1 << 30
+"""The same for what they carry."""
+
+
+class Line:
+    """An operation of the group: all that is under way, up to the request that is waited for."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.sent_in = 0
+        self._sent: deque[Request] = deque()
+        self._held: deque[tuple[Request, list[Request]]] = deque()
+        self._target: Request | None = None
+        self._is_behind = False
+        self.failed: list[Request] = []
+        """Refused, and nobody has been told yet."""
+
+    @property
+    def all(self) -> list[Request]:
+        """What is not acknowledged, in order."""
+        return [*self._sent, *(request for request, _ in self._held)]
+
+    def add(self, request: Request, after: Sequence[Request] = ()) -> None:
+        """Send it now, or once those it follows are acknowledged."""
+        self.advance()
+        waits_for = [each for each in after if not each.is_done or each.error]
+        if waits_for or self._held:
+            request.keep()
+            self._held.append((request, waits_for))
+            self._release()
+        else:
+            self._begin(request)
+
+    def advance(self) -> None:
+        """Take the answers that are here, and send what waited for them."""
+        try:
+            while self._sent and self.sent_in == self._group.view and self._sent[0].poll():
+                self._end(self._sent.popleft())
+        except (LinkLost, ViewChanged):
+            self.sent_in, self._is_behind = 0, True
+        self._release()
+
+    def finish(self, request: Request) -> None:
+        """Wait until this one is acknowledged, or refused."""
+        while any(held is request for held, _ in self._held):
+            first, waits_for = self._held[0]
+            for each in waits_for:
+                self.finish(each)
+            self._release()
+            assert first.is_done or first in self._sent
+        if request.is_done:
+            return
+        if self._is_behind:
+            self._group.renew()
+            self._is_behind = False
+        self._target = request
+        self._group.finish(self)
+
+    # ---- as the group sees it -------------------------------------------------------------------
+
+    def send(self, group: Group) -> None:
+        """All that is not acknowledged, in order."""
+        for request in self._sent:
+            request.send(group)
+        self._flush()
+
+    def receive(self, group: Group) -> None:
+        """Wait for one after the other."""
+        assert self._target is not None
+        while not self._target.is_done:
+            self._sent[0].receive(group)
+            self._end(self._sent.popleft())
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        while self._held and all(each.is_done for each in self._held[0][1]):
+            request, waited_for = self._held.popleft()
+            refused = next((each.error for each in waited_for if each.error), None)
+            if refused is not None:
+                why = f"a request to table '{request.table.name}' was not sent, because what it was to follow was refused"
+                request.fail(PsError(f"{why}: {refused}"))
+                self._end(request)
+            else:
+                self._begin(request)
+
+    def _begin(self, request: Request) -> None:
+        while self._sent and (
+            len(self._sent) >= MAX_REQUESTS
+            or request.num_bytes + sum(each.num_bytes for each in self._sent) > MAX_BYTES
+        ):
+            self.finish(self._sent[0])
+        if not self._sent:
+            self.sent_in, self._is_behind = self._group.view, False
+        self._sent.append(request)
+        try:
+            if self.sent_in == self._group.view:
+                request.send(self._group)
+                self._flush()
+        except (LinkLost, ViewChanged):
+            self.sent_in, self._is_behind = 0, True
+        except ArenaFull:  # it was not asked
+            self._sent.pop()
+            raise
+        except BaseException:
+            self.sent_in = 0  # who knows how much of it has left
+            raise
+        finally:
+            request.keep()
+
+    def _flush(self) -> None:
+        """What was said leaves now: nobody may wait for it for long."""
+        for server in self._group.servers:
+            self._group.link(server).flush()
+
+    def _end(self, request: Request) -> None:
+        if request.error is not None:
+            self.failed.append(request)

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.ps.client.server_group import Group
+from shoal.ps.client.server_group import Group, memory_of
 from shoal.ps.kernels import partition
-from shoal.ps.packing import memory_of
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.messages.client_server import PullDense, Pulled, PullRows
 from shoal.runtime.transport.shared_client import Link

@@ -13,7 +13,7 @@ import math
 import mmap
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -330,3 +330,8 @@ class _Telling:
         for server, ticket in self._tickets.items():
             answer, _ = group.wait(server, ticket)
             self.was_new |= isinstance(answer, Declared) and answer.is_new
+
+
+def memory_of(array: np.ndarray[Any, Any]) -> memoryview:
+    """The bytes of an array, not copied unless it is not contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

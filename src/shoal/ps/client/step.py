@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import LinkLost
 from shoal.ps.client.pulls import split
-from shoal.ps.client.server_group import Group
-from shoal.ps.packing import memory_of
+from shoal.ps.client.server_group import Group, memory_of
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.messages.client_server import (
     Commit,

@@ -27,7 +27,7 @@ def some_slots(slots: list[int]) -> Slots:
     return mask
 
 
-class Marks:
+class AppliedSeqs:
     """The marks of all slots that a server holds, as primary or not."""
 
     def __init__(self) -> None:

@@ -14,10 +14,10 @@ from typing import Protocol
 import numpy as np
 
 from shoal.errors import ConfigError
+from shoal.ps.kernels import slot_of
 from shoal.ps.server.applied_seqs import Slots
 from shoal.ps.server.contents import Contents
-from shoal.ps.server.staging import Staged
-from shoal.ps.slots import slot_of
+from shoal.ps.server.steps import Staged
 
 
 @dataclass(slots=True)

@@ -19,8 +19,7 @@ from shoal.ps.server.actions import Action, Drop, Reply, Request, Tell
 from shoal.ps.server.applied_seqs import Slots, no_slots
 from shoal.ps.server.apply_filters import Filter
 from shoal.ps.server.contents import Refusal
-from shoal.ps.server.records import FollowingRecord, SlotRecord, decode, from_bits
-from shoal.ps.server.replication import Change, first_number
+from shoal.ps.server.replication import Change, FollowingRecord, SlotRecord, decode, first_number, from_bits
 from shoal.ps.server.serving import Serving
 from shoal.runtime.transport.messages.client_server import (
     AskDense,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.ps.packing import pack, unpack
 from shoal.ps.server.actions import Frame
 from shoal.ps.server.contents import Refusal
-from shoal.ps.server.records import BoardState
+from shoal.ps.server.replication import BoardState
+from shoal.runtime.transport.framing import pack, unpack
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
-"""What other servers must still hear from this one, in which order, and what they have answered.
+"""Replication of slots: the records a primary ships, the order per replica, and what each has acknowledged.
 
 Pure bookkeeping: a link per server that holds, or is to hold, slots whose
 primary this server is. A slot on a link is followed (its updates are shipped)
 or waits to be copied; a copy and what follows it go over the same link in
-order, so nobody ever has to catch up.
+order, so no replica ever has to catch up.
 
-In a new view whatever was not answered is said again, under new numbers:
-replicas know by their marks what they have. A slot whose primary this server
+In a new view whatever was not acknowledged is sent again, under new numbers:
+replicas deduplicate by their applied seqs. A slot whose primary this server
 has just become is copied anew to its other holders: they may have heard more
 from the old primary than this one, or less.
 """
@@ -18,11 +18,184 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
+import numpy as np
+
+from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.ps.server.actions import Frame, Send
 from shoal.ps.server.applied_seqs import Slots, no_slots
-from shoal.ps.server.records import FollowingRecord, Record, encode, to_bits
-from shoal.runtime.transport.messages.client_server import CopySlot, Replicate
+from shoal.runtime.transport.messages.client_server import (
+    CopySlot,
+    DeclareDense,
+    DeclareMode,
+    Replicate,
+    Settings,
+    TableSpec,
+)
+from shoal.runtime.transport.messages.message import Count
 from shoal.runtime.transport.messages.server_coordinator import ServerView
+
+# ---- records -------------------------------------------------------------------------------------
+
+
+Notes: TypeAlias = list[tuple[int, int]]
+"""(rank, anchored_at); the notes themselves are frames."""
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
+    pass
+
+
+class BoardState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a board: (exchange, is it a commit) of its log, and its notes. Frames: results, then notes."""
+
+    log: list[tuple[int, bool]]
+    notes: Notes
+
+
+class LastStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The newest step that a server committed, so that it can be told again to who asks again."""
+
+    seq: Count
+    vector: list[float]
+    ranks: list[int]
+    applied: bool
+    norm: float
+
+
+class StepRecord(_Record, frozen=True, tag="step"):
+    """A step, or a push, that counts now.
+
+    Frames: keys and values per table; a gradient per chunk; the vectors' sum;
+    sums of squares by slot; a note per entry of `notes`.
+    """
+
+    slots: bytes  # where it counts, a bit per slot
+    stream: Count
+    seq: Count
+    is_step: bool  # all ranks are in it: `seq` is a version; else a push of one stream
+    applies: bool  # else it was left out: nothing changes but the marks
+    tables: list[Count]
+    chunks: list[tuple[int, list[int]]]  # number, parts without gradient
+    factor: float
+    factors: list[float]
+    step: Count
+    settings: list[Settings]
+    model: Count
+    table_settings: dict[int, dict[str, float]]
+    ranks: list[int]  # whose contributions are in it
+    seqs: list[int]  # and of which of their steps, where that may differ
+    applied_norm: float  # of Commit
+    exchange: Count
+    notes: Notes
+    clocks: list[tuple[int, int, dict[int, int]]]
+    updates: Count
+    done_below: Count
+
+
+class RowsRecord(_Record, frozen=True, tag="rows"):
+    """Rows were set. Frames: keys, values, state."""
+
+    table: Count
+    step: Count
+
+
+class ChunkRecord(_Record, frozen=True, tag="chunk"):
+    """A chunk was set. Frames and `state` as in WriteChunk."""
+
+    chunk: Count
+    state: list[tuple[int, str, str, list[int]]]
+
+
+class ClockRecord(_Record, frozen=True, tag="clock"):
+    """So many steps were committed, says a checkpoint."""
+
+    updates: Count
+
+
+class MarksRecord(_Record, frozen=True, tag="marks"):
+    """Marks of a checkpoint. Frame: triples."""
+
+
+class FollowingRecord(_Record, frozen=True, tag="following"):
+    """The receiver has these slots and follows their updates, in this view too."""
+
+    slots: bytes
+
+
+class PostRecord(_Record, frozen=True, tag="post"):
+    """An exchange is over (None: only notes came). Frames: its result; a note per entry."""
+
+    exchange: Count | None
+    notes: Notes
+
+
+class DeclareRecord(_Record, frozen=True, tag="declare"):
+    """What there is: the first record on any connection, and after every declaration."""
+
+    tables: list[TableSpec]
+    dense: list[DeclareDense]
+    mode: DeclareMode | None
+
+
+class SlotRecord(_Record, frozen=True, tag="slot"):
+    """All of one slot.
+
+    Frames: keys, values and state per table; elements and state tensors per
+    chunk; then, of slot 0, the board's.
+    """
+
+    version: Count
+    steps: dict[int, Count]  # by counter
+    marks: list[tuple[int, int]]
+    done_below: Count
+    tables: list[Count]
+    chunks: list[tuple[int, list[tuple[int, str, str, list[int]]]]]
+    square: float
+    last: LastStep | None
+    board: BoardState | None
+    clocks: list[tuple[int, int, dict[int, int]]]
+    updates: Count
+
+
+Record: TypeAlias = (
+    StepRecord
+    | RowsRecord
+    | ChunkRecord
+    | ClockRecord
+    | MarksRecord
+    | FollowingRecord
+    | PostRecord
+    | DeclareRecord
+    | SlotRecord
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+
+
+def encode(record: Record) -> bytes:
+    """As bytes."""
+    return _encoder.encode(record)
+
+
+def decode(record: bytes) -> Record:
+    """What `encode` was given; msgspec.MsgspecError where it is no record of this version."""
+    return _decoder.decode(record)
+
+
+def to_bits(slots: Slots) -> bytes:
+    """A flag per slot as bits."""
+    return np.packbits(slots).tobytes()
+
+
+def from_bits(bits: bytes) -> Slots:
+    """Back again."""
+    return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=NUM_SLOTS).astype(np.bool_)
+
+
+# ---- links ---------------------------------------------------------------------------------------
+
 
 Written: TypeAlias = tuple[Record, list[Frame]]
 

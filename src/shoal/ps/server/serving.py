@@ -7,17 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from shoal.ps.numbering import counter_of_update
+from shoal.ps.layout import counter_of_update
 from shoal.ps.server.actions import Action, Request, Tell
 from shoal.ps.server.applied_seqs import Slots
 from shoal.ps.server.apply_filters import Filter, Push, bend
-from shoal.ps.server.bulk_io import answer_whole
 from shoal.ps.server.contents import Refusal, Update, Vector, restrict
 from shoal.ps.server.mailbox import Result
 from shoal.ps.server.replication import Change
-from shoal.ps.server.staging import Contribution, read_vector
-from shoal.ps.server.state import Counted
-from shoal.ps.server.summing import HURRIED, LOSSES, Steps, Sum
+from shoal.ps.server.state import Counted, answer_whole
+from shoal.ps.server.steps import HURRIED, LOSSES, Contribution, Steps, Sum, read_vector
 from shoal.ps.server.waiting import Waiting, expect_frames
 from shoal.runtime.transport.messages.client_server import (
     Commit,
@@ -118,7 +116,9 @@ class Serving(Waiting):
         if steps is not None and steps.is_full and self.replication.is_met(self._step_need):
             if steps.mode.kind in HURRIED:
                 return self._count_hurried(steps)
-            slots = self.mine & (self.state.marks.version < max(end.end.seq for end in steps.ended.values()))
+            slots = self.mine & (
+                self.state.applied.version < max(end.end.seq for end in steps.ended.values())
+            )
             step = self._step_of(slots, next(iter(steps.ended.values())))
             steps.summed = steps.sum(self.state.contents, slots, mine=self.mine, step=step)
         if steps is None or steps.summed is None:
@@ -186,7 +186,7 @@ class Serving(Waiting):
         version at a time, those that have the most of it first.
         """
         actions, reused, state = list[Action](), steps.reused(), self.state
-        versions = state.marks.version
+        versions = state.applied.version
         groups = [
             (int(version), self.mine & (versions == version)) for version in np.unique(versions[self.mine])
         ]
@@ -206,11 +206,11 @@ class Serving(Waiting):
     def _step_of(self, slots: Slots, part: Contribution) -> int:
         """How many updates of the model there were in these slots."""
         counter = counter_of_update(part.staged.rows, part.end.model)
-        return int(self.state.marks.steps(counter)[slots].max(initial=0))
+        return int(self.state.applied.steps(counter)[slots].max(initial=0))
 
     def _hurried(self, message: StepEnd) -> Committed:
         """Where not all ranks need be in a step: whether this contribution is in it, in every slot."""
-        late = bool((self.state.marks.missing(message.stream, message.seq) & self.mine).any())
+        late = bool((self.state.applied.missing(message.stream, message.seq) & self.mine).any())
         self._steps().num_late += late
         return self._committed(self._high if late else message.seq, late=late)
 
@@ -231,7 +231,7 @@ class Serving(Waiting):
             state.clocks.finished(message.rank, message.stream, message.seq)
             call = message.stream >> 32 & 0x3FFF_FFFF  # streams of low-level clients have a bit above it
             state.clocks.wish(message.rank, vector, call=call)
-        new = state.marks.missing(message.stream, message.seq) & self.mine
+        new = state.applied.missing(message.stream, message.seq) & self.mine
         note = bytes(request.frames[1])
         actions: list[Action] = []
         notes = {message.rank: (message.anchored_at, note)} if note and self.mine[0] else {}
@@ -244,7 +244,7 @@ class Serving(Waiting):
                 staged.dense,
                 message.factor,
                 bend(self._filters, push, new),
-                int(state.marks.steps(counter_of_update(staged.rows, message.model))[new].max(initial=0)),
+                int(state.applied.steps(counter_of_update(staged.rows, message.model))[new].max(initial=0)),
                 message.settings,
                 message.table_settings,
                 message.model,
@@ -264,7 +264,7 @@ class Serving(Waiting):
             )
             actions = self._count(counted)
         else:
-            state.marks.forget_below(message.done_below)
+            state.applied.forget_below(message.done_below)
         if notes and not new[0]:
             actions += self._finish(None, Result(False, b""), notes)
         committed = Committed(
@@ -283,7 +283,7 @@ class Serving(Waiting):
         return [*self.replication.ship(change)]
 
     def _after_count(self) -> None:
-        versions = self.state.marks.version[self.mine]
+        versions = self.state.applied.version[self.mine]
         self._low, self._high = (int(versions.min()), int(versions.max())) if len(versions) else (0, 0)
 
     def _summed_frames(self, vector: list[float], squares: Vector | None = None) -> list[bytes]:

@@ -1,8 +1,8 @@
-"""All that a server holds, and every way in which it changes: the same code on a primary and on its replicas.
+"""State of a server and every change of it: the same code on a primary and on its replicas.
 
-What counts is first written down as a `Counted`; the primary lets it count
-here and ships it, a replica reads it back and lets it count there. Nothing
-here knows of connections, tickets or views.
+A step or push that counts is first written down as a `Counted`; the primary
+applies it and ships it, a replica reads it back and applies it. Nothing here
+knows of connections, tickets or views.
 """
 
 from __future__ import annotations
@@ -15,13 +15,25 @@ import msgspec
 import numpy as np
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
-from shoal.ps.numbering import counter_of, counter_of_update
-from shoal.ps.server.actions import Frame
-from shoal.ps.server.applied_seqs import Marks, Slots, some_slots
+from shoal.ps.kernels import slot_of
+from shoal.ps.layout import counter_of, counter_of_update
+from shoal.ps.server.actions import Frame, Request
+from shoal.ps.server.applied_seqs import AppliedSeqs, Slots, some_slots
 from shoal.ps.server.clocks import Clocks, ClockState
-from shoal.ps.server.contents import Contents, Keys, Refusal, Update, Vector, as_array, bytes_of, restrict
+from shoal.ps.server.contents import (
+    Contents,
+    Keys,
+    Refusal,
+    Table,
+    Update,
+    Vector,
+    as_array,
+    bytes_of,
+    restrict,
+)
 from shoal.ps.server.mailbox import Board, Result
-from shoal.ps.server.records import (
+from shoal.ps.server.replication import (
+    Change,
     ChunkRecord,
     ClockRecord,
     DeclareRecord,
@@ -32,14 +44,26 @@ from shoal.ps.server.records import (
     RowsRecord,
     SlotRecord,
     StepRecord,
+    Written,
     from_bits,
     to_bits,
 )
-from shoal.ps.server.replication import Written
-from shoal.ps.server.summing import HURRIED, Steps
-from shoal.ps.server.table import Table
-from shoal.ps.slots import slot_of
-from shoal.runtime.transport.messages.client_server import DeclareMode
+from shoal.ps.server.steps import HURRIED, Steps
+from shoal.runtime.transport.messages.client_server import (
+    Chunk,
+    Declared,
+    DeclareMode,
+    Marks,
+    ReadChunk,
+    ReadMarks,
+    ReadRows,
+    Rows,
+    SetClock,
+    WriteChunk,
+    WriteMarks,
+    WriteRows,
+)
+from shoal.runtime.transport.messages.message import Message
 
 
 @dataclass(slots=True)
@@ -71,7 +95,7 @@ class State:
     steps_class = Steps
 
     def __init__(self) -> None:
-        self.contents, self.marks, self.clocks, self.board = Contents(), Marks(), Clocks(), Board()
+        self.contents, self.applied, self.clocks, self.board = Contents(), AppliedSeqs(), Clocks(), Board()
         self.steps: Steps | None = None
         self.updates = 0
         self._heard_updates = 0  # of other servers, which count the same pushes for their own slots
@@ -117,19 +141,19 @@ class State:
     def missing(self, counted: Counted) -> Slots:
         """The slots in which it does not count yet."""
         if counted.is_step:
-            return self.marks.version < counted.seq
-        return self.marks.missing(counted.stream, counted.seq)
+            return self.applied.version < counted.seq
+        return self.applied.missing(counted.stream, counted.seq)
 
     def count(self, counted: Counted) -> None:
         """From now on it counts; everything about it changes in this one turn."""
         update = counted.update
         if counted.applies:
             self.contents.apply(update)
-            self.marks.steps(counter_of_update(update.rows, update.model))[update.slots] += 1
+            self.applied.steps(counter_of_update(update.rows, update.model))[update.slots] += 1
         if counted.is_step:
-            self.marks.version[update.slots] = counted.seq
+            self.applied.version[update.slots] = counted.seq
             for rank, seq in zip(counted.ranks, counted.seqs, strict=False):
-                self.marks.count(rank, seq, update.slots)
+                self.applied.count(rank, seq, update.slots)
             assert self.steps is not None
             self.steps.squares[update.slots] = counted.squares[update.slots]
             if self.steps.last is None or counted.seq >= self.steps.last.seq:
@@ -137,8 +161,8 @@ class State:
                     counted.seq, counted.vector.tolist(), list(counted.ranks), counted.applies, counted.norm
                 )
         else:
-            self.marks.count(counted.stream, counted.seq, update.slots)
-            self.marks.forget_below(counted.done_below)
+            self.applied.count(counted.stream, counted.seq, update.slots)
+            self.applied.forget_below(counted.done_below)
         if update.slots[0]:
             result = Result(True, self.committed_frame(counted)) if counted.is_step else None
             exchange = counted.exchange if counted.is_step else None
@@ -295,7 +319,7 @@ class State:
         """Set rows; their slots count their updates from `step`."""
         keys = self._set(self.contents.table(number), frames[0], frames[1], frames[2], step)
         slots = np.unique(slot_of(number, keys))
-        steps = self.marks.steps(counter_of(number))
+        steps = self.applied.steps(counter_of(number))
         steps[slots] = np.maximum(steps[slots], step)
 
     def _set(self, table: Table, keys: Frame, values: Frame, state: Frame, step: int) -> Keys:
@@ -314,9 +338,9 @@ class State:
 
     def set_clock(self, updates: int, slots: Slots) -> None:
         """So many steps were committed, says a checkpoint."""
-        self.marks.version[slots] = updates
+        self.applied.version[slots] = updates
         if self.mode is not None and self.mode.kind in HURRIED:
-            self.marks.forget_streams()
+            self.applied.forget_streams()
         self.updates = updates
         self.clocks.restart(updates)
         if self.steps is not None:
@@ -328,7 +352,7 @@ class State:
         triples = as_array(frame, np.int64, "marks").reshape(-1, 3)
         for slot, stream, seq in triples.tolist():
             if slots[slot]:
-                self.marks.count(stream, seq, some_slots([slot]))
+                self.applied.count(stream, seq, some_slots([slot]))
 
     def write_slot(self, slot: int) -> Written:
         """All of a slot."""
@@ -348,10 +372,10 @@ class State:
             frames += board_frames
         steps = self.steps
         record = SlotRecord(
-            version=int(self.marks.version[slot]),
-            steps=self.marks.steps_of_slot(slot),
-            marks=self.marks.of_slot(slot),
-            done_below=self.marks.done_below,
+            version=int(self.applied.version[slot]),
+            steps=self.applied.steps_of_slot(slot),
+            marks=self.applied.of_slot(slot),
+            done_below=self.applied.done_below,
             tables=tables,
             chunks=chunks,
             square=float(steps.squares[slot]) if steps is not None else 0.0,
@@ -375,10 +399,10 @@ class State:
             contents.dense.write(number, pieces[0], entries, pieces[1:])
         if record.board is not None:
             self.board.restore(record.board, given)
-        self.marks.version[slot] = record.version
-        self.marks.set_steps(slot, record.steps)
-        self.marks.forget_below(record.done_below)
-        self.marks.set_slot(slot, record.marks)
+        self.applied.version[slot] = record.version
+        self.applied.set_steps(slot, record.steps)
+        self.applied.forget_below(record.done_below)
+        self.applied.set_slot(slot, record.marks)
         self.clocks.heard(record.clocks)
         self._heard_updates = max(self._heard_updates, record.updates)
         if self.steps is not None and record.last is not None:
@@ -388,7 +412,7 @@ class State:
 
     def drop(self, slots: Slots) -> None:
         """Slots that are held no more."""
-        self.marks.drop(slots)
+        self.applied.drop(slots)
         if slots[0]:
             self.board = Board()
 
@@ -401,11 +425,89 @@ class State:
 
     def _digest_of_marks(self, slot: int) -> int:
         marks = (
-            int(self.marks.version[slot]),
-            sorted(self.marks.steps_of_slot(slot).items()),
-            [(stream, seq) for stream, seq in self.marks.of_slot(slot) if seq],
+            int(self.applied.version[slot]),
+            sorted(self.applied.steps_of_slot(slot).items()),
+            [(stream, seq) for stream, seq in self.applied.of_slot(slot) if seq],
             [(number, self.board.log[number].frame) for number in sorted(self.board.log)] if slot == 0 else 0,
             sorted(self.board.notes.items()) if slot == 0 else 0,
         )
         encoded = msgspec.msgpack.encode(marks)
         return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
+# ---- reads and writes of a checkpoint ------------------------------------------------------------
+
+
+def answer_whole(state: State, mine: Slots, request: Request) -> tuple[Message, list[Frame], Change | None]:
+    """Read or set; the answer, its frames, and what other holders must hear of it."""
+    frames = request.frames
+    match request.message:
+        case ReadRows(_, number, slot):
+            table = state.contents.table(number)
+            _require(slot < NUM_SLOTS and bool(mine[slot]), f"slot {slot} has another primary")
+            read = [bytes_of(array) for array in table.read(slot)]
+            return Rows(table.state_dim, int(state.applied.steps(counter_of(number))[slot])), [*read], None
+        case WriteRows() as message:
+            return Declared(False), [], _write_rows(state, mine, message, request)
+        case ReadChunk(_, number):
+            _require(bool(mine[state.contents.chunk(number).slot]), f"chunk {number} has another primary")
+            elements, entries, tensors = state.contents.dense.read(number)
+            return Chunk(entries), [bytes_of(each) for each in (elements, *tensors)], None
+        case WriteChunk(_, number, entries):
+            chunk = state.contents.chunk(number)
+            _require(bool(mine[chunk.slot]), f"chunk {number} has another primary")
+            _require(len(frames) == 1 + len(entries), f"{len(entries)} state tensors, {len(frames)} frames")
+            state.contents.gradient(chunk, frames[0])
+            state.set_chunk(number, entries, frames)
+            kept: list[Frame] = [bytes(frame) for frame in frames]
+            return Declared(False), [], _fixed([chunk.slot], (ChunkRecord(number, entries), kept))
+        case SetClock(_, updates):
+            state.set_clock(updates, mine)
+            return Declared(False), [], Change(mine.copy(), lambda _: (ClockRecord(updates), []))
+        case ReadMarks():
+            return Marks(), [bytes_of(state.applied.triples(mine))], None
+        case WriteMarks():
+            _require(len(frames) == 1 and len(frames[0]) % 24 == 0, "marks are triples of int64 in one frame")
+            kept_marks = bytes(frames[0])  # before they are looked at: the client can write to them
+            triples = as_array(kept_marks, np.int64, "marks").reshape(-1, 3)
+            inside = bool(
+                ((triples >= 0).all() and (triples[:, 0] < NUM_SLOTS).all()) if len(triples) else True
+            )
+            _require(inside, "marks are of slots 0..255, and never negative")
+            state.set_marks(kept_marks, mine)
+            return Declared(False), [], Change(mine.copy(), lambda _: (MarksRecord(), [kept_marks]))
+    raise Refusal(f"a server is not asked {type(request.message).__name__}")
+
+
+def _write_rows(state: State, mine: Slots, message: WriteRows, request: Request) -> Change:
+    # Copies: the client can write to the frames at any time, and they may be gone before all holders have them.
+    arrays = [np.frombuffer(frame, np.uint8).copy() for frame in request.frames]
+    frames = [bytes_of(array) for array in arrays]
+    _require(len(frames) == 3, f"WriteRows comes with keys, values and state, got {len(frames)} frames")
+    table = state.contents.table(message.table)
+    keys = state.contents.keys(table, frames[0], mine)
+    state.contents.values(table, frames[1], len(keys))
+    given = as_array(frames[2], table.spec.dtype, "state")
+    _require(
+        len(given) in (0, len(keys) * table.state_dim),
+        f"{len(keys)} rows of table {message.table} have {table.state_dim} numbers of state each, got {len(given)} numbers",
+    )
+    state.set_rows(message.table, message.step, frames)
+    held_keys = arrays[0].view(np.int64)
+    slots = slot_of(message.table, held_keys)
+
+    def write(some: Slots) -> Written:
+        inside = some[slots]
+        cut = [array.reshape(len(held_keys), -1)[inside] if len(array) else array for array in arrays]
+        return RowsRecord(message.table, message.step), [bytes_of(array) for array in cut]
+
+    return Change(some_slots(np.unique(slots).tolist()), write)
+
+
+def _fixed(slots: list[int], written: Written) -> Change:
+    return Change(some_slots(slots), lambda _: written)
+
+
+def _require(is_so: bool, problem: str) -> None:
+    if not is_so:
+        raise Refusal(problem)

@@ -16,11 +16,9 @@ from shoal.ps.server.actions import Action, Frame, Reply, Request
 from shoal.ps.server.applied_seqs import Slots, no_slots, some_slots
 from shoal.ps.server.contents import Keys, Refusal, chunk_bytes
 from shoal.ps.server.mailbox import Result
-from shoal.ps.server.records import PostRecord
-from shoal.ps.server.replication import Change, Replication, Written
-from shoal.ps.server.staging import Staging
+from shoal.ps.server.replication import Change, PostRecord, Replication, Written
 from shoal.ps.server.state import State
-from shoal.ps.server.summing import HURRIED, Steps
+from shoal.ps.server.steps import HURRIED, Staging, Steps
 from shoal.runtime.transport.messages.client_server import (
     AskNote,
     Note,

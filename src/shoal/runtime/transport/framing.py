@@ -224,3 +224,29 @@ def _check(header_bytes: int, num_frames: int, limits: Limits) -> None:
 def _check_frames(lengths: Sequence[int], limits: Limits) -> None:
     if sum(lengths) > limits.frames_bytes:
         raise WireError(f"frames of {sum(lengths)} bytes, where at most {limits.frames_bytes} are allowed")
+
+
+# ---- several pieces in one frame ------------------------------------------------------------------
+
+
+def pack(pieces: Sequence[bytes | memoryview]) -> bytes:
+    """How many, their lengths, then they."""
+    lengths = [memoryview(piece).nbytes for piece in pieces]
+    return struct.pack(f"<{1 + len(lengths)}Q", len(lengths), *lengths) + b"".join(pieces)
+
+
+def unpack(raw: bytes | memoryview) -> list[bytes]:
+    """What `pack` was given; WireError where it cannot have been."""
+    memory = memoryview(raw)
+    try:
+        (count,) = struct.unpack_from("<Q", memory)
+        lengths = struct.unpack_from(f"<{count}Q", memory, 8) if count <= len(memory) // 8 else None
+    except struct.error:
+        lengths = None
+    if lengths is None or 8 * (1 + count) + sum(lengths) != len(memory):
+        raise WireError(f"{len(memory)} bytes that are not what their head says")
+    at, pieces = 8 * (1 + count), []
+    for length in lengths:
+        pieces.append(bytes(memory[at : at + length]))
+        at += length
+    return pieces

@@ -1,4 +1,4 @@
-"""An embedding whose rows are on the servers: what its forward calls instead of its weight."""
+"""Embeddings whose rows are on servers: what a module's forward calls instead of its weight."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shoal.embedding import HashEmbedding
-from shoal.embedding.local_rows import LocalRows
 from shoal.embedding.lookup import embedding_bag_forward, embedding_forward
-from shoal.embedding.row_source import merged, uniques_of
+from shoal.embedding.row_source import LocalRows, merged, uniques_of
 from shoal.errors import TrainingError
 from shoal.parallel.ps.embedding_placement import Taken
 from shoal.ps.client.bulk_transfer import read_table

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.errors import WireError
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.worker_coordinator import Leave, StoreCount, StoreSet
-from shoal.runtime.transport.simulated import End, Network
+from simulation.network import End, Network
 
 
 class Time:

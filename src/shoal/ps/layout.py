@@ -1,19 +1,37 @@
-"""How dense parameters are cut into chunks, and which slot each chunk lies in.
+"""Layout of a model on servers: table and chunk numbers, and dense parameters cut into chunks and placed in slots.
 
-Pure, and a function of the model and of who was there at the launch: every
-worker comes to the same plan. Nothing here touches a value.
+Pure, and a function of the model and of the servers at launch: every worker
+comes to the same plan. Nothing here touches a value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
 
 from shoal.errors import ConfigError
 from shoal.runtime.transport.messages.client_server import ChunkSpec, DensePart
+
+TABLES_PER_MODEL, CHUNKS_PER_MODEL = 1_000, 100_000
+FIRST_NAMED = 1 << 40
+"""Number of the first table that was declared by name."""
+
+
+def counter_of(table: int) -> int:
+    """What counts the updates of a table: its model's steps, or, of one declared by name, its own pushes."""
+    return table if table >= FIRST_NAMED else table // TABLES_PER_MODEL
+
+
+def counter_of_update(tables: Iterable[int], model: int) -> int:
+    """The same of an update of these tables: a model's, or a low-level push to a single table."""
+    return next((table for table in tables if table >= FIRST_NAMED), model)
+
+
+# ---- dense parameters ----------------------------------------------------------------------------
+
 
 Parameter: TypeAlias = tuple[str, tuple[int, ...], str, int]
 """Name, shape, dtype ("float32") and parameter group."""
