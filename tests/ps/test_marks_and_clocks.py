@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.parallel.ps.relaxed import Naming
-from shoal.ps.server.applied_seqs import some_slots
+from shoal.ps.server.applied_seqs import AppliedSeqs, some_slots
 from shoal.ps.server.clocks import Clocks
 from shoal.ps.server.mailbox import Board, Result
 from shoal.ps.server.replication import decode, encode, from_bits, to_bits
@@ -18,7 +18,7 @@ pushes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), slots), max_si
 
 @given(pushes, st.integers(0, 4))
 def test_marks_remember_the_last_seq_of_every_slot_and_stream(pushes, done_below) -> None:  # type: ignore[no-untyped-def]
-    marks, model = Marks(), dict[tuple[int, int], int]()
+    marks, model = AppliedSeqs(), dict[tuple[int, int], int]()
     for stream, seq, touched in pushes:
         marks.count(stream, seq, some_slots(touched))
         for slot in touched:
@@ -32,7 +32,7 @@ def test_marks_remember_the_last_seq_of_every_slot_and_stream(pushes, done_below
 
 @given(pushes, st.integers(0, 255))
 def test_a_slot_takes_its_marks_along(pushes, slot) -> None:  # type: ignore[no-untyped-def]
-    marks, other = Marks(), Marks()
+    marks, other = AppliedSeqs(), AppliedSeqs()
     for stream, seq, touched in pushes:
         marks.count(stream, seq, some_slots(touched))
     other.count(9, 9, np.ones(256, np.bool_))
@@ -112,7 +112,7 @@ def test_records_are_what_they_were() -> None:
 
 
 def test_a_checkpoints_marks_tell_below_which_streams_all_are_over() -> None:
-    marks = Marks()
+    marks = AppliedSeqs()
     marks.count(7 << 32 | 1, 2, some_slots([3]))
     marks.count(7 << 32 | 5, 1, some_slots([3]))
     assert marks.triples(some_slots([3])).tolist() == [[3, 7 << 32 | 1, 2], [3, 7 << 32 | 5, 1]]

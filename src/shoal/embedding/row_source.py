@@ -18,7 +18,7 @@ from shoal.runtime.transport.messages.client_server import TableSpec
 
 
 class RowSource(Protocol):
-    """Rows by key: from this process (local_rows.py) or from servers.
+    """Rows by key: from this process (`LocalRows`) or from servers.
 
     `pull` is called once per forward of the module, `push` once per backward
     of that forward, with the keys that got a gradient, each once, increasing.

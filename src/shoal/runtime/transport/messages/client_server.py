@@ -436,7 +436,7 @@ class Replicate(Message, frozen=True, tag="ps-replicate"):
     """Primary to replica: one update of its slots, after aggregation, in the primary's order. Answered by Replicated.
 
     The replica runs the same rule on it. `record` describes the frames, see
-    ps/server/records.py. Repeating it is safe within one connection: `number` counts.
+    ps/server/replication.py. Repeating it is safe within one connection: `number` counts.
     """
 
     view: Count
