@@ -26,7 +26,7 @@ class Steps(shoal.callbacks.Callback):
 
     def median(self, warm: int) -> float:
         gaps = sorted(b - a for a, b in zip(self.times[warm:], self.times[warm + 1 :], strict=False))
-        return gaps[len(gaps) // 2]
+        return gaps[len(gaps) // 2] if gaps else 0.0  # on rank 0 alone
 
 
 class Clicks(nn.Module):
