@@ -13,7 +13,7 @@ from invoking import Shoal
 from shoal.cli.run import run
 from shoal.cluster.launch import api
 from shoal.cluster.launch.api import LaunchConfig, RunResult
-from shoal.config.parallel_options import Spread, as_typed
+from shoal.config.parallel_options import ParallelOptions, as_typed
 from shoal.errors import ScriptFailed
 
 
@@ -59,7 +59,7 @@ def test_every_option_of_run_reaches_the_launch(shoal: Shoal, launched: list[Lau
 
 def test_every_option_beside_a_strategy_is_a_flag_of_run() -> None:
     shown = {name: parameter.default for name, parameter in inspect.signature(run).parameters.items()}
-    for option in fields(Spread):
+    for option in fields(ParallelOptions):
         if option.name != "exchange_rule":  # what "auto" came to is measured, not asked
             assert shown[option.name] == option.default
 

@@ -12,10 +12,9 @@ from lockstep import with_ranks
 from torch import Tensor, nn
 
 from shoal.collectives.compression import int8
-from shoal.collectives.compression.compressor import Gradient
-from shoal.collectives.compression.registry import compressor
+from shoal.collectives.compression.compressor import Gradient, compressor
 from shoal.collectives.gradients import GradientExchange
-from shoal.config import compress_names
+from shoal.config.choices import COMPRESSORS
 from shoal.errors import ConfigError
 from shoal.parallel import residuals
 from shoal.parallel.protocol import PieceReader
@@ -23,6 +22,16 @@ from shoal.parallel.protocol import PieceReader
 LAYOUT = [Gradient(0, (12, 10)), Gradient(120, (7,)), Gradient(127, (5, 4, 2))]
 LENGTH = 167
 NAMES = ["bf16", "fp16", "int8", "topk:ratio=0.2", "powersgd:rank=2"]
+
+
+def test_no_compressor_is_left_out() -> None:
+    assert {name.partition(":")[0] for name in NAMES} == set(COMPRESSORS) - {"none"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_registry_knows_whether_a_compressor_keeps_state(name: str) -> None:
+    [(_, each)] = run(name, 1, 1)
+    assert COMPRESSORS.parse(name)[0].keeps_state == bool(each.state())
 
 
 def part(rank: int, step: int) -> Tensor:
@@ -150,4 +159,4 @@ def test_gradients_of_a_model_go_through_it(name: str) -> None:
 )
 def test_what_means_nothing_is_refused(said: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        compress_names.parse(said)
+        COMPRESSORS.parse(said)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config import exchange_rule
-from shoal.config.exchange_names import EXCHANGES
+from shoal.config.choices import EXCHANGES
 from shoal.config.exchange_rule import choose, parse
 
 SMALL, LARGE = 4096, 1 << 20

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config import mesh as mesh_names
-from shoal.config import strategy_spec as strategy_names
-from shoal.config.mesh import Axes
+from shoal.config import strategy as strategies
+from shoal.config.strategy import Axes
 from shoal.errors import ConfigError
 
 degrees = st.integers(1, 4)
@@ -43,11 +42,11 @@ def test_neighbours_share_layers() -> None:
     ],
 )
 def test_names_mean_axes(name: str, num_workers: int, axes: Axes) -> None:
-    parsed = mesh_names.parse(name)
+    parsed = strategies.parse_axes(name)
     assert parsed is not None
-    assert mesh_names.fill(parsed, num_workers, name) == axes
+    assert strategies.fill_axes(parsed, num_workers, name) == axes
     if axes.pp == 1:
-        assert strategy_names.choose(name, num_workers) == name
+        assert strategies.choose(name, num_workers) == name
 
 
 @pytest.mark.parametrize(
@@ -61,9 +60,9 @@ def test_names_mean_axes(name: str, num_workers: int, axes: Axes) -> None:
 )
 def test_what_does_not_multiply_is_refused(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        strategy_names.choose(name, 3)
+        strategies.choose(name, 3)
 
 
 @pytest.mark.parametrize("name", ["ddp", "dp:2", "tp=", "tp=2;pp=2", "", "xp=2"])
 def test_other_names_are_no_meshes(name: str) -> None:
-    assert mesh_names.parse(name) is None
+    assert strategies.parse_axes(name) is None

@@ -12,7 +12,7 @@ import pytest
 from shoal.cluster.launch.api import resume_config
 from shoal.config.job import Job
 from shoal.config.launch import LaunchConfig
-from shoal.config.parallel_options import KEPT, Spread, as_typed, kept_of, options_of
+from shoal.config.parallel_options import KEPT, ParallelOptions, as_typed, kept_of, options_of
 
 EARLIER: dict[str, Any] = {
     "script": "/home/me/train.py",
@@ -43,29 +43,31 @@ def earlier(tmp_path: Path) -> Path:
 
 
 def test_what_one_carries_reaches_the_other_whole() -> None:
-    said = Spread(exchange="ring", sync_every=3, outer="nesterov", soft_placement=True, shard="equal")
+    said = ParallelOptions(
+        exchange="ring", sync_every=3, outer="nesterov", soft_placement=True, shard="equal"
+    )
     job = Job(name="x", run_dir=Path("x"), **options_of(said))
     assert options_of(job) == options_of(said)
-    assert set(options_of(said)) == {option.name for option in fields(Spread)}
+    assert set(options_of(said)) == {option.name for option in fields(ParallelOptions)}
 
 
 def test_they_are_said_as_they_are_typed() -> None:
-    assert as_typed(Spread(exchange_rule="native<=65536,shm")) == ""
-    assert as_typed(Spread(offload=True, batchnorm="sync")) == " --batchnorm sync --offload"
+    assert as_typed(ParallelOptions(exchange_rule="native<=65536,shm")) == ""
+    assert as_typed(ParallelOptions(offload=True, batchnorm="sync")) == " --batchnorm sync --offload"
     config = LaunchConfig(script="t.py", workers=3, sync_every=10, checkpoint_activations=True)
     assert as_typed(config) == " --sync-every 10 --checkpoint-activations"
 
 
 def test_the_run_of_an_earlier_version_goes_on_as_it_was(earlier: Path) -> None:
     config = resume_config(earlier)
-    as_before = Spread(shard="weighted=1,2,1", exchange="ring", compress="bf16", device="cpu")
+    as_before = ParallelOptions(shard="weighted=1,2,1", exchange="ring", compress="bf16", device="cpu")
     assert options_of(config) == options_of(as_before)
     assert (config.strategy, config.workers, config.resume) == ("ddp", 3, True)
 
 
 def test_under_another_strategy_only_what_was_not_said_of_the_former_is_kept(earlier: Path) -> None:
     config = resume_config(earlier, strategy="fsdp")
-    assert options_of(config) == options_of(Spread(**kept_of(config)))
+    assert options_of(config) == options_of(ParallelOptions(**kept_of(config)))
     assert [getattr(config, name) for name in KEPT] == ["weighted=1,2,1", "cpu", False]
 
 

@@ -16,8 +16,8 @@ import torch
 from matrix_models import CASES
 from safetensors.torch import load_file
 
-from shoal.config import mesh as mesh_names
-from shoal.config.mesh import Axes
+from shoal.config import strategy as strategies
+from shoal.config.strategy import Axes
 
 TOLERANCE = 1e-9
 
@@ -71,8 +71,8 @@ def problems(
     reports = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(workers)]
     tensors = load_file(folder / "tensors.safetensors")
     refusals = REFUSED.get((strategy, workers), {})
-    named = mesh_names.parse(strategy)
-    axes = mesh_names.fill(named, workers, strategy) if named is not None else Axes(dp=workers)
+    named = strategies.parse_axes(strategy)
+    axes = strategies.fill_axes(named, workers, strategy) if named is not None else Axes(dp=workers)
     found: dict[str, str] = {}
     for name in names:
         said = [report[name] for report in reports]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.config.exchange_names import EXCHANGES
+from shoal.config.choices import EXCHANGES
 from shoal.config.faults import Faults
 
 SCRIPT = """

@@ -10,7 +10,7 @@ import pytest
 from launched import Launched
 from matrix_expected import SIZES, WHOLE, OneProcess, problems
 
-from shoal.config.exchange_names import EXCHANGES
+from shoal.config.choices import EXCHANGES
 
 LAUNCHES = [
     ("native", 2),

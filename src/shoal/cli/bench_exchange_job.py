@@ -18,7 +18,7 @@ from shoal.collectives.exchanges import open_exchange
 from shoal.collectives.native import Native
 from shoal.collectives.reducer import Reducer
 from shoal.config import job as jobs
-from shoal.config.exchange_names import EXCHANGES
+from shoal.config.choices import EXCHANGES
 from shoal.recovery.elastic_group import together
 from shoal.recovery.rendezvous import is_broken
 
@@ -36,7 +36,7 @@ def main(out: str, seconds: float) -> None:
     _ = together().native  # the group is there
     native = Native(rank=job.rank, num_workers=job.num_workers, is_broken=is_broken)
     names = [name for name in EXCHANGES if name not in ("auto", "hierarchical")]
-    reducers = {name: open_exchange(replace(job, exchange=name), native, is_broken) for name in names}
+    reducers = {name: open_exchange(replace(job, exchange=name), native) for name in names}
     sizes = SIZES if seconds >= SHORT_S else SHORT_SIZES
     medians = {size: _measure(reducers, native, size, seconds / len(sizes)) for size in sizes}
     for reducer in reducers.values():

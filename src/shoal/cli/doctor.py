@@ -17,7 +17,7 @@ from shoal.cli import machine
 from shoal.cli.machine import Finding, Level, fail, ok
 from shoal.cli.options import RunDir
 from shoal.cli.verb import console
-from shoal.config.strategy_spec import STRATEGIES
+from shoal.config.strategy import STRATEGIES
 from shoal.errors import ShoalError
 
 MAX_PLANS = 8
@@ -47,7 +47,7 @@ def doctor(run_dir: RunDir = Path("runs")) -> None:
 
 def findings(run_dir: Path) -> Iterator[Finding]:
     """Every check, quick ones first."""
-    yield ok("shoal", f"{shoal.__version__}, strategies: {', '.join(STRATEGIES)}")
+    yield ok("shoal", f"{shoal.__version__}, strategies: {STRATEGIES.forms}")
     yield ok(
         "python",
         f"{platform.python_version()} on {platform.system()} {platform.release()} {platform.machine()}",

@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
-from shoal.config.shard_names import FORMS
-from shoal.config.strategy_spec import STRATEGIES
+from shoal.config.shard import FORMS
+from shoal.config.strategy import STRATEGIES
 
 
 def complete_strategy(incomplete: str) -> list[tuple[str, str]]:
     """For the shell: strategies and, up to the colon, what they are."""
     return [
-        (name, meaning.partition(":")[0])
-        for name, meaning in STRATEGIES.items()
-        if name.startswith(incomplete)
+        (choice.form, choice.summary.partition(":")[0])
+        for choice in STRATEGIES.values()
+        if choice.form.startswith(incomplete)
     ]
 
 
@@ -39,7 +39,7 @@ Strategy = Annotated[
     typer.Option(
         "--strategy",
         metavar="STRATEGY",
-        help=f"How the model is spread: {', '.join(STRATEGIES)}.",
+        help=f"How the model is spread: {STRATEGIES.forms}.",
         show_default="single for one worker, ddp for more",
         autocompletion=complete_strategy,
     ),

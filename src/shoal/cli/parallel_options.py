@@ -1,6 +1,6 @@
 """The options beside a strategy, as flags: written once, and given to every verb that launches with them.
 
-Names and defaults are those of `shoal.config.parallel_options.Spread`; what they mean
+Names and defaults are those of `shoal.config.parallel_options.ParallelOptions`; what they mean
 together is refused where a launch is.
 """
 
@@ -16,7 +16,8 @@ import typer
 
 from shoal.cli.options import Shard
 from shoal.config import placement
-from shoal.config.parallel_options import Spread
+from shoal.config.choices import COMPRESSORS, EXCHANGES, OUTERS, SCHEDULES
+from shoal.config.parallel_options import ParallelOptions
 
 OPTIONS: dict[str, Any] = {
     "shard": Shard,
@@ -25,8 +26,7 @@ OPTIONS: dict[str, Any] = {
         typer.Option(
             "--exchange",
             metavar="EXCHANGE",
-            help="How gradients are summed: auto, native (gloo, NCCL), shm (shared memory on one host), ring, hierarchical, "
-            "tree, halving, broadcast, allgather, chain, mapreduce.",
+            help=f"How gradients are summed: {EXCHANGES.forms}.",
         ),
     ],
     "sync_every": Annotated[
@@ -42,7 +42,7 @@ OPTIONS: dict[str, Any] = {
         typer.Option(
             "--outer",
             metavar="OUTER",
-            help="With --sync-every: average, or nesterov:lr=0.7,momentum=0.9 (DiLoCo).",
+            help=f"With --sync-every, how the models are averaged: {OUTERS.forms}.",
         ),
     ],
     "schedule": Annotated[
@@ -50,7 +50,7 @@ OPTIONS: dict[str, Any] = {
         typer.Option(
             "--schedule",
             metavar="SCHEDULE",
-            help="Of a pipeline (pp): 1f1b, gpipe, interleaved, zero-bubble.",
+            help=f"Of a pipeline (pp): {SCHEDULES.forms}.",
         ),
     ],
     "compress": Annotated[
@@ -58,7 +58,7 @@ OPTIONS: dict[str, Any] = {
         typer.Option(
             "--compress",
             metavar="COMPRESS",
-            help="Make gradients smaller before they are summed: none, bf16, fp16, int8, topk:ratio=0.01, powersgd:rank=4.",
+            help=f"Make gradients smaller before they are summed: {COMPRESSORS.forms}.",
         ),
     ],
     "snapshot_every": Annotated[
@@ -112,7 +112,7 @@ OPTIONS: dict[str, Any] = {
         ),
     ],
 }
-"""By field of Spread, in the order of the help.
+"""By field of ParallelOptions, in the order of the help.
 
 A flag that is only ever set has its name, or it would have a --no-; and so has one whose value is called after it, which
 some versions of typer take for its name.
@@ -121,7 +121,7 @@ some versions of typer take for its name.
 
 def takes_spread(*, but_not: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a verb these flags where its signature has `spread`, which it is then called with."""
-    defaults = {option.name: option.default for option in fields(Spread)}
+    defaults = {option.name: option.default for option in fields(ParallelOptions)}
     flags = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
         for name, annotation in OPTIONS.items()
@@ -133,7 +133,7 @@ def takes_spread(*, but_not: tuple[str, ...] = ()) -> Callable[[Callable[..., No
 
         @functools.wraps(verb)
         def called(**said: Any) -> None:
-            spread = Spread(**{flag.name: said.pop(flag.name) for flag in flags})
+            spread = ParallelOptions(**{flag.name: said.pop(flag.name) for flag in flags})
             verb(spread=spread, **said)
 
         shown: list[inspect.Parameter] = []

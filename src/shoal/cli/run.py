@@ -21,7 +21,7 @@ from shoal.cli.options import (
 )
 from shoal.cli.parallel_options import takes_spread
 from shoal.cli.verb import leave
-from shoal.config.parallel_options import Spread, options_of
+from shoal.config.parallel_options import ParallelOptions, options_of
 
 EXAMPLES = (
     "\b\n"
@@ -87,7 +87,7 @@ def run(
         ),
     ] = None,
     *,
-    spread: Spread,
+    spread: ParallelOptions,
     oversubscribe: Oversubscribe = False,
     pretend_hosts: Annotated[
         int,

@@ -18,10 +18,10 @@ import typer
 from shoal.cli.options import Replicas, Script, Servers, Strategy, Workers
 from shoal.cli.parallel_options import takes_spread
 from shoal.cli.verb import console, leave
-from shoal.config import compress_names
-from shoal.config import strategy_spec as strategy_names
+from shoal.config import strategy as strategies
+from shoal.config.choices import COMPRESSORS
 from shoal.config.job import VerifyPlan
-from shoal.config.parallel_options import Spread, as_typed, options_of
+from shoal.config.parallel_options import ParallelOptions, as_typed, options_of
 from shoal.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def verify(
     servers: Servers = None,
     replicas: Replicas = None,
     *,
-    spread: Spread,
+    spread: ParallelOptions,
     steps: Annotated[int, typer.Option("--steps", metavar="STEPS", min=1, help="Steps to compare.")] = 20,
     tolerance: Annotated[
         float,
@@ -89,8 +89,8 @@ def verify(
     from shoal.cluster.launch.roles import preload_for
     from shoal.cluster.supervisor.forkserver_client import WarmParent
 
-    chosen = strategy_names.choose(strategy, workers)
-    if not strategy_names.parse(chosen).is_exact:
+    chosen = strategies.choose(strategy, workers)
+    if not strategies.parse(chosen).is_exact:
         raise ConfigError(
             f"'{chosen}' does not compute what one process does, and says so: it trades that for speed, so there is nothing to "
             "verify. Nothing was started; verify the script with --strategy ps, and compare the relaxed one by its metrics."
@@ -115,7 +115,7 @@ def verify(
         with WarmParent(preload=preload) as warm:
             outcome = check(
                 VerifyRuns(config, warm, num_steps=steps),
-                num_workers=strategy_names.num_slices(chosen, workers),
+                num_workers=strategies.num_slices(chosen, workers),
                 tolerance=tolerance,
             )
     screen = console()
@@ -156,7 +156,7 @@ class VerifyRuns:
         config = replace(self.config, name=f"verify-{self.num_runs}", verify=plan)
         if not spread:
             first, soft = self.config.device.split(",")[0], self.config.soft_placement
-            alone = options_of(Spread(device=first, soft_placement=soft))
+            alone = options_of(ParallelOptions(device=first, soft_placement=soft))
             config = replace(config, workers=1, strategy="single", servers=None, replicas=None, **alone)
         with open(Path(self.config.run_dir) / "output", "wb") as said:
             result = launch(config, warm=self.warm, stdout=said, stderr=said)
@@ -173,7 +173,7 @@ class VerifyRuns:
                 "called Trainer.fit nor stepped the optimizer that shoal.setup returned. Nothing was changed; check "
                 "that it trains when it is run with these arguments."
             )
-        is_cut = strategy_names.num_slices(config.strategy or "ddp", config.workers) > 1
+        is_cut = strategies.num_slices(config.strategy or "ddp", config.workers) > 1
         if spread and config.batchnorm == "sync" and dump.mixes and is_cut:
             drawing = ", ".join(f"{mix.layer} ({mix.kind})" for mix in dump.mixes[:3])
             raise ConfigError(
@@ -196,9 +196,9 @@ class VerifyRuns:
         return dump
 
 
-def _refuse_what_is_meant_to_differ(spread: Spread) -> None:
+def _refuse_what_is_meant_to_differ(spread: ParallelOptions) -> None:
     """What gives up the result of one process on purpose has no right answer to be held to."""
-    if compress_names.parse(spread.compress)[0] != "none":
+    if COMPRESSORS.parse(spread.compress)[0].name != "none":
         why = f"--compress {spread.compress} sends gradients rounded or in part"
         what = "--compress"
     elif spread.sync_every is not None:
@@ -255,7 +255,7 @@ def _cells(difference: Difference | None) -> tuple[str, str]:
 def verdict(outcome: Outcome, config: LaunchConfig, *, asked_steps: int, tolerance: float) -> Iterator[str]:
     """What the numbers say, in sentences; the last one answers the question."""
     float64, float32 = outcome.judged.float64, outcome.judged.float32
-    num_slices = strategy_names.num_slices(config.strategy or "ddp", config.workers)
+    num_slices = strategies.num_slices(config.strategy or "ddp", config.workers)
     in_turn = f"one process ran the {num_slices} workers' slices in turn, with the workers' seeds"
     if num_slices == 1:
         in_turn = "one process ran the batch with the workers' seeds"

@@ -275,7 +275,7 @@ class GradientExchange:
                 return
             self._tables.append(self._rows(index))
             table = self._tables[-1]
-            self.traffic.count_as_it_is(table._values(), table._indices())
+            self.traffic.count_uncompressed(table._values(), table._indices())
             self._works.append(group.start_all_reduce(table))
 
     def _start(self, number: int, group: Reducer) -> list[Any]:
@@ -288,7 +288,7 @@ class GradientExchange:
         else:
             flags.copy_(torch.tensor(used, dtype=flags.dtype))
         if self.compressor is None or not memory.is_floating_point():
-            self.traffic.count_as_it_is(memory)
+            self.traffic.count_uncompressed(memory)
             return [group.start_all_reduce(memory)]
         layout = [
             Gradient(offset, tuple(self._parameters[index].shape))

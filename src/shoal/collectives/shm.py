@@ -28,6 +28,7 @@ from torch import Tensor
 
 from shoal.collectives import shm_kernels as kernels
 from shoal.collectives.native import Native, OverNative
+from shoal.config.job import Job
 from shoal.errors import PeerLost, WireError
 from shoal.runtime.transport import memfd
 
@@ -69,7 +70,7 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 10e-6, 200e-6
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14; Python has no name for it
 
 
-class _Work:
+class _ShmWork:
     """A tensor on its way. `flat` is its memory, or a copy of it where that does not lie in one piece."""
 
     __slots__ = ("flat", "is_done", "state", "target")
@@ -108,7 +109,12 @@ class Shm(OverNative):
         place = (self.rank, num, address, address + counters.nbytes, CHUNK_BYTES, NUM_CHUNKS)
         self._ring = np.array(place, np.int64)
         self._next = 0  # number of the next chunk, counted over all tensors
-        self._pending: deque[_Work] = deque()
+        self._pending: deque[_ShmWork] = deque()
+
+    @classmethod
+    def open(cls, job: Job, native: Native, ranks: Sequence[int] | None = None) -> Shm:
+        """Build the exchange `shm` for a view. Collective."""
+        return cls(native, is_broken=native.is_broken, timeout_s=job.step_timeout_s, ranks=ranks)
 
     # ---- what a Reducer offers ------------------------------------------------------------------
 
@@ -126,7 +132,7 @@ class Shm(OverNative):
         is_large = num_bytes > LARGE_BYTES
         is_shared = is_large and self.num_workers >= SHARE_FROM
         state = (flat.data_ptr(), num_bytes, kind, is_shared, is_large, self._next, num_chunks, 0, 0, 0)
-        work = _Work(tensor, flat, np.array(state, np.int64))
+        work = _ShmWork(tensor, flat, np.array(state, np.int64))
         self._next += num_chunks
         self._pending.append(work)
         self._progress(0)
@@ -134,7 +140,7 @@ class Shm(OverNative):
 
     def finish(self, work: object, operation: str) -> None:
         """Wait until the sum is there."""
-        if not isinstance(work, _Work):
+        if not isinstance(work, _ShmWork):
             self._native.finish(work, operation)
             return
         if not work.is_done:
@@ -147,7 +153,7 @@ class Shm(OverNative):
 
     # ---- the rings ------------------------------------------------------------------------------
 
-    def _wait(self, work: _Work, operation: str) -> None:
+    def _wait(self, work: _ShmWork, operation: str) -> None:
         since, look_at, nap_s = 0.0, 0.0, _SHORTEST_NAP_S
         while not work.is_done:
             if self._progress(self._looks):
@@ -185,7 +191,7 @@ class Shm(OverNative):
             did |= kernels.put_ahead(self._ring, work.state)
         return did
 
-    def _whom_for(self, work: _Work) -> str:
+    def _whom_for(self, work: _ShmWork) -> str:
         others = [rank for rank in range(self.num_workers) if rank != self.rank]
         late = [rank for rank in others if self._put[rank] <= work["first"] + work["taken"]]
         late = late or [rank for rank in others if self._taken[rank] < self._taken[self.rank]]

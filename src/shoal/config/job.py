@@ -10,10 +10,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.config import mesh as mesh_names
+from shoal.config import strategy as strategies
 from shoal.config.faults import Fault
-from shoal.config.mesh import Axes
-from shoal.config.parallel_options import Spread
+from shoal.config.parallel_options import ParallelOptions
+from shoal.config.strategy import Axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class VerifyPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job(Spread):
+class Job(ParallelOptions):
     """What a process knows of its job from birth."""
 
     name: str
@@ -131,8 +131,8 @@ class Job(Spread):
 
     @property
     def _axes(self) -> Axes | None:
-        axes = mesh_names.parse(self.strategy)
-        return axes and mesh_names.fill(axes, self.num_workers, self.strategy)
+        axes = strategies.parse_axes(self.strategy)
+        return axes and strategies.fill_axes(axes, self.num_workers, self.strategy)
 
     @property
     def host(self) -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.config import option_checks as spread_names
-from shoal.config import strategy_spec as strategy_names
+from shoal.config import parallel_options
+from shoal.config import strategy as strategies
 from shoal.config.faults import Faults
 from shoal.config.job import VerifyPlan
-from shoal.config.parallel_options import Spread
+from shoal.config.parallel_options import ParallelOptions
 from shoal.errors import ConfigError
 
 MAX_WORKERS = 1024
@@ -26,7 +26,7 @@ MAX_RESTARTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchConfig(Spread):
+class LaunchConfig(ParallelOptions):
     """One job, as its user asked for it. Refuses at birth what cannot be meant."""
 
     script: str
@@ -122,9 +122,9 @@ class LaunchConfig(Spread):
                 "a path or an argument of this job is not valid UTF-8, so it cannot be written down in config.json. "
                 "Nothing was started; rename it."
             ) from None
-        spread_names.check(
+        parallel_options.check(
             self,
-            strategy=strategy_names.choose(self.strategy, self.workers),
+            strategy=strategies.choose(self.strategy, self.workers),
             num_workers=self.workers,
             num_hosts=self.pretend_hosts,
         )
@@ -140,8 +140,8 @@ class LaunchConfig(Spread):
         """What was asked for and does nothing in one process, where a sweep over -n begins, or a resumed run ends."""
         asked = [f"--exchange {self.exchange}"] if self.exchange != "auto" else []
         asked += [f"--compress {self.compress}"] if self.compress != "none" else []
-        chosen = strategy_names.choose(self.strategy, self.workers)
-        if not asked or self.workers > 1 or strategy_names.parse(chosen).has_servers:
+        chosen = strategies.choose(self.strategy, self.workers)
+        if not asked or self.workers > 1 or strategies.parse(chosen).has_servers:
             return []
         what = "does" if len(asked) == 1 else "do"
         return [
@@ -151,7 +151,7 @@ class LaunchConfig(Spread):
     @property
     def is_mesh(self) -> bool:
         """Whether the model is cut over the workers."""
-        return strategy_names.parse(strategy_names.choose(self.strategy, self.workers)).base == "mesh"
+        return strategies.parse(strategies.choose(self.strategy, self.workers)).base == "mesh"
 
     @property
     def num_servers(self) -> int:
@@ -169,10 +169,10 @@ class LaunchConfig(Spread):
 
     @property
     def _has_servers(self) -> bool:
-        return strategy_names.parse(strategy_names.choose(self.strategy, self.workers)).has_servers
+        return strategies.parse(strategies.choose(self.strategy, self.workers)).has_servers
 
     def _check_servers(self) -> None:
-        strategy = strategy_names.choose(self.strategy, self.workers)
+        strategy = strategies.choose(self.strategy, self.workers)
         if not 0 <= self.num_servers <= MAX_LAUNCHED_SERVERS:
             raise ConfigError(
                 f"{self.num_servers} servers cannot be started: give a number from 1 to {MAX_LAUNCHED_SERVERS} with "

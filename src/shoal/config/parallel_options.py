@@ -1,9 +1,10 @@
-"""How a model, its gradients and its batches are spread beside the strategy: the options, once.
+"""Parallel options: the settings beside a strategy, and the one place that refuses combinations of them.
 
-Whoever carries them is one: what a user asks (`LaunchConfig`), what was
-launched (`RunConfig`, as flat in config.json) and what a worker knows (`Job`).
-A new option is a field here, a rule in `spread_names.check` where it does not
-go with everything, and a flag in `shoal.cli.parallel_options`.
+`LaunchConfig` (the user's request), `RunConfig` (the launch, flat in
+config.json) and `Job` (a worker's view) inherit `ParallelOptions`. A new option
+is a field here, a rule in `check` where it does not go with everything, and a
+flag in `shoal.cli.parallel_options`. Torch-free: a launch is refused before
+torch is imported.
 """
 
 from __future__ import annotations
@@ -11,40 +12,61 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shoal.config import placement, shard
+from shoal.config import strategy as strategies
+from shoal.config.choices import (
+    BATCHNORMS,
+    COMPRESSORS,
+    EXCHANGES,
+    OUTERS,
+    SCHEDULES,
+    compressor_keeps_state,
+)
+from shoal.config.strategy import Axes
+from shoal.errors import ConfigError
+
 KEPT = ("shard", "device", "soft_placement")
-"""What stays where a run goes on under another strategy; the rest was said of the one it had."""
+"""Options kept when a run is resumed under another strategy; the others belong to the strategy it had."""
+
+DEFAULT_SCHEDULE = "1f1b"
+
+MAX_SYNC_EVERY = 1_000_000
+"""Beyond it the workers never sync within any run, and a number is a slip of the hand."""
+
+MAX_SNAPSHOT_EVERY = 1_000_000
+"""Beyond it a number is a slip of the hand, or means 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """What is said beside a strategy. Which of it goes with which is in `spread_names`."""
+class ParallelOptions:
+    """The options beside a strategy. `check` refuses combinations that mean nothing."""
 
     shard: str | None = None
-    """How batches are cut over the workers, where the script does not say: see `shoal.config.shard_names`."""
+    """How batches are cut over the workers, where the script does not say: see `shoal.config.shard`."""
 
     exchange: str = "auto"
-    """How gradients are summed where no servers do it: see `shoal.config.exchange_names`."""
+    """How gradients are summed where no servers do it: a name in EXCHANGES."""
 
     exchange_rule: str = ""
-    """What "auto" means: see `shoal.config.exchange_rule`. Empty: as was measured on this machine, or is built in."""
+    """The meaning of "auto": see `shoal.config.exchange_rule`. Empty: as was measured on this machine, or is built in."""
 
     compress: str = "none"
-    """How gradients are made smaller before they are summed: see `shoal.config.compress_names`."""
+    """How gradients are made smaller before they are summed: a name in COMPRESSORS, with settings."""
 
     sync_every: int | None = None
-    """Steps that each worker of ddp makes with its own optimizer before their models are averaged. None: no step apart."""
+    """Steps that each worker of ddp makes with its own optimizer before their models are averaged. None: sync at every step."""
 
     outer: str = "average"
-    """With `sync_every`: what becomes of the average, see `shoal.config.outer_names`."""
+    """With `sync_every`: the outer optimizer, a name in OUTERS, with settings."""
 
-    schedule: str = "1f1b"
-    """In which order the stages of a pipeline run forwards and backwards: see `shoal.config.schedule_names`."""
+    schedule: str = DEFAULT_SCHEDULE
+    """Order of a pipeline's forwards and backwards: a name in SCHEDULES."""
 
     batchnorm: str = "local"
-    """Over what BatchNorm normalises: each worker's slice, or with "sync" the whole batch."""
+    """Statistics of BatchNorm: of each worker's slice, or with "sync" of the whole batch."""
 
     sequence_parallel: bool = False
-    """With tp: what lies between the layers that are cut holds a part of the sequence."""
+    """With tp: activations between the layers that are cut hold a part of the sequence."""
 
     checkpoint_activations: bool = False
     """Blocks of the model keep their inputs only, and run again within backward: less memory, more time."""
@@ -53,32 +75,183 @@ class Spread:
     """With fsdp: shards and the optimizer's state stay in the host's memory."""
 
     snapshot_every: int | None = None
-    """Steps between two snapshots, where each worker holds a part: see `shoal.train.checkpoint.snapshots`. 0: none. None: as it has it."""
+    """Steps between two snapshots, where ranks hold state of their own: see `shoal.train.checkpoint.snapshots`. 0: none. None: its default."""
 
     device: str = "auto"
-    """Where workers compute: see `shoal.config.placement`."""
+    """Devices of the workers: see `shoal.config.placement`."""
 
     soft_placement: bool = False
     """Whether a worker whose device is missing computes on the CPU instead."""
 
 
-def options_of(spread: Spread) -> dict[str, Any]:
-    """What `spread` says, as keywords for another one."""
-    return {option.name: getattr(spread, option.name) for option in fields(Spread)}
+def options_of(options: ParallelOptions) -> dict[str, Any]:
+    """The options as keywords for another config that carries them."""
+    return {option.name: getattr(options, option.name) for option in fields(ParallelOptions)}
 
 
-def kept_of(spread: Spread) -> dict[str, Any]:
-    """What of it still holds under another strategy."""
-    return {name: getattr(spread, name) for name in KEPT}
+def kept_of(options: ParallelOptions) -> dict[str, Any]:
+    """The options that still hold under another strategy."""
+    return {name: getattr(options, name) for name in KEPT}
 
 
-def as_typed(spread: Spread) -> str:
-    """What differs from the defaults, as it is typed behind a strategy: " --exchange ring --offload"."""
+def as_typed(options: ParallelOptions) -> str:
+    """Differences from the defaults, as they are typed behind a strategy: " --exchange ring --offload"."""
     words = []
-    for option in fields(Spread):
-        value = getattr(spread, option.name)
+    for option in fields(ParallelOptions):
+        value = getattr(options, option.name)
         # The rule is what "auto" came to, and nothing that anybody typed.
         if value != option.default and option.name != "exchange_rule":
             flag = f" --{option.name.replace('_', '-')}"
             words.append(flag if value is True else f"{flag} {value}")
     return "".join(words)
+
+
+def has_rank_local_state(options: ParallelOptions, strategy: str) -> bool:
+    """Whether every worker holds state that no other has, so that none can be replaced from the others alone."""
+    return (
+        strategies.parse(strategy).base == "mesh"
+        or compressor_keeps_state(options.compress)
+        or options.sync_every is not None
+    )
+
+
+# ---- checks -----------------------------------------------------------------------------------------
+
+
+def check(options: ParallelOptions, *, strategy: str, num_workers: int, num_hosts: int) -> None:
+    """Refuse options that mean nothing, or nothing under this strategy."""
+    name = strategies.parse(strategy)
+    EXCHANGES.parse(options.exchange)
+    if options.exchange == "shm" and num_hosts > 1:
+        raise ConfigError(
+            f"the exchange 'shm' sums through memory that all workers share, and they are on {num_hosts} hosts. Nothing was "
+            "started; use --exchange native."
+        )
+    SCHEDULES.parse(options.schedule)
+    _check_batchnorm(options, strategy)
+    _check_axes(options, strategy)
+    _check_local_sgd(options, strategy)
+    placement.check(options.device, num_workers=num_workers, strategy=strategy, is_mesh=name.base == "mesh")
+    _check_sums(options, strategy)
+    _check_snapshots(options, strategy)
+    if options.shard is not None:
+        is_relaxed = name.mode in ("ssp", "async")
+        shard.check(options.shard, num_workers=num_workers, strategy=strategy, is_relaxed=is_relaxed)
+
+
+def _check_snapshots(options: ParallelOptions, strategy: str) -> None:
+    if options.snapshot_every is None:
+        return
+    if not 0 <= options.snapshot_every <= MAX_SNAPSHOT_EVERY:
+        raise ConfigError(
+            f"--snapshot-every {options.snapshot_every} is no number of steps between two snapshots: give one from 1 to "
+            f"{MAX_SNAPSHOT_EVERY}, or 0 for none. Nothing was started."
+        )
+    if not has_rank_local_state(options, strategy):
+        raise ConfigError(
+            f"--snapshot-every {options.snapshot_every} keeps what all workers go back to where each holds a part of its own, and under "
+            f"'{strategy}' one that dies is replaced from the others, at the step at which they are. Nothing was started; leave it out."
+        )
+
+
+def _check_batchnorm(options: ParallelOptions, strategy: str) -> None:
+    BATCHNORMS.parse(options.batchnorm)
+    if options.batchnorm != "sync":
+        return
+    if strategies.parse(strategy).has_servers:
+        raise ConfigError(
+            f"--batchnorm sync adds up over all workers within a forward, and the workers of '{strategy}' have no connection to "
+            "each other. Nothing was started; use --strategy ddp or fsdp, or leave --batchnorm out: then each worker normalises "
+            "its own slice."
+        )
+    if options.sync_every is not None:
+        raise ConfigError(
+            "--batchnorm sync adds up over all workers in every forward, and with --sync-every they train apart. Nothing was started; "
+            "leave one of the two out."
+        )
+
+
+def _check_axes(options: ParallelOptions, strategy: str) -> None:
+    """Refuse options of an axis that the strategy does not have."""
+    axes = strategies.parse(strategy).axes or Axes()
+    if options.sequence_parallel and axes.tp == 1:
+        raise ConfigError(
+            f"--sequence-parallel cuts what lies between the layers that tp cuts, and '{strategy}' has no tp. Nothing was started; "
+            "use --strategy tp, or leave it out."
+        )
+    if options.offload and axes.fsdp == 1:
+        raise ConfigError(
+            f"--offload keeps the shards of fsdp in the host's memory, and '{strategy}' has no fsdp. Nothing was started; use "
+            "--strategy fsdp, or leave it out."
+        )
+    if options.schedule != DEFAULT_SCHEDULE and axes.pp == 1:
+        raise ConfigError(
+            f"--schedule {options.schedule} orders what the stages of a pipeline do, and '{strategy}' has no pp. Nothing was started; use "
+            "--strategy pp, or leave it out."
+        )
+    if options.checkpoint_activations and axes.pp != 1 and options.schedule == "zero-bubble":
+        raise ConfigError(
+            "--checkpoint-activations runs a forward again within backward, and --schedule zero-bubble takes backward apart. "
+            "Nothing was started; use another schedule, or leave one of the two out."
+        )
+
+
+def _check_sums(options: ParallelOptions, strategy: str) -> None:
+    """Refuse --exchange and --compress for strategies that do not all-reduce their gradients."""
+    sums_them = strategy in ("ddp", "single") or strategy.startswith("ps:hybrid")
+    if options.exchange != "auto" and not sums_them:
+        raise ConfigError(
+            f"--exchange {options.exchange} sums the gradients of ddp, and this is --strategy {strategy}, which sums them "
+            "another way. Nothing was started; leave one of the two out."
+        )
+    if COMPRESSORS.parse(options.compress)[0].name != "none" and strategy not in ("ddp", "single"):
+        raise ConfigError(
+            f"--compress {options.compress} makes the gradients of ddp smaller, and this is --strategy {strategy}, which "
+            "sums them another way. Nothing was started; leave one of the two out."
+        )
+
+
+def _check_local_sgd(options: ParallelOptions, strategy: str) -> None:
+    OUTERS.parse(options.outer)
+    sync_every = options.sync_every
+    if sync_every is None:
+        if options.outer != "average":
+            raise ConfigError(
+                f"--outer {options.outer} says what becomes of models that workers trained apart for --sync-every steps, and that was not "
+                "given. Nothing was started; add --sync-every 10, or leave --outer out."
+            )
+        return
+    if not 1 <= sync_every <= MAX_SYNC_EVERY:
+        raise ConfigError(
+            f"--sync-every {sync_every} is no number of steps between two averages: give one from 1 to {MAX_SYNC_EVERY}. "
+            "Nothing was started."
+        )
+    if strategy != "ddp":
+        others = (
+            "one process, which has nobody to average with"
+            if strategy == "single"
+            else f"--strategy {strategy}, whose workers share what they train at every step"
+        )
+        raise ConfigError(
+            f"--sync-every {sync_every} lets workers train whole models apart and averages them, and this is {others}. Nothing "
+            "was started; use it with --strategy ddp and -n 2 or more, or leave it out."
+        )
+
+
+def refuse_own_loop(sync_every: int | None) -> None:
+    """Refuse --sync-every for a custom loop: nobody would tell when its workers have to sync for the last time."""
+    if sync_every is not None:
+        raise ConfigError(
+            f"--sync-every {sync_every} has workers train apart and meet now and then, and a loop of the script's own (shoal.setup) "
+            "does not say where it ends: its workers would stay apart. Nothing was trained; use shoal.Trainer, or leave "
+            "--sync-every out."
+        )
+
+
+def refuse_plateau_of_steps(sync_every: int | None) -> None:
+    """Refuse a schedule that follows the loss of every step: it would differ from worker to worker."""
+    if sync_every is not None:
+        raise ConfigError(
+            f"ReduceLROnPlateau with scheduler_every='step' watches the loss of every step, which under --sync-every {sync_every} is each "
+            "worker's own: their learning rates would part. Nothing was trained; use scheduler_every='epoch'."
+        )

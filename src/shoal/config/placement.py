@@ -12,10 +12,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
-from shoal.config import strategy_spec as strategy_names
-from shoal.config.job import Job
+from shoal.config import strategy as strategies
 from shoal.errors import ConfigError, DeviceMissing
+
+if TYPE_CHECKING:
+    from shoal.config.job import Job
 
 AUTO = "auto"
 CPU = "cpu"
@@ -183,7 +186,7 @@ def of_job(job: Job, said: str | None = None) -> Placement:
     """Where the workers of `job` compute on this host; `said` instead of what the job was told."""
     # All of a job's workers are on this machine; hosts that are only pretended share its devices.
     placed = _placed(said if said is not None else job.device, job.num_workers, job.soft_placement)
-    if placed.is_mixed and strategy_names.parse(job.strategy).base == "mesh":
+    if placed.is_mixed and strategies.parse(job.strategy).base == "mesh":
         # Only --soft-placement comes here: what was asked for by name has been refused.
         note = (
             f"all workers compute on the CPU: the parts of '{job.strategy}' have to be on devices of one kind"
@@ -198,7 +201,7 @@ def meet_on_devices(job: Job) -> bool:
     if placed.accelerator is None or placed.is_mixed:
         return False
     # Two that take turns on a device are faster through the host's memory; a mesh has no way through it.
-    is_told = job.exchange == "native" or strategy_names.parse(job.strategy).base == "mesh"
+    is_told = job.exchange == "native" or strategies.parse(job.strategy).base == "mesh"
     return placed.has_own_devices or (is_told and placed.accelerator == TAKES_TURNS)
 
 

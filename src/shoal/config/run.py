@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shoal.config.parallel_options import Spread
+from shoal.config.parallel_options import ParallelOptions
 
 
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,7 +18,7 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig(Spread):
+class RunConfig(ParallelOptions):
     """config.json: what was launched. What an earlier version did not write there has its default."""
 
     script: str

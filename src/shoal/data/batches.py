@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from shoal.config.shard_names import DRAIN_SLOWER_THAN
+from shoal.config.shard import DRAIN_SLOWER_THAN
 from shoal.data.arguments import flag, function, whole_number
 from shoal.data.feed import Feed, IndexedFeed
 from shoal.data.iterator import DataIterator

@@ -41,9 +41,7 @@ class BatchNormRanks(RanksOfBatch):
         self.leave()
         native = Native(rank=self._job.rank, num_workers=self._job.num_workers, is_broken=is_broken)
         if self._job.num_hosts == 1 and platform.machine() in ("x86_64", "AMD64"):
-            self._way = Shm(
-                native, is_broken=is_broken, timeout_s=self._job.step_timeout_s, ranks=self._ranks
-            )
+            self._way = Shm.open(self._job, native, self._ranks)
         else:
             wires = TorchWires(native, self._ranks, tag=TAG)
             self._way = Threaded(native, lambda flat: everyone.all_reduce(wires, flat))

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from shoal.collectives.compression.compressor import Traffic
-from shoal.collectives.compression.registry import compressor
+from shoal.collectives.compression.compressor import Traffic, compressor
 from shoal.collectives.gradients import GradientExchange, Sums
 from shoal.collectives.reducer import Reducer, gather_any, sum_in_rank_order
 from shoal.collectives.sync_batchnorm import synchronise
-from shoal.config import compress_names
+from shoal.config.choices import compressor_keeps_state
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
@@ -58,7 +57,7 @@ class Ddp:
         self._tells_losses_last = False
         """Whether losses and wishes wait for `commit`: without them nobody else can finish the step."""
         self._compress = job.compress
-        self.holds_parts = compress_names.remembers(job.compress)
+        self.holds_parts = compressor_keeps_state(job.compress)
         """Whether this rank has something that no other has."""
         self._ranks: BatchNormRanks | None = None
         if job.batchnorm == "sync" and len(job.batch_ranks) > 1:

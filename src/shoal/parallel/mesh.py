@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from shoal.collectives.gradients import NothingToSend, Sums
-from shoal.config import mesh as mesh_names
-from shoal.config import schedule_names
-from shoal.config import strategy_spec as strategy_names
+from shoal.config import strategy as strategies
+from shoal.config.choices import SCHEDULES
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
@@ -65,9 +64,9 @@ class ModelParallel(Ddp):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.holds_parts = True
-        axes = strategy_names.parse(job.strategy).axes
+        axes = strategies.parse(job.strategy).axes
         assert axes is not None
-        self._axes = mesh_names.fill(axes, job.num_workers, job.strategy)
+        self._axes = strategies.fill_axes(axes, job.num_workers, job.strategy)
         self._speakers = self._axes.speakers()
         self._data_rank = self._axes.data_rank(job.rank)
         self._is_cut = False
@@ -216,7 +215,7 @@ class ModelParallel(Ddp):
 
     def _find_stages(self, model: nn.Module, plan: Plan | None) -> tuple[Flow, pipeline_plan.Cut]:
         """Where to cut, by what rank 0 measures; refused alike on every rank."""
-        job, num_stages = self._job, self._axes.pp * schedule_names.stages_per_worker(self._schedule)
+        job, num_stages = self._job, self._axes.pp * SCHEDULES[self._schedule].stages_per_worker
         if job.first_inputs is None:
             raise ConfigError(
                 "pp follows a model's forward on the first of the data to find where it can be cut, and no data is at hand. "

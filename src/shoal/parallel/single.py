@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree, concatenate
 from shoal.parallel.buffers import ChangingBuffers
@@ -17,6 +18,11 @@ from shoal.parallel.statistics import RunningStatistics
 from shoal.parallel.step_result import contribution, decide
 from shoal.parallel.update import update
 from shoal.recovery.replay_log import Timeline
+
+
+def for_job(job: Job) -> Single:
+    """The strategy of one process; under `shoal verify`, the reference for several workers."""
+    return Single(num_slices=job.verify.num_slices if job.verify else 1)
 
 
 class Single:

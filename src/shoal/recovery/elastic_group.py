@@ -21,7 +21,7 @@ from shoal.collectives.exchanges import open_exchange
 from shoal.collectives.native import Native
 from shoal.collectives.reducer import Reducer, gather_any
 from shoal.config import job as jobs
-from shoal.config import strategy_spec as strategy_names
+from shoal.config import strategy as strategies
 from shoal.errors import CallsDiffer, CollectiveLeftOut, PeerLost, WaitTimedOut
 from shoal.recovery import state_transfer as heritage
 from shoal.recovery.collective_timeout import Waits
@@ -185,7 +185,7 @@ class Together(Timeline):
             is_broken=self._look_around,
             timeout_s=self._job.step_timeout_s,
         )
-        native = open_exchange(self._job, torchs_own, self._look_around)
+        native = open_exchange(self._job, torchs_own)
         if formed.donor >= 0:
             behind = fresh or self._log.num_known < formed.finished
             self._hand_over(native, formed.donor, behind=behind, fresh=fresh)
@@ -286,7 +286,7 @@ class Together(Timeline):
     def _refuse_parts_apart(self, native: Reducer, everybody: list[list[int]]) -> None:
         """Where each holds a part of the model, nobody can help one who waits within it for a rank that went past."""
         behind = [rank for rank, place in enumerate(everybody) if place[0] and not place[5]]
-        if not behind or strategy_names.parse(self._job.strategy).base != "mesh":
+        if not behind or strategies.parse(self._job.strategy).base != "mesh":
             return
         said = gather_any(native, torch.tensor(list(self._missed_in().encode()), dtype=torch.uint8))
         raise CollectiveLeftOut(

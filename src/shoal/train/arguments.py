@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoal.config import placement
-from shoal.config import strategy_spec as strategy_names
+from shoal.config import strategy as strategies
 from shoal.config.job import Job
 from shoal.errors import ConfigError
 from shoal.runtime.seeds import mix
@@ -69,7 +69,7 @@ def device_of(job: Job, said: str | torch.device | None) -> torch.device:
     if (
         placed.accelerator is not None
         and job.num_workers > 1
-        and not strategy_names.parse(job.strategy).has_servers
+        and not strategies.parse(job.strategy).has_servers
     ):
         told = placement.of_job(job)
         if placed.devices != told.devices:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from shoal.config import job as jobs
-from shoal.config import placement, shard_names
+from shoal.config import placement
+from shoal.config.shard import MEASURED
 from shoal.data.batches import Batches, as_batches
 from shoal.data.tree import Tree
 from shoal.errors import BatchTooSmall, ConfigError, EmptyDataset
@@ -85,7 +86,7 @@ def _shard(what: str) -> str | None:
     """How batches are cut where the script does not say; by measured speed where workers compute on different kinds."""
     job = jobs.current()
     if job.shard is None and what == "fit" and job.strategy == "ddp" and placement.of_job(job).is_mixed:
-        return f"weighted={shard_names.MEASURED}"
+        return f"weighted={MEASURED}"
     return job.shard
 
 

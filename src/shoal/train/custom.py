@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from shoal.cluster.worker import session
 from shoal.config import job as jobs
-from shoal.config import outer_names, placement
+from shoal.config import placement
 from shoal.config.faults import BEFORE_FORWARD
+from shoal.config.parallel_options import refuse_own_loop
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
@@ -238,13 +239,13 @@ _script = _Script()
 
 
 def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimizer, WorkerData]:
-    """Spread an ordinary training loop: returns the same model and optimizer, and this worker's part of the data.
+    """ParallelOptions an ordinary training loop: returns the same model and optimizer, and this worker's part of the data.
 
     May be called again: for another model, or with the same two for other data.
     """
     batches = batches_of(data, what="setup", seed=jobs.current().seed, may_be_endless=True)
     job = jobs.current()
-    outer_names.refuse_own_loop(job.sync_every)
+    refuse_own_loop(job.sync_every)
     refuse(batches, num_workers=job.num_workers, strategy=job.strategy, what="shoal.setup")
     number = session.begin_call("setup", described(batches))
     loop = next((loop for loop in _script.loops if loop.optimizer is optimizer), None)

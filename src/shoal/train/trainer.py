@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.cluster.worker import session
 from shoal.config import job as jobs
-from shoal.config import outer_names
+from shoal.config.parallel_options import refuse_plateau_of_steps
 from shoal.data.batches import Batches
 from shoal.data.tree import Tree
 from shoal.errors import ConfigError, Interrupted
@@ -421,7 +421,7 @@ class Trainer:
         if self._scheduler_factory is not None and strategy.optimizer is not None:
             self._scheduler = self._scheduler_factory(strategy.optimizer)
             if self._scheduler_every == "step" and isinstance(self._scheduler, ReduceLROnPlateau):
-                outer_names.refuse_plateau_of_steps(self.job.sync_every)
+                refuse_plateau_of_steps(self.job.sync_every)
 
     def _begin(self, kind: str, detail: str) -> Call:
         """Number this call, make sure that all ranks make it, and get everything ready."""

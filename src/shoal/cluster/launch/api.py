@@ -36,9 +36,8 @@ from shoal.cluster.supervisor.outcome import Outcome, error_of, summary_of
 from shoal.cluster.supervisor.signals import SignalInbox
 from shoal.cluster.supervisor.supervisor import Supervisor
 from shoal.cluster.worker.process import WorkerSpec
-from shoal.config import exchange_rule
-from shoal.config import option_checks as spread_names
-from shoal.config import strategy_spec as strategy_names
+from shoal.config import exchange_rule, parallel_options
+from shoal.config import strategy as strategies
 from shoal.config.job import Job
 from shoal.config.launch import LaunchConfig
 from shoal.config.parallel_options import as_typed, kept_of, options_of
@@ -205,7 +204,7 @@ def _run_job(
     patience = Patience(
         grace_s=config.grace_s,
         max_restarts=config.max_restarts,
-        all_hold_parts=spread_names.holds_parts(described, described.strategy),
+        all_hold_parts=parallel_options.has_rank_local_state(described, described.strategy),
     )
     outcome = Outcome(Fate(num_workers=described.workers, patience=patience))
     error: ShoalError | None = None
@@ -259,7 +258,7 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         script=script,
         args=list(config.args),
         cwd=cwd,
-        strategy=strategy_names.choose(config.strategy, config.workers),
+        strategy=strategies.choose(config.strategy, config.workers),
         workers=config.workers,
         servers=config.num_servers,
         replicas=config.num_replicas,
@@ -334,6 +333,6 @@ def _entries(folder: str) -> list[str]:
 
 
 def _warm_parent(run: RunDirectory, described: RunConfig) -> WarmParent:
-    is_mesh = strategy_names.parse(described.strategy).base == "mesh"
+    is_mesh = strategies.parse(described.strategy).base == "mesh"
     modules = preload_for(described.script, with_servers=bool(described.servers), with_mesh=is_mesh)
     return WarmParent(run.name, preload=modules)

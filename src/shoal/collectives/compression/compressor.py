@@ -1,4 +1,4 @@
-"""What every compressor offers to the exchange of gradients."""
+"""The Compressor protocol, its traffic counters, and construction from `--compress`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from shoal.collectives.reducer import Reducer
+from shoal.config.choices import COMPRESSORS
 
 
 class Gradient(NamedTuple):
-    """Where a parameter's gradient lies in its bucket."""
+    """The place of one parameter's gradient in its bucket."""
 
     offset: int
     shape: tuple[int, ...]
@@ -20,7 +21,7 @@ class Gradient(NamedTuple):
 
 @dataclass(slots=True)
 class Traffic:
-    """What one rank has sent, and what it would have sent."""
+    """Bytes that one rank has sent, and would have sent uncompressed."""
 
     sent_bytes: int = 0
     raw_bytes: int = 0
@@ -28,12 +29,11 @@ class Traffic:
     """How often all gradients were summed."""
 
     def count(self, raw: Tensor, *sent: Tensor) -> None:
-        """One bucket more."""
+        """Count one bucket that was sent as other tensors."""
         self.raw_bytes += raw.numel() * raw.element_size()
         self.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in sent)
 
-    def count_as_it_is(self, *sent: Tensor) -> None:
-        """What travels as it is."""
+    def count_uncompressed(self, *sent: Tensor) -> None:
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
         self.raw_bytes, self.sent_bytes = self.raw_bytes + num_bytes, self.sent_bytes + num_bytes
 
@@ -42,26 +42,54 @@ class Compressor(Protocol):
     """Sums buckets of gradients, nearly.
 
     `start` and `finish` are called for all buckets in the same order on every
-    rank. Nothing of its state changes before `commit`: an exchange that broke
-    is run again from the same gradients.
+    rank. Nothing of its state changes before `commit`: a broken exchange is
+    retried from the same gradients.
     """
 
     traffic: Traffic
 
     def start(self, number: int, flat: Tensor, layout: Sequence[Gradient], reducer: Reducer) -> Any:
-        """Begin to sum bucket `number`, whose elements are `flat`."""
+        """Start summing bucket `number`, whose elements are `flat`."""
 
     def finish(self, work: Any, reducer: Reducer, operation: str) -> None:
-        """Wait for it; `flat` then holds the sum."""
+        """Wait for a started bucket; `flat` then holds the sum."""
 
     def commit(self) -> None:
-        """All buckets of the step are summed: keep what was left out."""
+        """Keep the residuals: all buckets of the step are summed."""
 
     def abandon(self) -> None:
-        """The step is run again: keep nothing of it."""
+        """Drop the residuals: the step is run again."""
 
     def state(self) -> dict[str, Tensor]:
-        """What this rank has to remember, by name. Of equal shapes on every rank."""
+        """This rank's residuals by name, of equal shapes on every rank."""
 
     def load(self, state: Mapping[str, Tensor], num_ranks_before: int) -> None:
-        """Take over what `state` gave; the sum of what so many ranks remembered where their number is another now."""
+        """Load what `state` gave; the sum of all ranks' residuals where their number has changed."""
+
+
+class Stateless:
+    """Base of compressors that keep nothing between steps."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def commit(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, state: Mapping[str, Tensor], num_ranks_before: int) -> None:
+        pass
+
+
+def compressor(compress: str) -> Compressor | None:
+    """Build what `--compress` names; None for "none"."""
+    choice, settings = COMPRESSORS.parse(compress)
+    if not choice.implementation:
+        return None
+    made: Compressor = choice.load()(**settings)
+    return made

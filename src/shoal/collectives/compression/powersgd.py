@@ -1,8 +1,8 @@
-"""`powersgd`: each matrix as the product of two thin ones, found by one step of power iteration from the last (Vogels 2019).
+"""`powersgd` compression: each matrix as the product of two thin ones, by one step of power iteration from the last (Vogels 2019).
 
-Both factors are sums over the ranks, so they travel by all-reduce whatever
-the number of ranks. What the product misses is added to the next step's
-gradient; vectors travel as they are.
+Both factors are sums over the ranks, so they are all-reduced whatever the
+number of ranks. The error of the product is added to the next step's gradient
+(error feedback); vectors are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Matrix(NamedTuple):
     start: Tensor
 
 
-class _Work(NamedTuple):
+class _PowerSgdWork(NamedTuple):
     flat: Tensor
     before: Tensor
     matrices: list[_Matrix]
@@ -48,7 +48,7 @@ class PowerSgd:
         self._pending_right: dict[str, Tensor] = {}
 
     def start(self, number: int, flat: Tensor, layout: Sequence[Gradient], reducer: Reducer) -> Any:
-        """Begin to sum the left factors, and what is not worth factors."""
+        """Start summing the left factors, and the gradients too small to factor."""
         if number in self._residuals:
             flat.add_(self._residuals[number].to(flat.device))  # a checkpoint brings them to the host
         matrices, places = [], []
@@ -67,10 +67,10 @@ class PowerSgd:
         sums = [reducer.start_all_reduce(factor) for factor in left]
         sums.append(reducer.start_all_reduce(plain))
         self.traffic.count(flat, *left, *(matrix.start for matrix in matrices), plain)
-        return _Work(flat, flat.clone(), matrices, left, sums, plain, places, number)
+        return _PowerSgdWork(flat, flat.clone(), matrices, left, sums, plain, places, number)
 
     def finish(self, work: Any, reducer: Reducer, operation: str) -> None:
-        """The left factors give the right ones, and both the sum."""
+        """Compute the right factors from the left ones, and the sum from both."""
         for sum_ in work.sums:
             reducer.finish(sum_, operation)
         mine = []
@@ -95,22 +95,20 @@ class PowerSgd:
         self._pending[work.number] = residual
 
     def commit(self) -> None:
-        """What was missed is added the next time, and the next search begins where this one ended."""
+        """Keep the residuals, and the right factors as the start of the next iteration."""
         self._residuals |= self._pending
         self._right |= self._pending_right
         self.abandon()
 
     def abandon(self) -> None:
-        """As if the step had not been."""
         self._pending, self._pending_right = {}, {}
 
     def state(self) -> dict[str, Tensor]:
-        """What was missed, by bucket; and the right factors, which all ranks have alike."""
+        """Residuals by bucket; and the right factors, which are equal on all ranks."""
         residuals = {str(number): residual for number, residual in sorted(self._residuals.items())}
         return residuals | {f"same/{key}": right for key, right in sorted(self._right.items())}
 
     def load(self, state: Mapping[str, Tensor], num_ranks_before: int) -> None:
-        """Take it over."""
         self._residuals = {
             int(name): value.clone() for name, value in state.items() if not name.startswith("same/")
         }

@@ -1,4 +1,4 @@
-"""`topk`: only the largest elements travel; what stays behind is added to the next step's gradient (error feedback)."""
+"""`topk` compression: only the largest elements are sent; the rest is added to the next step's gradient (error feedback)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TopK:
         self._pending: dict[int, Tensor] = {}
 
     def start(self, number: int, flat: Tensor, layout: Sequence[Gradient], reducer: Reducer) -> Any:
-        """Choose what travels; it does when it is waited for."""
+        """Choose what is sent; `finish` sends it."""
         if number in self._residuals:
             flat.add_(self._residuals[number].to(flat.device))  # a checkpoint brings them to the host
         count = max(1, round(self._ratio * len(flat)))
@@ -37,7 +37,6 @@ class TopK:
         return flat, count, narrow, packed
 
     def finish(self, work: Any, reducer: Reducer, operation: str) -> None:
-        """Gather every rank's choice and add them up in rank order."""
         flat, count, narrow, packed = work
         flat.zero_()
         cut = count * narrow.itemsize
@@ -47,18 +46,15 @@ class TopK:
             flat.index_add_(0, places.long(), values)
 
     def commit(self) -> None:
-        """What stayed behind is added the next time."""
         self._residuals |= self._pending
         self._pending = {}
 
     def abandon(self) -> None:
-        """As if the step had not been."""
         self._pending = {}
 
     def state(self) -> dict[str, Tensor]:
-        """What stayed behind, by bucket."""
+        """Residuals by bucket."""
         return {str(number): residual for number, residual in sorted(self._residuals.items())}
 
     def load(self, state: Mapping[str, Tensor], num_ranks_before: int) -> None:
-        """Take it over."""
         self._residuals = {int(number): residual.clone() for number, residual in state.items()}

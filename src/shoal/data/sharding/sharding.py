@@ -14,15 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from shoal.config import shard_names
-from shoal.config.shard_names import DRAIN_SLOWER_THAN, MEASURED
+from shoal.config import shard as shard_forms
+from shoal.config.shard import DRAIN_SLOWER_THAN, HOWS, MEASURED
 from shoal.data.order.order import Order
 from shoal.data.sharding.balancing import Load, balanced_cuts
 from shoal.data.sharding.costs import SampleCosts
 from shoal.data.sources.source import Source
 from shoal.errors import ConfigError
-
-HOWS = ("equal", "balanced", "weighted", "dynamic")
 
 _NUM_LOOKED_AT = 64
 """Batches by which a fit says how even its cuts are."""
@@ -267,7 +265,7 @@ class ShardPlan:
     @classmethod
     def parse(cls, text: str) -> ShardPlan:
         """What `--shard` says."""
-        words = shard_names.parse(text)
+        words = shard_forms.parse(text)
         return cls(
             how=words.how,
             cost=words.cost,

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives.compression.registry import compressor
+from shoal.collectives.compression.compressor import compressor
 from shoal.collectives.gradients import GradientExchange, Sums
 from shoal.collectives.reducer import gather_any
-from shoal.config import outer_names
+from shoal.config.choices import OUTERS
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.errors import ConfigError, TrainingError
@@ -53,6 +53,16 @@ class Round:
     wants_checkpoint: bool = False
 
 
+def average(trained: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """A full step to the average of the workers' models (local SGD)."""
+    return torch.optim.SGD(trained, lr=1.0)
+
+
+def nesterov(trained: Sequence[nn.Parameter], lr: float, momentum: float) -> torch.optim.Optimizer:
+    """A step with Nesterov momentum towards that average (DiLoCo)."""
+    return torch.optim.SGD(trained, lr=lr, momentum=momentum, nesterov=True)
+
+
 class LocalUpdates(Ddp):
     """Weights and buffers are equal on all ranks where `is_apart` is False; the state of inner optimizers never is."""
 
@@ -61,7 +71,7 @@ class LocalUpdates(Ddp):
         assert job.sync_every is not None
         self.holds_parts = True
         self._sync_every = job.sync_every
-        self._outer_step = outer_names.parse(job.outer)
+        self._outer_choice = OUTERS.parse(job.outer)
         self._round = Round()
         self._meeting: EarlyMeeting
         self._trained: list[nn.Parameter] = []
@@ -77,8 +87,8 @@ class LocalUpdates(Ddp):
         super()._build(job, borrowed_run_back=borrowed_run_back)
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         if self._trained and self._outer is None:
-            lr, momentum = self._outer_step
-            self._outer = torch.optim.SGD(self._trained, lr=lr, momentum=momentum, nesterov=momentum > 0)
+            choice, settings = self._outer_choice
+            self._outer = choice.load()(self._trained, **settings)
 
     def _make_exchange(self, model: nn.Module) -> Sums:
         # Of differences, which are dense where gradients may be rows.

@@ -16,13 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
 
+from shoal.config.choices import SCHEDULES
 from shoal.data.slice import Slice, split_target, weight_of
 from shoal.data.tree import Tree, concatenate, leaves, map_tensors
 from shoal.parallel.compute import _EVALUATION, autocast, evaluating, place
@@ -206,16 +201,11 @@ class PipelineRunner:
             )
             for number, stage in sorted(self._stages.items())
         ]
-        kind: Callable[..., Any] = {
-            "gpipe": ScheduleGPipe,
-            # With fewer micro-batches than stages, one forward and one backward by turns is all forwards, then all backwards.
-            "1f1b": Schedule1F1B if len(pieces) >= self._num_stages else ScheduleGPipe,
-            "interleaved": ScheduleInterleaved1F1B,
-            "zero-bubble": ScheduleInterleavedZeroBubble,
-        }[self._schedule]
-        several = self._schedule in ("interleaved", "zero-bubble")
-        schedule = kind(
-            stages if several else stages[0],
+        # With fewer micro-batches than stages, one forward and one backward by turns is all forwards, then all backwards.
+        is_short = self._schedule == "1f1b" and len(pieces) < self._num_stages
+        choice = SCHEDULES["gpipe" if is_short else self._schedule]
+        schedule = choice.load()(
+            stages if choice.stages_per_worker > 1 else stages[0],
             len(pieces),
             loss_fn=lambda output, target: output,
             scale_grads=False,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS, evenest_seed, place
 from shoal.cluster.worker import session
-from shoal.config import strategy_spec as strategy_names
+from shoal.config import strategy as strategies
 from shoal.config.job import Job
 from shoal.data.tree import Tree, leaves
 from shoal.embedding import HashEmbedding
@@ -302,7 +302,7 @@ class ServedModel:
             num_servers=self._launched.num_servers,
             num_copies=self._launched.num_replicas,
             first_chunk=job.number * CHUNKS_PER_MODEL,
-            is_exact=strategy_names.parse(self._launched.strategy).mode == "exact",
+            is_exact=strategies.parse(self._launched.strategy).mode == "exact",
         )
 
     def declare(self) -> None:

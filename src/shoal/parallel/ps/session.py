@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from shoal.cluster.worker.server_session import ServerSession
 from shoal.config import job as jobs
-from shoal.config import strategy_spec as strategy_names
+from shoal.config import strategy as strategies
 from shoal.errors import ServerRefused
 from shoal.ps.client.server_group import Group
 from shoal.ps.client.step import Decision, Step
@@ -42,7 +42,7 @@ class Served(Timeline):
     def __init__(self) -> None:
         super().__init__()
         self._job = job = jobs.current()
-        name = strategy_names.parse(job.strategy)
+        name = strategies.parse(job.strategy)
         kind = name.mode if name.mode in ("ssp", "async", "drop", "stale") else "exact"
         if name.mode == "hybrid":
             kind = "async" if name.bound is None else "ssp"

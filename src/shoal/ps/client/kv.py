@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 from shoal.cluster.worker import session
 from shoal.cluster.worker.server_session import ServerSession
 from shoal.config import job as jobs
-from shoal.config import strategy_spec as strategy_names
+from shoal.config import strategy as strategies
 from shoal.config.job import Job
 from shoal.embedding.kernels import sum_back, unique
 from shoal.embedding.rules import rule_named
@@ -417,7 +417,7 @@ def connect() -> Kv:
     connects equally often and in the same order.
     """
     job = jobs.current()
-    name = strategy_names.parse(job.strategy)
+    name = strategies.parse(job.strategy)
     launch = "launch the script with `shoal run -n 2 --servers 2 --strategy ps:async SCRIPT`"
     if not job.launched or not job.servers:
         where = f"runs under '{job.strategy}'" if job.launched else "was started without `shoal run`"

@@ -3,19 +3,19 @@ from __future__ import annotations
 import pytest
 
 from shoal.cluster.launch.api import LaunchConfig
-from shoal.config.shard_names import Words, parse
+from shoal.config.shard import ShardForm, parse
 from shoal.errors import ConfigError
 
 
 def test_words_mean_what_shard_takes() -> None:
-    assert parse("equal") == Words("equal")
-    assert parse("dynamic") == Words("dynamic")
+    assert parse("equal") == ShardForm("equal")
+    assert parse("dynamic") == ShardForm("dynamic")
     assert parse("dynamic").drain_slower_than == 8.0
-    assert parse("dynamic=4.5") == Words("dynamic", drain_slower_than=4.5)
-    assert parse("dynamic=none") == Words("dynamic", drain_slower_than=None)
-    assert parse("balanced=length") == Words("balanced", cost="length")
-    assert parse("weighted=2,1,0.5") == Words("weighted", weights=(2.0, 1.0, 0.5))
-    assert parse("weighted=measured") == Words("weighted", weights="measured")
+    assert parse("dynamic=4.5") == ShardForm("dynamic", drain_slower_than=4.5)
+    assert parse("dynamic=none") == ShardForm("dynamic", drain_slower_than=None)
+    assert parse("balanced=length") == ShardForm("balanced", cost="length")
+    assert parse("weighted=2,1,0.5") == ShardForm("weighted", weights=(2.0, 1.0, 0.5))
+    assert parse("weighted=measured") == ShardForm("weighted", weights="measured")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.config.strategy_spec import STRATEGIES, StrategyName, choose, parse
+from shoal.config.strategy import STRATEGIES, StrategyName, choose, parse
 from shoal.errors import ConfigError, UnknownStrategy
 
 

@@ -1,7 +1,7 @@
-"""How batches are cut over the workers, in words: what `--shard` takes.
+"""Forms of `--shard`: how batches are cut over the workers.
 
-Names only, so that the command line can refuse a misspelt one without
-importing torch; `shoal.data.sharding.sharding` holds what they stand for.
+Torch-free, so that the command line refuses a misspelt one before torch is
+imported; `shoal.data.sharding.sharding` implements them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ FORMS = {
     "dynamic=N": "the same, and a worker N times slower than the others is drained (8 unless said; none: nobody is)",
 }
 
+HOWS = tuple(dict.fromkeys(form.partition("=")[0] for form in FORMS))
+"""The kinds of sharding."""
+
 MEASURED = "measured"
 
 DRAIN_SLOWER_THAN = 8.0
@@ -28,8 +31,8 @@ DRAIN_SLOWER_THAN = 8.0
 eight times slower hardly helps, and its gradients are of weights that are long gone."""
 
 
-class Words(NamedTuple):
-    """What was said."""
+class ShardForm(NamedTuple):
+    """A parsed `--shard`."""
 
     how: str
     cost: str | None = None
@@ -37,25 +40,25 @@ class Words(NamedTuple):
     drain_slower_than: float | None = DRAIN_SLOWER_THAN
 
 
-def parse(text: str) -> Words:
-    """What the words mean; ConfigError where they mean nothing."""
+def parse(text: str) -> ShardForm:
+    """The kind of sharding and its settings; ConfigError for an unknown form."""
     how, _, option = text.partition("=")
     match how:
         case "equal" | "dynamic" if not option:
-            return Words(how)
+            return ShardForm(how)
         case "dynamic" if option == "none":
-            return Words(how, drain_slower_than=None)
+            return ShardForm(how, drain_slower_than=None)
         case "dynamic":
             with contextlib.suppress(ValueError):
                 if 1 < float(option) < math.inf:
-                    return Words(how, drain_slower_than=float(option))
+                    return ShardForm(how, drain_slower_than=float(option))
         case "balanced" if option:
-            return Words(how, cost=option)
+            return ShardForm(how, cost=option)
         case "weighted" if option == MEASURED:
-            return Words(how, weights=MEASURED)
+            return ShardForm(how, weights=MEASURED)
         case "weighted" if option:
             with contextlib.suppress(ValueError):
-                return Words(how, weights=tuple(float(weight) for weight in option.split(",")))
+                return ShardForm(how, weights=tuple(float(weight) for weight in option.split(",")))
     forms = ", ".join(FORMS)
     raise ConfigError(
         f"'{text}' is no way to cut batches over workers. Nothing was started; there are: {forms}."
@@ -63,16 +66,16 @@ def parse(text: str) -> Words:
 
 
 def check(text: str, *, num_workers: int, strategy: str, is_relaxed: bool) -> None:
-    """Refuse before anything starts what a job cannot do."""
-    words = parse(text)
-    if words.how == "dynamic" and not is_relaxed and num_workers > 1:
+    """Refuse a form that a job cannot run, before anything starts."""
+    form = parse(text)
+    if form.how == "dynamic" and not is_relaxed and num_workers > 1:
         raise ConfigError(
             f"--shard dynamic hands whole batches to whichever worker is free, and '{strategy}' computes every batch on all "
             f"{num_workers} workers together. Nothing was started; use a relaxed strategy (ps:async, ps:ssp=K), or --shard "
             "weighted=measured."
         )
-    if isinstance(words.weights, tuple) and num_workers not in (1, len(words.weights)):
+    if isinstance(form.weights, tuple) and num_workers not in (1, len(form.weights)):
         raise ConfigError(
-            f"--shard {text} has {len(words.weights)} weights, and there are {num_workers} workers. Nothing was started; give one "
+            f"--shard {text} has {len(form.weights)} weights, and there are {num_workers} workers. Nothing was started; give one "
             "for each, or --shard weighted=measured."
         )

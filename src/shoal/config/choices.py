@@ -1,0 +1,266 @@
+"""Named choices of the command line: exchanges, compressors, outer optimizers, pipeline schedules, BatchNorm modes.
+
+One `Choice` holds everything that is known about a name: how it is typed, its
+line of help, its settings and the object that implements it. Parser, help
+text, checks and the documentation's tables derive from it. Torch-free: the
+implementation is "module:name", imported when the choice is used, so a new
+compressor is one new file and one line here (docs/adr/0017).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from shoal.errors import ConfigError
+
+
+class Setting(NamedTuple):
+    """A number that a choice may be given, as in `topk:ratio=0.01`."""
+
+    default: float
+    least: float
+    most: float
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One name that an option takes."""
+
+    form: str
+    """As it is typed, with its settings: `topk:ratio=0.01`."""
+
+    summary: str
+    """One line of help."""
+
+    implementation: str = ""
+    """`module:name`; empty where the choice is the absence of something."""
+
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.form.partition(":")[0]
+
+    def load(self) -> Any:
+        """Import the implementation."""
+        module, _, name = self.implementation.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+C = TypeVar("C", bound=Choice)
+
+
+class Registry(Mapping[str, C], Generic[C]):
+    """The choices of one option, by name, in the order of the help."""
+
+    def __init__(self, what: str, *choices: C) -> None:
+        """`what` names the kind of choice in errors."""
+        self._what = what
+        self._choices = {choice.name: choice for choice in choices}
+
+    def __getitem__(self, name: str) -> C:
+        return self._choices[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._choices)
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    @property
+    def forms(self) -> str:
+        """The choices as they are typed, for help and errors."""
+        return ", ".join(choice.form for choice in self.values())
+
+    @property
+    def table(self) -> str:
+        """The choices as a Markdown table, for docs/guides/strategies.md."""
+        rows = [f"| `{choice.form}` | {choice.summary} |" for choice in self.values()]
+        return "\n".join([f"| {self._what} | |", "|---|---|", *rows])
+
+    def parse(self, text: str) -> tuple[C, dict[str, float]]:
+        """The choice and its settings, defaults filled in; ConfigError for an unknown name or setting."""
+        name, _, rest = text.partition(":")
+        if name not in self:
+            guess = get_close_matches(name, self, n=1)
+            hint = f"Did you mean '{guess[0]}'? " if guess else ""
+            raise ConfigError(
+                f"there is no {self._what} '{text}'. {hint}Nothing was started; there are {self.forms}."
+            )
+        choice = self[name]
+        settings = {key: setting.default for key, setting in choice.settings.items()}
+        for part in filter(None, rest.split(",")):
+            key, _, value = part.partition("=")
+            try:
+                number = float(value)
+                _, least, most, is_whole = choice.settings[key]
+                if not least <= number <= most or (is_whole and number != int(number)):
+                    raise ValueError
+            except (KeyError, ValueError):
+                meant = ", ".join(
+                    f"{key} from {one.least:g} to {one.most:g}" for key, one in choice.settings.items()
+                )
+                raise ConfigError(
+                    f"'{part}' is no setting of the {self._what} {name}. Nothing was started; its settings: {meant or 'none'}."
+                ) from None
+            settings[key] = int(number) if is_whole else number
+        return choice, settings
+
+
+# ---- --exchange -------------------------------------------------------------------------------------
+
+_SCHEMES = "shoal.collectives.schemes"
+
+EXCHANGES = Registry(
+    "exchange",
+    Choice(
+        "auto", "the fastest at each size by `shoal bench exchange`; unmeasured: shm on one host, else native"
+    ),
+    Choice("native", "torch's own: gloo, NCCL", "shoal.collectives.native:Native"),
+    Choice("shm", "through memory that the workers of one host share", "shoal.collectives.shm:Shm"),
+    Choice(
+        "ring",
+        "around a ring: what a worker sends does not grow with their number",
+        f"{_SCHEMES}.ring:all_reduce",
+    ),
+    Choice(
+        "hierarchical",
+        "shm inside each host, a ring between the hosts",
+        f"{_SCHEMES}.hierarchical:Hierarchical",
+    ),
+    Choice("tree", "up a binary tree and down again: few steps", f"{_SCHEMES}.tree:all_reduce"),
+    Choice(
+        "halving", "recursive halving and doubling: few steps, few bytes", f"{_SCHEMES}.halving:all_reduce"
+    ),
+    Choice("broadcast", "everyone sends everything to everyone", f"{_SCHEMES}.broadcast:all_reduce"),
+    Choice("allgather", "everyone gathers all parts and adds them up", f"{_SCHEMES}.allgather:all_reduce"),
+    Choice(
+        "chain", "relayed from neighbour to neighbour and back, in chunks", f"{_SCHEMES}.chain:all_reduce"
+    ),
+    Choice(
+        "mapreduce",
+        "each worker owns a part of the gradient: shuffle, reduce, all-gather",
+        f"{_SCHEMES}.mapreduce:all_reduce",
+    ),
+)
+"""An implementation is a scheme `all_reduce(wires, flat)`, or a class whose `open` builds a Reducer for a view."""
+
+
+# ---- --compress -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorChoice(Choice):
+    """A gradient compressor."""
+
+    keeps_state: bool = False
+    """Whether each rank keeps state between steps (error feedback): then checkpoints and snapshots hold it."""
+
+
+_COMPRESSION = "shoal.collectives.compression"
+
+COMPRESSORS = Registry(
+    "compression",
+    CompressorChoice("none", "gradients travel as they are"),
+    CompressorChoice("bf16", "half the bytes", f"{_COMPRESSION}.casts:bf16"),
+    CompressorChoice("fp16", "half the bytes, more digits, less range", f"{_COMPRESSION}.casts:fp16"),
+    CompressorChoice("int8", "a quarter of the bytes", f"{_COMPRESSION}.int8:Int8"),
+    CompressorChoice(
+        "topk:ratio=0.01",
+        "the largest hundredth, the rest is kept for later (error feedback)",
+        f"{_COMPRESSION}.topk:TopK",
+        {"ratio": Setting(0.01, 1e-6, 1.0)},
+        keeps_state=True,
+    ),
+    CompressorChoice(
+        "powersgd:rank=4",
+        "matrices by thin factors, what they miss is kept for later",
+        f"{_COMPRESSION}.powersgd:PowerSgd",
+        {"rank": Setting(4, 1, 256, is_whole=True)},
+        keeps_state=True,
+    ),
+)
+"""An implementation is called with its settings and gives a Compressor."""
+
+
+# ---- --outer ----------------------------------------------------------------------------------------
+
+_LOCAL_SGD = "shoal.parallel.local_sgd.local_sgd"
+
+OUTERS = Registry(
+    "outer optimizer",
+    Choice(
+        "average",
+        "the models' average, weighted by what each was trained on (local SGD)",
+        f"{_LOCAL_SGD}:average",
+    ),
+    Choice(
+        "nesterov:lr=0.7,momentum=0.9",
+        "a step with Nesterov momentum towards that average (DiLoCo)",
+        f"{_LOCAL_SGD}:nesterov",
+        {"lr": Setting(0.7, 1e-6, 10.0), "momentum": Setting(0.9, 1e-6, 0.9999)},
+    ),
+)
+"""An implementation is called with the trained parameters and its settings and gives a torch optimizer."""
+
+
+# ---- --schedule -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleChoice(Choice):
+    """A pipeline schedule."""
+
+    stages_per_worker: int = 1
+
+
+_PIPELINING = "torch.distributed.pipelining"
+
+SCHEDULES = Registry(
+    "schedule",
+    ScheduleChoice(
+        "1f1b",
+        "forwards and backwards by turns: keeps at most as many micro-batches as there are stages",
+        f"{_PIPELINING}:Schedule1F1B",
+    ),
+    ScheduleChoice(
+        "gpipe",
+        "all forwards, then all backwards: the simplest, and the one that needs most memory",
+        f"{_PIPELINING}:ScheduleGPipe",
+    ),
+    ScheduleChoice(
+        "interleaved",
+        "1f1b with two stages on every worker: smaller bubbles, more to send",
+        f"{_PIPELINING}:ScheduleInterleaved1F1B",
+        stages_per_worker=2,
+    ),
+    ScheduleChoice(
+        "zero-bubble",
+        "interleaved, and gradients of weights are computed where a worker would have waited",
+        f"{_PIPELINING}:ScheduleInterleavedZeroBubble",
+        stages_per_worker=2,
+    ),
+)
+
+
+# ---- --batchnorm ------------------------------------------------------------------------------------
+
+BATCHNORMS = Registry(
+    "BatchNorm",
+    Choice("local", "each worker normalises its own slice; running statistics are averaged at every step"),
+    Choice(
+        "sync",
+        "mean and variance are those of the whole batch, as in one process",
+        "shoal.collectives.sync_batchnorm:synchronise",
+    ),
+)
+
+
+def compressor_keeps_state(compress: str) -> bool:
+    """Whether ranks keep compressor state of their own between steps."""
+    return COMPRESSORS.parse(compress)[0].keeps_state
