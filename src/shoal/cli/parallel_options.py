@@ -119,8 +119,10 @@ some versions of typer take for its name.
 """
 
 
-def takes_spread(*, but_not: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb these flags where its signature has `spread`, which it is then called with."""
+def takes_parallel_options(
+    *, but_not: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb these flags where its signature has `parallel`, which it is then called with."""
     defaults = {option.name: option.default for option in fields(ParallelOptions)}
     flags = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
@@ -133,12 +135,12 @@ def takes_spread(*, but_not: tuple[str, ...] = ()) -> Callable[[Callable[..., No
 
         @functools.wraps(verb)
         def called(**said: Any) -> None:
-            spread = ParallelOptions(**{flag.name: said.pop(flag.name) for flag in flags})
-            verb(spread=spread, **said)
+            parallel = ParallelOptions(**{flag.name: said.pop(flag.name) for flag in flags})
+            verb(parallel=parallel, **said)
 
         shown: list[inspect.Parameter] = []
         for parameter in own.parameters.values():
-            shown += flags if parameter.name == "spread" else [parameter]
+            shown += flags if parameter.name == "parallel" else [parameter]
         called.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]  # what typer reads
         return called
 

@@ -19,7 +19,7 @@ from shoal.cli.options import (
     Strategy,
     Workers,
 )
-from shoal.cli.parallel_options import takes_spread
+from shoal.cli.parallel_options import takes_parallel_options
 from shoal.cli.verb import leave
 from shoal.config.parallel_options import ParallelOptions, options_of
 
@@ -50,7 +50,7 @@ BEFORE_SCRIPT = (
 """Options that change what runs. Meant for shoal, and written behind the script, they would silently do nothing."""
 
 
-@takes_spread()
+@takes_parallel_options()
 def run(
     script: Script,
     args: Annotated[
@@ -87,7 +87,7 @@ def run(
         ),
     ] = None,
     *,
-    spread: ParallelOptions,
+    parallel: ParallelOptions,
     oversubscribe: Oversubscribe = False,
     pretend_hosts: Annotated[
         int,
@@ -122,7 +122,7 @@ def run(
         pretend_hosts=pretend_hosts,
         oversubscribe=oversubscribe,
         faults=Faults.parse(faults) if faults else None,
-        **options_of(spread),
+        **options_of(parallel),
     )
     misplaced = [option for option in BEFORE_SCRIPT if option in config.args]
     if misplaced and workers == 1 and strategy is None:

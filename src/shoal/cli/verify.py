@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli.options import Replicas, Script, Servers, Strategy, Workers
-from shoal.cli.parallel_options import takes_spread
+from shoal.cli.parallel_options import takes_parallel_options
 from shoal.cli.verb import console, leave
 from shoal.config import strategy as strategies
 from shoal.config.choices import COMPRESSORS
@@ -51,7 +51,7 @@ NOT_VERIFIED = ("shard", "snapshot_every")
 """One process that runs the workers' slices in turn cuts a batch evenly; and nobody goes back to a snapshot."""
 
 
-@takes_spread(but_not=NOT_VERIFIED)
+@takes_parallel_options(but_not=NOT_VERIFIED)
 def verify(
     script: Script,
     args: Annotated[
@@ -63,7 +63,7 @@ def verify(
     servers: Servers = None,
     replicas: Replicas = None,
     *,
-    spread: ParallelOptions,
+    parallel: ParallelOptions,
     steps: Annotated[int, typer.Option("--steps", metavar="STEPS", min=1, help="Steps to compare.")] = 20,
     tolerance: Annotated[
         float,
@@ -95,7 +95,7 @@ def verify(
             f"'{chosen}' does not compute what one process does, and says so: it trades that for speed, so there is nothing to "
             "verify. Nothing was started; verify the script with --strategy ps, and compare the relaxed one by its metrics."
         )
-    _refuse_what_is_meant_to_differ(spread)
+    _refuse_what_is_meant_to_differ(parallel)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as directory:
         config = LaunchConfig(
             script=script,
@@ -107,7 +107,7 @@ def verify(
             run_dir=directory,
             seed=seed,
             quiet=True,
-            **options_of(spread),
+            **options_of(parallel),
         )
         if not Path(script).is_file():
             launch(config)  # refuses it, before a warm parent is started for nothing
@@ -196,13 +196,13 @@ class VerifyRuns:
         return dump
 
 
-def _refuse_what_is_meant_to_differ(spread: ParallelOptions) -> None:
+def _refuse_what_is_meant_to_differ(parallel: ParallelOptions) -> None:
     """What gives up the result of one process on purpose has no right answer to be held to."""
-    if COMPRESSORS.parse(spread.compress)[0].name != "none":
-        why = f"--compress {spread.compress} sends gradients rounded or in part"
+    if COMPRESSORS.parse(parallel.compress)[0].name != "none":
+        why = f"--compress {parallel.compress} sends gradients rounded or in part"
         what = "--compress"
-    elif spread.sync_every is not None:
-        why = f"--sync-every {spread.sync_every} lets workers train apart and averages their models"
+    elif parallel.sync_every is not None:
+        why = f"--sync-every {parallel.sync_every} lets workers train apart and averages their models"
         what = "--sync-every"
     else:
         return
