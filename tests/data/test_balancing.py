@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.sharding.balancing import Load, balanced_cuts
+from shoal.data.sharding import Load, balanced_cuts
 
 
 def heaviest(costs: list[float], cuts: list[int]) -> float:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.data import Batches, Dataset, Slice, as_batches
-from shoal.data.sharding.sharding import UNSAID, Dynamic, Measured, weighted_cuts
+from shoal.data.sharding import UNSAID, BySpeed, DynamicRanges, weighted_cuts
 from shoal.errors import ConfigError, DataError
 
 TEXTS = ["a" * length for length in (9, 1, 1, 1, 1, 1, 30, 2, 2, 2, 1, 1, 5, 5)]
@@ -140,7 +140,7 @@ def test_how_even_it_is_can_be_told() -> None:
 
 
 def test_measured_weights_hold_for_the_workers_they_were_measured_of() -> None:
-    sharding = Measured()
+    sharding = BySpeed()
     assert list(sharding.cuts(0, 8, 2, 0)) == [0, 4, 8]
     sharding.weights = (3.0, 1.0)
     assert list(sharding.cuts(0, 8, 2, 0)) == [0, 6, 8]
@@ -149,7 +149,7 @@ def test_measured_weights_hold_for_the_workers_they_were_measured_of() -> None:
 
 def test_dynamic_keeps_its_settings_and_cuts_equally_where_batches_are_cut() -> None:
     batches = Dataset.from_arrays(torch.arange(8)).batch(4).shard("dynamic", drain_slower_than=3.0)
-    assert batches.sharding == Dynamic(3.0)
+    assert batches.sharding == DynamicRanges(3.0)
     assert [part.num_local for part in parts(batches, 2)[0]] == [2, 2]
 
 

@@ -14,7 +14,7 @@ from pipelines import read, seen
 from torch.utils.data import IterableDataset
 
 from shoal.data import Dataset
-from shoal.data.weights import Weighted
+from shoal.data.slice import Weighted
 from shoal.errors import ConfigError
 
 

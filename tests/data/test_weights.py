@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from shoal.data import Dataset
-from shoal.data.slice import Slice, split_target
-from shoal.data.weights import Weighted
+from shoal.data.slice import Slice, Weighted, split_target
 from shoal.errors import ConfigError, DataError, NoSuchColumn
 
 COLUMNS = {"x": torch.arange(8.0), "w": torch.arange(8) * 0.5}

@@ -15,7 +15,7 @@ from torch import nn
 import shoal
 from shoal.errors import CheckpointError, ConfigError, DataError, EmptyDataset, NoCheckpoint
 from shoal.features import FeatureSet, bag, bucketized, categorical, crossed, embedding, hashed, numeric
-from shoal.features.hashing import bucket_of, hash_ints, hash_text, hash_together
+from shoal.features.ids import bucket_of, hash_ints, hash_text, hash_together
 
 CITIES = ["Bern", "Zürich", "Genf", "Basel", "Chur", ""]
 
@@ -257,7 +257,7 @@ def test_statistics_are_the_same_for_any_number_of_processes() -> None:
 def test_statistics_are_found_again_where_the_data_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     data = shoal.Dataset.from_arrays({"x": torch.arange(100.0)})
     first = FeatureSet([numeric("x")]).fit(data).statistics
-    monkeypatch.setattr("shoal.features.statistics.moments.summary", None)
+    monkeypatch.setattr("shoal.features.statistics.moments_of", None)
     assert FeatureSet([numeric("x")]).fit(data.shuffle(seed=1)).statistics == first
 
 
@@ -303,7 +303,7 @@ def test_a_table_in_a_file_is_looked_at_once(tmp_path: Path, monkeypatch: pytest
     assert first.statistics is not None
     assert len(first.statistics.vocabularies["city"]) == 7
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.features.statistics.moments.summary", None)
+        patch.setattr("shoal.features.statistics.moments_of", None)
         again = FeatureSet(declared).fit(shoal.Dataset.from_csv(table, label="bought"))
     assert again.statistics == first.statistics
     table.write_text(table.read_text() + "17,elsewhere,0\n")

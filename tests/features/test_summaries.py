@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.features import moments, quantiles, token_counts
-from shoal.features.quantiles import Sketch
+from shoal.features import statistics as moments
+from shoal.features import statistics as quantiles
+from shoal.features import statistics as token_counts
+from shoal.features.statistics import Sketch
 
 NUMBERS = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -28,23 +30,23 @@ def cut(values: Any, at: list[int]) -> list[Any]:
 )
 def test_moments_of_pieces_are_those_of_the_whole(rows: list[tuple[float, float]], at: list[int]) -> None:
     values = np.array(rows)
-    total = moments.merged([moments.summary(piece) for piece in cut(values, at)])
+    total = moments.merge_moments([moments.moments_of(piece) for piece in cut(values, at)])
     known = [column[~np.isnan(column)] for column in values.T]
     assert total[0].tolist() == [len(column) for column in known]
     for number, column in enumerate(known):
         if len(column):
             assert total[1][number] == pytest.approx(column.mean(), rel=1e-9, abs=1e-6)
-            assert moments.deviation(total)[number] == pytest.approx(column.std(), rel=1e-6, abs=1e-5)
+            assert moments.deviation_of(total)[number] == pytest.approx(column.std(), rel=1e-6, abs=1e-5)
 
 
 def test_a_mean_far_from_zero_costs_no_digits() -> None:
     values = 1e9 + np.random.default_rng(0).normal(size=(10_000, 1))
-    total = moments.merged([moments.summary(piece) for piece in np.array_split(values, 13)])
-    assert moments.deviation(total)[0] == pytest.approx(values.std(), rel=1e-8)
+    total = moments.merge_moments([moments.moments_of(piece) for piece in np.array_split(values, 13)])
+    assert moments.deviation_of(total)[0] == pytest.approx(values.std(), rel=1e-8)
 
 
 def test_infinite_values_are_counted_and_left_out() -> None:
-    total = moments.summary(np.array([[1.0], [np.inf], [3.0], [-np.inf], [np.nan]]))
+    total = moments.moments_of(np.array([[1.0], [np.inf], [3.0], [-np.inf], [np.nan]]))
     assert total[:, 0].tolist() == [2, 2, 2, 2]
 
 
@@ -102,7 +104,7 @@ def test_a_million_values_keep_their_quantiles_within_a_thousandth() -> None:
         for begin in range(0, len(piece), 8192):
             part.add(piece[begin : begin + 8192])
         parts.append(part.plain())
-    total = Sketch.of(quantiles.merged(parts))
+    total = Sketch.of(quantiles.merge_sketches(parts))
     shares = np.linspace(0, 1, 101)
     ranks = np.searchsorted(np.sort(values), total.quantiles(shares)) / len(values)
     assert np.abs(ranks - shares).max() < 1e-3
@@ -130,8 +132,12 @@ TOKENS = st.lists(
 def test_counts_of_pieces_are_those_of_the_whole(values: list[Any], at: list[int]) -> None:
     by_part: dict[int, list[Any]] = {}
     for piece in cut(np.array(values), at):
-        for part, counts in token_counts.counted(piece):
+        for part, counts in token_counts.counts_by_part(piece):
             by_part.setdefault(part, []).append(counts)
-    found = [pair for pieces in by_part.values() for pair in token_counts.pairs(token_counts.merged(pieces))]
+    found = [
+        pair
+        for pieces in by_part.values()
+        for pair in token_counts.count_pairs(token_counts.merge_counts(pieces))
+    ]
     assert dict(found) == Counter(values)
     assert len(found) == len(set(values)), "a value is in one part only"

@@ -12,7 +12,7 @@ from shoal.config import placement
 from shoal.config.job import Job
 from shoal.config.launch import LaunchConfig
 from shoal.data import Dataset
-from shoal.data.sharding.sharding import Measured
+from shoal.data.sharding import BySpeed
 from shoal.errors import ConfigError
 from shoal.train.calls import batches_of
 
@@ -43,13 +43,13 @@ def test_batches_of_a_mixed_job_are_cut_by_measured_speed_where_nobody_says_othe
 ) -> None:
     monkeypatch.setattr(jobs, "_current", job(**settings))
     batches = batches_of(Dataset.from_arrays(torch.zeros(8, 1)).batch(4), what=what, seed=0)
-    assert isinstance(batches.sharding, Measured) == is_measured
+    assert isinstance(batches.sharding, BySpeed) == is_measured
 
 
 def test_what_the_script_says_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "_current", job())
     said = Dataset.from_arrays(torch.zeros(8, 1)).batch(4).shard("weighted", weights=[3, 1])
-    assert not isinstance(batches_of(said, what="fit", seed=0).sharding, Measured)
+    assert not isinstance(batches_of(said, what="fit", seed=0).sharding, BySpeed)
 
 
 def test_a_mesh_over_different_kinds_is_refused_before_anything_starts() -> None:

@@ -1,7 +1,7 @@
 """Forms of `--shard`: how batches are cut over the workers.
 
 Torch-free, so that the command line refuses a misspelt one before torch is
-imported; `shoal.data.sharding.sharding` implements them.
+imported; `shoal.data.sharding` implements them.
 """
 
 from __future__ import annotations

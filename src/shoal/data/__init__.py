@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from shoal.data.batches import Batches, as_batches
 from shoal.data.dataset import Dataset
-from shoal.data.formats.example_schema import Feature
-from shoal.data.formats.tfrecord_writer import TFRecordWriter, write_tfrecord
+from shoal.data.formats.example import Feature, TFRecordWriter, write_tfrecord
 from shoal.data.remote.copies import copies
 from shoal.data.slice import Slice
 

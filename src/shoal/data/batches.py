@@ -21,13 +21,11 @@ from shoal.data.arguments import flag, function, whole_number
 from shoal.data.feed import Feed, IndexedFeed
 from shoal.data.iterator import DataIterator
 from shoal.data.randomness import PrivateGenerators
-from shoal.data.sharding.sharding import Loads, Sharding, ShardPlan
+from shoal.data.sharding import Loads, Sharding, ShardPlan
 from shoal.data.skipping import Skipped
-from shoal.data.slice import Slice
-from shoal.data.sources.source import name_of
-from shoal.data.sources.user_code import blame_batch
+from shoal.data.slice import Slice, keep_weights
+from shoal.data.sources.source import blame_batch, name_of
 from shoal.data.tree import Tree, tensors
-from shoal.data.weights import keep_weights
 from shoal.data.workers.loader import feed_of
 from shoal.data.workers.pooled_feed import HoldsProcesses
 from shoal.data.workers.prefetch import pinned, prefetched, wants_pinning

@@ -18,10 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from shoal.data.arguments import function, whole_number
 from shoal.data.batches import Batches
 from shoal.data.files import Where
-from shoal.data.sources.arrays import ArraySource
-from shoal.data.sources.function import FunctionSource
+from shoal.data.sources.leaf import ArraySource, FunctionSource, torch_source
 from shoal.data.sources.source import Source
-from shoal.data.sources.torch_dataset import torch_source
 from shoal.data.stream import Stream
 from shoal.data.tree import Tree
 from shoal.data.workers.loader import feed_of
@@ -417,7 +415,7 @@ class Constructors:
 
             Dataset.from_generator(lines).batch(32)
         """
-        from shoal.data.sources.generator import GeneratorStream
+        from shoal.data.stream import GeneratorStream
 
         if num_samples is not None:
             num_samples = whole_number("from_generator(num_samples=)", num_samples, at_least=1)

@@ -19,7 +19,7 @@ import numpy as np
 from shoal.config import job as jobs
 from shoal.data.order.order import Indices, Order
 from shoal.data.reader import Reader, Reading, Request
-from shoal.data.sharding.sharding import UNSAID, Balanced, Loads, Sharding, ShardPlan
+from shoal.data.sharding import UNSAID, ByCost, Loads, Sharding, ShardPlan
 from shoal.data.skipping import SkipLog
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
@@ -234,7 +234,7 @@ class IndexedFeed:
 
     def loads(self, *, epoch: int, start: int, num_workers: int) -> Loads:
         """How even the cuts of the first batches from `start` on are, where they go by costs."""
-        assert isinstance(self.sharding, Balanced)
+        assert isinstance(self.sharding, ByCost)
         ranges = self._cut.batches(
             self._order.length(epoch), epoch=epoch, start=start, num_workers=num_workers
         )

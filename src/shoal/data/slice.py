@@ -1,16 +1,39 @@
-"""A worker's part of one global batch, and how a batch is cut."""
+"""Slices: a worker's part of one global batch, how a batch is cut, and the weights of its samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shoal.data.tree import Tree, leaves, map_tensors
-from shoal.data.weights import Weighted
-from shoal.errors import TrainingError
+from shoal.errors import DataError, TrainingError
+
+
+class Weighted(NamedTuple):
+    """A sample or a batch with weights: unpacks as (inputs, target, weight).
+
+    A type of its own, because a plain tuple of three is two inputs and a target.
+    """
+
+    inputs: Tree
+    target: Tree
+    weight: Any
+
+
+def keep_weights(before: Any, after: Any) -> Any:
+    """What a function made of a sample or batch: one with weights keeps them, whatever kind of tuple it is now."""
+    if not isinstance(before, Weighted) or isinstance(after, Weighted):
+        return after
+    if isinstance(after, (tuple, list)) and len(after) == 3:
+        return Weighted(*after)
+    what = f"a tuple of {len(after)}" if isinstance(after, (tuple, list)) else f"a {type(after).__name__}"
+    raise DataError(
+        f"a map after with_weights was given (inputs, target, weight) and returned {what}: the weights would be lost. "
+        "Let it return all three, or map first and call with_weights last."
+    )
 
 
 def bounds(num_samples: int, part: int, num_parts: int) -> tuple[int, int]:

@@ -17,27 +17,20 @@ from shoal.data import arguments
 from shoal.data.arguments import above_zero, flag, function, shown, skipping, whole_number
 from shoal.data.constructors import Constructors
 from shoal.data.order import select as choosing
-from shoal.data.order.order import InOrder, Order, Shuffled
-from shoal.data.order.repeated import Repeated
-from shoal.data.order.sampled import checked_weights
-from shoal.data.order.window import Window
+from shoal.data.order.order import InOrder, Order, Repeated, Shuffled, Window
+from shoal.data.order.select import checked_weights
 from shoal.data.reader import Reader
-from shoal.data.sources.augmented import Augmented
-from shoal.data.sources.interleaved import Interleaved
-from shoal.data.sources.mapped import mapped
-from shoal.data.sources.ordered import as_source
-from shoal.data.sources.repeated import RepeatedSource
+from shoal.data.sources.combined import Interleaved, RepeatedSource, Zipped, as_source
+from shoal.data.sources.mapped import Augmented, WeightedSource, mapped
 from shoal.data.sources.source import Source
-from shoal.data.sources.weighted import WeightedSource
-from shoal.data.sources.zipped import Zipped
-from shoal.data.stream import Stream
-from shoal.data.stream_stages import (
+from shoal.data.stream import (
     AugmentStream,
     FilterStream,
     MapStream,
     RepeatStream,
     ShuffleStream,
     SkipStream,
+    Stream,
     TakeStream,
     WeightStream,
 )

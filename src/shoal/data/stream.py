@@ -1,22 +1,26 @@
-"""Batches of what can only be read from its beginning.
+"""Streams: data that can only be read from its beginning, its stages and its batches.
 
-Every rank reads the whole stream and keeps its part of each global batch, so
-there is no random access and no split here, a shuffle knows only what is in
-its buffer, and a run that resumes in mid-epoch reads up to its position again.
-Also the way of loaders whose items are batches already: how long one is shows
-when it has been read.
+Every rank reads the whole stream and keeps its part of each global batch:
+there is no random access and no split, a shuffle knows only its buffer, and a
+run that resumes in mid-epoch reads again up to its position. `StreamFeed` also
+serves loaders whose items are batches already, whose length shows only when
+they are read. A stage is a function of (how to read the stage before, epoch)
+without state, so reading again gives the same samples.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
+import random
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset
 
 from shoal.config import job as jobs
@@ -24,15 +28,208 @@ from shoal.data.collate import Collate
 from shoal.data.feed import EvenCut, Share, check_call
 from shoal.data.order.order import Order
 from shoal.data.randomness import PrivateGenerators
-from shoal.data.sharding.sharding import UNSAID, Sharding, ShardPlan
-from shoal.data.skipping import SkipLog
-from shoal.data.slice import Slice
-from shoal.data.stream_stages import RepeatStream, StreamStage, TakeStream
+from shoal.data.sharding import UNSAID, Sharding, ShardPlan
+from shoal.data.skipping import SkipLog, Skipped
+from shoal.data.slice import Slice, keep_weights
+from shoal.data.sources.mapped import augment_seed, checked_weight, weighted
+from shoal.data.sources.source import bad_sample, blame, line_of, name_of
 from shoal.data.tree import Tree, map_tensors, tensors
+from shoal.data.values import find_column
 from shoal.data.workers.loader_options import LoaderOptions, start_pass
-from shoal.errors import DataError, EmptyDataset
+from shoal.errors import ConfigError, DataError, EmptyDataset
 from shoal.runtime import events as happenings
 from shoal.runtime.seeds import mix
+
+Open = Callable[[int], Iterator[Any]]
+"""Reads what comes before, of an epoch, from its beginning."""
+
+_BUFFER = 0x425546464552  # keeps shuffle(seed=0) of a stream apart from other uses of the seed
+_MANY = 1 << 32  # repetitions between two epochs of an endless stream, which only a take after it can end
+
+
+class StreamStage(Protocol):
+    """One thing done to a stream."""
+
+    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        """The samples of an epoch."""
+
+    def describe(self) -> dict[str, Any]:
+        """Fit for JSON."""
+
+
+class MapStream:
+    """A function of each sample."""
+
+    def __init__(
+        self, fn: Callable[[Any], Any], *, on_error: str = "raise", max_skips: int | None = None
+    ) -> None:
+        self._fn, self._on_error, self._max_skips = fn, on_error, max_skips
+
+    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        """`fn` of each."""
+        for number, sample in enumerate(before(epoch)):
+            try:
+                made = keep_weights(sample, self._fn(sample))
+            except Exception as error:
+                if self._on_error == "raise":
+                    blame("map", self._fn, error, number, epoch)
+                    raise
+                bad = bad_sample("map", self._fn, error, number)
+                skips.record([Skipped(epoch, number, bad, f"map({name_of(self._fn)})", self._max_skips)])
+                continue
+            yield made
+
+    def describe(self) -> dict[str, Any]:
+        """The function's name."""
+        skips = {"on_error": "skip"} if self._on_error == "skip" else {}
+        return {"stage": "map", "fn": name_of(self._fn), **skips}
+
+
+class FilterStream:
+    """Only samples for which a function is true."""
+
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
+        self._fn = fn
+
+    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        """Those that pass."""
+        for number, sample in enumerate(before(epoch)):
+            try:
+                passes = self._fn(sample)
+            except Exception as error:
+                blame("filter", self._fn, error, number, epoch)
+                raise
+            if passes:
+                yield sample
+
+    def describe(self) -> dict[str, Any]:
+        """The function's name."""
+        return {"stage": "filter", "fn": name_of(self._fn)}
+
+
+class AugmentStream:
+    """A function of each sample and a generator seeded by (seed, epoch, its number in the stream)."""
+
+    def __init__(self, fn: Callable[[Any, torch.Generator], Any], seed: int) -> None:
+        self._fn, self._seed = fn, seed
+
+    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        """`fn` of each."""
+        generator = torch.Generator()
+        for number, sample in enumerate(before(epoch)):
+            generator.manual_seed(augment_seed(self._seed, epoch, number))
+            try:
+                made = keep_weights(sample, self._fn(sample, generator))
+            except Exception as error:
+                blame("augment", self._fn, error, number, epoch)
+                raise
+            yield made
+
+    def describe(self) -> dict[str, Any]:
+        """The function's name and the seed."""
+        return {"stage": "augment", "fn": name_of(self._fn), "seed": self._seed}
+
+
+class WeightStream:
+    """A weight for each sample."""
+
+    def __init__(self, by: str | Callable[[Any], Any]) -> None:
+        self._by = by
+
+    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        """(inputs, target, weight) of each."""
+        for number, sample in enumerate(before(epoch)):
+            if isinstance(self._by, str):
+                weight = find_column(sample, self._by, None, "with_weights")
+            else:
+                try:
+                    weight = self._by(sample)
+                except Exception as error:
+                    blame("with_weights", self._by, error, number, epoch)
+                    raise
+            column = self._by if isinstance(self._by, str) else None
+            yield weighted(sample, checked_weight(weight, number), column=column)
+
+    def describe(self) -> dict[str, Any]:
+        """Where the weights come from."""
+        by = self._by if isinstance(self._by, str) else name_of(self._by)
+        return {"stage": "with_weights", "weights": by}
+
+
+class TakeStream:
+    """Only the first samples."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        """So many, and not one more is read."""
+        return itertools.islice(before(epoch), self._num_samples)
+
+    def describe(self) -> dict[str, Any]:
+        """How many."""
+        return {"stage": "take", "num_samples": self._num_samples}
+
+
+class SkipStream:
+    """All but the first samples, which are read and dropped."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        """What comes after them."""
+        return itertools.islice(before(epoch), self._num_samples, None)
+
+    def describe(self) -> dict[str, Any]:
+        """How many."""
+        return {"stage": "skip", "num_samples": self._num_samples}
+
+
+class RepeatStream:
+    """The stream several times, or without end; each time as an epoch of its own."""
+
+    def __init__(self, times: int | None) -> None:
+        self.times = times
+
+    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        """One repetition after the other."""
+        for repetition in itertools.count() if self.times is None else range(self.times):
+            is_empty = True
+            for sample in before(epoch * (self.times or _MANY) + repetition):
+                is_empty = False
+                yield sample
+            if is_empty:
+                return  # nor would the next one give anything
+
+    def describe(self) -> dict[str, Any]:
+        """How often."""
+        return {"stage": "repeat", "times": self.times}
+
+
+class ShuffleStream:
+    """Samples leave a buffer at random when others come in."""
+
+    def __init__(self, seed: int, num_samples: int) -> None:
+        self._seed, self._num_samples = seed, num_samples
+
+    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        """In an order that is a function of (seed, epoch) and of the stream."""
+        drawn = random.Random(mix(_BUFFER, self._seed, epoch))
+        buffer: list[Any] = []
+        for sample in before(epoch):
+            if len(buffer) < self._num_samples:
+                buffer.append(sample)
+                continue
+            at = drawn.randrange(len(buffer))
+            leaving, buffer[at] = buffer[at], sample
+            yield leaving
+        drawn.shuffle(buffer)
+        yield from buffer
+
+    def describe(self) -> dict[str, Any]:
+        """Seed and size of the buffer."""
+        return {"stage": "shuffle", "seed": self._seed, "buffer": self._num_samples}
 
 
 class OwnStream(IterableDataset[Any]):
@@ -327,3 +524,103 @@ def _num_rows(batch: Tree) -> int:
             "the DataLoader a batch_size."
         )
     return shapes[0][0]
+
+
+class GeneratorStream(OwnStream):
+    """One pass over what the function returns is one epoch."""
+
+    def __init__(self, fn: Any, *, num_samples: int | None, seed: int) -> None:
+        if not callable(fn):
+            cure = "; give a function that makes it: from_generator(lambda: ...)" if _is_iterable(fn) else ""
+            raise ConfigError(
+                f"from_generator takes a function that returns a new iterator for each epoch, got a {type(fn).__name__}{cure}."
+            )
+        self._fn, self._num_samples, self.seed = fn, num_samples, seed
+        self._takes_epoch = _takes_epoch(fn)
+        self._epoch = 0
+        self._last: Any = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch the next pass reads."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._read(self._epoch)
+
+    def _read(self, epoch: int) -> Iterator[Any]:
+        samples = self._begun(epoch)
+        number = 0
+        while self._num_samples is None or number < self._num_samples:
+            try:
+                sample = next(samples)
+            except StopIteration:
+                break
+            except Exception as error:
+                where = f" at {place}" if (place := line_of(error, self._fn)) else ""
+                error.add_note(
+                    f"raised by the generator {name_of(self._fn)} after {number} samples of epoch {epoch}{where}"
+                )
+                raise
+            yield sample
+            number += 1
+        if self._num_samples is not None and number < self._num_samples:
+            raise DataError(
+                f"the generator {name_of(self._fn)} ended after {number} samples of epoch {epoch}, and num_samples says "
+                f"{self._num_samples}. What was trained is whole; let it give that many, or leave num_samples out."
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """The function's name, and that there is no way into the middle."""
+        described: dict[str, Any] = {
+            "source": "generator",
+            "fn": name_of(self._fn),
+            "resumes": "by reading again",
+        }
+        return described if self._num_samples is None else {**described, "num_samples": self._num_samples}
+
+    def _begun(self, epoch: int) -> Iterator[Any]:
+        made = self._fn(epoch) if self._takes_epoch else self._fn()
+        if not _is_iterable(made):
+            raise ConfigError(
+                f"from_generator({name_of(self._fn)}) should return an iterator of samples, and returned a "
+                f"{type(made).__name__}. Write a function with yield, or return an iterable."
+            )
+        samples: Iterator[Any] = iter(made)
+        if samples is made and made is self._last:
+            raise DataError(
+                f"from_generator({name_of(self._fn)}) returned the iterator of the epoch before, which has been read already. "
+                "What was trained is whole; let the function make a new one each time it is called."
+            )
+        self._last = made
+        return samples
+
+
+def _is_iterable(thing: Any) -> bool:
+    return hasattr(thing, "__iter__") or hasattr(thing, "__getitem__")
+
+
+def _takes_epoch(fn: Callable[..., Any]) -> bool:
+    """Whether it has a parameter that must be given, or one named epoch."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # some that are written in C tell nothing
+        return False
+    required = [
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    keyword_only = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is parameter.KEYWORD_ONLY
+    ]
+    if len(required) > 1 or keyword_only:
+        names = ", ".join([*(parameter.name for parameter in required), *keyword_only])
+        raise ConfigError(
+            f"from_generator calls {name_of(fn)} with nothing, or with the epoch, and it wants {names}. Give a function of "
+            "the epoch that knows the rest: from_generator(lambda epoch: fn(path, epoch))."
+        )
+    first = next(iter(parameters), None)
+    return bool(required) or (first is not None and first.name == "epoch")

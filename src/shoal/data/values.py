@@ -15,12 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.data.order.order import Order
+from shoal.data.order.order import Order, integers
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.skipping import SkipSamples
-from shoal.data.sources.grouping import integers
-from shoal.data.sources.source import Source, name_of
-from shoal.data.sources.user_code import blame
+from shoal.data.sources.source import Source, blame, name_of
 from shoal.data.tree import Tree
 from shoal.errors import ConfigError, DataError, NoSuchColumn
 

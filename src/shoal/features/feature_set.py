@@ -1,7 +1,13 @@
-"""`FeatureSet`: a declared list of features that becomes a map stage and an input layer."""
+"""`FeatureSet`: a declared list of features that becomes a map stage and an input layer.
+
+Its declaration and statistics are also bytes (JSON), to lie among the tensors
+of a model.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import os
 import zlib
@@ -15,7 +21,6 @@ from torch import nn
 from shoal.data.batches import Batches
 from shoal.data.dataset import Dataset
 from shoal.errors import CheckpointError, ConfigError, DataError, EmptyDataset, NoCheckpoint
-from shoal.features import encoding
 from shoal.features.columns import columns_of
 from shoal.features.declared import (
     Bag,
@@ -30,8 +35,77 @@ from shoal.features.declared import (
     Table,
 )
 from shoal.features.input_layer import STATE, BagOfRows, Dense, InputLayer, OneHot, Part, Rows
-from shoal.features.statistics import Collect, Statistics, conclude, merge, needs_fit, parts_of
+from shoal.features.statistics import Collect, Scale, Statistics, conclude, merge, needs_fit, parts_of
 from shoal.features.transform import DENSE, WEIGHTS, Transform
+
+_FORMAT = 1
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        Numeric,
+        Bucketized,
+        Categorical,
+        Hashed,
+        Crossed,
+        Embedding,
+        Bag,
+        Scale,
+    )
+}
+
+
+def encode(features: tuple[Feature, ...], statistics: Statistics | None) -> bytes:
+    """The bytes of both."""
+    known = statistics or Statistics()
+    content = {
+        "format": _FORMAT,
+        "features": _plain(features),
+        "is_fitted": statistics is not None,
+        "num_samples": known.num_samples,
+        # Pairs, because a feature may be called anything.
+        "scales": _plain(tuple(known.scales.items())),
+        "quantiles": _plain(tuple(known.quantiles.items())),
+        "vocabularies": _plain(tuple(known.vocabularies.items())),
+    }
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def decode(data: bytes, where: str) -> tuple[tuple[Feature, ...], Statistics | None]:
+    """What `encode` was given; refused where it is something else."""
+    try:
+        content = json.loads(data.decode("utf-8", "surrogatepass"))
+        if content["format"] != _FORMAT:
+            raise ValueError(f"it has the format {content['format']}, and this version reads {_FORMAT}")
+        features = _revived(content["features"])
+        statistics = Statistics(
+            **{name: dict(_revived(content[name])) for name in ("scales", "quantiles", "vocabularies")},
+            num_samples=content["num_samples"],
+        )
+        return features, statistics if content["is_fitted"] else None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the feature set in {where} cannot be understood: {error}. Nothing was loaded; use a model that this version of "
+            "shoal has saved."
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, **fields}
+    return value
+
+
+def _revived(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_revived(part) for part in value)
+    if isinstance(value, dict):
+        fields = {name: _revived(part) for name, part in value.items() if name != "kind"}
+        return _KINDS[value["kind"]](**fields)
+    return value
+
 
 _MAX_ONE_HOT = 32
 _ID_KINDS = (Bucketized, Categorical, Hashed, Crossed)
@@ -149,7 +223,7 @@ class FeatureSet:
                     continue
                 case _ if feature.name not in embedded:
                     parts[feature.name] = self._by_default(feature)
-        return InputLayer(encoding.encode(self.features, self.statistics), parts)
+        return InputLayer(encode(self.features, self.statistics), parts)
 
     @classmethod
     def from_layer(cls, model: nn.Module) -> FeatureSet:
@@ -194,7 +268,7 @@ class FeatureSet:
 
     @classmethod
     def _of(cls, data: bytes, where: str) -> FeatureSet:
-        features, statistics = encoding.decode(data, where)
+        features, statistics = decode(data, where)
         found = cls(features)
         if statistics is not None:
             found._learn(statistics)

@@ -1,9 +1,9 @@
-"""What has to be known of the data before features can be computed: collected by map, combine and reduce.
+"""Statistics that features need, collected in one pass by map, combine and reduce.
 
-One pass over the data, whatever the features are. A summary per column and
-kind is merged within every task, and those in the order of the tasks, which
-follows from the data alone: so the same statistics come out at any number of
-workers, to the bit.
+Moments, quantile sketches and token counts per column, each mergeable. They are
+merged within every task and then in the order of the tasks, which follows from
+the data alone: the same statistics come out at any number of workers, to the
+bit.
 """
 
 from __future__ import annotations
@@ -15,13 +15,189 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shoal.errors import DataError
-from shoal.features import moments, quantiles, token_counts
 from shoal.features.columns import Columns, columns_of
 from shoal.features.declared import Bag, Bucketized, Categorical, Crossed, Embedding, Feature, Numeric, Token
-from shoal.features.quantiles import Sketch
-from shoal.features.vocabulary import most_frequent
+from shoal.features.ids import bucket_of, hash_ints, hash_text, most_frequent
+
+Floats = NDArray[np.float64]
+
+
+def moments_of(values: Floats) -> Floats:
+    """Of rows [n, width]."""
+    is_finite = np.isfinite(values)
+    count = is_finite.sum(0).astype(np.float64)
+    known = np.where(is_finite, values, 0.0)
+    mean = known.sum(0) / np.maximum(count, 1.0)
+    distance = np.where(is_finite, values - mean, 0.0)
+    return np.stack([count, mean, (distance**2).sum(0), np.isinf(values).sum(0).astype(np.float64)])
+
+
+def merge_moments(summaries: Sequence[Floats]) -> Floats:
+    """Of all of them, in their order."""
+    total = np.array(summaries[0])
+    for other in summaries[1:]:
+        count = total[0] + other[0]
+        share = other[0] / np.maximum(count, 1.0)
+        distance = other[1] - total[1]
+        total[2] += other[2] + distance**2 * total[0] * share
+        total[1] += distance * share
+        total[0] = count
+        total[3] += other[3]
+    return total
+
+
+def deviation_of(total: Floats) -> Floats:
+    """Of the values around their mean, as numpy's std."""
+    spread: Floats = np.sqrt(total[2] / np.maximum(total[0], 1.0))
+    return spread
+
+
+SIZE = 4096
+"""Values of a level before it is halved: 20 levels of them hold a billion within about 0.1 %."""
+
+
+class Sketch:
+    """The distribution of some numbers."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self._size = size
+        self._levels: list[Floats] = [np.empty(0)]
+        self._flips: list[int] = [0]
+        self.count = 0
+        self.max_error = 0
+        """By how much, at most, the rank of any number is wrong."""
+        self.low, self.high = np.inf, -np.inf
+
+    def add(self, values: Floats) -> None:
+        """Numbers more, none of them NaN."""
+        if len(values):
+            self.count += len(values)
+            self.low, self.high = min(self.low, values.min()), max(self.high, values.max())
+            self._levels[0] = np.concatenate([self._levels[0], values])
+            self._settle()
+
+    def merge(self, other: Sketch) -> None:
+        """All that the other has seen."""
+        self.count += other.count
+        self.max_error += other.max_error
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        for level, values in enumerate(other._levels):
+            self._reach(level)
+            self._levels[level] = np.concatenate([self._levels[level], values])
+        self._settle()
+
+    def quantiles(self, shares: Floats) -> Floats:
+        """For each share of 0 to 1, the smallest value with at least so much of all at or below it."""
+        values = np.concatenate(self._levels)
+        weights = np.concatenate(
+            [np.full(len(level), 1 << height, dtype=np.int64) for height, level in enumerate(self._levels)]
+        )
+        order = np.argsort(values, kind="stable")
+        reached = np.cumsum(weights[order])
+        wanted = np.ceil(shares * self.count).clip(1, reached[-1])
+        found: Floats = values[order][np.searchsorted(reached, wanted)]
+        found[shares <= 0] = self.low
+        found[shares >= 1] = self.high
+        return found
+
+    def plain(self) -> dict[str, Any]:
+        """As numbers and arrays, to be written down."""
+        return {
+            "size": self._size,
+            "levels": self._levels,
+            "flips": self._flips,
+            "count": self.count,
+            "max_error": self.max_error,
+            "range": (float(self.low), float(self.high)),
+        }
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Sketch:
+        """From what `plain` gave."""
+        sketch = cls(plain["size"])
+        sketch._levels, sketch._flips = list(plain["levels"]), list(plain["flips"])
+        sketch.count, sketch.max_error = plain["count"], plain["max_error"]
+        sketch.low, sketch.high = plain["range"]
+        return sketch
+
+    def _settle(self) -> None:
+        level = 0
+        while level < len(self._levels):
+            values = self._levels[level]
+            if len(values) > self._size:
+                self._reach(level + 1)
+                values = np.sort(values)
+                num_moving = len(values) & ~1
+                moving = values[self._flips[level] : num_moving : 2]
+                self._flips[level] ^= 1
+                self._levels[level] = values[num_moving:]
+                self._levels[level + 1] = np.concatenate([self._levels[level + 1], moving])
+                self.max_error += 1 << level
+            level += 1
+
+    def _reach(self, level: int) -> None:
+        while len(self._levels) <= level:
+            self._levels.append(np.empty(0))
+            self._flips.append(0)
+
+
+def merge_sketches(sketches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One of several, in their order."""
+    total = Sketch.of(sketches[0])
+    for other in sketches[1:]:
+        total.merge(Sketch.of(other))
+    return total.plain()
+
+
+NUM_PARTS = 16
+
+Counts = dict[str, int] | tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+def counts_by_part(values: NDArray[Any]) -> Iterator[tuple[int, Counts]]:
+    """The counts of some values, by part."""
+    if not values.size:
+        return
+    found, counts = np.unique(values, return_counts=True)
+    is_text = found.dtype.kind == "U"
+    parts = bucket_of(hash_text(found, 0) if is_text else hash_ints(found, 0), NUM_PARTS)
+    order = np.argsort(parts, kind="stable")
+    bounds = np.searchsorted(parts[order], np.arange(NUM_PARTS + 1))
+    for part in range(NUM_PARTS):
+        rows = order[bounds[part] : bounds[part + 1]]
+        if not len(rows):
+            continue
+        if is_text:
+            yield part, dict(zip(found[rows].tolist(), counts[rows].tolist(), strict=True))
+        else:
+            yield part, (found[rows], counts[rows].astype(np.int64))
+
+
+def merge_counts(pieces: Sequence[Counts]) -> Counts:
+    """The counts of one part in all pieces."""
+    if isinstance(pieces[0], dict):
+        total: dict[str, int] = dict(pieces[0])
+        for other in pieces[1:]:
+            assert isinstance(other, dict)
+            for token, count in other.items():
+                total[token] = total.get(token, 0) + count
+        return total
+    numbers: Any = [np.concatenate(column) for column in zip(*pieces, strict=True)]
+    values, places = np.unique(numbers[0], return_inverse=True)
+    counts = np.zeros(len(values), np.int64)
+    np.add.at(counts, places, numbers[1])
+    return values, counts
+
+
+def count_pairs(counts: Counts) -> Iterator[tuple[Token, int]]:
+    """Value and count, one by one."""
+    if isinstance(counts, dict):
+        return iter(counts.items())
+    return zip(counts[0].tolist(), counts[1].tolist(), strict=True)
+
 
 Key = tuple[Any, ...]
 
@@ -102,7 +278,7 @@ class Collect:
             return
         assert isinstance(feature, (Numeric, Bucketized))
         rows = columns.numbers(feature.column, asked(feature))
-        yield (_MOMENTS, feature.column), lambda: iter([((_MOMENTS, feature.column), moments.summary(rows))])
+        yield (_MOMENTS, feature.column), lambda: iter([((_MOMENTS, feature.column), moments_of(rows))])
         if _needs_quantiles(feature):
             yield (_SKETCH, feature.column), functools.partial(_sketches, feature.column, rows)
 
@@ -110,8 +286,8 @@ class Collect:
 def merge(key: Key, values: Sequence[Any]) -> Any:
     """The combine and reduce function."""
     if key[0] == _MOMENTS:
-        return moments.merged(values)
-    return quantiles.merged(values) if key[0] == _SKETCH else token_counts.merged(values)
+        return merge_moments(values)
+    return merge_sketches(values) if key[0] == _SKETCH else merge_counts(values)
 
 
 def conclude(features: Sequence[Feature], found: Iterable[tuple[Key, Any]], num_samples: int) -> Statistics:
@@ -134,7 +310,7 @@ def conclude(features: Sequence[Feature], found: Iterable[tuple[Key, Any]], num_
             for feature in fitted
             if isinstance(feature, Categorical) and vocabularies[feature.name] == head
         ]
-        counts_of = itertools.chain.from_iterable(token_counts.pairs(part) for _, part in group)
+        counts_of = itertools.chain.from_iterable(count_pairs(part) for _, part in group)
         streams = itertools.tee(counts_of, len(users))
         for user, counts in zip(users, streams, strict=True):
             statistics.vocabularies[user.name] = most_frequent(counts, user)
@@ -149,9 +325,7 @@ def _conclude_numbers(
 ) -> None:
     total = summaries[_MOMENTS, feature.column]
     _refuse_useless(feature, total, statistics.num_samples)
-    statistics.scales[feature.name] = Scale(
-        tuple(total[1].tolist()), tuple(moments.deviation(total).tolist())
-    )
+    statistics.scales[feature.name] = Scale(tuple(total[1].tolist()), tuple(deviation_of(total).tolist()))
     if not _needs_quantiles(feature):
         return
     num_steps = feature.num_quantiles - 1 if isinstance(feature, Numeric) else feature.quantiles
@@ -182,7 +356,7 @@ def _counts(key: Key, feature: Categorical, columns: Columns) -> Iterator[tuple[
     known = ~found.missing
     if is_bag and not found.is_text:
         known &= found.values >= 0
-    return ((((*key, part), counts)) for part, counts in token_counts.counted(found.values[known]))
+    return ((((*key, part), counts)) for part, counts in counts_by_part(found.values[known]))
 
 
 def _sketches(column: str, rows: Any) -> Iterator[tuple[Key, Any]]:

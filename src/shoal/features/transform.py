@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from shoal.errors import DataError
 from shoal.features.columns import Columns, Tokens
 from shoal.features.declared import Bag, Bucketized, Categorical, Crossed, Hashed, IdFeature, Numeric
-from shoal.features.hashing import Hashes, bucket_of, hash_ints, hash_text, hash_together
+from shoal.features.ids import Hashes, Vocabulary, bucket_of, hash_ints, hash_text, hash_together
 from shoal.features.statistics import Statistics, asked
-from shoal.features.vocabulary import Vocabulary
 
 DENSE = "dense"
 WEIGHTS = ".weights"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal.data.batches import Batches
-from shoal.data.sharding.sharding import Balanced, Dynamic, Equal, Measured, Sharding, Weighted, weighted_cuts
+from shoal.data.sharding import ByCost, BySpeed, ByWeight, DynamicRanges, EqualParts, Sharding, weighted_cuts
 from shoal.data.slice import Slice
 from shoal.errors import ConfigError
 from shoal.parallel.ps.relaxed import Naming, PsRelaxed
@@ -338,18 +338,18 @@ def _counted(kept: dict[str, Any] | None, done_below: int) -> list[tuple[int, in
 def _handing_out(sharding: Sharding, num_leases: int, num_workers: int) -> dict[str, Any]:
     """What the coordinator is told about it."""
     match sharding:
-        case Balanced() | Measured():
+        case ByCost() | BySpeed():
             raise ConfigError(
                 f"shard('{sharding.name}') cuts a batch over all workers, by {sharding.describe()}, and a relaxed strategy gives "
                 "every worker whole batches. Nothing was trained; leave shard() out: a fast worker takes more batches then "
                 "and a slow one fewer. Or use an exact strategy (ps, ddp)."
             )
-        case Equal("equal"):
+        case EqualParts("equal"):
             return {"shares": weighted_cuts(num_leases, [1.0] * num_workers)}
-        case Weighted(weights):
+        case ByWeight(weights):
             sharding.check(num_workers)
             return {"shares": weighted_cuts(num_leases, weights) if num_workers > 1 else [0, num_leases]}
-    dynamic = sharding if isinstance(sharding, Dynamic) else Dynamic()
+    dynamic = sharding if isinstance(sharding, DynamicRanges) else DynamicRanges()
     return {
         "backup": dynamic.backup,
         "drain_slower_than": dynamic.drain_slower_than or 0.0,

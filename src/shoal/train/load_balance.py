@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.data.batches import Batches
-from shoal.data.sharding.sharding import Balanced, Dynamic, Measured
+from shoal.data.sharding import ByCost, BySpeed, DynamicRanges
 from shoal.data.slice import Slice
 from shoal.errors import ConfigError, TrainingError
 from shoal.parallel.protocol import LossSum
@@ -41,13 +41,13 @@ def refuse(batches: Batches, *, num_workers: int, strategy: str, what: str) -> N
     """Refuse a way of cutting that an exact strategy, or a loop of the script's own, has no use for."""
     if num_workers == 1:
         return
-    if isinstance(batches.sharding, Dynamic):
+    if isinstance(batches.sharding, DynamicRanges):
         raise ConfigError(
             f"shard('dynamic') hands whole batches to whichever worker is free, and '{strategy}' computes every batch on all "
             f"{num_workers} workers together, so that it gives the result of one process. Nothing was trained; use a relaxed "
             "strategy (ps:async, ps:ssp=K), or shard('weighted', weights='measured'), which gives slow workers less."
         )
-    if isinstance(batches.sharding, Measured) and what != "fit":
+    if isinstance(batches.sharding, BySpeed) and what != "fit":
         raise ConfigError(
             f"shard('weighted', weights='measured') needs somebody who measures, and {what} does not: only Trainer.fit does. "
             "Nothing was trained; give weights=[...], or use the Trainer."
@@ -64,7 +64,7 @@ class Sharing:
         # `shoal verify` compares with one process, which would have to be told of every agreement.
         measures = self._num_workers > 1 and trainer.verification is None
         sharding = batches.sharding
-        self._measured = sharding if isinstance(sharding, Measured) and measures else None
+        self._measured = sharding if isinstance(sharding, BySpeed) and measures else None
         self._pace_s: list[float] = []  # seconds per sample, step by step since the last agreement
         self._read_s = 0.0
 
@@ -83,7 +83,7 @@ class Sharing:
                 flush=True,
             )
         sharding, position = self._batches.sharding, self._trainer.position
-        if isinstance(sharding, Balanced) and self._num_workers > 1:
+        if isinstance(sharding, ByCost) and self._num_workers > 1:
             mine, equal, cuts = self._batches.loads(
                 epoch=position.epoch, start=position.next_index, num_workers=self._num_workers
             )

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from shoal.data.dataset import Dataset
 from shoal.data.files import SharedFiles
-from shoal.data.formats import lines, text_table
+from shoal.data.formats import lines
+from shoal.data.formats import lines as text_table
 from shoal.data.formats.csv import open_csv
 from shoal.errors import ConfigError, DataError
 
@@ -93,7 +94,7 @@ def test_a_column_that_begins_empty_is_looked_for_further_on(
 ) -> None:
     monkeypatch.setattr(lines, "BLOCK_BYTES", 1024)
     monkeypatch.setattr(
-        lines.Scanner.__init__, "__kwdefaults__", {"begin": 0, "first_line": 1, "block_bytes": 1024}
+        lines.LineScanner.__init__, "__kwdefaults__", {"begin": 0, "first_line": 1, "block_bytes": 1024}
     )
     path = write(tmp_path / "a.csv", "x,y\n" + "1,\n" * 600 + "1,2.5\n" * 600)
     assert Dataset.from_csv(path, fill={"y": 0})[1199]["y"].dtype == torch.float32
@@ -231,7 +232,7 @@ def test_every_row_once_in_any_order_over_many_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        lines.Scanner.__init__, "__kwdefaults__", {"begin": 0, "first_line": 1, "block_bytes": 2048}
+        lines.LineScanner.__init__, "__kwdefaults__", {"begin": 0, "first_line": 1, "block_bytes": 2048}
     )
     drawn = random.Random(0)
     rows = [(number, "x" * drawn.randrange(40)) for number in range(2000)]

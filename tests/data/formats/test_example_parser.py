@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from shoal.data import Feature
 from shoal.data.formats.arrow import BadRows
+from shoal.data.formats.example import example_bytes, list_features, wanted_features
 from shoal.data.formats.example_parser import ExampleParser
-from shoal.data.formats.example_schema import wanted_features
-from shoal.data.formats.example_wire import example_bytes, list_features
 from shoal.data.formats.table import Ragged
 from shoal.errors import ConfigError
 

@@ -10,7 +10,7 @@ import torch
 
 from shoal.data.dataset import Dataset
 from shoal.data.formats.huggingface import RowsByDatasets, open_huggingface
-from shoal.data.formats.source import TableSource
+from shoal.data.formats.table_source import TableSource
 from shoal.errors import BadSample, ConfigError, NoSuchColumn
 
 datasets = pytest.importorskip("datasets")

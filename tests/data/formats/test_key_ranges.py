@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shoal.data.formats.key_ranges import KeyRange, cuts_query, ranges_between, rows_per_range
+from shoal.data.formats.sql import KeyRange, cuts_query, ranges_between, rows_per_range
 from shoal.data.formats.sqlite import SqliteDatabase
 
 keys = st.one_of(

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shoal.data.formats.lines import Rules, Scanner, Stretch, rows_of, stretches
+from shoal.data.formats.lines import LineScanner, LineSpan, RowRules, rows_of, spans_of
 from shoal.errors import DataError
 
-CSV = Rules(delimiter=ord(","), quote=ord('"'), cr_ends=True)
-JSON = Rules(blanks_are_empty=True)
+CSV = RowRules(delimiter=ord(","), quote=ord('"'), cr_ends=True)
+JSON = RowRules(blanks_are_empty=True)
 
 
-def scanned(text: bytes, rules: Rules, *, chunk_bytes: int, block_bytes: int) -> list[Stretch]:
+def scanned(text: bytes, rules: RowRules, *, chunk_bytes: int, block_bytes: int) -> list[LineSpan]:
     chunks = [text[begin : begin + chunk_bytes] for begin in range(0, len(text), chunk_bytes)]
-    return list(stretches(chunks, Scanner(rules, block_bytes=block_bytes)))
+    return list(spans_of(chunks, LineScanner(rules, block_bytes=block_bytes)))
 
 
 def parsed(text: bytes) -> list[str]:
@@ -98,8 +98,8 @@ def test_the_fast_way_and_the_careful_way_agree(lengths: list[int], end: bytes, 
 def test_blocks_are_as_long_as_asked_and_end_with_a_row() -> None:
     text = b"12345,7\n" * 1000
     found = scanned(text, CSV, chunk_bytes=777, block_bytes=1024)
-    assert found[0] == Stretch(0, 1024, 128, 1)
-    assert found[1] == Stretch(1024, 2048, 128, 129)
+    assert found[0] == LineSpan(0, 1024, 128, 1)
+    assert found[1] == LineSpan(1024, 2048, 128, 129)
     assert found[-1].end == len(text)
 
 
@@ -109,7 +109,7 @@ def test_an_open_quote_names_its_line() -> None:
 
 
 def test_line_ends_within_quotes_are_noticed() -> None:
-    scanner = Scanner(CSV)
+    scanner = LineScanner(CSV)
     scanner.feed(b'1,"a b"\n')
     assert not scanner.has_quoted_line_ends
     scanner.feed(b'2,"a\nb"\n')

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data.dataset import Dataset
-from shoal.data.formats.parquet import ParquetTable, open_parquet, runs
-from shoal.data.formats.predicate import Predicate, Statistics
+from shoal.data.formats.parquet import ParquetTable, Predicate, Statistics, open_parquet, runs
 from shoal.data.skipping import SkipSamples
 from shoal.errors import BadSample, ConfigError, FileDamaged, FileLost, NoFiles, NoSuchColumn, SchemasDiffer
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tensorflow_wrote import PLAIN
 
 from shoal.data.files import FileInfo, SharedFiles
-from shoal.data.formats import record_files
-from shoal.data.formats.record_files import RecordFile, frame, masked_crc, read_stretch, scan_file
+from shoal.data.formats import tfrecord as record_files
+from shoal.data.formats.example import frame, masked_crc
+from shoal.data.formats.tfrecord import RecordFile, read_stretch, scan_file
 from shoal.errors import FileDamaged, FileLost
 
 

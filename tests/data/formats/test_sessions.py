@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shoal.data.formats import database as databases
-from shoal.data.formats.database import ConnectionGone, ReconnectConfig, Sessions
+from shoal.data.formats import sql as databases
+from shoal.data.formats.sql import ConnectionGone, ReconnectConfig, Sessions
 from shoal.errors import DatabaseLost, DatabaseRefused, QueryRefused
 from shoal.runtime import events as happenings
 

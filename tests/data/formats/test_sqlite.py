@@ -278,7 +278,7 @@ def test_a_lock_that_lasts_is_waited_for(make: Make, monkeypatch: pytest.MonkeyP
         if len(pauses) == 3 and writer.in_transaction:
             writer.execute("ROLLBACK")
 
-    monkeypatch.setattr("shoal.data.formats.database.time.sleep", sleep)
+    monkeypatch.setattr("shoal.data.formats.sql.time.sleep", sleep)
     assert column(data, "id") == [0, 3, 6]
     assert pauses == [0.05, 0.1, 0.2]
     writer.close()

@@ -16,8 +16,8 @@ from shoal.data import Dataset
 from shoal.data.cache import CacheConfig
 from shoal.data.cache import cache_plan as available
 from shoal.data.cache.table_cache import PassingBlocks, StoredRows, open_storage
-from shoal.data.formats.source import TableSource
 from shoal.data.formats.table import Block, Column, Ragged, Rows
+from shoal.data.formats.table_source import TableSource
 from shoal.errors import BadSample, CacheFull, ConfigError
 from shoal.runtime import events as happenings
 

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data import Dataset, Feature, write_tfrecord
-from shoal.data.formats.table import Ragged
-from shoal.data.formats.text_lists import packed, unpacked
+from shoal.data.formats.table import Ragged, pack_lists, unpack_list
 from shoal.errors import BadSample, ConfigError
 
 TAGS = [["a", "bb"], [], ["ccc"], ["é", "", "x\0"], ["q"]]
@@ -26,9 +25,9 @@ def test_packing_keeps_every_list(lists: list[list[bytes]], first: int) -> None:
     texts = Ragged.of_bytes([string for row in lists for string in row])
     offsets = np.cumsum([0, *(len(row) for row in lists)])
     part = min(first, len(lists))  # lists need not begin with the first string
-    rows = packed(texts, offsets[part:])
+    rows = pack_lists(texts, offsets[part:])
     found = [
-        unpacked(rows.values[begin:end].tobytes(), is_text=False).tolist()
+        unpack_list(rows.values[begin:end].tobytes(), is_text=False).tolist()
         for begin, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)
     ]
     assert found == lists[part:]

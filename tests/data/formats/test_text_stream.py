@@ -42,9 +42,9 @@ def packed(path: Path, text: str) -> Path:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        lines.Scanner.__init__, "__kwdefaults__", {"begin": 0, "first_line": 1, "block_bytes": 2048}
+        lines.LineScanner.__init__, "__kwdefaults__", {"begin": 0, "first_line": 1, "block_bytes": 2048}
     )
-    monkeypatch.setattr("shoal.data.formats.text_stream._CHUNK_BYTES", 777)
+    monkeypatch.setattr("shoal.data.formats.lines._UNPACKED_BYTES", 777)
 
 
 @pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])

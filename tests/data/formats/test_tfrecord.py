@@ -12,9 +12,8 @@ import torch
 from tensorflow_wrote import GZIPPED, PLAIN
 
 from shoal.data import Dataset, Feature, TFRecordWriter, write_tfrecord
-from shoal.data.formats import record_files
-from shoal.data.formats.example_wire import example_bytes
-from shoal.data.formats.record_files import frame
+from shoal.data.formats import tfrecord as record_files
+from shoal.data.formats.example import example_bytes, frame
 from shoal.errors import BadSample, ConfigError, FileDamaged, NoFiles, NoSuchColumn, TooManySkipped
 from shoal.runtime import events as happenings
 

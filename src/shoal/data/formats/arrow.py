@@ -1,4 +1,4 @@
-"""From Arrow's columns to rows in memory, without a copy where the types allow it.
+"""Arrow columns as rows in memory, without a copy where the types allow it; files as Arrow reads them.
 
 Values that are missing, or that do not fit their type, make their row a bad
 one; `fill` says what stands for a missing value instead.
@@ -6,15 +6,16 @@ one; `fill` says what stands for a missing value instead.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.files import FileInfo, Files
 from shoal.data.formats.schema import storage_type
-from shoal.data.formats.table import Column, Ragged, Rows
-from shoal.data.formats.text_lists import packed
+from shoal.data.formats.table import Column, Ragged, Rows, pack_lists
 from shoal.errors import BadSample, ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ ArrowArray = Any
 Address = Callable[[int], dict[str, Any]]
 """Row of a block to the arguments of BadSample that say where it is."""
 
+_SHOWN = 60  # characters of a row or a value in a message
 MISSING = "the value is missing, and fill={'%s': ...} does not say what stands for it"
 
 
@@ -307,7 +309,7 @@ def _text_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> Ragged:
     of_row = np.repeat(np.arange(len(array)), np.diff(offsets))
     per_element = None if isinstance(scalar, np.ndarray) else scalar
     texts = _bytes(_elements(values, column, per_element, bad, of_row, is_known=missing))
-    return _with_whole_lists(packed(texts, offsets), missing, scalar, column)
+    return _with_whole_lists(pack_lists(texts, offsets), missing, scalar, column)
 
 
 def _list_bounds(
@@ -338,7 +340,7 @@ def _packed_row(strings: Any, column: Column) -> NDArray[np.uint8]:
     if not all(isinstance(string, wanted) for string in strings):
         raise TypeError(f"a list of {wanted.__name__} is wanted")
     texts = Ragged.of_bytes([string.encode() if wanted is str else string for string in strings])
-    return packed(texts, np.array([0, len(strings)])).values
+    return pack_lists(texts, np.array([0, len(strings)])).values
 
 
 def _of_one_size(lists: Ragged, column: Column, bad: BadRows) -> NDArray[Any]:
@@ -374,3 +376,54 @@ def _elements(
                     "its list has a missing value, and fill= does not say what stands for it",
                 )
     return _without_nulls(_cast(values, column, bad, of_row), scalar)
+
+
+def file_of(files: Files, info: FileInfo) -> Any:
+    """A file that was found, for Arrow, whose hints ask for more than its readers do."""
+    return FileRanges(files, info)
+
+
+class FileRanges(io.RawIOBase):
+    """Reads checked to be of the file that was found, wherever it lies; what is read is not copied."""
+
+    def __init__(self, files: Files, info: FileInfo) -> None:
+        self._files, self._info, self._at = files, info, 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Where the next read begins."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._info.num_bytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """The next bytes, fewer at the end."""
+        left = max(self._info.num_bytes - self._at, 0)
+        length = left if size is None or size < 0 else min(size, left)
+        data = self._files.read(self._info.url, self._at, self._at + length) if length else b""
+        self._at += length
+        return data
+
+
+def as_file(text: Any) -> Any:
+    """A text as Arrow's readers take one, without a copy."""
+    import pyarrow as pa
+
+    return pa.BufferReader(text)
+
+
+def shown(value: Any) -> str:
+    """A value as it is told, cut short where it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...{text[-1]}"

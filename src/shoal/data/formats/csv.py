@@ -2,21 +2,36 @@
 
 Types are found in the first rows, or said by `schema=`; numbers with a point
 are float32, as torch means floats, and whole ones int64. A block that Arrow
-refuses is read again as text, to name each bad row of it.
+refuses is read again as text, value by value, to name each bad row of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from shoal.data.arguments import OnError, by_name, flag, skipping
 from shoal.data.arguments import names as list_of_names
 from shoal.data.cache.disk_cache import identity_of
 from shoal.data.files import Files, SharedFiles, Where, in_threads
-from shoal.data.formats.arrow import BadRows, Fill, decoded
-from shoal.data.formats.csv_format import CsvConfig, CsvParser
-from shoal.data.formats.csv_text import careful_columns
+from shoal.data.formats.arrow import ArrowArray, BadRows, Fill, as_file, as_indices, decoded, shown
+from shoal.data.formats.lines import (
+    COMPRESSED,
+    LineAddress,
+    RowRules,
+    TextHead,
+    TextPlace,
+    TextTable,
+    UnpackedFiles,
+    first_texts,
+    is_compressed,
+    open_text_stream,
+    read_head,
+    rows_of,
+)
 from shoal.data.formats.schema import (
     arrow_type,
     as_torch_means,
@@ -27,15 +42,131 @@ from shoal.data.formats.schema import (
     readable_type,
     wrong_value,
 )
-from shoal.data.formats.source import TableSource
 from shoal.data.formats.table import Rows
-from shoal.data.formats.text_stream import UnpackedFiles, is_compressed, open_text_stream
-from shoal.data.formats.text_table import COMPRESSED, LineAddress, Place, TextTable, first_texts, read_head
+from shoal.data.formats.table_source import TableSource
 from shoal.data.stream import Stream
 from shoal.errors import ConfigError, FileDamaged, SchemasDiffer
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+MISSING_VALUES = ("", "NA", "N/A", "#N/A", "null", "NULL", "None")
+"""What stands for no value in a column that is not text; "nan" is a float."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CsvConfig:
+    """How the text is written."""
+
+    delimiter: str = ","
+    """Between fields."""
+
+    quote: str | None = '"'
+    """Around fields that hold delimiters or line ends; twice within them for itself. None: there are none."""
+
+    has_header: bool = True
+    """The first row names the columns."""
+
+    names: tuple[str, ...] | None = None
+    """Of the columns, where the header does not say them or says them wrong."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("delimiter", self.delimiter), ("quote", self.quote)):
+            if value is None:
+                continue
+            if not isinstance(value, str) or len(value) != 1 or ord(value) > 127 or value in "\r\n":
+                raise ConfigError(f"{name}= takes one character, not a line end, got {value!r}")
+
+    @property
+    def rules(self) -> RowRules:
+        """What ends a row."""
+        quote = -1 if self.quote is None else ord(self.quote)
+        return RowRules(delimiter=ord(self.delimiter), quote=quote, cr_ends=True)
+
+
+class CsvParser:
+    """Arrow's parser with our settings."""
+
+    def __init__(self, config: CsvConfig) -> None:
+        self.config = config
+
+    def names_of_files(
+        self, urls: Sequence[str], heads: Sequence[TextHead], texts: Iterable[tuple[int, bytes]]
+    ) -> list[list[str]]:
+        """The columns of each file, in the order in which it has them."""
+        given = self.config.names
+        if not self.config.has_header:
+            first = next((self._row(text, self.config.rules) for _, text in texts), None)
+            if given is None:
+                given = tuple(f"f{number}" for number in range(len(first or ())))
+            elif first is not None and len(first) != len(given):
+                raise ConfigError(
+                    f"names= gives {len(given)} names, and the first row of {urls[0]} has {len(first)} fields: "
+                    f"{', '.join(map(repr, first[:8]))}. Nothing was read; name each column."
+                )
+            return [list(given)] * len(urls)
+        named = [[name.strip() for name in self._row(head.text, self.config.rules)] for head in heads]
+        if given is not None:
+            for url, names in zip(urls, named, strict=True):
+                if len(names) != len(given):
+                    raise ConfigError(
+                        f"names= gives {len(given)} names, and the header of {url} has {len(names)}: {', '.join(names)}"
+                    )
+            return [list(given)] * len(urls)
+        for url, names in zip(urls, named, strict=True):
+            doubled = sorted({name for name in names if names.count(name) > 1})
+            if doubled:
+                raise ConfigError(
+                    f"the header of {url} names {', '.join(repr(name) for name in doubled)} more than once, and a sample is "
+                    "a dict. Nothing was read; give all columns names of their own with names=[...]."
+                )
+        return named
+
+    def parse(
+        self, text: bytes, names: Sequence[str], types: Mapping[str, pa.DataType], wanted: Sequence[str]
+    ) -> pa.Table:
+        """The columns of a text without a header; those without a type as Arrow infers them."""
+        import pyarrow.csv
+
+        return pyarrow.csv.read_csv(
+            as_file(text),
+            read_options=pyarrow.csv.ReadOptions(column_names=list(names)),
+            parse_options=self.parse_options(text),
+            convert_options=self.convert_options(types, wanted),
+        )
+
+    def parse_options(self, text: bytes, invalid_row_handler: Any = None) -> Any:
+        """How fields are found."""
+        import pyarrow.csv
+
+        quote = self.config.quote
+        return pyarrow.csv.ParseOptions(
+            delimiter=self.config.delimiter,
+            quote_char=quote or False,
+            newlines_in_values=quote is not None and quote.encode() in text,
+            invalid_row_handler=invalid_row_handler,
+        )
+
+    def convert_options(self, types: Mapping[str, pa.DataType], wanted: Sequence[str]) -> Any:
+        """What fields are taken for."""
+        import pyarrow.csv
+
+        return pyarrow.csv.ConvertOptions(
+            include_columns=list(wanted),
+            column_types=dict(types),
+            null_values=list(MISSING_VALUES),
+            strings_can_be_null=False,
+        )
+
+    def _row(self, text: bytes, rules: RowRules) -> list[str]:
+        """The fields of the first row."""
+        import pyarrow.csv
+
+        first = rows_of(text, rules)[0]
+        text = text[first.begin : first.end]
+        table = pyarrow.csv.read_csv(as_file(text), parse_options=self.parse_options(text))
+        return list(table.column_names)
+
 
 ENDINGS = tuple(f"{kind}{packed}" for kind in (".csv", ".tsv") for packed in ("", *COMPRESSED))
 
@@ -136,7 +267,7 @@ class CsvDecoder:
             )
         self._fill = Fill(fill, self.columns)
 
-    def decode(self, text: bytes, num_rows: int, place: Place) -> Rows:
+    def decode(self, text: bytes, num_rows: int, place: TextPlace) -> Rows:
         """The rows of a text; bad ones are told by line and column."""
         import pyarrow as pa
 
@@ -201,3 +332,116 @@ class CsvDecoder:
     def _explain(self, name: str, value: str) -> str:
         looked_at = self._num_looked_at if name in self._inferred else None
         return wrong_value(name, value, self._types[name], looked_at)
+
+
+def careful_columns(
+    parser: Any,
+    text: bytes,
+    names: Sequence[str],
+    types: Mapping[str, pa.DataType],
+    wanted: Sequence[str],
+    bad: BadRows,
+    explain: Callable[[str, str], str] | None,
+) -> pa.Table:
+    """All rows of a text; bad ones are told to `bad` and are null. Columns without a type are inferred."""
+    import pyarrow as pa
+    import pyarrow.csv
+
+    odd: list[int] = []
+
+    def note(row: Any) -> str:
+        odd.append(row.number - 1)
+        more = "more" if row.actual_columns > row.expected_columns else "fewer"
+        bad.add(
+            row.number - 1,
+            None,
+            f"the row has {row.actual_columns} field{'' if row.actual_columns == 1 else 's'}, {more} than the {row.expected_columns} columns: {shown(row.text)}",
+        )
+        return "skip"
+
+    table = pyarrow.csv.read_csv(
+        as_file(text),
+        # In one piece and one thread: only then are rows numbered.
+        read_options=pyarrow.csv.ReadOptions(
+            column_names=list(names), use_threads=False, block_size=len(text) + 1
+        ),
+        parse_options=parser.parse_options(text, note),
+        convert_options=parser.convert_options({name: pa.binary() for name in wanted}, wanted),
+    )
+    num_rows = table.num_rows + len(odd)
+    is_even = np.ones(num_rows, dtype=bool)
+    is_even[odd] = False
+    row_of = np.flatnonzero(is_even)
+    place = as_indices(np.cumsum(is_even) - 1, is_even)
+    columns = {}
+    for name in wanted:
+        column: ArrowArray = table.column(name).combine_chunks()
+        column, is_text = _as_text(column)
+        failing = set(np.flatnonzero(~is_text).tolist())
+        kind = types.get(name)
+        if kind is not None and kind != pa.string():
+            failing |= set(_failing(parser, column, kind, 0, len(column)))
+        for at in sorted(failing):
+            value = table.column(name)[at].as_py().decode(errors="backslashreplace")
+            bad.add(int(row_of[at]), name, explain(name, shown(value)) if explain else "")
+        if failing:
+            keep = np.ones(len(column), dtype=bool)
+            keep[sorted(failing)] = False
+            column = column.take(as_indices(np.arange(len(column)), keep))
+        columns[name] = _converted(parser, column, kind).take(place)
+    return pa.table(columns)
+
+
+def _as_text(column: ArrowArray) -> tuple[ArrowArray, Any]:
+    """As strings, with "" for what is no UTF-8, and which rows are."""
+    import pyarrow as pa
+
+    is_text = np.ones(len(column), dtype=bool)
+    try:
+        return column.cast(pa.string()), is_text
+    except pa.ArrowInvalid:
+        texts: list[str] = []
+        for at, value in enumerate(column.to_pylist()):
+            try:
+                texts.append(value.decode())
+            except UnicodeDecodeError:
+                texts.append("")
+                is_text[at] = False
+        return pa.array(texts, pa.string()), is_text
+
+
+def _failing(parser: Any, column: ArrowArray, kind: pa.DataType, begin: int, end: int) -> Iterator[int]:
+    """Which values are not of a type, by halving."""
+    import pyarrow as pa
+
+    if begin == end:
+        return
+    try:
+        _converted(parser, column.slice(begin, end - begin), kind)
+    except pa.ArrowInvalid:
+        if end - begin == 1:
+            yield begin
+            return
+        middle = (begin + end) // 2
+        yield from _failing(parser, column, kind, begin, middle)
+        yield from _failing(parser, column, kind, middle, end)
+
+
+def _converted(parser: Any, column: ArrowArray, kind: pa.DataType | None) -> ArrowArray:
+    """Strings as the CSV converter of a type takes them, or as it infers the type."""
+    import pyarrow as pa
+    import pyarrow.csv
+
+    if kind == pa.string() or not len(column):
+        return column.cast(kind or pa.string())
+    buffer = pa.BufferOutputStream()
+    written = pa.table({"x": column.fill_null("")})
+    options = pyarrow.csv.WriteOptions(include_header=False, quoting_style="all_valid")
+    pyarrow.csv.write_csv(written, buffer, write_options=options)
+    read = pyarrow.csv.read_csv(
+        as_file(buffer.getvalue()),
+        read_options=pyarrow.csv.ReadOptions(column_names=["x"], use_threads=False),
+        parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+        convert_options=parser.convert_options({} if kind is None else {"x": kind}, ["x"]),
+    )
+    return read.column("x").combine_chunks()

@@ -16,8 +16,8 @@ from shoal.data.arguments import OnError, skipping
 from shoal.data.cache.disk_cache import identity_of
 from shoal.data.formats.arrow import Fill, decoded
 from shoal.data.formats.schema import check_names, chosen, columns_of, label_names
-from shoal.data.formats.source import TableSource
 from shoal.data.formats.table import Block, Column, Rows
+from shoal.data.formats.table_source import TableSource
 from shoal.data.order.order import Indices
 from shoal.data.sources.source import Source
 from shoal.data.stream import OwnStream, Stream

@@ -7,16 +7,26 @@ by line, to name each bad one of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.data.arguments import OnError, by_name, names, skipping
 from shoal.data.cache.disk_cache import identity_of
 from shoal.data.files import Files, SharedFiles, Where, in_threads
-from shoal.data.formats.arrow import BadRows, Fill, decoded
-from shoal.data.formats.csv_text import as_file
-from shoal.data.formats.json_text import careful_columns
-from shoal.data.formats.lines import Rules
+from shoal.data.formats.arrow import ArrowArray, BadRows, Fill, as_file, decoded, shown
+from shoal.data.formats.lines import (
+    COMPRESSED,
+    LineAddress,
+    RowRules,
+    TextPlace,
+    TextTable,
+    UnpackedFiles,
+    first_texts,
+    is_compressed,
+    open_text_stream,
+    read_head,
+)
 from shoal.data.formats.schema import (
     arrow_type,
     as_torch_means,
@@ -28,10 +38,8 @@ from shoal.data.formats.schema import (
     readable_type,
     wrong_value,
 )
-from shoal.data.formats.source import TableSource
 from shoal.data.formats.table import Rows
-from shoal.data.formats.text_stream import UnpackedFiles, is_compressed, open_text_stream
-from shoal.data.formats.text_table import COMPRESSED, LineAddress, Place, TextTable, first_texts, read_head
+from shoal.data.formats.table_source import TableSource
 from shoal.data.stream import Stream
 from shoal.errors import DataError
 
@@ -39,7 +47,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ENDINGS = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson", ".json") for packed in ("", *COMPRESSED))
-RULES = Rules(blanks_are_empty=True)
+RULES = RowRules(blanks_are_empty=True)
 
 _NUM_TEXTS = 4  # blocks looked at for the type of a column that is null in those before
 
@@ -108,7 +116,7 @@ class JsonDecoder:
         self._readable = pa.schema([(name, readable_type(kind)) for name, kind in self._types.items()])
         self._fill = Fill(fill, self.columns)
 
-    def decode(self, text: bytes, num_rows: int, place: Place) -> Rows:
+    def decode(self, text: bytes, num_rows: int, place: TextPlace) -> Rows:
         """The rows of a text; bad ones are told by line and column."""
         import pyarrow as pa
 
@@ -180,3 +188,119 @@ def _parsed(text: bytes, schema: pa.Schema | None) -> pa.Table:
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
     )
     return pyarrow.json.read_json(as_file(text), parse_options=options)
+
+
+_KINDS: dict[type, str] = {
+    list: "an array",
+    str: "a string",
+    bool: "true or false",
+    type(None): "null",
+    int: "a number",
+    float: "a number",
+}
+
+
+def careful_columns(
+    text: bytes,
+    schema: pa.Schema | None,
+    bad: BadRows,
+    explain: Callable[[str, str], str] | None,
+    spelled: Collection[str] = (),
+) -> pa.Table:
+    """All lines of a text; bad ones are told to `bad` and are null. Without a schema, types are inferred from the good.
+
+    Numbers in columns that are to be `spelled` are taken as their text.
+    """
+    import pyarrow as pa
+
+    lines = [line for line in text.split(b"\n") if line.strip(b" \t\r")]
+    rows = [_object(number, line, bad) for number, line in enumerate(lines)]
+    if schema is None:
+        names = dict.fromkeys(name for row in rows if row is not None for name in row)
+        return pa.table(
+            {name: _inferred([row.get(name) for row in rows if row is not None]) for name in names}
+        )
+    columns = {}
+    for field in schema:
+        values = [None if row is None else row.get(field.name) for row in rows]
+        if field.name in spelled:
+            values = [json.dumps(value) if isinstance(value, (int, float)) else value for value in values]
+        try:
+            column = _array(values, field.type)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, TypeError, ValueError):
+            for number, value in enumerate(values):
+                if not _fits(value, field.type):
+                    values[number] = None
+                    bad.add(number, field.name, explain(field.name, shown(value)) if explain else "")
+            column = _array(values, field.type)
+        columns[field.name] = column
+    return pa.table(columns)
+
+
+def _object(number: int, line: bytes, bad: BadRows) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError:
+        bad.add(number, None, f"the line is no text in UTF-8: {shown(line)}")
+    except json.JSONDecodeError as error:
+        reason = f"the line is no JSON ({error.msg} at character {error.pos + 1}): {shown(line.decode())}"
+        bad.add(number, None, reason)
+    except RecursionError:
+        bad.add(number, None, f"the line is nested too deeply: {shown(line.decode())}")
+    else:
+        if isinstance(row, dict):
+            return row
+        bad.add(number, None, f"the line is {_KINDS[type(row)]} and should be an object: {shown(row)}")
+    return None
+
+
+def _inferred(values: list[Any]) -> ArrowArray:
+    """A column as Arrow takes it, of the values that are of a kind with the first."""
+    import pyarrow.json
+
+    kinds = [
+        float if isinstance(value, int) and not isinstance(value, bool) else type(value) for value in values
+    ]
+    first = next((kind for kind, value in zip(kinds, values, strict=True) if value is not None), None)
+    same = [value if kind is first else None for kind, value in zip(kinds, values, strict=True)]
+    text = "\n".join(json.dumps({"x": value}) for value in same)
+    return pyarrow.json.read_json(as_file(text.encode())).column("x")
+
+
+def _array(values: list[Any], kind: pa.DataType) -> ArrowArray:
+    import pyarrow as pa
+
+    for value in values:
+        _refuse_kin(value, kind)
+    if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
+        texts: ArrowArray = pa.array(values, pa.string())
+        try:
+            return texts.cast(kind)
+        except pa.ArrowInvalid:
+            if not pa.types.is_timestamp(kind):
+                raise
+            return texts.cast(pa.timestamp("ns", tz="UTC")).cast(kind)
+    return pa.array(values, kind)
+
+
+def _refuse_kin(value: Any, kind: Any) -> None:
+    """Python takes True for a number and 1.5 for a whole one, and JSON does not."""
+    import pyarrow as pa
+
+    if isinstance(value, bool) and not pa.types.is_boolean(kind):
+        raise TypeError("a bool is no number")
+    if isinstance(value, float) and pa.types.is_integer(kind):
+        raise TypeError("a float is no whole number")
+    if isinstance(value, list) and pa.types.is_list(kind):
+        for item in value:
+            _refuse_kin(item, kind.value_type)
+
+
+def _fits(value: Any, kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    try:
+        _array([value], kind)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, TypeError, ValueError):
+        return False
+    return True

@@ -1,8 +1,9 @@
 """A table or a query of a database as a table: ranges of a key, read one by one.
 
-What is counted when it is opened is held against what comes when it is read:
-a range with another number of rows is refused. Rows whose values change while
-their number stays are not noticed.
+The row counts found at opening are checked when a range is read: a range with
+another number of rows is refused, rows whose values change while their number
+stays are not noticed. Connections are opened, kept and replaced here; dialects
+are `sqlite.py` and `postgres.py`, which keep passwords out of messages.
 """
 
 from __future__ import annotations
@@ -11,34 +12,309 @@ import json
 import os
 import re
 import threading
+import time
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from shoal.data.arguments import OnError, above_zero, by_name, skipping, whole_number
 from shoal.data.cache.disk_cache import identity_of, remembered
 from shoal.data.formats.arrow import BadRows, Fill, decoded
-from shoal.data.formats.database import (
-    BadValue,
-    Database,
-    ReconnectConfig,
-    Session,
-    Sessions,
-    SqlColumn,
-    SqlKey,
-)
-from shoal.data.formats.key_ranges import KeyRange, cuts_query, ranges_between, rows_per_range
-from shoal.data.formats.postgres import PostgresDatabase
 from shoal.data.formats.schema import arrow_type, check_names, chosen, column_of, label_names
-from shoal.data.formats.source import TableSource
-from shoal.data.formats.sqlite import SqliteDatabase
 from shoal.data.formats.table import Block, Column, Rows
-from shoal.errors import ConfigError, EmptyDataset, NoSuchColumn, QueryRefused, TableChanged
+from shoal.data.formats.table_source import TableSource
+from shoal.errors import (
+    ConfigError,
+    DatabaseLost,
+    DatabaseRefused,
+    EmptyDataset,
+    NoSuchColumn,
+    QueryRefused,
+    TableChanged,
+)
+from shoal.runtime import events as happenings
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+Result = TypeVar("Result")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_MOST_AT_ONCE, _MOST_IDLE = 2, 1  # of one process: a server lets a hundred in, and jobs have many workers
+
+
+class SqlColumn(NamedTuple):
+    """A column that a query gives."""
+
+    name: str
+    kind: pa.DataType
+    """As it arrives."""
+
+    expression: str
+    """How to ask for it: its name, quoted, perhaps in a cast."""
+
+    as_text: str = ""
+    """How to ask for it as text, where its values may be of several types and only all of them as text are of one."""
+
+
+class SqlKey(NamedTuple):
+    """The column whose ranges are read apart."""
+
+    expression: str
+    is_unique: bool
+    """No two rows share a value, so their order is certain."""
+
+    shown: str
+    """For people."""
+
+
+class BadValue(NamedTuple):
+    """A value that is not of its column's type."""
+
+    row: int
+    column: str
+    reason: str
+
+
+class Session(Protocol):
+    """One connection, in one transaction that only reads and sees one state of the data."""
+
+    def columns(self, relation: str) -> list[SqlColumn]:
+        """What `SELECT * FROM relation` gives, in order."""
+
+    def default_key(self, table: str) -> SqlKey | None:
+        """What orders the rows of a table without being asked: its primary key; None where there is none of one column."""
+
+    def values(self, sql: str) -> list[tuple[Any, ...]]:
+        """A few rows, as Python has them."""
+
+    def rows(self, sql: str, columns: Sequence[SqlColumn]) -> tuple[pa.Table, list[BadValue]]:
+        """Many rows, of these columns."""
+
+    def end(self) -> None:
+        """End the transaction; the next question begins another."""
+
+    def close(self) -> None:
+        """Let go of the connection. Never raises."""
+
+
+class Database(Protocol):
+    """Where sessions come from. Methods of sessions raise `ConnectionGone` or `QueryRefused`."""
+
+    place: str
+    """For people: a URL without its password."""
+
+    def connect(self) -> Session:
+        """A new session, or `ConnectionGone` with the reason."""
+
+    def stamp(self) -> str:
+        """Changes with the data, as far as that can be told without reading it."""
+
+    def quoted(self, name: str) -> str:
+        """A name as SQL has it."""
+
+    def literal_of(self, expression: str) -> str:
+        """SQL that gives, as text, SQL for the value of an expression, exactly."""
+
+
+class ConnectionGone(Exception):
+    """Not an error yet: the connection ended, or never came to be. The reason is for people, without a password."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReconnectConfig:
+    """How long a database that went away is waited for."""
+
+    timeout_s: float = 30.0
+    """From the first failure on, until a read of one range succeeds."""
+
+
+class Sessions:
+    """The connections of one process to one database: two while two threads read, one kept between reads.
+
+    A forked child leaves its parent's alone and opens its own.
+    """
+
+    def __init__(self, database: Database, config: ReconnectConfig) -> None:
+        self.database, self._config = database, config
+        self._lock = threading.Lock()
+        self._free = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self._idle: list[Session] = []
+        self._owner = os.getpid()
+        self._close = weakref.finalize(self, _close_all, self._idle, self._owner)
+
+    def first(self, read: Callable[[Session], Result]) -> Result:
+        """Read for the first time: what fails is told at once, for it is likelier a wrong name than an accident."""
+        try:
+            return self._once(read)
+        except ConnectionGone as gone:
+            raise DatabaseRefused(place=self.database.place, reason=str(gone)) from None
+
+    def again(self, read: Callable[[Session], Result], *, what: str) -> Result:
+        """Read what was there before: where the connection breaks, with a new one, until the time is over."""
+        first_failed_at: float | None = None
+        pause_s = _FIRST_PAUSE_S
+        num_attempts = 0
+        while True:
+            num_attempts += 1
+            try:
+                return self._once(read)
+            except ConnectionGone as gone:
+                now = time.monotonic()
+                first_failed_at = now if first_failed_at is None else first_failed_at
+                happenings.tell(
+                    "database connection lost",
+                    database=self.database.place,
+                    reading=what,
+                    reason=str(gone),
+                    attempt=num_attempts,
+                )
+                left_s = first_failed_at + self._config.timeout_s - now
+                if left_s <= 0:
+                    raise DatabaseLost(
+                        place=self.database.place,
+                        reading=what,
+                        reason=str(gone),
+                        num_attempts=num_attempts,
+                        waited_s=now - first_failed_at,
+                    ) from None
+            # The first new connection is tried at once: a server that dropped an idle one is there all the same.
+            if num_attempts > 1:
+                time.sleep(min(pause_s, left_s))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def close(self) -> None:
+        """Let go of every connection that is not in use."""
+        self._own()
+        with self._lock:
+            _close_all(self._idle, self._owner)
+
+    def _once(self, read: Callable[[Session], Result]) -> Result:
+        self._own()
+        with self._free:
+            session = self._take()
+            is_whole = False
+            try:
+                result = read(session)
+                session.end()
+                is_whole = True
+                return result
+            except QueryRefused:
+                # The connection is as good as before, once the failed transaction is over.
+                try:
+                    session.end()
+                    is_whole = True
+                except ConnectionGone:
+                    pass
+                raise
+            finally:
+                if not (is_whole and self._keep(session)):
+                    session.close()
+
+    def _own(self) -> None:
+        """In a forked child: leave what is the parent's. To close a connection would say goodbye in the parent's name."""
+        if self._owner == os.getpid():
+            return
+        self._lock, self._free = threading.Lock(), threading.BoundedSemaphore(_MOST_AT_ONCE)
+        _LEFT_TO_THE_PARENT.extend(self._idle)
+        self._close.detach()
+        self._idle, self._owner = [], os.getpid()
+        self._close = weakref.finalize(self, _close_all, self._idle, self._owner)
+
+    def _keep(self, session: Session) -> bool:
+        with self._lock:
+            if len(self._idle) >= _MOST_IDLE:
+                return False
+            self._idle.append(session)
+            return True
+
+    def _take(self) -> Session:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return self.database.connect()
+
+
+_LEFT_TO_THE_PARENT: list[Session] = []
+
+
+def _close_all(sessions: list[Session], owner: int) -> None:
+    if owner != os.getpid():
+        return
+    while sessions:
+        sessions.pop().close()
+
+
+_TARGET_BYTES = 8 << 20
+_FEWEST_ROWS, _MOST_ROWS = 1024, 1 << 17
+
+
+class KeyRange(NamedTuple):
+    """Rows whose key lies in [low, high), where None is no limit; or rows without a key; or all rows."""
+
+    num_rows: int
+    low: str | None = None
+    """A value as SQL has it."""
+
+    high: str | None = None
+    is_null: bool | None = None
+    """Whether they are rows without a key, or with one; None where there is no key at all."""
+
+    def condition(self, key: str) -> str:
+        """SQL for which rows they are; "" for all."""
+        if self.is_null:
+            return f"{key} IS NULL"
+        limits = [] if self.low is None else [f"{key} >= {self.low}"]
+        limits += [] if self.high is None else [f"{key} < {self.high}"]
+        if not limits and self.is_null is False:
+            return f"{key} IS NOT NULL"
+        return " AND ".join(limits)
+
+    def shown(self, key: str) -> str:
+        """For people."""
+        return self._replace(low=_short(self.low), high=_short(self.high)).condition(key) or "all rows"
+
+
+def rows_per_range(num_rows: int, row_bytes: int, partitions: int | None) -> int:
+    """How many rows a range should have: as `partitions` says, or a few MiB."""
+    if partitions is not None:
+        return max(-(-num_rows // partitions), 1)
+    return max(min(_TARGET_BYTES // max(row_bytes, 1), _MOST_ROWS), _FEWEST_ROWS)
+
+
+def cuts_query(relation: str, key: str, literal: str, step: int) -> str:
+    """SQL for every step-th value of a key, and how many rows lie before it: one pass, in the order of the key.
+
+    `literal` is SQL that gives the value named k as a literal.
+
+    A value that many rows share is given once, and its rows stay together.
+    """
+    return (
+        f"SELECT DISTINCT {literal} AS cut, num_before FROM ("
+        f"SELECT {key} AS k, row_number() OVER (ORDER BY {key}) - 1 AS number, "
+        f"rank() OVER (ORDER BY {key}) - 1 AS num_before FROM {relation} WHERE {key} IS NOT NULL"
+        f") AS numbered WHERE number % {step} = 0 ORDER BY num_before"
+    )
+
+
+def ranges_between(cuts: Sequence[tuple[str, int]], *, num_keyed: int, num_null: int) -> list[KeyRange]:
+    """The ranges from cut to cut; the first cut is the smallest key there is."""
+    limits = [None, *(value for value, _ in cuts[1:]), None]
+    starts = [*(int(start) for _, start in cuts), num_keyed]
+    ranges = [
+        KeyRange(starts[number + 1] - starts[number], limits[number], limits[number + 1], is_null=False)
+        for number in range(len(cuts))
+    ]
+    return ranges + ([KeyRange(num_null, is_null=True)] if num_null else [])
+
+
+def _short(literal: str | None) -> str | None:
+    return literal if literal is None or len(literal) <= 40 else f"{literal[:37]}..."
+
 
 _NAME = re.compile(r'[^\s();"]+|"[^"]+"(\."[^"]+")?')
 _TEXT_BYTES = 32  # about, of a string or a list nobody has looked at
@@ -75,6 +351,9 @@ def open_sql(
 
 def database_of(connection: str | os.PathLike[str]) -> Database:
     """The database behind a URL, or a path of a file of SQLite."""
+    from shoal.data.formats.postgres import PostgresDatabase  # dialects implement the protocols of this file
+    from shoal.data.formats.sqlite import SqliteDatabase
+
     if not isinstance(connection, (str, os.PathLike)):
         raise ConfigError(
             f"from_sql takes the address of a database, got a {type(connection).__name__}: every worker opens its own "

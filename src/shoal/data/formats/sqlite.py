@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shoal.data.formats.database import BadValue, ConnectionGone, SqlColumn, SqlKey
+from shoal.data.formats.sql import BadValue, ConnectionGone, SqlColumn, SqlKey
 from shoal.errors import ConfigError, FileDamaged, QueryRefused
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
-"""What every table offers: a schema, blocks of rows, and the columns of one block.
+"""Tables: a schema, blocks of rows, and the columns of one block.
 
 Formats implement `Table`; `TableSource` makes samples of any of them. Nothing
-here reads a file.
+here reads a file. A list of strings is stored as one string of bytes per row:
+the number of strings and the length of each, as uint32, then the strings.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.collate import as_objects
 from shoal.errors import BadSample
 
 
@@ -195,3 +197,38 @@ def joined_ragged(pieces: Sequence[Ragged]) -> Ragged:
     lengths = np.concatenate([np.diff(piece.offsets) for piece in pieces])
     values = [piece.values[piece.offsets[0] : piece.offsets[-1]] for piece in pieces]
     return Ragged(np.concatenate(values), np.concatenate(([0], np.cumsum(lengths))))
+
+
+_WORD = np.dtype("<u4")
+
+
+def pack_lists(texts: Ragged, offsets: NDArray[np.int64]) -> Ragged:
+    """One row for each list: list i holds the strings offsets[i] to offsets[i + 1] - 1 of `texts`."""
+    counts, lengths = np.diff(offsets), np.diff(texts.offsets)
+    first, last = texts.offsets[offsets[:-1]], texts.offsets[offsets[1:]]
+    head_bytes, text_bytes = _WORD.itemsize * (1 + counts), last - first
+    begins = np.concatenate(([0], np.cumsum(head_bytes + text_bytes)))
+    values = np.empty(int(begins[-1]), np.uint8)
+    words = np.insert(lengths[offsets[0] : offsets[-1]], offsets[:-1] - offsets[0], counts).astype(_WORD)
+    values[_places(begins[:-1], head_bytes)] = words.view(np.uint8)
+    values[_places(begins[:-1] + head_bytes, text_bytes)] = texts.values[
+        texts.offsets[offsets[0]] : texts.offsets[offsets[-1]]
+    ]
+    return Ragged(values, begins)
+
+
+def unpack_list(row: bytes, *, is_text: bool) -> NDArray[Any]:
+    """The strings of one row: an array of str, or one of objects that are bytes. No bytes at all are an empty list."""
+    num_strings = int(np.frombuffer(row, _WORD, 1)[0]) if row else 0
+    lengths = np.frombuffer(row, _WORD, num_strings, _WORD.itemsize) if num_strings else np.zeros(0, _WORD)
+    ends = _WORD.itemsize * (1 + num_strings) + np.cumsum(lengths, dtype=np.int64)
+    strings = [row[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+    if is_text:
+        return np.array([string.decode() for string in strings], dtype=np.str_)
+    return as_objects(strings)
+
+
+def _places(begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """begins[i], begins[i] + 1, ... of each i, lengths[i] of them, one behind the other."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(begins - before, lengths) + np.arange(int(lengths.sum()))

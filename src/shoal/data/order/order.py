@@ -1,22 +1,79 @@
-"""Which sample stands at which position of an epoch.
+"""Orders: the sample at each position of an epoch, as a function (position, epoch) -> index of the source.
 
-Every order is a function (position, epoch) -> index of the source, built on
-the order before it. Nothing here reads a sample. The other orders are in the
-files order_*.py; only `Drawn`, the order of a foreign sampler, has to be
-stored, and only for the epoch at hand.
+Shuffles, ranges, parts of a split, filters and repetitions, each built on the
+order before it. Nothing here reads a sample; what a filter keeps is held in a
+bitmap of two bits per position.
 """
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.order.permutation import Permutation
 from shoal.runtime.seeds import mix
+
+if TYPE_CHECKING:
+    from shoal.data.sources.source import Source
+
+_ONES = np.uint64(0x0101010101010101)
+_HIGH = np.uint64(0x8080808080808080)
+_BITS_OF = ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.uint8)
+
+# Where the k-th set bit of each byte is.
+_PLACE = np.zeros((256, 8), dtype=np.int64)
+for _byte in range(256):
+    _set = np.flatnonzero(_BITS_OF[_byte])
+    _PLACE[_byte, : len(_set)] = _set
+
+
+class Bitmap:
+    """A set of positions in [0, n), with the k-th smallest of it at hand.
+
+    One bit per position, and for every 64 of them how many are set up to there.
+    """
+
+    def __init__(self, is_kept: NDArray[np.bool_]) -> None:
+        packed = np.packbits(is_kept, bitorder="little")
+        padded = np.zeros(-(-len(packed) // 8) * 8, dtype=np.uint8)
+        padded[: len(packed)] = packed
+        self._words = padded.view("<u8").astype(np.uint64, copy=False)
+        self._ends = np.cumsum((_counts_up_to(self._words) >> np.uint64(56)).astype(np.int64))
+        self.num_kept = int(self._ends[-1]) if len(self._ends) else 0
+
+    def select(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The positions that are the k-th of those kept, for each k in `numbers`."""
+        at = np.searchsorted(self._ends, numbers, side="right")
+        words = self._words[at]
+        up_to = _counts_up_to(words)
+        counts = up_to >> np.uint64(56)
+        rest = (numbers - self._ends[at]).view(np.uint64) + counts  # among those of the word
+        # Bytes whose count is not above it come before: all eight are compared in one subtraction.
+        num_bytes = ((((rest * _ONES) | _HIGH) - up_to) & _HIGH) >> np.uint64(7)
+        shift = (num_bytes * _ONES >> np.uint64(56)) << np.uint64(3)
+        before = (up_to << np.uint64(8)) >> shift & np.uint64(0xFF)
+        byte = words >> shift & np.uint64(0xFF)
+        found: NDArray[np.int64] = at * 64 + shift.view(np.int64) + _PLACE[byte, rest - before]
+        return found
+
+    @property
+    def digest(self) -> str:
+        """Differs, but by chance, where another position is kept."""
+        return f"{zlib.crc32(self._words.tobytes()):08x}"
+
+
+def _counts_up_to(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """In each byte, how many bits are set in it and in the lower ones."""
+    pairs = words - (words >> np.uint64(1) & np.uint64(0x5555555555555555))
+    fours = (pairs & np.uint64(0x3333333333333333)) + (pairs >> np.uint64(2) & np.uint64(0x3333333333333333))
+    counts: NDArray[np.uint64] = (fours + (fours >> np.uint64(4)) & np.uint64(0x0F0F0F0F0F0F0F0F)) * _ONES
+    return counts
+
 
 Positions = range | NDArray[np.int64]
 """Places in an epoch: a range where they are contiguous, which lets a source read them without a gather."""
@@ -35,6 +92,11 @@ def as_array(positions: Positions) -> NDArray[np.int64]:
     if isinstance(positions, range):
         return np.arange(positions.start, positions.stop, dtype=np.int64)
     return positions
+
+
+def integers(indices: Indices) -> NDArray[np.int64]:
+    """Indices as an array."""
+    return np.asarray(indices, dtype=np.int64) if isinstance(indices, list) else as_array(indices)
 
 
 def shifted(positions: Positions, by: int) -> Positions:
@@ -119,7 +181,7 @@ class InOrder(Order):
         return []
 
 
-class Stage(Order):
+class DerivedOrder(Order):
     """An order made of another one, which it resembles in all that it does not say."""
 
     def __init__(self, parent: Order) -> None:
@@ -150,7 +212,7 @@ class Stage(Order):
         """What makes this stage differ from another of its kind, fit for JSON."""
 
 
-class Shuffled(Stage):
+class Shuffled(DerivedOrder):
     """Another permutation each epoch."""
 
     name = "shuffle"
@@ -174,7 +236,7 @@ class Shuffled(Stage):
         return {"seed": self.seed}
 
 
-class Part(Stage):
+class SplitPart(DerivedOrder):
     """A range of a fixed permutation: one side of a split. Without a seed, a range of the parent itself."""
 
     name = "split"
@@ -208,7 +270,7 @@ class Part(Stage):
         return Permutation(self.parent.num_samples, seed=mix(_SPLIT, self.split_seed))(as_array(moved))
 
 
-class Rest(Part):
+class SplitRest(SplitPart):
     """What a part leaves of the whole: the training side of a fold."""
 
     name = "folds"
@@ -225,3 +287,146 @@ class Rest(Part):
     def _moved(self, positions: Positions) -> Positions:
         places = as_array(positions)
         return np.where(places < self.begin, places, places + self._num_left_out)
+
+
+class Window(DerivedOrder):
+    """A range of another order."""
+
+    def __init__(self, parent: Order, *, begin: int = 0, num_samples: int | None = None) -> None:
+        """From `begin` on; at most `num_samples`, where that is given."""
+        super().__init__(parent)
+        self.name = "skip" if num_samples is None else "take"
+        self._begin, self._num_samples = begin, num_samples
+        self.changes_set = parent.changes_set or parent.varies
+        self.is_endless = parent.is_endless and num_samples is None
+
+    def length(self, epoch: int) -> int:
+        """What there is of the range."""
+        left = max(self.parent.length(epoch) - self._begin, 0)
+        return left if self._num_samples is None else min(left, self._num_samples)
+
+    def indices(self, positions: Positions, epoch: int) -> Indices:
+        """The parent's, so much further on."""
+        return self.parent.indices(shifted(positions, self._begin), epoch)
+
+    def settings(self) -> dict[str, Any]:
+        """Where the range begins, or how long it is."""
+        if self._num_samples is None:
+            return {"num_samples": self._begin}
+        return {"num_samples": self._num_samples} | ({"begin": self._begin} if self._begin else {})
+
+
+class Kept(DerivedOrder):
+    """Another order without some of its samples; the others stay in their order.
+
+    Who asks for the length or the first index has them chosen. Where the order
+    before varies (a shuffle), so do the positions that are kept, and those of
+    the epoch at hand are remembered beside those of the first.
+    """
+
+    def __init__(
+        self,
+        parent: Order,
+        choose: Callable[[int], NDArray[np.bool_]],
+        *,
+        name: str,
+        settings: dict[str, Any],
+    ) -> None:
+        """`choose` says of each position of an epoch of the parent whether it is kept."""
+        super().__init__(parent)
+        self.name, self._choose, self._settings = name, choose, settings
+        self.is_computed = True
+        self.length_varies = parent.length_varies or parent.changes_set
+        self._chosen: dict[int, Bitmap] = {}
+
+    @property
+    def is_counted(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
+        """Whether they have been chosen yet."""
+        return 0 in self._chosen
+
+    def length(self, epoch: int) -> int:
+        """As many as are kept."""
+        return self.chosen(epoch if self.length_varies else 0).num_kept
+
+    def indices(self, positions: Positions, epoch: int) -> Indices:
+        """The parent's, at the kept positions."""
+        return self.parent.indices(self.chosen(epoch).select(as_array(positions)), epoch)
+
+    def chosen(self, epoch: int) -> Bitmap:
+        """The kept positions of the parent in this epoch."""
+        epoch = epoch if self.parent.varies else 0
+        if epoch not in self._chosen:
+            bits = Bitmap(self._choose(epoch))
+            self._chosen = {kept: old for kept, old in self._chosen.items() if kept == 0} | {epoch: bits}
+        return self._chosen[epoch]
+
+    def settings(self) -> dict[str, Any]:
+        """What chose them, how many they are and which."""
+        first = self.chosen(0)
+        return {**self._settings, "num_samples": first.num_kept, "digest": first.digest}
+
+
+_MASK = (1 << 64) - 1
+_MANY = 8  # repetitions whose shuffles are better computed together than one by one
+
+
+class Repeated(DerivedOrder):
+    """Another order, k times."""
+
+    name = "repeat"
+
+    def __init__(self, parent: Order, *, times: int | None, source: Source) -> None:
+        """A repetition takes as many indices as the source has."""
+        super().__init__(parent)
+        self.times, self._source = times, source
+        self.is_endless = times is None
+
+    def length(self, epoch: int) -> int:
+        """All repetitions together."""
+        if self.times is None:
+            return ENDLESS if self.parent.length(0) else 0
+        return self.times * self.parent.length(0)
+
+    def indices(self, positions: Positions, epoch: int) -> Indices:
+        """The parent's, each in its own repetition."""
+        each = self.parent.length(0)
+        if isinstance(positions, range):
+            repetition = positions.start // each
+            if positions.stop <= (repetition + 1) * each:  # all of them in one
+                inside = self.parent.indices(
+                    shifted(positions, -repetition * each), self._epoch(epoch, repetition)
+                )
+                return _moved(inside, repetition * self._source.num_samples)
+        repetitions, places = np.divmod(as_array(positions), each)
+        if not self.parent.varies:
+            return _moved(self.parent.indices(places, epoch), repetitions * self._source.num_samples)
+        many = int(repetitions.max() - repetitions.min()) >= _MANY
+        if many and isinstance(self.parent, Shuffled) and not self.parent.parent.varies:
+            base = np.uint64(self._epoch(epoch, 0) & _MASK)
+            inside = self.parent.indices_of(places, repetitions.astype(np.uint64) + base)
+            return _moved(inside, repetitions * self._source.num_samples)
+        found = np.empty(len(places), dtype=np.int64)
+        for repetition in np.unique(repetitions).tolist():
+            of = repetitions == repetition
+            inside = self.parent.indices(places[of], self._epoch(epoch, repetition))
+            found[of] = _moved(inside, repetition * self._source.num_samples)
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """How often."""
+        return {"times": self.times}
+
+    def _epoch(self, epoch: int, repetition: int) -> int:
+        return inner_epoch(epoch, repetition, self.times)
+
+
+def inner_epoch(epoch: int, repetition: int, times: int | None) -> int:
+    """The epoch of what is repeated, in one repetition of an epoch."""
+    return epoch * (ENDLESS if times is None else times) + repetition
+
+
+def _moved(indices: Indices, by: Any) -> Indices:
+    if isinstance(indices, range) and isinstance(by, int):
+        return shifted(indices, by)
+    found: NDArray[np.int64] = np.asarray(indices, dtype=np.int64) + by
+    return found

@@ -1,26 +1,336 @@
-"""Which samples a dataset has, and in which order: the stages that are orders.
+"""Selection: filters, splits, folds and weighted draws, made into orders.
 
-All of them are lazy: what they need to know of the samples is read when
-somebody first asks how many there are, or for one of them.
+All of them are lazy: samples are read when the length or the first index is
+asked for. How many samples each part gets, and which, is pure arithmetic.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.order.filtering import Filter
-from shoal.data.order.kept import Kept
-from shoal.data.order.order import Indices, Order, Part, Positions, Rest, Shuffled, Stage, as_array
-from shoal.data.order.sampled import Sampled, SampledOnce, checked_weights
-from shoal.data.order.split import fold_sizes, grouped, part_sizes, stratified
-from shoal.data.order.window import Window
-from shoal.data.sources.source import Source, name_of
+from shoal.data.collate import with_string_arrays
+from shoal.data.order.order import (
+    DerivedOrder,
+    Indices,
+    Kept,
+    Order,
+    Positions,
+    Shuffled,
+    SplitPart,
+    SplitRest,
+    Window,
+    as_array,
+    integers,
+)
+from shoal.data.order.permutation import Permutation
+from shoal.data.randomness import PrivateGenerators
+from shoal.data.skipping import SkipSamples
+from shoal.data.sources.source import Source, blame, name_of
 from shoal.data.values import By, Values
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DataError
+from shoal.runtime.seeds import mix
+
+NUM_READ_AT_ONCE = 4096
+
+
+class Filter:
+    """What a function says of the samples of a source, remembered in a bit each.
+
+    Reads in the order of the source, whatever the order of the dataset.
+    """
+
+    def __init__(self, source: Source, order: Order, fn: Callable[[Any], Any], *, batched: bool) -> None:
+        self._source, self._order, self._fn, self._batched = source, order, fn, batched
+        self._known = self._passes = np.zeros(0, dtype=np.uint8)
+
+    def __call__(self, epoch: int) -> NDArray[np.bool_]:
+        """For each position of an epoch of the order, whether its sample passes."""
+        num_samples, order = self._source.num_samples, self._order
+        known, passes = _unpacked(self._known, num_samples), _unpacked(self._passes, num_samples)
+        wanted = np.zeros(num_samples, dtype=bool)
+        num_positions = order.length(epoch)
+        for begin in range(0, num_positions, 1 << 16):
+            positions = range(begin, min(begin + (1 << 16), num_positions))
+            wanted[integers(order.indices(positions, epoch))] = True
+        wanted &= ~known
+        self._look(wanted, passes)
+        if order.varies:  # another epoch has them at other positions, or other samples
+            self._known, self._passes = np.packbits(known | wanted), np.packbits(passes)
+        kept = np.empty(num_positions, dtype=bool)
+        for begin in range(0, num_positions, 1 << 16):
+            end = min(begin + (1 << 16), num_positions)
+            kept[begin:end] = passes[integers(order.indices(range(begin, end), epoch))]
+        return kept
+
+    def _look(self, wanted: NDArray[np.bool_], passes: NDArray[np.bool_]) -> None:
+        with PrivateGenerators(0) as generators:
+            for begin in range(0, len(wanted), NUM_READ_AT_ONCE):
+                indices = begin + np.flatnonzero(wanted[begin : begin + NUM_READ_AT_ONCE])
+                if len(indices):
+                    self._ask(indices, passes)
+            if generators.were_used():
+                raise ConfigError(
+                    f"filter({name_of(self._fn)}) looks at every sample once, and it or a stage before it draws random "
+                    "numbers: what passed would not be what is trained. Filter before that stage, and draw in augment."
+                )
+
+    def _ask(self, indices: NDArray[np.int64], passes: NDArray[np.bool_]) -> None:
+        while len(indices):
+            try:
+                passes[indices] = self._verdicts(indices)
+                return
+            except SkipSamples as found:
+                bad = np.array(list(found.bad), dtype=np.int64)
+                passes[bad] = True  # who reads it will skip it, and write that down
+                indices = np.setdiff1d(indices, bad)
+
+    def _verdicts(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        if not self._batched:
+            verdicts = []
+            for index, sample in zip(indices, self._source.samples(indices), strict=True):
+                try:
+                    verdicts.append(bool(self._fn(sample)))
+                except Exception as error:
+                    blame("filter", self._fn, error, index, 0)
+                    raise
+            return np.array(verdicts, dtype=bool)
+        batch = with_string_arrays(self._source.batch(indices), len(indices))
+        try:
+            given = np.asarray(self._fn(batch))
+        except Exception as error:
+            error.add_note(
+                f"raised by filter({name_of(self._fn)}, batched=True) for the samples with indices {indices[0]} to {indices[-1]}"
+            )
+            raise
+        if given.shape != (len(indices),):
+            raise DataError(
+                f"the function '{name_of(self._fn)}' of filter(batched=True) was given {len(indices)} samples and gave values of "
+                f"shape {given.shape}. It must return one truth value per sample."
+            )
+        return given.astype(bool)
+
+
+def _unpacked(bits: NDArray[np.uint8], num_samples: int) -> NDArray[np.bool_]:
+    if not len(bits):
+        return np.zeros(num_samples, dtype=bool)
+    return np.unpackbits(bits, count=num_samples).astype(bool)
+
+
+_ROUNDING = 1e-9  # how far fractions may miss 1: 0.7 + 0.2 + 0.1 is 0.9999999999999999
+
+
+def part_sizes(num_samples: int, parts: Sequence[float]) -> list[int]:
+    """Sizes of the parts, given as fractions (largest remainder) or as whole numbers of samples."""
+    if not parts or any(isinstance(part, bool) or not isinstance(part, Real) for part in parts):
+        raise ConfigError(
+            f"split takes fractions, such as split(0.8, 0.1, 0.1), or numbers of samples, got {_list(parts)}"
+        )
+    if any(not part >= 0 for part in parts):
+        raise ConfigError(f"split takes parts of 0 or more, got {_list(parts)}")
+    if all(isinstance(part, Integral) for part in parts):
+        sizes = [int(part) for part in parts]
+        if sum(sizes) > num_samples:
+            raise ConfigError(
+                f"split({_list(parts)}) asks for {sum(sizes)} samples and the dataset has {num_samples}. Ask for fewer, "
+                "or for fractions, such as split(0.8, 0.2)."
+            )
+        return sizes
+    if any(isinstance(part, Integral) for part in parts):
+        raise ConfigError(
+            f"split({_list(parts)}) mixes fractions and numbers of samples; use one or the other (1.0 is everything, 1 is "
+            "one sample)"
+        )
+    total = sum(parts)
+    if total > 1 + _ROUNDING:
+        raise ConfigError(
+            f"split({_list(parts)}) asks for {total:g} times the dataset; the fractions may be 1 in all"
+        )
+    shares = [num_samples * part for part in parts]
+    sizes = [math.floor(share) for share in shares]
+    num_wanted = math.floor(num_samples * total + _ROUNDING * max(num_samples, 1))
+    # The samples that rounding down left over go to those who lost most by it.
+    by_remainder = sorted(range(len(parts)), key=lambda number: sizes[number] - shares[number])
+    for number in by_remainder[: min(num_wanted, num_samples) - sum(sizes)]:
+        sizes[number] += 1
+    return sizes
+
+
+def fold_sizes(num_samples: int, num_folds: int) -> list[int]:
+    """Sizes of the folds, which differ by at most one."""
+    return [num_samples * (k + 1) // num_folds - num_samples * k // num_folds for k in range(num_folds)]
+
+
+def stratified(labels: NDArray[Any], sizes: Sequence[int], seed: int) -> NDArray[np.int64]:
+    """The part of each sample, so that every label has its share of every part; -1 where the sizes leave some over.
+
+    The parts are exactly as large as asked for, and of each label a part has
+    its share to within two samples.
+    """
+    num_samples = len(labels)
+    part_of = np.full(num_samples, -1, dtype=np.int64)
+    if num_samples == 0:
+        return part_of
+    _, stratum = np.unique(labels, return_inverse=True)
+    # At random within a label, and the labels in random order: who sorts first has no better chance of any part.
+    label_order = Permutation(int(stratum.max()) + 1, seed=seed, epoch=1)
+    keys = Permutation(num_samples, seed=seed)(np.arange(num_samples))
+    left = np.lexsort((keys, label_order(stratum.astype(np.int64))))
+    for number, size in enumerate(sizes):
+        # Evenly spread over what is left, which is sorted by label: every stretch of it gives its share.
+        before = np.arange(len(left), dtype=np.int64) * size // max(len(left), 1)
+        after = np.arange(1, len(left) + 1, dtype=np.int64) * size // max(len(left), 1)
+        is_taken = after > before
+        part_of[left[is_taken]] = number
+        left = left[~is_taken]
+    return part_of
+
+
+def grouped(groups: NDArray[Any], sizes: Sequence[int], seed: int) -> NDArray[np.int64]:
+    """The part of each sample, so that a group is never divided; sizes are met as nearly as the groups allow.
+
+    Groups come in random order, each to the part that lacks most.
+    """
+    names, group_of, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    part_of_group = np.full(len(names), -1, dtype=np.int64)
+    lacking = np.append(np.array(sizes, dtype=np.int64), len(groups) - sum(sizes))  # the last is nobody's
+    if len(names):
+        for group in Permutation(len(names), seed=seed)(np.arange(len(names))).tolist():
+            part = int(np.argmax(lacking))
+            lacking[part] -= counts[group]
+            part_of_group[group] = part if part < len(sizes) else -1
+    return part_of_group[group_of]
+
+
+def _list(parts: Sequence[object]) -> str:
+    return ", ".join(repr(part) for part in parts) or "nothing"
+
+
+_DRAW = 0x44524157  # keeps sample(seed=0) and shuffle(seed=0) apart
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+
+
+def uniform(numbers: NDArray[np.int64], key: int) -> NDArray[np.float64]:
+    """A number in (0, 1) for each of `numbers`, by hash (splitmix64): never 0, never 1."""
+    state = numbers.astype(np.uint64) * _STEP + np.uint64(key)
+    state = (state ^ (state >> _SHIFTS[0])) * _MULTIPLIERS[0]
+    state = (state ^ (state >> _SHIFTS[1])) * _MULTIPLIERS[1]
+    state ^= state >> _SHIFTS[2]
+    return ((state >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+class Sampled(DerivedOrder):
+    """Positions of another order drawn with replacement."""
+
+    name = "sample"
+
+    def __init__(self, parent: Order, *, num_samples: int | None, weights: Values | None, seed: int) -> None:
+        super().__init__(parent)
+        self._num_samples, self._weights, self._seed = num_samples, weights, seed
+        self.seed, self.is_computed = seed, True
+        self.varies = self.changes_set = True
+        self.is_endless = False
+        self._ends: NDArray[np.float64] | None = None
+
+    def length(self, epoch: int) -> int:
+        """As many as are to be drawn."""
+        return self.parent.length(epoch) if self._num_samples is None else self._num_samples
+
+    def indices(self, positions: Positions, epoch: int) -> Indices:
+        """The parent's, at drawn positions."""
+        drawn = uniform(as_array(positions), mix(_DRAW, self._seed, epoch))
+        num_there = self.parent.length(epoch)
+        if self._weights is None:
+            places = (drawn * num_there).astype(np.int64)
+        else:
+            if self._ends is None:
+                self._ends = np.cumsum(checked_weights(self._weights))
+            by_size = np.argsort(drawn)  # looked up in order they are found six times as fast
+            places = np.empty(len(drawn), dtype=np.int64)
+            places[by_size] = np.searchsorted(self._ends, drawn[by_size] * self._ends[-1], side="right")
+        return self.parent.indices(np.minimum(places, num_there - 1), epoch)
+
+    def settings(self) -> dict[str, Any]:
+        """Number, weights and seed."""
+        weights = None if self._weights is None else self._weights.describe()
+        return {"num_samples": self._num_samples, "weights": weights, "seed": self._seed}
+
+
+class SampledOnce(Sampled):
+    """Positions of another order drawn by weight without replacement, in the order in which they are drawn."""
+
+    def __init__(self, parent: Order, *, num_samples: int | None, weights: Values, seed: int) -> None:
+        super().__init__(parent, num_samples=num_samples, weights=weights, seed=seed)
+        self._values = weights
+        self._drawn: tuple[int, NDArray[np.int64]] | None = None
+
+    @property
+    def is_counted(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
+        """Whether it is known how many have a weight."""
+        return self.parent.is_counted and (self._num_samples is not None or self._values.is_read)
+
+    def length(self, epoch: int) -> int:
+        """As many as are to be drawn, or all that have a weight."""
+        if self._num_samples is not None:
+            return self._num_samples
+        return int(np.count_nonzero(checked_weights(self._values)))
+
+    def indices(self, positions: Positions, epoch: int) -> Indices:
+        """The parent's, at drawn positions."""
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = epoch, self._draw(epoch)
+        return self.parent.indices(self._drawn[1][as_array(positions)], epoch)
+
+    def settings(self) -> dict[str, Any]:
+        """Number, weights and seed."""
+        return {**super().settings(), "replacement": False}
+
+    def _draw(self, epoch: int) -> NDArray[np.int64]:
+        weights = checked_weights(self._values)
+        there = np.flatnonzero(weights)
+        num_samples = self.length(epoch)
+        if num_samples > len(there):
+            raise ConfigError(
+                f"sample(num_samples={num_samples}, replacement=False) has {len(there)} samples with a weight above 0 to "
+                "draw from. Draw fewer, or with replacement=True."
+            )
+        keys = -np.log(uniform(there, mix(_DRAW, self._seed, epoch))) / weights[there]
+        first = (
+            np.argpartition(keys, num_samples - 1)[:num_samples]
+            if num_samples < len(keys)
+            else np.arange(len(keys))
+        )
+        return there[first[np.argsort(keys[first], kind="stable")]]
+
+
+def checked_weights(values: Values) -> NDArray[np.float64]:
+    """Finite, none below 0, some above."""
+    found = values.array()
+    if found.dtype.kind not in "fiub":
+        raise ConfigError(f"the weights of {values.caller} must be numbers, got values of type {found.dtype}")
+    weights = found.astype(np.float64, copy=False)
+    if values.is_bad is not None and values.is_bad.any():
+        weights = np.where(values.is_bad, 0.0, weights)  # what cannot be read is not drawn
+    if weights.ndim != 1 or not np.all(np.isfinite(weights)) or np.any(weights < 0):
+        wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)).reshape(len(weights), -1).all(1))
+        at = (
+            f"; that of sample {wrong[0]} is {weights[wrong[0]]}"
+            if len(wrong)
+            else f", of shape {weights.shape}"
+        )
+        raise ConfigError(
+            f"the weights of {values.caller} must be one finite number of 0 or more per sample{at}"
+        )
+    if not weights.any():
+        raise ConfigError(f"the weights of {values.caller} are all 0: there is nothing to draw or to count")
+    return weights
 
 
 def filtered(source: Source, order: Order, fn: Callable[[Any], Any], *, batched: bool) -> Kept:
@@ -53,7 +363,7 @@ def split(
     begins = [sum(sizes[:number]) for number in range(len(sizes))]
     if given is None:
         return [
-            Part(order, begin=begin, num_samples=size, split_seed=seed)
+            SplitPart(order, begin=begin, num_samples=size, split_seed=seed)
             for begin, size in zip(begins, sizes, strict=True)
         ]
     name, by = given
@@ -86,8 +396,8 @@ def folds(
         pairs: list[tuple[Order, Order]] = []
         begin = 0
         for size in sizes:
-            rest = Rest(order, begin=begin, num_left_out=size, split_seed=seed)
-            pairs.append((rest, Part(order, begin=begin, num_samples=size, split_seed=seed)))
+            rest = SplitRest(order, begin=begin, num_left_out=size, split_seed=seed)
+            pairs.append((rest, SplitPart(order, begin=begin, num_samples=size, split_seed=seed)))
             begin += size
         return pairs
     name, by = given
@@ -127,7 +437,7 @@ def sampled(
     return Window(Shuffled(order, seed), num_samples=num_samples)
 
 
-class InTime(Stage):
+class InTime(DerivedOrder):
     """Another order sorted by a value of each sample, the earliest first; equal ones stay in their order."""
 
     name = "by time"

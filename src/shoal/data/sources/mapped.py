@@ -1,4 +1,4 @@
-"""A function of the user's applied to samples, one by one or to a batch of them at once."""
+"""Functions of samples: `map`, one by one or batched, `augment`, `with_weights`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import numpy as np
 import torch
 
 from shoal.data.collate import to_tensors, uncollate, with_string_arrays
-from shoal.data.order.order import Indices
+from shoal.data.order.order import Indices, integers
+from shoal.data.order.select import checked_weights
 from shoal.data.skipping import SkipSamples
-from shoal.data.sources.source import Derived, Source, name_of
-from shoal.data.sources.user_code import bad_sample, blame
+from shoal.data.slice import Weighted, keep_weights, split_target
+from shoal.data.sources.source import Derived, Source, bad_sample, blame, name_of
 from shoal.data.tree import Tree, map_leaves
-from shoal.data.weights import keep_weights
-from shoal.errors import BadSample, DataError
+from shoal.data.values import Values, find_column, label_of
+from shoal.errors import BadSample, ConfigError, DataError
+from shoal.runtime.seeds import mix
 
 
 def mapped(
@@ -138,3 +140,140 @@ def check_rows(stage: str, fn: Any, tree: Tree, num_rows: int) -> Tree:
         return leaf
 
     return map_leaves(check, tree)
+
+
+_AUGMENT = 0x4155474D454E54  # keeps augment(seed=0) and shuffle(seed=0) apart
+
+Augment = Callable[[Any, torch.Generator], Any]
+
+
+class Augmented(Derived):
+    """Another source with a function of (sample, generator) applied to each sample."""
+
+    name = "augment"
+
+    def __init__(self, source: Source, fn: Augment, seed: int) -> None:
+        super().__init__(source)
+        self._fn, self._seed = fn, seed
+        self.runs_user_code = self.uses_epoch = True
+
+    def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
+        """`fn` of each sample, with a generator that is seeded for it."""
+        generator = torch.Generator()
+        changed = []
+        for index, sample in zip(indices, self._source.samples(indices, epoch), strict=True):
+            generator.manual_seed(augment_seed(self._seed, epoch, int(index)))
+            try:
+                changed.append(keep_weights(sample, self._fn(sample, generator)))
+            except Exception as error:
+                blame("augment", self._fn, error, index, epoch)
+                raise
+        return changed
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The source's own, the function's name and the seed."""
+        return [*self._source.describe(), {"stage": "augment", "fn": name_of(self._fn), "seed": self._seed}]
+
+
+def augment_seed(seed: int, epoch: int, index: int) -> int:
+    """What the generator for one sample is seeded with."""
+    return mix(_AUGMENT, seed, epoch, index)
+
+
+WeightBy = str | Callable[[Any], Any] | Values
+
+
+class WeightedSource(Derived):
+    """Another source whose samples (inputs, target) get a weight.
+
+    A column that is the weight is no input any more.
+    """
+
+    name = "with_weights"
+
+    def __init__(self, source: Source, by: WeightBy) -> None:
+        super().__init__(source)
+        self._by, self._label = by, label_of(source)
+        self._array: torch.Tensor | None = None
+        if callable(by):
+            self.runs_user_code = True
+
+    def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
+        """The source's, with a weight each."""
+        samples = self._source.samples(indices, epoch)
+        if isinstance(self._by, Values):
+            weights: list[Any] = list(self._weights_at(indices))
+        elif isinstance(self._by, str):
+            weights = [find_column(sample, self._by, self._label, "with_weights") for sample in samples]
+        else:
+            weights = []
+            for index, sample in zip(indices, samples, strict=True):
+                try:
+                    weights.append(self._by(sample))
+                except Exception as error:
+                    blame("with_weights", self._by, error, index, epoch)
+                    raise
+        made = [
+            self._weighted(sample, checked_weight(weight, index))
+            for index, sample, weight in zip(indices, samples, weights, strict=True)
+        ]
+        return made
+
+    def batch(self, indices: Indices, epoch: int = 0) -> Tree:
+        """The source's batch, with the weights of its samples."""
+        if callable(self._by):
+            return super().batch(indices, epoch)
+        batch = self._source.batch(indices, epoch)
+        if isinstance(self._by, Values):
+            return self._weighted(batch, self._weights_at(indices))
+        weights = find_column(batch, self._by, self._label, "with_weights")
+        return self._weighted(batch, checked_weight(weights, indices))
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The source's own, and where the weights come from."""
+        by = self._by.describe() if isinstance(self._by, Values) else self._by
+        return [
+            *self._source.describe(),
+            {"stage": "with_weights", "weights": by if isinstance(by, str) else name_of(by)},
+        ]
+
+    def _weights_at(self, indices: Indices) -> torch.Tensor:
+        assert isinstance(self._by, Values)
+        if self._array is None:
+            self._array = torch.from_numpy(checked_weights(self._by).astype(np.float32))
+        return self._array[torch.from_numpy(integers(indices))]
+
+    def _weighted(self, sample: Any, weight: torch.Tensor) -> Weighted:
+        return weighted(sample, weight, column=self._by if isinstance(self._by, str) else None)
+
+
+def weighted(sample: Any, weight: torch.Tensor, *, column: str | None) -> Weighted:
+    """A sample or batch (inputs, target) with its weight, which is no input any more where it was a column."""
+    if isinstance(sample, Weighted):
+        raise ConfigError("with_weights was called twice; multiply the weights and call it once")
+    if not isinstance(sample, (tuple, list)) or len(sample) < 2:
+        raise DataError(
+            f"with_weights needs samples of (inputs, target), and these are a {type(sample).__name__}: without a target "
+            "there is no loss to weight. Name the target with label=, or make pairs with map."
+        )
+    inputs, target = split_target(sample)
+    if column is not None and isinstance(inputs, dict):
+        inputs = {name: values for name, values in inputs.items() if name != column}
+    return Weighted(inputs, target, weight)
+
+
+def checked_weight(weight: Any, where: Any) -> torch.Tensor:
+    """Weights as floats: finite, none below 0."""
+    found = torch.as_tensor(weight).detach()
+    if not found.is_floating_point():
+        found = found.to(torch.float32)
+    is_fine = torch.isfinite(found) & (found >= 0)
+    if not bool(is_fine.all()):
+        wrong = int(torch.nonzero(~is_fine.reshape(-1))[0])
+        index = integers(where)[wrong] if not isinstance(where, (int, np.integer)) else where
+        value = found.reshape(-1)[wrong].item()
+        raise DataError(
+            f"the weight of the sample with index {index} is {value}. A weight is a finite number of 0 or more; nothing was "
+            "trained with it. Mend the column or the function."
+        )
+    return found

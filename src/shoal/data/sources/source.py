@@ -1,7 +1,12 @@
-"""What every source of samples offers: samples by index, one by one or as a batch."""
+"""The interface of sources (samples by index, one by one or as a batch), and notes on errors of user functions.
+
+An error of a user's function stays that error, with its traceback; a note says
+which stage, which sample and which line of theirs.
+"""
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -10,7 +15,9 @@ from numpy.typing import NDArray
 
 from shoal.data.collate import collate
 from shoal.data.order.order import Indices
+from shoal.data.slice import Slice
 from shoal.data.tree import Tree
+from shoal.errors import BadSample
 
 
 class Source(ABC):
@@ -121,3 +128,45 @@ class Derived(Source):
 def name_of(fn: Any) -> str:
     """A function's name as its author knows it."""
     return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
+
+
+def blame(stage: str, fn: Any, error: Exception, index: Any, epoch: int, extra: str = "") -> None:
+    """Note on an error of `fn` for which sample it was raised, and where."""
+    where = f" at {place}" if (place := line_of(error, fn)) else ""
+    error.add_note(
+        f"raised by {stage}({name_of(fn)}) for the sample with index {index}, in epoch {epoch}{where}{extra}"
+    )
+
+
+def blame_batch(stage: str, fn: Any, error: Exception, part: Slice) -> None:
+    """Note on an error of `fn` for which batch it was raised, and where."""
+    where = f" at {place}" if (place := line_of(error, fn)) else ""
+    first, last = part.start, part.start + part.num_global - 1
+    mine = (
+        f", for the {part.num_local} of them that are this worker's"
+        if part.num_local < part.num_global
+        else ""
+    )
+    error.add_note(
+        f"raised by {stage}({name_of(fn)}) for the batch of samples {first} to {last} of epoch {part.epoch}{mine}{where}"
+    )
+
+
+def bad_sample(stage: str, fn: Any, error: Exception, index: Any) -> BadSample:
+    """The sample that `fn` raised for, as one that may be skipped."""
+    where = f", at {place}" if (place := line_of(error, fn)) else ""
+    what = traceback.format_exception_only(error)[-1].strip()
+    return BadSample(where=f"{stage}({name_of(fn)})", reason=f"it raised {what}{where}", index=int(index))
+
+
+def line_of(error: BaseException, fn: Any) -> str | None:
+    """The line of the user's own that raised: the last one in the function's file, else the last of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own_file = getattr(getattr(fn, "__code__", None), "co_filename", None)
+    frame = next((frame for frame in reversed(frames) if frame.filename == own_file), None)
+    if frame is None:
+        frame = frames[-1] if len(frames) > 1 else None  # the first is the call itself, in shoal
+    if frame is None:
+        return None
+    code = f": {frame.line}" if frame.line else ""
+    return f"{frame.filename}, line {frame.lineno}{code}"

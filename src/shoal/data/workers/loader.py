@@ -20,9 +20,9 @@ from shoal.data.feed import Cut, EvenCut, Feed, IndexedFeed, Share, even_cut, ma
 from shoal.data.order.order import Order
 from shoal.data.order.samplers import Drawn, DrawnCut, order_of, seed_with
 from shoal.data.reader import Reader, Request
-from shoal.data.sharding.sharding import ShardPlan
+from shoal.data.sharding import ShardPlan
 from shoal.data.slice import Slice
-from shoal.data.sources.torch_dataset import torch_source
+from shoal.data.sources.leaf import torch_source
 from shoal.data.stream import StreamFeed
 from shoal.data.tree import Tree
 from shoal.data.workers.loader_options import LoaderOptions, identity, start_pass

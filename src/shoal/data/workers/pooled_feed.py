@@ -18,7 +18,7 @@ import numpy as np
 from shoal.data.feed import Cut, IndexedFeed, Share
 from shoal.data.order.order import Order
 from shoal.data.reader import Reader, Reading, Request
-from shoal.data.sharding.sharding import ShardPlan
+from shoal.data.sharding import ShardPlan
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.data.workers.pool import PoolConfig, ProcessPool

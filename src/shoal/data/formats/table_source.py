@@ -1,4 +1,4 @@
-"""Samples and batches of a table, by index.
+"""Samples and batches of a table: by index, or as a stream where rows can only be read from their beginning.
 
 A sample is a dict of columns, or (dict, label). The rows come from a storage;
 here they become tensors, strings and padded lists, and a bad row becomes the
@@ -8,25 +8,31 @@ error of whoever asks for it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal.config import job as jobs
 from shoal.data.arguments import OnError, skipping
 from shoal.data.cache.table_cache import open_storage
 from shoal.data.collate import as_objects
+from shoal.data.files import FileInfo
 from shoal.data.formats.schema import label_names
-from shoal.data.formats.table import Column, Ragged, StagedTable, Table
-from shoal.data.formats.text_lists import unpacked
+from shoal.data.formats.table import Column, Ragged, Rows, StagedTable, Table, unpack_list
 from shoal.data.order.order import Indices
-from shoal.data.skipping import SkipSamples
+from shoal.data.skipping import SkipLog, Skipped, SkipSamples
 from shoal.data.sources.source import Source
+from shoal.data.stream import Open, OwnStream, Stream
 from shoal.data.tree import Tree
 from shoal.errors import ConfigError, DataError, NoSuchColumn
-from shoal.runtime.user_frames import calling_line
+from shoal.runtime import events as happenings
+from shoal.runtime.user_frames import UserLine, calling_line
 
 
 class TableSource(Source):
@@ -175,7 +181,7 @@ def column_samples(column: Column, values: torch.Tensor | Ragged) -> Sequence[An
 def _objects(column: Column, values: Ragged) -> Any:
     pieces = _pieces(values)
     if column.is_list:
-        return as_objects([unpacked(piece, is_text=column.kind == "text") for piece in pieces])
+        return as_objects([unpack_list(piece, is_text=column.kind == "text") for piece in pieces])
     if column.kind == "text":
         return np.array([piece.decode() for piece in pieces], dtype=np.str_)
     return as_objects(pieces)
@@ -184,3 +190,101 @@ def _objects(column: Column, values: Ragged) -> Any:
 def _pieces(values: Ragged) -> list[bytes]:
     raw, offsets = values.values.tobytes(), values.offsets.tolist()
     return [raw[begin:end] for begin, end in itertools.pairwise(offsets)]
+
+
+class RowStream(OwnStream):
+    """Stretches of decoded rows, one after the other."""
+
+    columns: tuple[Column, ...]
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Rows]:
+        """From the beginning."""
+
+
+def open_row_stream(
+    rows: RowStream,
+    *,
+    format: str,
+    files: Sequence[FileInfo],
+    is_compressed: Callable[[FileInfo], bool],
+    label: str | Sequence[str] | None,
+    on_error: str,
+    max_skips: int | None,
+) -> Stream:
+    """The stream of these rows, and a word about it: there is less that it can do than files that are not compressed."""
+    names = [column.name for column in rows.columns]
+    missing = [name for name in label_names(label) if name not in names]
+    if missing:
+        raise NoSuchColumn(asked=missing, there=names, where=files[0].url, asked_by="label=")
+    packed = [info for info in files if is_compressed(info)]
+    megabytes = sum(info.num_bytes for info in packed) / 1e6
+    reason = (
+        f"{len(packed)} of {len(files)} file{'' if len(files) == 1 else 's'} "
+        f"{'is' if len(packed) == 1 else 'are'} compressed ({megabytes:,.1f} MB)"
+    )
+    consequence = "every worker reads all of it, and a resumed epoch is read again up to its position"
+    happenings.tell(
+        "read as a stream",
+        format=format,
+        files=[info.url for info in packed[:10]],
+        reason=reason,
+        consequence=consequence,
+    )
+    if jobs.rank() == 0:
+        print(
+            f"shoal: {reason}, {packed[0].url} the first of them, so this is a stream: {consequence}; unpacked, or as "
+            "Parquet, it can be shuffled, split and resumed anywhere",
+            file=sys.stderr,
+        )
+    return Stream(rows, (_Samples(rows.columns, label, on_error, max_skips, calling_line()),))
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """From stretches to samples; a bad one is refused, or left out, when it is its turn."""
+
+    columns: tuple[Column, ...]
+    label: str | Sequence[str] | None
+    on_error: str
+    max_skips: int | None
+    opened_at: UserLine | None
+
+    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        """The samples of an epoch."""
+        try:
+            yield from self._samples(before, epoch, skips)
+        except DataError as error:
+            error.opened_by(self.opened_at)
+            raise
+
+    def _samples(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        number = 0
+        for rows in before(epoch):
+            columns = {column.name: self._values(column, rows) for column in self.columns}
+            for row in range(rows.num_rows):
+                if row in rows.bad:
+                    bad = rows.bad[row].at_index(number + row)
+                    if self.on_error == "raise":
+                        raise bad
+                    skips.record([Skipped(epoch, number + row, bad, "source", self.max_skips)])
+                    continue
+                yield self._arranged({name: values[row] for name, values in columns.items()})
+            number += rows.num_rows
+
+    def describe(self) -> dict[str, Any]:
+        """The label."""
+        return {"stage": "samples", "label": label_names(self.label)}
+
+    def _values(self, column: Column, rows: Rows) -> Sequence[Any]:
+        values = rows.columns[column.name]
+        if isinstance(values, np.ndarray):
+            # A copy: a sample may be written, and what was read may not.
+            return column_samples(column, torch.from_numpy(values.copy()))
+        return column_samples(column, values)
+
+    def _arranged(self, sample: dict[str, Any]) -> Any:
+        labels = {name: sample.pop(name) for name in label_names(self.label)}
+        if self.label is None:
+            return sample
+        return sample, labels[self.label] if isinstance(self.label, str) else labels

@@ -1,1 +1,0 @@
-"""Sharding: which worker computes which part of a global batch."""
