@@ -60,6 +60,10 @@ def test_where_an_epoch_holds_other_samples_it_may_keep_another_number() -> None
     assert len(fn.asked) == len(set(fn.asked))
     with pytest.raises(ConfigError, match="repeat needs epochs of one length"):
         kept.repeat(2)
+    with pytest.raises(ConfigError, match="interleave needs epochs of one length"):
+        Dataset.interleave([kept, numbers(5)])
+    with pytest.raises(ConfigError, match="zip needs epochs of one length"):
+        Dataset.zip(kept, numbers(5))
 
 
 def test_a_batched_filter_gives_a_truth_value_per_row() -> None:

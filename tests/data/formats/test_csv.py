@@ -198,10 +198,11 @@ class CountingFiles(SharedFiles):
         return super().read(url, begin, end)
 
 
-def test_one_sample_reads_one_block(tmp_path: Path) -> None:
+def test_one_sample_reads_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.csv", "a,b\n" + "1234567,abcdefg\n" * 700_000)
     files = CountingFiles()
-    source = open_csv(path, files=files)
+    monkeypatch.setattr("shoal.data.remote.located_files.SharedFiles", lambda: files)
+    source = open_csv(path)
     assert len(source.table.blocks) == 3
     files.num_bytes = 0
     source.samples([650_000])

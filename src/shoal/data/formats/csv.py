@@ -16,7 +16,7 @@ import numpy as np
 from shoal.data.arguments import OnError, by_name, flag, skipping
 from shoal.data.arguments import names as list_of_names
 from shoal.data.cache.disk_cache import identity_of
-from shoal.data.files import Files, SharedFiles, Where, in_threads
+from shoal.data.files import Where, in_threads
 from shoal.data.formats.arrow import ArrowArray, BadRows, Fill, as_file, as_indices, decoded, shown
 from shoal.data.formats.lines import (
     COMPRESSED,
@@ -44,6 +44,8 @@ from shoal.data.formats.schema import (
 )
 from shoal.data.formats.table import Rows
 from shoal.data.formats.table_source import TableSource
+from shoal.data.remote.copies import CopiedFiles
+from shoal.data.remote.located_files import files_at
 from shoal.data.stream import Stream
 from shoal.errors import ConfigError, FileDamaged, SchemasDiffer
 
@@ -174,7 +176,7 @@ _NUM_TEXTS = 4  # blocks looked at for the type of a column that is empty in tho
 
 
 def open_csv(
-    path: Where,
+    path: Where | CopiedFiles,
     *,
     label: str | Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
@@ -185,14 +187,29 @@ def open_csv(
     header: bool | None = None,
     names: Sequence[str] | None = None,
     cache: Any = "auto",
+    location: str = "shared",
+    spread: str = "on-demand",
     on_error: OnError = "raise",
     max_skips: int | None = None,
-    files: Files | None = None,
 ) -> TableSource | Stream:
-    """The source behind `Dataset.from_csv`; a stream where files are compressed."""
+    """Rows of CSV files: a file, a list, a directory, a pattern, or any URL that fsspec opens.
+
+    A sample is a dict of columns, or (dict, label). Types are those of the
+    first rows (floats are float32, whole numbers int64, times int64
+    nanoseconds) or what `schema` says, for some columns or all. Names come
+    from the header, or from `names` where there is none. The delimiter is
+    a tab for .tsv and else a comma. Empty fields, NA and null are missing
+    values in columns of numbers: an error that names row, line and column,
+    or what `fill` says. All files are read through once to find where
+    rows end; compressed ones (.gz) cannot be read from the middle and
+    become a stream: no length, no split, a shuffle within a buffer.
+
+        Dataset.from_csv("clicks-*.csv", label="clicked")
+        Dataset.from_csv("clicks.tsv", names=["y", "price", "user"], schema={"user": "str"}, fill={"price": 0})
+    """
+    files, where = files_at(path, location, spread)
     on_error, max_skips = skipping("", on_error, max_skips)
-    files = files or SharedFiles()
-    infos = files.expand(path, ENDINGS)
+    infos = files.expand(where, ENDINGS)
     if delimiter is None:
         delimiter = "\t" if ".tsv" in infos[0].url.rpartition("/")[2].lower() else ","
     config = CsvConfig(

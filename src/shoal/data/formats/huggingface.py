@@ -40,7 +40,17 @@ def open_huggingface(
     on_error: OnError = "raise",
     max_skips: int | None = None,
 ) -> Source | Stream:
-    """The source behind `Dataset.from_huggingface`; a stream for an IterableDataset."""
+    """A Dataset of Hugging Face's `datasets`, or one split of a DatasetDict.
+
+    Its Arrow columns are read as those of a Parquet file: a sample is a
+    dict, or (dict, label). Images and nested columns, and data sets with a
+    transform, are asked row by row, which is slower. An IterableDataset is
+    read as a stream: every worker reads all of it and keeps its part,
+    there is no split or length, and a resumed epoch is read again up to
+    its position. Shuffle here, not there: then nothing is stored.
+
+        Dataset.from_huggingface(datasets.load_dataset("imdb"), split="train", label="label").shuffle(seed=0)
+    """
     import datasets
 
     on_error, max_skips = skipping("", on_error, max_skips)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.data.arguments import OnError, by_name, names, skipping
 from shoal.data.cache.disk_cache import identity_of
-from shoal.data.files import Files, SharedFiles, Where, in_threads
+from shoal.data.files import Where, in_threads
 from shoal.data.formats.arrow import ArrowArray, BadRows, Fill, as_file, decoded, shown
 from shoal.data.formats.lines import (
     COMPRESSED,
@@ -40,6 +40,8 @@ from shoal.data.formats.schema import (
 )
 from shoal.data.formats.table import Rows
 from shoal.data.formats.table_source import TableSource
+from shoal.data.remote.copies import CopiedFiles
+from shoal.data.remote.located_files import files_at
 from shoal.data.stream import Stream
 from shoal.errors import DataError
 
@@ -53,21 +55,35 @@ _NUM_TEXTS = 4  # blocks looked at for the type of a column that is null in thos
 
 
 def open_jsonl(
-    path: Where,
+    path: Where | CopiedFiles,
     *,
     label: str | Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
     schema: Mapping[str, Any] | None = None,
     fill: Mapping[str, Any] | None = None,
     cache: Any = "auto",
+    location: str = "shared",
+    spread: str = "on-demand",
     on_error: OnError = "raise",
     max_skips: int | None = None,
-    files: Files | None = None,
 ) -> TableSource | Stream:
-    """The source behind `Dataset.from_jsonl`; a stream where files are compressed."""
+    """Lines of JSON files, each an object: a file, a list, a directory, a pattern, or any URL that fsspec opens.
+
+    A sample is a dict of the object's keys, or (dict, label). Types are
+    those of the first rows (floats are float32, whole numbers int64, times
+    int64 nanoseconds) or what `schema` says, for some keys or all; lists
+    may be `"list[int64]"`, padded to the longest of a batch, or
+    `"float32[8]"`. A key that is missing or null is an error that names
+    row, line and key, or what `fill` says; keys that the first rows do not
+    have are left out. All files are read through once to find where lines
+    end; compressed ones (.gz) become a stream, without length or split.
+
+        Dataset.from_jsonl("reviews-*.jsonl", columns=["text", "stars"], label="stars")
+        Dataset.from_jsonl("users.jsonl", schema={"ids": "list[int64]"}, fill={"ids": []})
+    """
+    files, where = files_at(path, location, spread)
     on_error, max_skips = skipping("", on_error, max_skips)
-    files = files or SharedFiles()
-    infos = files.expand(path, ENDINGS)
+    infos = files.expand(where, ENDINGS)
     description = {"format": "jsonl"}
     asked: dict[str, Any] = {"columns": columns, "needed": label_names(label), "schema": schema, "fill": fill}
     if any(is_compressed(info.url) for info in infos):

@@ -20,6 +20,8 @@ from shoal.data.formats.arrow import BadRows, Fill, as_indices, as_numpy, decode
 from shoal.data.formats.schema import check_names, chosen, columns_of, label_names
 from shoal.data.formats.table import Block, Column, Rows, empty_rows, joined_rows
 from shoal.data.formats.table_source import TableSource
+from shoal.data.remote.copies import CopiedFiles
+from shoal.data.remote.located_files import files_at
 from shoal.errors import ConfigError, FileDamaged, NoSuchColumn, SchemasDiffer
 
 if TYPE_CHECKING:
@@ -211,21 +213,36 @@ _BLOCK_BYTES = 8 << 20  # small row groups are read several at a time, up to thi
 
 
 def open_parquet(
-    path: Where,
+    path: Where | CopiedFiles,
     *,
     label: str | Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
     where: Any = None,
     fill: Mapping[str, Any] | None = None,
     cache: Any = "auto",
+    location: str = "shared",
+    spread: str = "on-demand",
     on_error: OnError = "raise",
     max_skips: int | None = None,
-    files: Files | None = None,
 ) -> TableSource:
-    """The source behind `Dataset.from_parquet`."""
+    """Rows of Parquet files: a file, a list, a directory, a pattern, or any URL that fsspec opens.
+
+    A sample is a dict of columns, or (dict, label). `columns` are the only
+    ones that are read. `where` keeps the rows that fulfil all of its
+    conditions, or with a list of lists those of any list; row groups whose
+    statistics rule them out are not read. A missing value is an error that
+    names its row, or what `fill` says. Timestamps and dates are int64
+    nanoseconds since 1970, decimals float64, lists of several lengths are
+    padded to the longest of a batch. With `on_error="skip"` bad rows are
+    left out, at most `max_skips` of them.
+
+        Dataset.from_parquet("clicks/*.parquet", label="clicked")
+        Dataset.from_parquet("s3://bucket/clicks/", columns=["price", "user"], where=[("price", ">", 3)])
+    """
+    files, place = files_at(path, location, spread)
     on_error, max_skips = skipping("", on_error, max_skips)
     table = ParquetTable(
-        path, columns=columns, needed=label_names(label), where=where, fill=fill, files=files
+        place, columns=columns, needed=label_names(label), where=where, fill=fill, files=files
     )
     return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
 

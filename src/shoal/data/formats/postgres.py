@@ -75,7 +75,7 @@ class PostgresDatabase:
                 "`pip install 'shoal[postgres]'`."
             ) from None
         try:
-            return PostgresSession(dbapi.connect(self._url), self)
+            return PostgresSession(dbapi.connect(self._url), dbapi.Error, self)
         except dbapi.Error as error:
             raise ConnectionGone(self.scrubbed(_said(error))) from None
 
@@ -102,8 +102,8 @@ class PostgresDatabase:
 class PostgresSession:
     """One connection."""
 
-    def __init__(self, connection: Any, database: PostgresDatabase) -> None:
-        self._connection, self._database = connection, database
+    def __init__(self, connection: Any, error: type[Exception], database: PostgresDatabase) -> None:
+        self._connection, self._error, self._database = connection, error, database
 
     def columns(self, relation: str) -> list[SqlColumn]:
         """By the types that the server tells; what ADBC has no type for is asked for as text."""
@@ -151,11 +151,9 @@ class PostgresSession:
 
     def close(self) -> None:
         """Let go of the connection."""
-        from adbc_driver_postgresql import dbapi
-
         try:
             self._connection.close()
-        except dbapi.Error:
+        except self._error:  # nothing is imported here: this may run in a finalizer
             pass
 
     def _table(self, sql: str) -> pa.Table:
@@ -167,13 +165,12 @@ class PostgresSession:
     @contextmanager
     def _speaking(self, what: str) -> Iterator[None]:
         from adbc_driver_manager import AdbcStatusCode
-        from adbc_driver_postgresql import dbapi
 
         try:
             yield
-        except dbapi.Error as error:
+        except self._error as error:
             state = str(getattr(error, "sqlstate", None) or "")
-            is_gone = error.status_code in (
+            is_gone = getattr(error, "status_code", None) in (
                 AdbcStatusCode.IO,
                 AdbcStatusCode.TIMEOUT,
                 AdbcStatusCode.CANCELLED,

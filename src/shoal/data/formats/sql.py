@@ -338,7 +338,23 @@ def open_sql(
     max_skips: int | None = None,
     timeout_s: float = 30.0,
 ) -> TableSource:
-    """The source of `Dataset.from_sql`."""
+    """Rows of a table, or of a query, in PostgreSQL ("postgresql://user:password@host/name") or SQLite (a path).
+
+    Rows are read in ranges of `key`, a column with an order (the primary
+    key, if nothing is said), about as many rows in each; `partitions` says
+    how many ranges. So each worker asks for the ranges its samples lie in.
+    Without a key the whole is one range. `schema` gives columns other
+    types ({"price": "float32"}), `fill` says what stands for NULL.
+
+    Everything is read in read-only transactions, each range in its own. A
+    range that has another number of rows than when the table was opened
+    is refused; values that change while their number stays are not
+    noticed, so let nobody write while you train, or read from a copy. A
+    database that closes the connection is asked again for `timeout_s`.
+
+        Dataset.from_sql("clicks", "postgresql://me@db.example/ads", label="clicked")
+        Dataset.from_sql("SELECT * FROM visits WHERE day < '2024-05-01'", "visits.db", key="id", partitions=64)
+    """
     on_error, max_skips = skipping("", on_error, max_skips)
     if partitions is not None:
         partitions = whole_number("from_sql(partitions=)", partitions, at_least=1)

@@ -26,12 +26,14 @@ from numpy.typing import NDArray
 
 from shoal.data.arguments import OnError, skipping
 from shoal.data.cache.disk_cache import identity_of, remembered
-from shoal.data.files import FileInfo, Files, SharedFiles, Where
+from shoal.data.files import FileInfo, Files, Where
 from shoal.data.formats.arrow import BadRows
 from shoal.data.formats.example import Wanted, masked_crc, wanted_features
 from shoal.data.formats.example_parser import ExampleParser
 from shoal.data.formats.table import Block, Column, Rows, empty_rows
 from shoal.data.formats.table_source import RowStream, TableSource, open_row_stream
+from shoal.data.remote.copies import CopiedFiles
+from shoal.data.remote.located_files import files_at
 from shoal.data.sources.source import Source
 from shoal.data.stream import Stream
 from shoal.errors import FileDamaged
@@ -326,19 +328,32 @@ ENDINGS = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz")
 
 
 def open_tfrecord(
-    where: Where,
+    path: Where | CopiedFiles,
     schema: Mapping[str, Any],
     *,
     label: str | Sequence[str] | None = None,
     cache: Any = "auto",
+    location: str = "shared",
+    spread: str = "on-demand",
     on_error: OnError = "raise",
     max_skips: int | None = None,
-    files: Files | None = None,
 ) -> Source | Stream:
-    """The source of `Dataset.from_tfrecord`: a table, or a stream where a file is compressed."""
+    """Rows of TFRecord files that hold `tf.train.Example`s: a file, a list, a directory, a pattern or a URL.
+
+    `schema` says which features to read, as a `shoal.data.Feature` or as
+    a type alone, which is one value. Files are scanned once when they are
+    opened; every checksum is looked at. A record that lacks a feature, or
+    holds another type or number of values, is an error that names it, or
+    with `on_error="skip"` left out. Compressed files (GZIP) can only be
+    read from their beginning: they are a stream, which every worker reads
+    whole and a resumed epoch reads again up to its position.
+
+        schema = {"dense": Feature("float32", (13,)), "ids": Feature("int64", None), "clicked": "int64"}
+        Dataset.from_tfrecord("clicks/*.tfrecord", schema, label="clicked")
+    """
+    files, where = files_at(path, location, spread)
     features = wanted_features(schema)
     on_error, max_skips = skipping("", on_error, max_skips)
-    files = files or SharedFiles()
     found = files.expand(where, ENDINGS)
     if any(is_gzip(files, info) for info in found):
         return open_stream(files, found, features, label=label, on_error=on_error, max_skips=max_skips)
