@@ -325,7 +325,7 @@ class Dataset:
             ram_bytes = whole_number("cache(ram_bytes=)", ram_bytes, at_least=0)
         if directory is not None:
             directory = arguments.directory("cache(directory=)", directory)
-        from shoal.data.cache.caching import cached
+        from shoal.data.cache.sample_cache import cached
 
         return type(self)(cached(source, where=where, ram_bytes=ram_bytes, directory=directory), order)
 

@@ -25,12 +25,11 @@ from shoal.data.cache.cache_plan import piece_bytes, place, say_where
 from shoal.data.cache.row_file import Field, RowLayout
 from shoal.data.cache.row_store import UNLIMITED, Lists, RowsAhead, RowSpec, RowStore
 from shoal.data.collate import collate, to_tensor
-from shoal.data.order.order import Indices
+from shoal.data.order.order import Indices, integers
 from shoal.data.randomness import PrivateGenerators
-from shoal.data.sources.grouping import integers
+from shoal.data.slice import Weighted
 from shoal.data.sources.source import Derived, Source
 from shoal.data.tree import Tree
-from shoal.data.weights import Weighted
 from shoal.errors import ConfigError
 from shoal.runtime import scratch
 
