@@ -18,7 +18,6 @@ _SHOWN = 80  # characters of a value in a message
 
 
 def whole_number(what: str, value: Any, *, at_least: int | None = None) -> int:
-    """The value as an int, or a ConfigError that names it."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -39,21 +38,18 @@ def above_zero(what: str, value: Any, unit: str) -> float:
 
 
 def flag(what: str, value: Any) -> bool:
-    """True or False, and nothing that only looks like it."""
     if not isinstance(value, (bool, np.bool_)):
         raise ConfigError(f"{what} is True or False, got {shown(value)}")
     return bool(value)
 
 
 def function(what: str, fn: Any, of: str = "a sample") -> Any:
-    """Something that can be called."""
     if not callable(fn):
         raise ConfigError(f"{what} takes a function of {of}, got {shown(fn)}")
     return fn
 
 
 def path(what: str, value: Any) -> str:
-    """One path that is not empty."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise ConfigError(f"{what} takes a path, got {shown(value)}")
     return str(os.fspath(value))
@@ -69,7 +65,6 @@ def paths(what: str, value: Any) -> list[str]:
 
 
 def names(what: str, value: Any) -> list[str]:
-    """Names of columns, at least one."""
     if isinstance(value, str):
         raise ConfigError(f"{what} takes a list of names, got the string {value!r}: write [{value!r}]")
     listed = list(value) if isinstance(value, Sequence) else []

@@ -136,7 +136,6 @@ class Batches:
 
     @property
     def sharding(self) -> Sharding:
-        """How batches are cut over the workers."""
         return self._feed.sharding
 
     @property

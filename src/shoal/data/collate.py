@@ -104,7 +104,6 @@ class Collate:
         self.is_default = fn is default_collate
 
     def __call__(self, samples: Any) -> Tree:
-        """One batch of the samples."""
         return collate(samples) if self.is_default else self.tidy(self._fn(samples))
 
     def tidy(self, batch: Tree) -> Tree:

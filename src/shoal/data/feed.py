@@ -129,25 +129,21 @@ class EvenCut:
     """Leave a last batch out that is not full."""
 
     def batch_size(self, num_workers: int) -> int:
-        """Of a full batch."""
         return self.size * num_workers if self.per_worker else self.size
 
     def num_steps(self, num_samples: int, num_workers: int, start: int) -> int:
-        """Batches from `start` on."""
         size, rest = self.batch_size(num_workers), max(num_samples - start, 0)
         return rest // size if self.drop_last else -(-rest // size)
 
     def batches(
         self, num_samples: int, *, epoch: int, start: int, num_workers: int
     ) -> Iterator[tuple[int, int]]:
-        """(begin, end) of each, from `start` on."""
         size = self.batch_size(num_workers)
         for number in range(self.num_steps(num_samples, num_workers, start)):
             begin = start + number * size
             yield begin, min(begin + size, num_samples)
 
     def describe(self) -> dict[str, Any]:
-        """Identity, fit for JSON."""
         return {"batch_size": self.size, "per_worker": self.per_worker, "drop_last": self.drop_last}
 
 
@@ -178,12 +174,10 @@ class IndexedFeed:
 
     @property
     def is_endless(self) -> bool:
-        """Whether an epoch has no end."""
         return self._order.is_endless
 
     @property
     def num_samples(self) -> int | None:
-        """Of one epoch; None where there is no end."""
         return None if self.is_endless else self._order.num_samples
 
     def near(self, samples_per_range: int) -> list[int]:
@@ -199,18 +193,15 @@ class IndexedFeed:
         ]
 
     def batch_size(self, num_workers: int) -> int:
-        """Samples of one global batch."""
         return self._cut.batch_size(num_workers)
 
     def num_steps(self, num_workers: int, start: int) -> int | None:
-        """Global batches of an epoch from position `start` on; None where there is no end."""
         num_samples = self.num_samples
         return None if num_samples is None else self._cut.num_steps(num_samples, num_workers, start)
 
     def slices(
         self, *, epoch: int, start: int, rank: int, num_workers: int, stop: int | None = None
     ) -> Iterator[Slice]:
-        """This rank's part of each of them that begins before `stop`."""
         num_samples = self._order.length(epoch)
         check_call(start=start, rank=rank, num_workers=num_workers, batch_size=self.batch_size(num_workers))
         self.sharding.check(num_workers)
@@ -241,13 +232,11 @@ class IndexedFeed:
         return self.sharding.loads(ranges, num_workers, epoch)
 
     def sharded(self, plan: ShardPlan) -> IndexedFeed:
-        """The same, cut over the workers in another way."""
         feed = copy.copy(self)
         feed.sharding = plan.of_source(self._reader.source, self._order)
         return feed
 
     def describe(self) -> dict[str, Any]:
-        """Source, order, cut and seed."""
         stages = [*self._reader.source.describe(), *self._order.describe()]
         return {"stages": stages, **self._cut.describe(), "seed": self.seed}
 
@@ -331,7 +320,6 @@ def _requests(block: list[Share], indices: Indices, epoch: int) -> Iterator[tupl
 
 
 def make_slice(share: Share, request: Request, batch: Tree) -> Slice:
-    """The slice of a share that has been read."""
     return Slice(
         batch=batch,
         num_local=share.num_local,

@@ -128,7 +128,6 @@ class SharedFiles:
         """Every host sees them as they are."""
 
     def is_here(self, url: str) -> bool:
-        """Everywhere."""
         return True
 
     def _read_local(self, url: str, begin: int, end: int) -> bytes:

@@ -183,5 +183,4 @@ _watch: DrawsWatch | None = None
 
 
 def seeded_generator(*parts: int) -> torch.Generator:
-    """A torch generator of its own for one purpose."""
     return torch.Generator().manual_seed(mix(*parts))

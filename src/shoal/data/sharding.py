@@ -344,7 +344,6 @@ class EqualParts:
     name: str = "equal"
 
     def cuts(self, start: int, stop: int, num_workers: int, epoch: int) -> Sequence[int]:
-        """Every worker the same."""
         size = stop - start
         return [size * part // num_workers for part in range(num_workers + 1)]
 
@@ -352,7 +351,6 @@ class EqualParts:
         """Any number will do."""
 
     def describe(self) -> str:
-        """Its name."""
         return "equal"
 
 
@@ -388,14 +386,12 @@ class DynamicRanges:
             )
 
     def cuts(self, start: int, stop: int, num_workers: int, epoch: int) -> Sequence[int]:
-        """Of a batch that all workers compute together."""
         return UNSAID.cuts(start, stop, num_workers, epoch)
 
     def check(self, num_workers: int) -> None:
         """Any number will do."""
 
     def describe(self) -> str:
-        """Its name and settings."""
         return f"dynamic, drain_slower_than={self.drain_slower_than}, backup={self.backup}"
 
 
@@ -420,7 +416,6 @@ class ByWeight:
         return weighted_cuts(stop - start, self.weights) if num_workers > 1 else [0, stop - start]
 
     def check(self, num_workers: int) -> None:
-        """Refuse another number of workers than there are weights."""
         if num_workers != 1 and len(self.weights) != num_workers:
             raise ConfigError(
                 f"shard('weighted', weights={list(self.weights)}) has a weight for each of {len(self.weights)} workers, and this job "
@@ -428,7 +423,6 @@ class ByWeight:
             )
 
     def describe(self) -> str:
-        """Its name and weights."""
         return f"weighted by {list(self.weights)}"
 
 
@@ -475,7 +469,6 @@ class ByCost:
         self._costs = costs
 
     def cuts(self, start: int, stop: int, num_workers: int, epoch: int) -> Sequence[int]:
-        """By the costs of the batch."""
         if num_workers == 1:
             return [0, stop - start]
         return balanced_cuts(self._costs.at(start, stop, epoch), num_workers)
@@ -484,7 +477,6 @@ class ByCost:
         """Any number will do."""
 
     def describe(self) -> str:
-        """Its name and what it goes by."""
         return f"balanced by {self._costs.identity}"
 
     @property

@@ -79,12 +79,10 @@ class Slice:
 
     @property
     def share(self) -> float:
-        """This worker's part of the global batch, what was left out included: over all workers it adds up to 1."""
         return (self.num_local if self.num_asked is None else self.num_asked) / self.num_global
 
     @property
     def borrowed(self) -> bool:
-        """True when the sample only keeps this worker in step."""
         return self.num_local == 0
 
     @property

@@ -66,7 +66,6 @@ class MapStream:
         self._fn, self._on_error, self._max_skips = fn, on_error, max_skips
 
     def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
-        """`fn` of each."""
         for number, sample in enumerate(before(epoch)):
             try:
                 made = keep_weights(sample, self._fn(sample))
@@ -80,7 +79,6 @@ class MapStream:
             yield made
 
     def describe(self) -> dict[str, Any]:
-        """The function's name."""
         skips = {"on_error": "skip"} if self._on_error == "skip" else {}
         return {"stage": "map", "fn": name_of(self._fn), **skips}
 
@@ -92,7 +90,6 @@ class FilterStream:
         self._fn = fn
 
     def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
-        """Those that pass."""
         for number, sample in enumerate(before(epoch)):
             try:
                 passes = self._fn(sample)
@@ -103,7 +100,6 @@ class FilterStream:
                 yield sample
 
     def describe(self) -> dict[str, Any]:
-        """The function's name."""
         return {"stage": "filter", "fn": name_of(self._fn)}
 
 
@@ -114,7 +110,6 @@ class AugmentStream:
         self._fn, self._seed = fn, seed
 
     def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
-        """`fn` of each."""
         generator = torch.Generator()
         for number, sample in enumerate(before(epoch)):
             generator.manual_seed(augment_seed(self._seed, epoch, number))
@@ -126,7 +121,6 @@ class AugmentStream:
             yield made
 
     def describe(self) -> dict[str, Any]:
-        """The function's name and the seed."""
         return {"stage": "augment", "fn": name_of(self._fn), "seed": self._seed}
 
 
@@ -137,7 +131,6 @@ class WeightStream:
         self._by = by
 
     def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
-        """(inputs, target, weight) of each."""
         for number, sample in enumerate(before(epoch)):
             if isinstance(self._by, str):
                 weight = find_column(sample, self._by, None, "with_weights")
@@ -151,7 +144,6 @@ class WeightStream:
             yield weighted(sample, checked_weight(weight, number), column=column)
 
     def describe(self) -> dict[str, Any]:
-        """Where the weights come from."""
         by = self._by if isinstance(self._by, str) else name_of(self._by)
         return {"stage": "with_weights", "weights": by}
 
@@ -167,7 +159,6 @@ class TakeStream:
         return itertools.islice(before(epoch), self._num_samples)
 
     def describe(self) -> dict[str, Any]:
-        """How many."""
         return {"stage": "take", "num_samples": self._num_samples}
 
 
@@ -178,11 +169,9 @@ class SkipStream:
         self._num_samples = num_samples
 
     def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
-        """What comes after them."""
         return itertools.islice(before(epoch), self._num_samples, None)
 
     def describe(self) -> dict[str, Any]:
-        """How many."""
         return {"stage": "skip", "num_samples": self._num_samples}
 
 
@@ -193,7 +182,6 @@ class RepeatStream:
         self.times = times
 
     def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
-        """One repetition after the other."""
         for repetition in itertools.count() if self.times is None else range(self.times):
             is_empty = True
             for sample in before(epoch * (self.times or _MANY) + repetition):
@@ -203,7 +191,6 @@ class RepeatStream:
                 return  # nor would the next one give anything
 
     def describe(self) -> dict[str, Any]:
-        """How often."""
         return {"stage": "repeat", "times": self.times}
 
 
@@ -228,7 +215,6 @@ class ShuffleStream:
         yield from buffer
 
     def describe(self) -> dict[str, Any]:
-        """Seed and size of the buffer."""
         return {"stage": "shuffle", "seed": self._seed, "buffer": self._num_samples}
 
 
@@ -259,7 +245,6 @@ class Stream(IterableDataset[Any]):
 
     @property
     def is_endless(self) -> bool:
-        """Whether it is repeated without end, and nothing after that takes only some."""
         endless = False
         for stage in self._stages:
             if isinstance(stage, RepeatStream):
@@ -269,18 +254,15 @@ class Stream(IterableDataset[Any]):
         return endless
 
     def then(self, stage: StreamStage) -> Stream:
-        """One stage more."""
         return Stream(self._dataset, (*self._stages, stage))
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next pass reads."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
         return self._open(len(self._stages), self._epoch)
 
     def describe(self) -> list[dict[str, Any]]:
-        """The dataset's class, and the stages."""
         source = {"source": "stream", "dataset": type(self._dataset).__qualname__}
         if isinstance(self._dataset, OwnStream):
             source = self._dataset.describe()
@@ -347,24 +329,20 @@ class StreamFeed:
 
     @property
     def is_endless(self) -> bool:
-        """Whether an epoch has no end, as far as is known."""
         return isinstance(self._dataset, Stream) and self._dataset.is_endless
 
     def batch_size(self, num_workers: int) -> int:
-        """Samples of one global batch; 0 where the items are batches already."""
         return 0 if self._cut is None else self._cut.batch_size(num_workers)
 
     def num_steps(self, num_workers: int, start: int) -> None:
         """Only reading can tell."""
 
     def sharded(self, plan: ShardPlan) -> StreamFeed:
-        """The same, cut over the workers in another way."""
         feed = copy.copy(self)
         feed.sharding = plan.of_stream()
         return feed
 
     def describe(self) -> dict[str, Any]:
-        """Source, sizes and seed."""
         stages = [*self._description, *(self._order.describe() if self._order else ())]
         sizes = {"batch_size": None} if self._cut is None else self._cut.describe()
         return {"stages": stages, **sizes, "seed": self.seed}
@@ -541,7 +519,6 @@ class GeneratorStream(OwnStream):
         self._last: Any = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next pass reads."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -570,7 +547,6 @@ class GeneratorStream(OwnStream):
             )
 
     def describe(self) -> dict[str, Any]:
-        """The function's name, and that there is no way into the middle."""
         described: dict[str, Any] = {
             "source": "generator",
             "fn": name_of(self._fn),

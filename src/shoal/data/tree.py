@@ -54,7 +54,6 @@ def map_leaves(fn: Callable[[str, Any], Any], tree: Tree, path: str = "") -> Tre
 
 
 def tensors(tree: Tree) -> list[torch.Tensor]:
-    """The tensors among the leaves."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

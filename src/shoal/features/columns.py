@@ -30,7 +30,6 @@ class Tokens(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Strings, not numbers."""
         return bool(self.values.dtype.kind == "U")
 
 

@@ -55,7 +55,6 @@ _KINDS = {
 
 
 def encode(features: tuple[Feature, ...], statistics: Statistics | None) -> bytes:
-    """The bytes of both."""
     known = statistics or Statistics()
     content = {
         "format": _FORMAT,

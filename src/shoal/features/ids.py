@@ -37,12 +37,10 @@ def hash_text(texts: NDArray[np.str_], seed: int) -> Hashes:
 
 
 def hash_ints(numbers: NDArray[np.int64], seed: int) -> Hashes:
-    """Of whole numbers."""
     return _mix(numbers.astype(np.int64).view(np.uint64) + _mix(np.array([seed], np.uint64) + _GOLDEN))
 
 
 def hash_together(parts: Sequence[Hashes], seed: int) -> Hashes:
-    """Of several hashes, in their order."""
     total = np.full_like(parts[0], seed)
     for part in parts:
         total = _mix((total + _GOLDEN) ^ part)
@@ -50,7 +48,6 @@ def hash_together(parts: Sequence[Hashes], seed: int) -> Hashes:
 
 
 def bucket_of(hashes: Hashes, buckets: int) -> NDArray[np.int64]:
-    """Which of so many buckets."""
     return (hashes % np.uint64(buckets)).astype(np.int64)
 
 
@@ -100,7 +97,6 @@ class Vocabulary:
 
     @property
     def num_ids(self) -> int:
-        """How many different ids there are."""
         own = self.feature.missing == "own"
         return len(self.tokens) + self.feature.num_unknown + own
 

@@ -87,7 +87,6 @@ class Dense:
         self._name, self.width = name, width
 
     def __call__(self, inputs: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """The dense columns."""
         return inputs[self._name].to(like.dtype)
 
 
@@ -98,7 +97,6 @@ class OneHot:
         self._name, self.width = name, num_ids
 
     def __call__(self, inputs: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """1 in the column of the id."""
         return F.one_hot(inputs[self._name], self.width).to(like.dtype)
 
 
@@ -111,7 +109,6 @@ class Rows(nn.Module):
         self.rows = _table(num_ids, dim, sparse=sparse, seed=seed, name=name)
 
     def forward(self, inputs: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """The rows."""
         found: Tensor = self.rows(inputs[self._name])
         return found
 
@@ -132,7 +129,6 @@ class BagOfRows(nn.Module):
             _start(self.rows.weight, padding=num_ids)
 
     def forward(self, inputs: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """The sums."""
         ids, weights = inputs[self._name], inputs[self._weights].to(like.dtype)
         found: Tensor
         if isinstance(self.rows, HashEmbedding):

@@ -80,7 +80,6 @@ class Sketch:
             self._settle()
 
     def merge(self, other: Sketch) -> None:
-        """All that the other has seen."""
         self.count += other.count
         self.max_error += other.max_error
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
@@ -145,7 +144,6 @@ class Sketch:
 
 
 def merge_sketches(sketches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One of several, in their order."""
     total = Sketch.of(sketches[0])
     for other in sketches[1:]:
         total.merge(Sketch.of(other))
@@ -177,7 +175,6 @@ def counts_by_part(values: NDArray[Any]) -> Iterator[tuple[int, Counts]]:
 
 
 def merge_counts(pieces: Sequence[Counts]) -> Counts:
-    """The counts of one part in all pieces."""
     if isinstance(pieces[0], dict):
         total: dict[str, int] = dict(pieces[0])
         for other in pieces[1:]:
@@ -193,7 +190,6 @@ def merge_counts(pieces: Sequence[Counts]) -> Counts:
 
 
 def count_pairs(counts: Counts) -> Iterator[tuple[Token, int]]:
-    """Value and count, one by one."""
     if isinstance(counts, dict):
         return iter(counts.items())
     return zip(counts[0].tolist(), counts[1].tolist(), strict=True)

@@ -81,7 +81,6 @@ class CsvConfig:
 
     @property
     def rules(self) -> RowRules:
-        """What ends a row."""
         quote = -1 if self.quote is None else ord(self.quote)
         return RowRules(delimiter=ord(self.delimiter), quote=quote, cr_ends=True)
 
@@ -138,7 +137,6 @@ class CsvParser:
         )
 
     def parse_options(self, text: bytes, invalid_row_handler: Any = None) -> Any:
-        """How fields are found."""
         import pyarrow.csv
 
         quote = self.config.quote
@@ -150,7 +148,6 @@ class CsvParser:
         )
 
     def convert_options(self, types: Mapping[str, pa.DataType], wanted: Sequence[str]) -> Any:
-        """What fields are taken for."""
         import pyarrow.csv
 
         return pyarrow.csv.ConvertOptions(
@@ -161,7 +158,6 @@ class CsvParser:
         )
 
     def _row(self, text: bytes, rules: RowRules) -> list[str]:
-        """The fields of the first row."""
         import pyarrow.csv
 
         first = rows_of(text, rules)[0]
@@ -285,7 +281,6 @@ class CsvDecoder:
         self._fill = Fill(fill, self.columns)
 
     def decode(self, text: bytes, num_rows: int, place: TextPlace) -> Rows:
-        """The rows of a text; bad ones are told by line and column."""
         import pyarrow as pa
 
         names = self._named[place.file]
@@ -303,7 +298,6 @@ class CsvDecoder:
         return decoded(table, self.columns, self._fill, bad)
 
     def describe(self) -> dict[str, str]:
-        """The types."""
         return {name: str(self._types[name]) for name in self._wanted}
 
     def _check_names(self, urls: Sequence[str], *, is_chosen: bool) -> None:

@@ -393,8 +393,6 @@ class TFRecordWriter:
         return cast(BinaryIO, fsspec.open(self._path, "wb").open())
 
     def write(self, row: Mapping[str, Any] | bytes) -> None:
-        """One record."""
-
         if self._file is None:
             raise ConfigError(f"a TFRecordWriter writes inside a with statement; {self._path} is not open")
         if not isinstance(row, (Mapping, bytes)):

@@ -101,7 +101,6 @@ class HuggingfaceTable:
         )
 
     def read(self, block: int) -> Rows:
-        """Decode one stretch of rows."""
         first = self.blocks[block].first_row
         table: pa.Table = self._dataset[first : first + self.blocks[block].num_rows]
         return decoded(
@@ -109,7 +108,6 @@ class HuggingfaceTable:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Format and columns."""
         return {"format": "huggingface"}
 
 
@@ -124,12 +122,10 @@ class RowsByDatasets(Source):
         self.num_samples = len(dataset)
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
-        """The rows, decoded by the data set, several at once."""
         wanted = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
         return [_arranged(dict(row), self._label) for row in self._dataset.__getitems__(wanted)]
 
     def describe(self) -> list[dict[str, Any]]:
-        """The columns, and why it is read in this way."""
         stage = {"source": "huggingface", "num_samples": self.num_samples, "by_row_because": self._why}
         return [{**stage, "columns": list(self._dataset.column_names)}]
 
@@ -141,7 +137,6 @@ class HuggingfaceStream(OwnStream):
         self._dataset, self._label = dataset, label
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next pass reads: its shuffle buffer draws anew."""
         self._dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -153,7 +148,6 @@ class HuggingfaceStream(OwnStream):
             yield _arranged(dict(row), self._label)
 
     def describe(self) -> dict[str, Any]:
-        """The label, and that there is no way into the middle."""
         described = {"source": "stream", "format": "huggingface", "label": label_names(self._label)}
         return {**described, "columns": self._dataset.column_names}
 

@@ -133,7 +133,6 @@ class JsonDecoder:
         self._fill = Fill(fill, self.columns)
 
     def decode(self, text: bytes, num_rows: int, place: TextPlace) -> Rows:
-        """The rows of a text; bad ones are told by line and column."""
         import pyarrow as pa
 
         bad = BadRows(LineAddress(text, place, RULES))
@@ -150,7 +149,6 @@ class JsonDecoder:
         return decoded(table, self.columns, self._fill, bad)
 
     def describe(self) -> dict[str, str]:
-        """The types."""
         return {name: str(kind) for name, kind in self._types.items()}
 
     def _find_types(

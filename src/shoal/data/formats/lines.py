@@ -80,7 +80,7 @@ class LineScanner:
         return bool(self._state[_QUOTED_ENDS])
 
     def feed(self, chunk: bytes) -> list[LineSpan]:
-        """The spans_of that end in the next chunk."""
+        """The spans that end in the next chunk."""
         cuts = None if not chunk else self._feed_plain(chunk)
         cuts = self._feed_any(chunk).tolist() if cuts is None else cuts
         self._at += len(chunk)
@@ -154,7 +154,7 @@ class LineScanner:
 
 
 def spans_of(chunks: Iterable[bytes], scanner: LineScanner) -> Iterator[LineSpan]:
-    """All spans_of of a text."""
+    """All spans of a text."""
     for chunk in chunks:
         yield from scanner.feed(chunk)
     yield from scanner.finish()
@@ -217,7 +217,7 @@ def _scan(
     block_bytes: int,
     cuts: _Array,
 ) -> int:
-    """Fill in where spans_of begin and end, with their rows and first lines; return how many."""
+    """Fill in where spans begin and end, with their rows and first lines; return how many."""
     mode, content, after_cr = state[0], state[1], state[2]
     rows, begin, lines, first_line = state[3], state[4], state[5], state[6]
     num_cuts = 0
@@ -364,29 +364,25 @@ class TextTable:
         self.blocks = tuple(blocks)
 
     def read(self, block: int) -> Rows:
-        """Decode one stretch of rows."""
         file, part, first_row = self._parts[block]
         url = self._infos[file].url
         text = self._files.read(url, part.begin, part.end)
         return self._decoder.decode(text, part.num_rows, TextPlace(file, url, first_row, part.first_line))
 
     def is_here(self, block: int) -> bool:
-        """Whether this host has the file of a block itself."""
         return self._files.is_here(self._infos[self._parts[block][0]].url)
 
     def stage(self) -> None:
-        """Have all files at this host."""
         self._files.stage()
 
     def describe(self) -> dict[str, Any]:
-        """Format and number of files."""
         return {**self._description, "num_files": len(self._infos)}
 
 
 def scan_files(
     files: Files, infos: Sequence[FileInfo], heads: Sequence[TextHead], rules: RowRules
 ) -> list[list[LineSpan]]:
-    """The spans_of of each file; read once, remembered by what the files are."""
+    """The spans of each file; read once, remembered by what the files are."""
 
     def scan(at: int) -> list[list[int]]:
         info, head = infos[at], heads[at]
@@ -553,7 +549,6 @@ class TextStream(RowStream):
                 yield self._decoder.decode(text, num_rows, place)
 
     def describe(self) -> dict[str, Any]:
-        """Format, files and columns."""
         columns = [column.describe() for column in self.columns]
         return {
             "source": "stream",
@@ -572,7 +567,6 @@ def open_text_stream(
     on_error: str,
     max_skips: int | None,
 ) -> Stream:
-    """The stream of files of which some are compressed."""
     return open_row_stream(
         TextStream(files, decoder, description),
         format=description["format"],

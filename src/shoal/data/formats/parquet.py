@@ -133,7 +133,6 @@ class Predicate:
         return kept
 
     def describe(self) -> list[list[list[Any]]]:
-        """As it was given, fit for JSON."""
         return [[[one.column, one.operation, _plain(one.value)] for one in group] for group in self._any_of]
 
 
@@ -291,7 +290,6 @@ class ParquetTable:
             self._files.narrow(info.url, self._wanted_ranges(file))
 
     def read(self, block: int) -> Rows:
-        """Decode the row groups of one block."""
         import pyarrow as pa
 
         part = self._parts[block]
@@ -347,15 +345,12 @@ class ParquetTable:
             return empty_rows(self.columns, num_rows, bad)
 
     def is_here(self, block: int) -> bool:
-        """Whether this host has the file of a block itself."""
         return self._files.is_here(self._infos[self._parts[block].file].url)
 
     def stage(self) -> None:
-        """Have all files at this host."""
         self._files.stage()
 
     def describe(self) -> dict[str, Any]:
-        """Format, files, columns and conditions."""
         said: dict[str, Any] = {"format": "parquet", "num_files": len(self._infos)}
         return {**said, "where": self._predicate.describe()} if self._predicate else said
 

@@ -66,7 +66,6 @@ class PostgresDatabase:
         self._url = f"postgresql://{parts.netloc}{parts.path}?{query}"
 
     def connect(self) -> PostgresSession:
-        """Connect, log in."""
         try:
             from adbc_driver_postgresql import dbapi
         except ImportError:
@@ -84,7 +83,6 @@ class PostgresDatabase:
         return ""
 
     def quoted(self, name: str) -> str:
-        """A name as SQL has it."""
         doubled = name.replace('"', '""')
         return f'"{doubled}"'
 
@@ -125,7 +123,6 @@ class PostgresSession:
         return f"{name}::{_CASTS.get(kind, 'text')}"
 
     def default_key(self, table: str) -> SqlKey | None:
-        """The primary key, if it is one column."""
         literal = table.replace("'", "''")
         found = self.values(
             "SELECT a.attname::text FROM pg_index AS i JOIN pg_attribute AS a ON a.attrelid = i.indrelid "
@@ -136,7 +133,6 @@ class PostgresSession:
         return SqlKey(self._database.quoted(found[0][0]), True, found[0][0])
 
     def values(self, sql: str) -> list[tuple[Any, ...]]:
-        """A few rows."""
         table = self._table(sql)
         return list(zip(*(column.to_pylist() for column in table.columns), strict=True))
 
@@ -145,12 +141,10 @@ class PostgresSession:
         return self._table(sql), []
 
     def end(self) -> None:
-        """End the transaction."""
         with self._speaking("the end of a transaction"):
             self._connection.rollback()
 
     def close(self) -> None:
-        """Let go of the connection."""
         try:
             self._connection.close()
         except self._error:  # nothing is imported here: this may run in a finalizer

@@ -275,7 +275,6 @@ class KeyRange(NamedTuple):
         return " AND ".join(limits)
 
     def shown(self, key: str) -> str:
-        """For people."""
         return self._replace(low=_short(self.low), high=_short(self.high)).condition(key) or "all rows"
 
 
@@ -473,7 +472,6 @@ class SqlTable:
         return identity_of([], stamp=self._sessions.database.stamp(), **self.describe(), fill=self._wish.fill)
 
     def read(self, block: int) -> Rows:
-        """The rows of one range, if they are as many as there were."""
         part = self._ranges[block]
         sql = self._select(part)
 
@@ -512,7 +510,6 @@ class SqlTable:
         return Rows(decoded_rows.num_rows, decoded_rows.columns, bad)
 
     def describe(self) -> dict[str, Any]:
-        """Database, relation, key and ranges."""
         return {
             "format": "sql",
             "database": self._sessions.database.place,

@@ -39,7 +39,6 @@ class SqliteDatabase:
         self.place = f"sqlite:///{path}"
 
     def connect(self) -> SqliteSession:
-        """Open the file; it must be there."""
         if not os.path.isfile(self._path):
             raise ConnectionGone(f"there is no file {self._path}")
         url = f"file:{urllib.parse.quote(self._path)}?mode=ro"
@@ -62,7 +61,6 @@ class SqliteDatabase:
         return "-".join(stamps)
 
     def quoted(self, name: str) -> str:
-        """A name as SQL has it."""
         doubled = name.replace('"', '""')
         return f'"{doubled}"'
 
@@ -131,7 +129,6 @@ class SqliteSession:
             return SqlKey("rowid", True, "rowid")
 
     def values(self, sql: str) -> list[tuple[Any, ...]]:
-        """A few rows."""
         with self._speaking(sql):
             return self._execute(sql).fetchall()
 
@@ -147,13 +144,11 @@ class SqliteSession:
         return pa.table(arrays, names=[column.name for column in columns]), bad
 
     def end(self) -> None:
-        """End the transaction."""
         with self._speaking("the end of a transaction"):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
 
     def close(self) -> None:
-        """Let go of the file."""
         try:
             self._connection.close()
         except sqlite3.Error:

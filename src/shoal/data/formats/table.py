@@ -40,17 +40,14 @@ class Column:
 
     @classmethod
     def text(cls, name: str, *, is_list: bool = False) -> Column:
-        """A column of strings, or of lists of them."""
         return cls(name, np.dtype(np.uint8), is_ragged=True, kind="text", is_list=is_list)
 
     @classmethod
     def binary(cls, name: str, *, is_list: bool = False) -> Column:
-        """A column of bytes, or of lists of them."""
         return cls(name, np.dtype(np.uint8), is_ragged=True, kind="bytes", is_list=is_list)
 
     @classmethod
     def ragged(cls, name: str, dtype: Any) -> Column:
-        """A column of lists of several lengths."""
         return cls(name, np.dtype(dtype), is_ragged=True)
 
     @property
@@ -64,7 +61,6 @@ class Column:
         return f"{self.dtype}{list(self.shape)}" if self.shape else str(self.dtype)
 
     def describe(self) -> dict[str, Any]:
-        """Fit for JSON."""
         return {"at": self.name, "dtype": self.type_name, "shape": list(self.shape)}
 
 
@@ -76,12 +72,10 @@ class Ragged(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """One less than there are offsets."""
         return len(self.offsets) - 1
 
     @classmethod
     def of(cls, rows: list[Any], dtype: Any) -> Ragged:
-        """From one array or list per row."""
         lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
@@ -95,7 +89,6 @@ class Ragged(NamedTuple):
         return cls.of([np.frombuffer(row, dtype=np.uint8) for row in rows], np.uint8)
 
     def take(self, rows: NDArray[np.int64]) -> Ragged:
-        """These rows, in this order."""
         begins = self.offsets[rows]
         lengths = self.offsets[rows + 1] - begins
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)

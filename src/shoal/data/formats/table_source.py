@@ -85,7 +85,6 @@ class TableSource(Source):
         ]
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
-        """The rows as columns."""
         columns: dict[str, Any] = self._gather(indices)
         for column in self._ragged:
             columns[column.name] = _batch(column, columns[column.name])
@@ -93,11 +92,9 @@ class TableSource(Source):
 
     @property
     def looks_ahead(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
-        """Whether rows may be on disk."""
         return self._storage.looks_ahead
 
     def will_need(self, indices: Indices, epoch: int = 0) -> None:
-        """Read them ahead, where they are on disk."""
         if self.looks_ahead:
             self._storage.will_need(np.asarray(indices, dtype=np.int64))
 
@@ -111,7 +108,6 @@ class TableSource(Source):
         return np.repeat(here, [block.num_rows for block in self.table.blocks])
 
     def stage(self) -> None:
-        """Have the files at this host."""
         if isinstance(self.table, StagedTable):
             try:
                 self.table.stage()
@@ -120,7 +116,6 @@ class TableSource(Source):
                 raise
 
     def describe(self) -> list[dict[str, Any]]:
-        """The table's own, with the label and how many rows there are."""
         stage = {"source": "table", **self.table.describe(), "num_samples": self.num_samples}
         stage["columns"] = [column.describe() for column in self.table.columns]
         if self._label is not None:
@@ -251,7 +246,6 @@ class _Samples:
     opened_at: UserLine | None
 
     def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
-        """The samples of an epoch."""
         try:
             yield from self._samples(before, epoch, skips)
         except DataError as error:
@@ -273,7 +267,6 @@ class _Samples:
             number += rows.num_rows
 
     def describe(self) -> dict[str, Any]:
-        """The label."""
         return {"stage": "samples", "label": label_names(self.label)}
 
     def _values(self, column: Column, rows: Rows) -> Sequence[Any]:

@@ -402,7 +402,6 @@ class TFRecordTable:
         self.blocks: tuple[Block, ...] = tuple(blocks)
 
     def read(self, block: int) -> Rows:
-        """Check and parse one stretch."""
         file, stretch = self._places[block]
         if stretch is None:
             return self._damaged_tail(file)
@@ -413,15 +412,12 @@ class TFRecordTable:
         return Rows(stretch.num_records, self._parser.parse(*records, bad), bad)
 
     def is_here(self, block: int) -> bool:
-        """Whether this host has the file of a block itself."""
         return self._files.is_here(self._places[block][0].info.url)
 
     def stage(self) -> None:
-        """Have all files at this host."""
         self._files.stage()
 
     def describe(self) -> dict[str, Any]:
-        """Format and number of files, and what is looked for in their records."""
         return {
             "format": "tfrecord",
             "num_files": len(self._scanned),
@@ -459,7 +455,6 @@ def open_stream(
     on_error: str,
     max_skips: int | None,
 ) -> Stream:
-    """The stream of these files."""
     return open_row_stream(
         RecordStream(files, tuple(found), features),
         format="tfrecord",
@@ -489,7 +484,6 @@ class RecordStream(RowStream):
                     yield from self._rows(info, raw)
 
     def describe(self) -> dict[str, Any]:
-        """Format and number of files, and what is looked for in their records."""
         described = [feature.describe() for feature in self._features]
         return {
             "source": "stream",

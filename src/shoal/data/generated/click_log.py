@@ -111,7 +111,6 @@ class ClickLog:
         self._shift = _intercept(self._stretch * raw, _LABEL_RATE)
 
     def samples(self, indices: Ints) -> tuple[_Inputs, torch.Tensor]:
-        """(inputs, labels) of the samples at `indices`."""
         dense = np.empty((len(indices), NUM_DENSE), dtype=np.float32)
         ids = np.empty((len(indices), NUM_COLUMNS), dtype=np.int64)
         labels = np.empty(len(indices), dtype=np.float32)
@@ -168,7 +167,6 @@ class _ZipfColumns:
         self._log_reach = np.log(self._sizes + 1.0)
 
     def rows(self, indices: Ints) -> Ints:
-        """The rows [26, N] of the samples at `indices`."""
         share = uniform(bits(self._key, indices, np.arange(NUM_COLUMNS)[:, None]))
         # The inverse of the distribution's integral, from 1 to size + 1; its whole part is the popularity rank.
         if abs(self._exponent) < 1e-6:

@@ -75,7 +75,6 @@ class MarkovRule:
         self._next_steps = _steps(self.following)
 
     def samples(self, indices: Ints, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(characters, next characters) of the windows at `indices`."""
         shares = uniform(bits(self._window_key, indices, np.arange(length + 1)[:, None]))
         characters = np.empty((len(indices), length + 1), dtype=np.int64)
         before, last = np.divmod(np.searchsorted(self._pair_steps, shares[0], side="right"), len(ALPHABET))

@@ -88,14 +88,12 @@ _SPLIT = 0x53504C4954  # keeps split(seed=0) and shuffle(seed=0) from being one 
 
 
 def as_array(positions: Positions) -> NDArray[np.int64]:
-    """The positions as an array."""
     if isinstance(positions, range):
         return np.arange(positions.start, positions.stop, dtype=np.int64)
     return positions
 
 
 def integers(indices: Indices) -> NDArray[np.int64]:
-    """Indices as an array."""
     return np.asarray(indices, dtype=np.int64) if isinstance(indices, list) else as_array(indices)
 
 
@@ -165,19 +163,15 @@ class InOrder(Order):
 
     @property
     def is_counted(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
-        """Whether those inside the source are."""
         return all(part.is_counted for part in self._parts)
 
     def length(self, epoch: int) -> int:
-        """All of them, always."""
         return self._num_samples if isinstance(self._num_samples, int) else self._num_samples()
 
     def indices(self, positions: Positions, epoch: int) -> Indices:
-        """The positions themselves."""
         return positions
 
     def describe(self) -> list[dict[str, Any]]:
-        """Nothing stands between the source and the epoch."""
         return []
 
 
@@ -192,19 +186,15 @@ class DerivedOrder(Order):
 
     @property
     def is_counted(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
-        """Whether the parent's length is known."""
         return self.parent.is_counted
 
     def length(self, epoch: int) -> int:
-        """As many as the parent has."""
         return self.parent.length(epoch)
 
     def names(self) -> list[str]:
-        """The parent's stages, and this one."""
         return [*self.parent.names(), self.name]
 
     def describe(self) -> list[dict[str, Any]]:
-        """The parent's stages, and this one."""
         return [*self.parent.describe(), {"stage": self.name, **self.settings()}]
 
     @abstractmethod
@@ -222,7 +212,6 @@ class Shuffled(DerivedOrder):
         self.seed, self.is_computed, self.varies = seed, True, True
 
     def indices(self, positions: Positions, epoch: int) -> Indices:
-        """The parent's indices at the permuted positions."""
         permutation = Permutation(self.parent.length(epoch), seed=self.seed, epoch=epoch)
         return self.parent.indices(permutation(as_array(positions)), epoch)
 
@@ -232,7 +221,6 @@ class Shuffled(DerivedOrder):
         return self.parent.indices(several(positions), 0)
 
     def settings(self) -> dict[str, Any]:
-        """The seed."""
         return {"seed": self.seed}
 
 
@@ -249,15 +237,12 @@ class SplitPart(DerivedOrder):
         self.changes_set = parent.changes_set or parent.varies
 
     def length(self, epoch: int) -> int:
-        """As many as the part was given."""
         return self._num_samples
 
     def indices(self, positions: Positions, epoch: int) -> Indices:
-        """The parent's indices in this part's range of the permutation."""
         return self.parent.indices(self._within(self._moved(positions)), epoch)
 
     def settings(self) -> dict[str, Any]:
-        """The seed, and which part of it this is."""
         return {"seed": self.split_seed, "begin": self.begin, "num_samples": self._num_samples}
 
     def _moved(self, positions: Positions) -> Positions:
@@ -281,7 +266,6 @@ class SplitRest(SplitPart):
         self._num_left_out = num_left_out
 
     def settings(self) -> dict[str, Any]:
-        """The seed, and what is left out."""
         return {"seed": self.split_seed, "begin": self.begin, "num_left_out": self._num_left_out}
 
     def _moved(self, positions: Positions) -> Positions:
@@ -301,16 +285,13 @@ class Window(DerivedOrder):
         self.is_endless = parent.is_endless and num_samples is None
 
     def length(self, epoch: int) -> int:
-        """What there is of the range."""
         left = max(self.parent.length(epoch) - self._begin, 0)
         return left if self._num_samples is None else min(left, self._num_samples)
 
     def indices(self, positions: Positions, epoch: int) -> Indices:
-        """The parent's, so much further on."""
         return self.parent.indices(shifted(positions, self._begin), epoch)
 
     def settings(self) -> dict[str, Any]:
-        """Where the range begins, or how long it is."""
         if self._num_samples is None:
             return {"num_samples": self._begin}
         return {"num_samples": self._num_samples} | ({"begin": self._begin} if self._begin else {})
@@ -341,15 +322,12 @@ class Kept(DerivedOrder):
 
     @property
     def is_counted(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
-        """Whether they have been chosen yet."""
         return 0 in self._chosen
 
     def length(self, epoch: int) -> int:
-        """As many as are kept."""
         return self.chosen(epoch if self.length_varies else 0).num_kept
 
     def indices(self, positions: Positions, epoch: int) -> Indices:
-        """The parent's, at the kept positions."""
         return self.parent.indices(self.chosen(epoch).select(as_array(positions)), epoch)
 
     def chosen(self, epoch: int) -> Bitmap:
@@ -361,7 +339,6 @@ class Kept(DerivedOrder):
         return self._chosen[epoch]
 
     def settings(self) -> dict[str, Any]:
-        """What chose them, how many they are and which."""
         first = self.chosen(0)
         return {**self._settings, "num_samples": first.num_kept, "digest": first.digest}
 
@@ -382,7 +359,6 @@ class Repeated(DerivedOrder):
         self.is_endless = times is None
 
     def length(self, epoch: int) -> int:
-        """All repetitions together."""
         if self.times is None:
             return ENDLESS if self.parent.length(0) else 0
         return self.times * self.parent.length(0)
@@ -413,7 +389,6 @@ class Repeated(DerivedOrder):
         return found
 
     def settings(self) -> dict[str, Any]:
-        """How often."""
         return {"times": self.times}
 
     def _epoch(self, epoch: int, repetition: int) -> int:

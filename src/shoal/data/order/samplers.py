@@ -82,18 +82,15 @@ class Drawn(Order):
         return self.length(0)
 
     def length(self, epoch: int) -> int:
-        """Indices given in this epoch."""
         return len(self.drawn(epoch).indices)
 
     def indices(self, positions: Positions, epoch: int) -> Indices:
-        """Those at these positions of what was drawn."""
         indices = self.drawn(epoch).indices
         if isinstance(positions, range):
             return indices[positions.start : positions.stop]
         return indices[positions] if isinstance(indices, np.ndarray) else [indices[at] for at in positions]
 
     def describe(self) -> list[dict[str, Any]]:
-        """The sampler's class and the seed it draws under."""
         return [{"stage": "sampler", "sampler": type(self.sampler).__qualname__, "seed": self.seed}]
 
     def drawn(self, epoch: int) -> _Epoch:
@@ -126,7 +123,6 @@ class DrawnCut:
         return max((end - begin for begin, end in zip([0, *ends], ends, strict=False)), default=0)
 
     def num_steps(self, num_samples: int, num_workers: int, start: int) -> int:
-        """Batches that end after `start`, in the first epoch."""
         return sum(end > start for end in self._order.drawn(0).ends)
 
     def batches(
@@ -140,7 +136,6 @@ class DrawnCut:
             begin = end
 
     def describe(self) -> dict[str, Any]:
-        """The sampler itself is described with the order."""
         return {"batch_size": self.batch_size(1), "per_worker": False, "drop_last": False}
 
 

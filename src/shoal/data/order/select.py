@@ -240,11 +240,9 @@ class Sampled(DerivedOrder):
         self._ends: NDArray[np.float64] | None = None
 
     def length(self, epoch: int) -> int:
-        """As many as are to be drawn."""
         return self.parent.length(epoch) if self._num_samples is None else self._num_samples
 
     def indices(self, positions: Positions, epoch: int) -> Indices:
-        """The parent's, at drawn positions."""
         drawn = uniform(as_array(positions), mix(_DRAW, self._seed, epoch))
         num_there = self.parent.length(epoch)
         if self._weights is None:
@@ -258,7 +256,6 @@ class Sampled(DerivedOrder):
         return self.parent.indices(np.minimum(places, num_there - 1), epoch)
 
     def settings(self) -> dict[str, Any]:
-        """Number, weights and seed."""
         weights = None if self._weights is None else self._weights.describe()
         return {"num_samples": self._num_samples, "weights": weights, "seed": self._seed}
 
@@ -273,23 +270,19 @@ class SampledOnce(Sampled):
 
     @property
     def is_counted(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
-        """Whether it is known how many have a weight."""
         return self.parent.is_counted and (self._num_samples is not None or self._values.is_read)
 
     def length(self, epoch: int) -> int:
-        """As many as are to be drawn, or all that have a weight."""
         if self._num_samples is not None:
             return self._num_samples
         return int(np.count_nonzero(checked_weights(self._values)))
 
     def indices(self, positions: Positions, epoch: int) -> Indices:
-        """The parent's, at drawn positions."""
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = epoch, self._draw(epoch)
         return self.parent.indices(self._drawn[1][as_array(positions)], epoch)
 
     def settings(self) -> dict[str, Any]:
-        """Number, weights and seed."""
         return {**super().settings(), "replacement": False}
 
     def _draw(self, epoch: int) -> NDArray[np.int64]:
@@ -334,7 +327,6 @@ def checked_weights(values: Values) -> NDArray[np.float64]:
 
 
 def filtered(source: Source, order: Order, fn: Callable[[Any], Any], *, batched: bool) -> Kept:
-    """The samples for which a function is true."""
     if order.is_endless:
         raise ConfigError("filter looks at every sample, and repeat() has no end. Call filter before repeat.")
     if source.uses_epoch:
@@ -384,7 +376,6 @@ def split(
 def folds(
     source: Source, order: Order, num_folds: int, *, seed: int, stratify: By | None, group: By | None
 ) -> list[tuple[Order, Order]]:
-    """(everything else, one fold) for each fold."""
     given = _chosen_one("folds", stratify=stratify, group=group)
     _refuse_moving(source, order, "folds")
     if num_folds > order.num_samples:
@@ -415,7 +406,6 @@ def sampled(
     replacement: bool,
     seed: int,
 ) -> Order:
-    """Samples drawn at random."""
     if order.is_endless:
         raise ConfigError(
             "sample draws from all samples, and repeat() has no end. Call sample before repeat."
@@ -448,7 +438,6 @@ class InTime(DerivedOrder):
         self._sorted = self._sort() if times.is_checkable else None
 
     def indices(self, positions: Positions, epoch: int) -> Indices:
-        """The parent's, at the sorted positions."""
         if self._sorted is None:
             self._sorted = self._sort()
         return self.parent.indices(self._sorted[as_array(positions)], epoch)
@@ -463,7 +452,6 @@ class InTime(DerivedOrder):
         return np.argsort(times, kind="stable").astype(np.int64)
 
     def settings(self) -> dict[str, Any]:
-        """Where the times come from."""
         return {"by": self._times.describe()}
 
 
@@ -475,13 +463,11 @@ class Assignment:
         self._part_of: NDArray[np.int32] | None = None
 
     def part(self, order: Order, number: int, name: str) -> Kept:
-        """The samples of a part."""
         return Kept(
             order, lambda epoch: self._assigned() == number, name=name, settings=self._settings(number)
         )
 
     def rest(self, order: Order, number: int) -> Kept:
-        """The samples of all other parts."""
         settings = self._settings(number) | {"is_rest": True}
         return Kept(order, lambda epoch: self._assigned() != number, name="folds", settings=settings)
 

@@ -159,11 +159,9 @@ class Interleaved(Derived):
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # a property may stand for a plain attribute
-        """Of all sources together."""
         return sum(source.num_samples for source in self._sources)
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
-        """Each from its source."""
         asked = integers(indices)
         which, places = self._turns(asked)
 
@@ -176,7 +174,6 @@ class Interleaved(Derived):
         return gather_samples(which, read)
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
-        """One batch from each source, put together."""
         asked = integers(indices)
         which, places = self._turns(asked)
 
@@ -189,17 +186,14 @@ class Interleaved(Derived):
         return gather_batch(which, read)
 
     def will_need(self, indices: Indices, epoch: int = 0) -> None:
-        """Each source's own."""
         which, places = self._turns(integers(indices))
         for number, source in enumerate(self._sources):
             source.will_need(places[which == number], epoch)
 
     def names(self) -> list[str]:
-        """One source, made of several."""
         return ["interleave"]
 
     def describe(self) -> list[dict[str, Any]]:
-        """All sources, and how long each turn is."""
         of = [source.describe() for source in self._sources]
         return [{"source": "interleave", "block": self._block, "of": of}]
 
@@ -217,24 +211,19 @@ class Zipped(Derived):
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # a property may stand for a plain attribute
-        """Those of the shortest."""
         return min(source.num_samples for source in self._sources)
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
-        """The sources' samples, side by side."""
         columns = [source.samples(indices, epoch) for source in self._sources]
         return list(zip(*columns, strict=True))
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
-        """The sources' batches, side by side."""
         return tuple(source.batch(indices, epoch) for source in self._sources)
 
     def names(self) -> list[str]:
-        """One source, made of several."""
         return ["zip"]
 
     def describe(self) -> list[dict[str, Any]]:
-        """All sources."""
         return [{"source": "zip", "of": [source.describe() for source in self._sources]}]
 
 
@@ -254,11 +243,9 @@ class Ordered(Derived):
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # a property may stand for a plain attribute
-        """As many as the order has."""
         return self.order.num_samples
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
-        """The source's, at these positions."""
         inner = self._inner(indices, epoch)
         try:
             return self._source.samples(inner, epoch)
@@ -266,7 +253,6 @@ class Ordered(Derived):
             raise found.renamed(indices, inner) from None
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
-        """The source's, at these positions."""
         inner = self._inner(indices, epoch)
         try:
             return self._source.batch(inner, epoch)
@@ -274,15 +260,12 @@ class Ordered(Derived):
             raise found.renamed(indices, inner) from None
 
     def will_need(self, indices: Indices, epoch: int = 0) -> None:
-        """The source's, at these positions."""
         self._source.will_need(self._inner(indices, epoch), epoch)
 
     def names(self) -> list[str]:
-        """The source's, and the order's."""
         return [*self._source.names(), *self.order.names()]
 
     def describe(self) -> list[dict[str, Any]]:
-        """Source and order."""
         return [*self._source.describe(), *self.order.describe()]
 
     def _inner(self, indices: Indices, epoch: int) -> Indices:
@@ -298,11 +281,9 @@ class RepeatedSource(Derived):
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # a property may stand for a plain attribute
-        """Indices, over all repetitions."""
         return ENDLESS if self._times is None else self._times * self._source.num_samples
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
-        """The source's, in the epochs of their repetitions."""
         repetitions, inner = self._located(indices)
         asked = integers(indices)
         return gather_samples(
@@ -310,7 +291,6 @@ class RepeatedSource(Derived):
         )
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
-        """The source's, in the epochs of their repetitions."""
         if isinstance(indices, range):
             number, first = divmod(indices.start, self._source.num_samples)
             if first + len(indices) <= self._source.num_samples:  # a stretch of one repetition stays one
@@ -322,7 +302,6 @@ class RepeatedSource(Derived):
         )
 
     def will_need(self, indices: Indices, epoch: int = 0) -> None:
-        """The source's, whichever repetition they are of."""
         self._source.will_need(self._located(indices)[1], epoch)
 
     def describe(self) -> list[dict[str, Any]]:

@@ -50,7 +50,6 @@ class ArraySource(Source):
         ]
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
-        """The rows, as views into one copy."""
         return uncollate(self.batch(indices, epoch), len(indices))
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
@@ -62,7 +61,6 @@ class ArraySource(Source):
         return map_tensors(lambda column: column.index_select(0, rows.to(column.device)), self._tree)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Length, and type and shape of each column."""
         return [{"source": "arrays", "num_samples": self.num_samples, "columns": self._columns}]
 
 
@@ -93,7 +91,6 @@ class FunctionSource(Source):
         self._fn, self.num_samples = fn, num_samples
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
-        """The rows of one call."""
         return uncollate(self.batch(indices, epoch), len(indices))
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
@@ -117,7 +114,6 @@ class FunctionSource(Source):
         return map_leaves(check, to_tensors(self._fn(wanted)))
 
     def describe(self) -> list[dict[str, Any]]:
-        """The function's name and the length."""
         return [{"source": "function", "fn": name_of(self._fn), "num_samples": self.num_samples}]
 
 
@@ -160,7 +156,6 @@ class TorchSource(Source):
         return items
 
     def describe(self) -> list[dict[str, Any]]:
-        """The dataset's class and length."""
         return [
             {"source": "torch", "dataset": type(self._dataset).__qualname__, "num_samples": self.num_samples}
         ]

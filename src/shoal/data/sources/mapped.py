@@ -51,7 +51,6 @@ class _Applied(Derived):
         self._fn, self._on_error, self._max_skips = fn, on_error, max_skips
 
     def describe(self) -> list[dict[str, Any]]:
-        """The source's own, and the function's name."""
         stage: dict[str, Any] = {"stage": "map", "fn": name_of(self._fn)}
         if isinstance(self, BatchMapped):
             stage["batched"] = True
@@ -67,7 +66,6 @@ class Mapped(_Applied):
     """Another source with a function applied to each sample."""
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
-        """`fn` of each of the source's samples."""
         results: list[Any] = []
         bad: dict[int, BadSample] = {}
         for index, sample in zip(indices, self._source.samples(indices, epoch), strict=True):
@@ -87,7 +85,6 @@ class BatchMapped(_Applied):
     """Another source with a function applied to the batch of the samples that are asked for."""
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
-        """The rows of one call."""
         return uncollate(self.batch(indices, epoch), len(indices))
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
@@ -171,7 +168,6 @@ class Augmented(Derived):
         return changed
 
     def describe(self) -> list[dict[str, Any]]:
-        """The source's own, the function's name and the seed."""
         return [*self._source.describe(), {"stage": "augment", "fn": name_of(self._fn), "seed": self._seed}]
 
 
@@ -199,7 +195,6 @@ class WeightedSource(Derived):
             self.runs_user_code = True
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
-        """The source's, with a weight each."""
         samples = self._source.samples(indices, epoch)
         if isinstance(self._by, Values):
             weights: list[Any] = list(self._weights_at(indices))
@@ -220,7 +215,6 @@ class WeightedSource(Derived):
         return made
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
-        """The source's batch, with the weights of its samples."""
         if callable(self._by):
             return super().batch(indices, epoch)
         batch = self._source.batch(indices, epoch)
@@ -230,7 +224,6 @@ class WeightedSource(Derived):
         return self._weighted(batch, checked_weight(weights, indices))
 
     def describe(self) -> list[dict[str, Any]]:
-        """The source's own, and where the weights come from."""
         by = self._by.describe() if isinstance(self._by, Values) else self._by
         return [
             *self._source.describe(),

@@ -92,12 +92,10 @@ class Derived(Source):
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # a property may stand for a plain attribute
-        """As many as the source has."""
         return self._source.num_samples
 
     @property
     def looks_ahead(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
-        """Whether anything that it is derived from does."""
         return any(source.looks_ahead for source in self._inputs)
 
     def will_need(self, indices: Indices, epoch: int = 0) -> None:
@@ -106,7 +104,6 @@ class Derived(Source):
             source.will_need(indices, epoch)
 
     def share(self) -> None:
-        """Of all that it is derived from."""
         for source in self._inputs:
             source.share()
 
@@ -116,12 +113,10 @@ class Derived(Source):
         return here if here is not None and len(here) == self.num_samples else None
 
     def stage(self) -> None:
-        """All that it is derived from."""
         for source in self._inputs:
             source.stage()
 
     def names(self) -> list[str]:
-        """The source's, and this stage's."""
         return [*self._source.names(), *([self.name] if self.name else [])]
 
 
