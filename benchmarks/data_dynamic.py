@@ -22,7 +22,7 @@ from benchmarks.harness import Report
 from shoal.cli import ledger_view
 from shoal.cluster.launch.api import LaunchConfig, launch
 from shoal.cluster.launch.roles import preload_for
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 
 SCRIPT = Path(__file__).parent / "scripts" / "slowed.py"
 MODES = {

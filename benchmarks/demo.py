@@ -22,7 +22,7 @@ from typing import Any
 from shoal.cli.verb import console
 from shoal.cluster.launch.api import LaunchConfig, RunResult, launch
 from shoal.cluster.launch.roles import preload_for
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.config.faults import Faults
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "clicks.py"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.harness import Report
 from shoal.cluster.launch.api import LaunchConfig, launch
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 
 SCRIPT = Path(__file__).parent / "scripts" / "with_shoal.py"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.harness import Report
 from shoal.cluster.launch.api import LaunchConfig, launch
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 
 SCRIPT = Path(__file__).parent / "scripts" / "kv_pairs.py"
 NUM_PAIRS = 10_000_000

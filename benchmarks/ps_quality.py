@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.harness import Report
 from shoal.cluster.launch.api import LaunchConfig, launch
 from shoal.cluster.launch.roles import preload_for
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.data import generated
 
 SCRIPT = Path(__file__).parent / "scripts" / "ps_auc.py"

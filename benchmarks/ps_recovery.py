@@ -31,7 +31,7 @@ from benchmarks.recovery_runs import spread
 from shoal import Faults
 from shoal.cluster.launch.roles import PRELOAD_WITH_SERVERS
 from shoal.cluster.launch.threads import available_cores, threads_per_worker
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 
 PARTS = ("bits", "latency", "goodput")
 STRATEGIES = ("ps", "ps:async")

@@ -27,7 +27,7 @@ from benchmarks.harness import Report
 from benchmarks.recovery_runs import Ran, Runs, kill_to_commit_s, spread
 from shoal import Faults
 from shoal.cluster.launch.threads import available_cores, threads_per_worker
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.config.faults import POINTS
 
 STEPS = 120

@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal import Faults
 from shoal.cluster.launch.api import LaunchConfig, launch
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 
 SCRIPT = Path(__file__).parent / "scripts" / "recovering.py"
 STEP_TIMEOUT_S = 20.0

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from shoal.cluster.launch import protocol_version as dialect
-from shoal.cluster.supervisor import forkserver_messages as warm_messages
-from shoal.cluster.supervisor.forkserver_client import WarmParent
-from shoal.cluster.supervisor.forkserver_messages import Ready
+from shoal.cluster.supervisor.warm_parent import check_same_files
 from shoal.errors import ClusterError
+from shoal.runtime.forkserver.messages import Ready
 from shoal.runtime.transport.messages import MESSAGES
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import Finished
@@ -30,14 +27,6 @@ def test_one_field_more_in_one_message_is_another_dialect(monkeypatch: pytest.Mo
 
 
 def test_a_warm_parent_with_other_files_than_ours_is_refused_before_anything_is_started() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    warm = WarmParent.__new__(WarmParent)  # without its process: what it says is all that counts here
-    warm._sock, warm._ready = ours, None
-    with ours, theirs:
-        warm_messages.send(theirs, Ready(1.0, dialect.dialect() ^ 1))
-        with pytest.raises(ClusterError, match=r"were replaced while the job started.*start the job again"):
-            warm._receive()
-        assert not warm.is_ready
-        warm_messages.send(theirs, Ready(1.0, dialect.dialect()))
-        warm._receive()
-        assert warm.is_ready
+    with pytest.raises(ClusterError, match=r"were replaced while the job started.*start the job again"):
+        check_same_files(Ready(1.0, dialect.dialect() ^ 1))
+    check_same_files(Ready(1.0, dialect.dialect()))

@@ -44,7 +44,7 @@ from launched import Launched
 
 from shoal.cluster.launch.api import LaunchConfig, launch
 from shoal.cluster.launch.roles import PRELOAD_WITH_MESH, PRELOAD_WITH_SERVERS
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from waiting import wait_until
 
 if TYPE_CHECKING:

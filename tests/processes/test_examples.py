@@ -15,8 +15,8 @@ from launched import Launched
 from typer.testing import CliRunner
 
 from shoal.cli import app
-from shoal.cluster.supervisor import forkserver_client as warm_client
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor import warm_parent as warm_client
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.runtime import kernel_cache as compiled
 
 

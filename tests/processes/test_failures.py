@@ -13,7 +13,7 @@ import pytest
 from launched import Launched
 
 from shoal.cluster.launch.api import LaunchConfig, launch
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.errors import (
     CallsDiffer,
     ClusterError,

@@ -7,7 +7,7 @@ import signal
 
 import psutil
 
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from waiting import wait_until
 
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from shoal import Faults
 from shoal.cli import app
-from shoal.cluster.supervisor import forkserver_client as warm_client
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor import warm_parent as warm_client
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.errors import ConfigError
 from shoal.train.checkpoint.checkpoint import open_checkpoint
 

@@ -14,7 +14,7 @@ from launched import Launched
 import shoal
 from shoal.cluster.launch import api
 from shoal.cluster.launch.threads import available_cores
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.errors import ClusterError, ConfigError, ScriptFailed
 
 Launch = Callable[..., Launched]

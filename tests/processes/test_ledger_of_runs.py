@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from shoal import Faults
 from shoal.cli import app, ledger_view
 from shoal.cluster.launch.api import launch, resume_config
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from waiting import wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "counted_epochs.py"

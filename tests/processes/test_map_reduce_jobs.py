@@ -172,8 +172,8 @@ def test_a_killed_program_takes_its_processes_along_and_the_next_goes_on_where_i
     program = subprocess.Popen([sys.executable, "plain.py"], cwd=tmp_path, stdout=subprocess.PIPE)
     done = tmp_path / "cache" / "shoal" / "map_reduce"
     assert wait_until(lambda: len(list(done.glob("*/map-*"))) >= 1, timeout_s=60.0)
-    children = psutil.Process(program.pid).children()
-    assert len(children) == 2
+    children = psutil.Process(program.pid).children(recursive=True)
+    assert len(children) == 3, "the fork server and its two children"
     program.kill()
     program.communicate()
     assert wait_until(lambda: not any(child.is_running() for child in children), timeout_s=20.0)

@@ -15,7 +15,7 @@ from launched import Launched
 from safetensors.torch import load_file
 
 from shoal.cluster.launch.api import launch, resume_config
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from waiting import wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "ps_resumed.py"

@@ -14,7 +14,7 @@ from launched import Launched
 from safetensors.torch import load_file
 from test_custom_loop import LOOPS
 
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TOLERANCE = 1e-9

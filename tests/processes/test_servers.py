@@ -11,7 +11,7 @@ from launched import Launched
 
 from shoal.cli import runs
 from shoal.cli.scale import scale
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.config.faults import Faults
 from shoal.errors import ClusterError, ConfigError
 

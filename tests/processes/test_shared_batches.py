@@ -19,7 +19,7 @@ from shoal.cli import ledger_view
 from shoal.cli.equality import check
 from shoal.cli.verify import VerifyRuns
 from shoal.cluster.launch.api import LaunchConfig
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 
 SCRIPTS = Path(__file__).parent / "scripts"
 COUNTED = SCRIPTS / "counted_epochs.py"

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shoal.cli import app
-from shoal.cluster.supervisor import forkserver_client as warm_client
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor import warm_parent as warm_client
+from shoal.cluster.supervisor.warm_parent import WarmParent
 
 Verify = Callable[..., Result]
 

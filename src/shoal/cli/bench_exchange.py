@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.cli.bench_ps import Figure, run_job
 from shoal.cluster.launch.roles import preload_for
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.config import exchange_rule
 
 JOB = Path(__file__).parent / "bench_exchange_job.py"

@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.cluster.launch.api import LaunchConfig, launch
 from shoal.cluster.launch.roles import preload_for
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 
 FOLDER = Path(__file__).parent
 KV_JOB, CLICK_JOB = FOLDER / "bench_kv_job.py", FOLDER / "bench_click_job.py"

@@ -23,7 +23,7 @@ from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
     from shoal.cluster.launch.api import LaunchConfig
-    from shoal.cluster.supervisor.forkserver_client import WarmParent
+    from shoal.cluster.supervisor.warm_parent import WarmParent
 
 EXAMPLES = (
     "\b\n"
@@ -67,7 +67,7 @@ def chaos(
     every_s, for_s = seconds(rate, "--rate"), seconds(lasting, "--for")
     from shoal.cluster.launch.api import LaunchConfig, launch
     from shoal.cluster.launch.roles import preload_for
-    from shoal.cluster.supervisor.forkserver_client import WarmParent
+    from shoal.cluster.supervisor.warm_parent import WarmParent
 
     with tempfile.TemporaryDirectory(prefix="shoal-chaos-") as directory:
         config = LaunchConfig(

@@ -100,7 +100,7 @@ def torch_and_devices() -> Iterator[Finding]:
 def warm_parent() -> Finding:
     """Start the process that forks workers, and let it run a job of two that do nothing."""
     from shoal.cluster.launch.api import LaunchConfig, launch
-    from shoal.cluster.supervisor.forkserver_client import WarmParent
+    from shoal.cluster.supervisor.warm_parent import WarmParent
 
     with tempfile.TemporaryDirectory(prefix="shoal-doctor-") as directory:
         script = Path(directory) / "nothing.py"

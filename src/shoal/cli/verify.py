@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shoal.cli.compare import Difference
     from shoal.cli.equality import Dump, Judged, Outcome
     from shoal.cluster.launch.api import LaunchConfig
-    from shoal.cluster.supervisor.forkserver_client import WarmParent
+    from shoal.cluster.supervisor.warm_parent import WarmParent
 
 EXAMPLES = (
     "\b\n"
@@ -87,7 +87,7 @@ def verify(
     from shoal.cli.equality import check
     from shoal.cluster.launch.api import LaunchConfig, launch
     from shoal.cluster.launch.roles import preload_for
-    from shoal.cluster.supervisor.forkserver_client import WarmParent
+    from shoal.cluster.supervisor.warm_parent import WarmParent
 
     chosen = strategies.choose(strategy, workers)
     if not strategies.parse(chosen).is_exact:

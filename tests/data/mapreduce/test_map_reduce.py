@@ -234,7 +234,7 @@ def test_what_the_map_function_raises_in_a_process_comes_with_its_traceback() ->
     assert "ZeroDivisionError" in str(caught.value)
     assert "return [(0, 1 // (number - 333))]" in str(caught.value)
     assert "for the sample with index 333" in str(caught.value)
-    assert "forking.py" not in str(caught.value)
+    assert "processes.py" not in str(caught.value)
 
 
 # ---- what goes wrong --------------------------------------------------------------------------------

@@ -30,11 +30,11 @@ from shoal.cluster.launch.roles import preload_for
 from shoal.cluster.launch.run_directory import RunDirectory, read_config
 from shoal.cluster.launch.threads import available_cores, threads_per_worker
 from shoal.cluster.supervisor.display import Display, binary, open_display
-from shoal.cluster.supervisor.forkserver_client import WarmParent
 from shoal.cluster.supervisor.job_lifecycle import Fate, Patience
 from shoal.cluster.supervisor.outcome import Outcome, error_of, summary_of
 from shoal.cluster.supervisor.signals import SignalInbox
 from shoal.cluster.supervisor.supervisor import Supervisor
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.cluster.worker.process import WorkerSpec
 from shoal.config import exchange_rule, parallel_options
 from shoal.config import strategy as strategies

@@ -20,9 +20,9 @@ import msgspec
 
 from shoal.cluster.coordinator.journal import Journal
 from shoal.cluster.coordinator.process import CoordinatorSpec
-from shoal.cluster.supervisor.forkserver_client import WarmParent
 from shoal.cluster.supervisor.output import Log, Pipe
 from shoal.cluster.supervisor.sockets import listen_unnamed
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.errors import JournalFailed, WireError
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import Decoder, encode

@@ -17,9 +17,9 @@ import msgspec
 
 from shoal.cluster.launch.run_directory import RunDirectory
 from shoal.cluster.launch.server_spec import MAX_SERVERS, ServerSpec, encode_spec, way_in
-from shoal.cluster.supervisor.forkserver_client import WarmParent
 from shoal.cluster.supervisor.output import LineCutter, Log, Pipe, Screen
 from shoal.cluster.supervisor.sockets import listen_unnamed
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.cluster.supervisor.worker_handle import is_stopped
 from shoal.cluster.worker.process import WorkerSpec
 

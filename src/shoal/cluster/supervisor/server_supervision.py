@@ -19,10 +19,10 @@ from shoal.cluster.supervisor import server_handles as server_keeper
 from shoal.cluster.supervisor import user_messages as notes
 from shoal.cluster.supervisor.control import Control
 from shoal.cluster.supervisor.coordinator_handle import CoordinatorKeeper
-from shoal.cluster.supervisor.forkserver_client import WarmParent
 from shoal.cluster.supervisor.outcome import Outcome
 from shoal.cluster.supervisor.output import Screen
 from shoal.cluster.supervisor.server_handles import Server, ServerKeeper
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.cluster.worker.process import WorkerSpec
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView

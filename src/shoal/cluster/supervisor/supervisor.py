@@ -31,7 +31,6 @@ from shoal.cluster.supervisor import worker_handle as worker_process
 from shoal.cluster.supervisor.control import Control
 from shoal.cluster.supervisor.coordinator_handle import CoordinatorKeeper
 from shoal.cluster.supervisor.display import Display
-from shoal.cluster.supervisor.forkserver_client import WarmParent
 from shoal.cluster.supervisor.job_events import LEAVE_SIGNALS
 from shoal.cluster.supervisor.job_lifecycle import Fate, Patience, Phase
 from shoal.cluster.supervisor.outcome import Outcome
@@ -39,6 +38,7 @@ from shoal.cluster.supervisor.output import Pipe
 from shoal.cluster.supervisor.server_handles import Server
 from shoal.cluster.supervisor.server_supervision import ServerSupervision
 from shoal.cluster.supervisor.signals import SignalInbox
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.cluster.supervisor.worker_handle import Worker
 from shoal.cluster.worker.process import WorkerSpec
 from shoal.config.faults import Faults, Injector

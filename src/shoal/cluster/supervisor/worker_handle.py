@@ -19,8 +19,8 @@ import msgspec
 
 from shoal.cluster.launch.run_directory import RunDirectory
 from shoal.cluster.supervisor import output
-from shoal.cluster.supervisor.forkserver_client import WarmParent
 from shoal.cluster.supervisor.output import Log, Pipe, Screen
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.cluster.worker.process import WorkerSpec, encode_spec
 from shoal.errors import WireError
 from shoal.runtime.transport import framing as codec

@@ -18,8 +18,8 @@ from shoal.config import job as jobs
 from shoal.data import arguments
 from shoal.data.arguments import whole_number
 from shoal.data.mapreduce.aggregate import Aggregate
-from shoal.data.mapreduce.fork import finish_in_processes
 from shoal.data.mapreduce.identity import identity_of
+from shoal.data.mapreduce.processes import finish_in_processes
 from shoal.data.mapreduce.spill import Combine
 from shoal.data.mapreduce.tasks import MAX_MAP_TASKS, AggregatePlan, Indexed, Streamed, Tasks
 from shoal.data.order.order import Order

@@ -6,11 +6,9 @@ DataLoader for it with the user's own settings.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, get_worker_info
 
 from shoal.data.randomness import seeded_generator
-
-_PR_SET_PDEATHSIG = 1
+from shoal.runtime.forkserver.server import die_with_parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +104,7 @@ class ProcessInit:
 
     def __call__(self, number: int) -> None:
         """Set up process `number` of its loader."""
-        if sys.platform == "linux":
-            # torch looks for its parent every 5 s, between samples; the kernel tells at once.
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if self._parent_pid not in (None, os.getppid()):
-            os._exit(1)  # it died before the kernel was asked; torch would take whoever inherited us for it
+        die_with_parent(self._parent_pid)  # torch looks for its parent every 5 s, between samples
         # Ctrl-C reaches the whole terminal, but the step under way still needs its batches: the parent decides.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # The parent may have taught SIGTERM to finish a step first, and a forked child inherits that.

@@ -19,20 +19,30 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.config import job as jobs
-from shoal.data.workers.parent import ASKS_FOR_STACK, AT, Child, ReaderParent, receive, send
-from shoal.data.workers.reader_process import Delivery, Order, Outcome, order_packet, serve
+from shoal.data.workers.reader_process import (
+    ASKS_FOR_STACK,
+    AT,
+    Delivery,
+    Order,
+    Outcome,
+    order_packet,
+    serve,
+)
 from shoal.data.workers.segments import Receiver
 from shoal.data.workers.task_queue import TaskQueue
-from shoal.errors import ConfigError, ReadersLost, ReaderStuck, SampleEndsReader
+from shoal.errors import ClusterError, ConfigError, ReadersLost, ReaderStuck, SampleEndsReader
 from shoal.runtime import events as happenings
+from shoal.runtime.forkserver.client import ForkedServer, ForkRefused
+from shoal.runtime.forkserver.messages import receive_packet, send_packet
 from shoal.runtime.user_frames import is_ours
 
 _MAX_LOST_PER_PROCESS = 10  # in a row, without a result between them
 _STACK_WITHIN_S = 0.5
 _LOOKS_EVERY_S = 1.0
+_PACKET_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,24 +71,53 @@ class PoolConfig:
             raise ConfigError(f"timeout_s must be positive, got {self.timeout_s}: nothing is read in no time")
 
 
-@dataclass(slots=True)
-class _Held:
-    """What has to be let go of, however a pool ends."""
+class _Reader(NamedTuple):
+    """A reader process as its owner holds it. Three descriptors, the holder's to close."""
 
-    parent: ReaderParent | None
-    children: dict[int, Child]
+    number: int
+    pid: int
+    line: socket.socket
+    pidfd: int
+    notes: int
+    """A file in which the process notes the number of its task and, when asked, its stack."""
+
+    @property
+    def at(self) -> int | None:
+        """The task it was at when it was last seen, or died."""
+        number: int = AT.unpack(os.pread(self.notes, AT.size, 0))[0]
+        return number if number >= 0 else None
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it is dead
+            signal.pidfd_send_signal(self.pidfd, signum)
+
+    def close(self) -> None:
+        """Let go of it; a process that waits for work then ends."""
+        with contextlib.suppress(OSError):  # not only closed: somebody else may have been forked with a copy
+            self.line.shutdown(socket.SHUT_RDWR)
+        self.line.close()
+        for fd in (self.pidfd, self.notes):
+            os.close(fd)
+
+
+@dataclass(slots=True)
+class _Processes:
+    """Processes to be ended, however a pool ends."""
+
+    server: ForkedServer | None
+    readers: dict[int, _Reader]
     grace_s: float
     owner_pid: int
 
     def close(self) -> None:
         if os.getpid() != self.owner_pid:  # a fork of the owner has inherited this object, not the processes
             return
-        for child in self.children.values():
-            child.close()
-        self.children.clear()
-        parent, self.parent = self.parent, None
-        if parent is not None:
-            parent.close(within_s=self.grace_s)
+        for reader in self.readers.values():
+            reader.close()
+        self.readers.clear()
+        server, self.server = self.server, None
+        if server is not None:
+            server.close(grace_s=self.grace_s)
 
 
 class ProcessPool:
@@ -97,14 +136,14 @@ class ProcessPool:
     ) -> None:
         """`describe` gives what is done for a task, in words, and the indices of its samples."""
         self._work, self._config, self._describe = work, config, describe
-        self._held = _Held(None, {}, config.grace_s, os.getpid())
+        self._processes = _Processes(None, {}, config.grace_s, os.getpid())
         self._receivers: dict[int, Receiver] = {}
         self._queue: TaskQueue[Any, Outcome] | None = None
         self._next_number = 0
         self._num_lost = 0
         self._poll = select.poll()
         self._owners: dict[int, int] = {}  # descriptor -> process
-        self._closing = weakref.finalize(self, _Held.close, self._held)
+        self._closing = weakref.finalize(self, _Processes.close, self._processes)
         try:
             self._start()
         except BaseException:
@@ -114,14 +153,14 @@ class ProcessPool:
     @property
     def pids(self) -> list[int]:
         """Of the processes that read, by number."""
-        return [child.pid for _, child in sorted(self._held.children.items())]
+        return [child.pid for _, child in sorted(self._processes.readers.items())]
 
     def run(self, tasks: Iterator[Any]) -> Iterator[Any]:
         """Results of the tasks, in their order; work on the first ones begins now."""
         self.call_off()
         self._listen(0.0)  # who died meanwhile has nothing to do with these tasks
         self._queue = TaskQueue(tasks, ahead=self._config.ahead, first_number=self._next_number)
-        for number in self._held.children:
+        for number in self._processes.readers:
             self._queue.join(number)
         self._hand_out()
         return iter(partial(self._next, self._queue), _OVER)
@@ -172,12 +211,12 @@ class ProcessPool:
         for process, number, task in self._queue.hand_out():
             order = Order(number, task, self._next_number, self._receivers[process].releases())
             data, fd = order_packet(order)
-            child = self._held.children[process]
+            child = self._processes.readers[process]
             try:
-                send(child.line, data, [] if fd is None else [fd], flags=socket.MSG_DONTWAIT)
+                send_packet(child.line, data, [] if fd is None else [fd], flags=socket.MSG_DONTWAIT)
             except BlockingIOError:
                 # Many passes were begun and called off while it was at one task: it is of no use any more.
-                _send_signal(child, signal.SIGKILL)
+                child.send_signal(signal.SIGKILL)
             except OSError:
                 pass  # it has died; that is noticed by its descriptor, and the task is sent again
             finally:
@@ -190,22 +229,26 @@ class ProcessPool:
         heard = {self._owners[fd] for fd in ready}
         for process in sorted(heard):
             self._receive(process)
-        dead = [child for child in self._held.children.values() if child.pidfd in ready]
+        dead = [child for child in self._processes.readers.values() if child.pidfd in ready]
         for child in dead:
-            if self._held.children.get(child.number) is child:  # else its parent was lost, and all are new
+            if (
+                self._processes.readers.get(child.number) is child
+            ):  # else its parent was lost, and all are new
                 self._replace(child)
         return heard
 
     def _receive(self, process: int) -> None:
         """All results that lie on a process's line, also those that it sent before it died."""
-        line, receiver = self._held.children[process].line, self._receivers[process]
+        line, receiver = self._processes.readers[process].line, self._receivers[process]
         while True:
             try:
-                data, fds = receive(line, max_fds=1, flags=socket.MSG_DONTWAIT)
+                data, fds = receive_packet(
+                    line, max_bytes=_PACKET_BYTES, max_fds=1, flags=socket.MSG_DONTWAIT
+                )
             except BlockingIOError:
                 return
             except (EOFError, OSError):  # it is dead, or the user's code closed what was not its own
-                _send_signal(self._held.children[process], signal.SIGKILL)
+                self._processes.readers[process].send_signal(signal.SIGKILL)
                 return
             delivery = Delivery.unpacked(data)
             try:
@@ -216,14 +259,14 @@ class ProcessPool:
             if self._queue is not None:
                 self._queue.finish(process, delivery.number, outcome)
 
-    def _replace(self, child: Child) -> None:
-        parent, at = self._held.parent, child.at
-        assert parent is not None
+    def _replace(self, child: _Reader) -> None:
+        server, at = self._processes.server, child.at
+        assert server is not None
         self._forget(child)
-        if not parent.is_alive:
+        if not server.is_alive:
             self._start_anew()
             return
-        how = _how(parent.exit_code(child.pid))
+        how = _how(server.exit_code(child.pid))
         suspect = self._queue.lose(child.number, at=at) if self._queue is not None else None
         what, indices = ("", []) if suspect is None else self._describe(suspect.task)
         happenings.tell("reader restarted", reader=child.number, how=how, indices=indices[:8])
@@ -234,8 +277,8 @@ class ProcessPool:
             self._queue.settle(at, Outcome(None, error))  # what comes before it is delivered first
         self._count_loss(how)
         try:
-            self._join(parent.fork(child.number))
-        except EOFError:
+            self._fork(server, child.number)
+        except (EOFError, TimeoutError):
             self._start_anew()
 
     def _count_loss(self, how: str) -> None:
@@ -245,28 +288,49 @@ class ProcessPool:
             raise ReadersLost(num_lost=self._num_lost, how=how)
 
     def _start(self) -> None:
-        self._held.parent = ReaderParent(partial(_read, self._work))
+        try:
+            server = ForkedServer(partial(_read, self._work), title=f"shoal readers {_of_worker()}")
+        except OSError as error:
+            raise _refused(error) from None
+        self._processes.server = server
         try:
             for number in range(self._config.num_processes):
-                self._join(self._held.parent.fork(number))
-        except EOFError:
+                self._fork(server, number)
+        except (EOFError, TimeoutError):
             self._start_anew()
+
+    def _fork(self, server: ForkedServer, number: int) -> None:
+        """One reader more. EOFError or TimeoutError where the fork server is gone or does not answer."""
+        notes = os.memfd_create("shoal-notes", os.MFD_CLOEXEC)
+        os.write(notes, AT.pack(-1))
+        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                fds = {"line": theirs.fileno(), "notes": notes}
+                process = server.fork("reader", title=f"shoal reader {number} {_of_worker()}", fds=fds)
+        except BaseException as error:
+            line.close()
+            os.close(notes)
+            if isinstance(error, ForkRefused):
+                raise _refused(error) from None
+            raise
+        self._join(_Reader(number, process.pid, line, process.pidfd, notes))
 
     def _start_anew(self) -> None:
         """The parent of the processes was killed, and they with it: nobody's fault, so no task is blamed."""
-        for child in list(self._held.children.values()):
+        for child in list(self._processes.readers.values()):
             self._receive(child.number)
             self._forget(child)
         for process in range(self._config.num_processes):
             if self._queue is not None:
                 self._queue.lose(process)
-        self._held.close()
+        self._processes.close()
         happenings.tell("readers restarted", num_readers=self._config.num_processes)
         self._count_loss("was lost with the process that starts readers")
         self._start()
 
-    def _join(self, child: Child) -> None:
-        self._held.children[child.number] = child
+    def _join(self, child: _Reader) -> None:
+        self._processes.readers[child.number] = child
         self._receivers[child.number] = Receiver()
         for fd in (child.line.fileno(), child.pidfd):
             self._poll.register(fd, select.POLLIN)
@@ -274,8 +338,8 @@ class ProcessPool:
         if self._queue is not None:
             self._queue.join(child.number)
 
-    def _forget(self, child: Child) -> None:
-        del self._held.children[child.number]
+    def _forget(self, child: _Reader) -> None:
+        del self._processes.readers[child.number]
         for fd in (child.line.fileno(), child.pidfd):
             self._poll.unregister(fd)
             del self._owners[fd]
@@ -289,25 +353,33 @@ class ProcessPool:
             what=what,
             indices=indices,
             waited_s=self._config.timeout_s,
-            stack=_stack_of(self._held.children[process]),
+            stack=_stack_of(self._processes.readers[process]),
         )
 
 
 _OVER = object()
 
 
-def _read(work: Callable[[Any], Any], number: int, line: socket.socket, notes: int) -> None:
-    serve(work, line, notes)
+def _read(work: Callable[[Any], Any], role: str, fds: dict[str, int]) -> int:
+    serve(work, socket.socket(fileno=fds["line"]), fds["notes"])
+    return 0
 
 
-def _send_signal(child: Child, signum: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it is dead
-        signal.pidfd_send_signal(child.pidfd, signum)
+def _of_worker() -> str:
+    job = jobs.current()
+    return f"of worker {job.rank} [{job.name}]"
 
 
-def _stack_of(child: Child) -> list[str]:
+def _refused(why: object) -> ClusterError:
+    return ClusterError(
+        f"the system refused a process for reading data: {why}. Nothing was read in it; give map(fn, workers=...) fewer, or "
+        "raise the limit on processes (ulimit -u)."
+    )
+
+
+def _stack_of(child: _Reader) -> list[str]:
     """Where a process stands in the user's code, innermost first; empty where it does not say."""
-    _send_signal(child, ASKS_FOR_STACK)
+    child.send_signal(ASKS_FOR_STACK)
     deadline = time.monotonic() + _STACK_WITHIN_S
     while time.monotonic() < deadline:
         text = os.pread(child.notes, 1 << 16, AT.size).decode(errors="replace")

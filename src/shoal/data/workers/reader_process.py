@@ -1,6 +1,6 @@
 """A reader process: takes tasks from its line, does them in order, lays the results into shared memory.
 
-Runs in a child of `process_parent.py`. Knows nothing of the other readers;
+Runs in a child of the pool's fork server. Knows nothing of the other readers;
 that a result is lost when this process dies is its owner's to mend.
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import os
 import select
+import signal
 import socket
 import struct
 import traceback
@@ -20,14 +21,21 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 from shoal.data import randomness
-from shoal.data.workers.parent import ASKS_FOR_STACK, AT, flush, receive, send
 from shoal.data.workers.segments import Parcel, Sender
 from shoal.errors import DataError
 from shoal.runtime import events as happenings
+from shoal.runtime.forkserver.messages import receive_packet, send_packet
+from shoal.runtime.forkserver.server import flush
 from shoal.runtime.user_frames import Elsewhere, hide_ours
 
 INLINE_BYTES = 16 << 10
 """A task that is longer goes in a file of its own: what is sent must never wait for a process that is busy."""
+
+ASKS_FOR_STACK = signal.SIGUSR2
+"""Tells a process to write its stack behind the task number in its notes."""
+
+AT = struct.Struct("<q")
+"""The number of the task that a process is at; -1 between two."""
 
 _DELIVERY = struct.Struct("=5q")
 _PACKET_BYTES = INLINE_BYTES + 4096
@@ -143,7 +151,7 @@ class _Inbox:
                 return order
 
     def _take(self) -> None:
-        data, fds = receive(self._line, max_bytes=_PACKET_BYTES, max_fds=1)
+        data, fds = receive_packet(self._line, max_bytes=_PACKET_BYTES, max_fds=1)
         order = ForkingPickler.loads(data)
         for fd in fds:
             with open(fd, "rb") as file:
@@ -172,7 +180,7 @@ def _deliver(line: socket.socket, sender: Sender, number: int, outcome: Outcome)
         )
         failed = _failed(error if isinstance(error, DataError) else cause)
         parcel, fd = sender.send(failed._replace(told=outcome.told))
-    send(line, Delivery(number, parcel).packed(), [] if fd is None else [fd])
+    send_packet(line, Delivery(number, parcel).packed(), [] if fd is None else [fd])
     if fd is not None:
         os.close(fd)
 

@@ -1,16 +1,14 @@
-"""The supervisor's handle on its warm parent: fork, signal, hear of deaths.
+"""The supervisor's handle on its warm parent: start it, fork, signal, hear of deaths.
 
-It starts the process and speaks `warm_messages` with it; who is forked when,
-and what a death means, is the supervisor's business. One warm parent may
-serve many launches, one after the other: everything a child needs comes with
-the fork, so importing torch is paid once.
+Who is forked when, and what a death means, is the supervisor's business. One
+warm parent may serve many launches, one after the other: everything a child
+needs comes with the fork, so importing torch is paid once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -18,15 +16,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 import shoal
 from shoal.cluster.launch import protocol_version as dialect
-from shoal.cluster.supervisor import forkserver_messages as warm_messages
-from shoal.cluster.supervisor.forkserver_messages import Exited, Fork, Forked, NotForked, Ready, Signal
 from shoal.errors import ClusterError, WaitTimedOut
+from shoal.runtime.forkserver.client import ForkClient, ForkRefused, ForkServerGone
+from shoal.runtime.forkserver.messages import Exited, Ready, memfd_with
 
 START_TIMEOUT_S = 300.0
 """Kernels are compiled the first time on a machine: some 20 s of one core, and a minute where it is busy."""
@@ -43,14 +40,13 @@ class WarmParent:
 
     def __init__(self, job: str = "", *, preload: Sequence[str] = ()) -> None:
         """`preload`: modules to import beside the usual ones; see `roles.preload_for`."""
-        self._exited: deque[Exited] = deque()
-        self._ready: Ready | None = None
         self._start_by = time.monotonic() + START_TIMEOUT_S
         self._in_use = threading.Lock()
         # Its own complaints matter only where it does not come up: `_gone` quotes them.
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, *_interpreter_flags(), "-m", "shoal.cluster.supervisor.forkserver"]
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server = ForkClient(ours)
+        command = [sys.executable, *_interpreter_flags(), "-m", "shoal.cluster.supervisor.warm_parent_main"]
         arguments = [str(theirs.fileno()), str(os.getpid()), job, *preload]
         with theirs:
             self._process = subprocess.Popen(
@@ -65,27 +61,26 @@ class WarmParent:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
         return self._process.pid
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has imported everything, as far as `exits` or `fork` have heard."""
-        return self._ready is not None
+        """Has it imported everything, as far as `exits` or `fork` have heard?"""
+        return self._server.ready is not None
 
     @property
     def has_exits(self) -> bool:
-        """Whether deaths were heard of while an answer was waited for: a selector does not tell of those."""
-        return bool(self._exited)
+        """Deaths were heard of while an answer was waited for: a selector does not tell of those."""
+        return self._server.has_exits
 
     @property
     def import_s(self) -> float:
         """How long its imports took, once it is ready."""
-        return self._ready.import_s if self._ready else 0.0
+        return self._server.ready.import_s if self._server.ready else 0.0
 
     def fileno(self) -> int:
         """For a selector: readable when there is something for `exits`, or when the process is gone."""
-        return self._sock.fileno()
+        return self._server.fileno()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -109,39 +104,47 @@ class WarmParent:
 
     def wait_ready(self) -> None:
         """Wait until it can fork; at once when it already could."""
-        while not self.is_ready:
-            if self._has_news(self.seconds_to_start()):
-                self._receive()
+        with self._errors_told():
+            while not self.is_ready:
+                heard = self._server.hear(self.seconds_to_start())
+                if isinstance(heard, Ready):
+                    check_same_files(heard)
 
     def fork(self, role: str, *, title: str, spec: bytes, fds: Mapping[str, int]) -> int:
         """Fork a child into `role` and return its pid. It gets copies of `fds`; the caller's stay open."""
         self.wait_ready()
-        memory = warm_messages.memfd_with(spec)
+        memory = memfd_with(spec)
         try:
-            self._send(Fork(role, title, ["spec", *fds]), [memory, *fds.values()])
+            with self._errors_told():
+                child = self._server.fork(
+                    role, title=title, fds={"spec": memory, **fds}, timeout_s=FORK_TIMEOUT_S
+                )
+        except ForkRefused as refused:
+            raise ClusterError(f"could not fork {title}: {refused}.") from None
+        except TimeoutError:
+            raise _timed_out(f"forking {title}", FORK_TIMEOUT_S) from None
         finally:
             os.close(memory)
-        answer = self._await(FORK_TIMEOUT_S, f"forking {title}")
-        if isinstance(answer, NotForked):
-            raise ClusterError(f"could not fork {title}: {answer.reason}.")
-        return answer.pid
+        os.close(child.pidfd)
+        return child.pid
 
     def signal(self, pid: int, signum: signal.Signals) -> None:
         """Signal one child; SIGKILL takes everything in its process group. A child that is gone is no error."""
-        with contextlib.suppress(ClusterError):
-            self._send(Signal(pid, signum))
+        with contextlib.suppress(ForkServerGone):
+            self._server.signal(pid, signum)
 
     def exits(self) -> list[Exited]:
         """Deaths since the last look, in order. ClusterError when the warm parent itself is gone."""
-        while self._has_news(0.0):
-            self._receive()
-        exited = list(self._exited)
-        self._exited.clear()
+        was_ready = self.is_ready
+        with self._errors_told():
+            exited = self._server.exits()
+        if self._server.ready is not None and not was_ready:
+            check_same_files(self._server.ready)
         return exited
 
     def close(self) -> None:
         """End the process and every child it has. Safe to call twice."""
-        self._sock.close()
+        self._server.close()
         if not self.is_ready:
             self._process.kill()  # busy importing, and without children yet
         try:
@@ -159,39 +162,12 @@ class WarmParent:
     ) -> None:
         self.close()
 
-    def _send(self, message: Fork | Signal, fds: list[int] | None = None) -> None:
+    @contextlib.contextmanager
+    def _errors_told(self) -> Iterator[None]:
         try:
-            warm_messages.send(self._sock, message, fds)
-        except OSError:
+            yield
+        except ForkServerGone:
             raise self._gone() from None
-
-    def _await(self, timeout_s: float, operation: str) -> Forked | NotForked:
-        """The answer to a fork. Deaths that come before it are kept for `exits`."""
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            if self._has_news(left_s) and (answer := self._receive()):
-                return answer
-        raise _timed_out(operation, timeout_s)
-
-    def _has_news(self, timeout_s: float) -> bool:
-        poll = select.poll()  # unlike select(), it takes descriptors of any number
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(1000 * timeout_s))
-
-    def _receive(self) -> Forked | NotForked | None:
-        report = warm_messages.receive_report(self._sock)
-        match report:
-            case None:
-                raise self._gone()
-            case Ready():
-                if report.dialect != dialect.dialect():
-                    raise _from_other_files()
-                self._ready = report
-            case Exited():
-                self._exited.append(report)
-            case _:
-                return report
-        return None
 
     def _gone(self) -> ClusterError:
         try:
@@ -210,9 +186,12 @@ class WarmParent:
         )
 
 
-def _from_other_files() -> ClusterError:
+def check_same_files(ready: Ready) -> None:
+    """Refuse a warm parent that imported other files of shoal than this process."""
+    if ready.dialect == dialect.dialect():
+        return
     home = os.path.dirname(os.path.abspath(shoal.__file__))
-    return ClusterError(
+    raise ClusterError(
         f"the files of shoal in {home} were replaced while the job started: the process that forks the workers has other "
         "ones than this process, and the two would not understand each other. Nothing was started; start the job again."
     )

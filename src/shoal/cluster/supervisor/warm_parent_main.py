@@ -1,0 +1,91 @@
+"""The warm parent: a fork server that has imported torch, so that workers start in milliseconds.
+
+`python -m shoal.cluster.supervisor.warm_parent_main FD SUPERVISOR_PID JOB [MODULE...]`, started by
+`warm_parent.WarmParent`. It runs no tensor operation on more than one element
+(see `threads.choose_vector_code`): OpenMP hangs after a fork. It leaves when
+its socket closes or the supervisor dies, and takes its children's process
+groups with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+
+from setproctitle import setproctitle
+
+from shoal.cluster.launch import protocol_version as dialect
+from shoal.cluster.launch import roles, threads
+from shoal.runtime.forkserver.messages import Ready, send
+from shoal.runtime.forkserver.server import ForkServer, die_with_parent
+
+
+def run_role(role: str, fds: dict[str, int]) -> int:
+    """In a child: put the descriptors in place, read the specification, become the role."""
+    for name, target in (("stdout", 1), ("stderr", 2)):
+        if name in fds:
+            fd = fds.pop(name)
+            os.dup2(fd, target, inheritable=True)
+            os.close(fd)
+    with open(fds.pop("spec"), "rb") as file:
+        spec = file.read()
+    return roles.entry(role)(spec, fds)
+
+
+def _leave_with(supervisor: int) -> None:
+    """Arrange for this process to leave when the supervisor dies.
+
+    The kernel's signal comes when the *thread* that started us ends, which
+    need not be the end of the process: so look who the parent is.
+    """
+
+    def on_parent_death(signum: int, frame: FrameType | None) -> None:
+        if os.getppid() != supervisor:
+            raise SystemExit(0)
+
+    def ignore(signum: int, frame: FrameType | None) -> None:
+        """Unlike SIG_IGN, a handler goes back to the default in children."""
+
+    signal.signal(signal.SIGHUP, on_parent_death)
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(0))
+    signal.signal(signal.SIGINT, ignore)
+    die_with_parent(supervisor, signal.SIGHUP)
+
+
+def _import_everything(more: list[str]) -> float:
+    # One thread per library while they load: each would start a pool of its own. Workers set their share later.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    started = time.monotonic()
+    for name in (*roles.PRELOAD, *more):
+        importlib.import_module(name)
+    kernels = sys.modules.get("shoal.runtime.kernel_cache")
+    if kernels is not None:
+        kernels.warm()  # here and once: no child compiles, nor reads what was compiled from the disk
+        importlib.import_module("shoal.cluster.supervisor.prewarm").make()
+    threads.choose_vector_code()
+    # What is imported stays: the collector need not walk it, nor write to its pages, in any child.
+    gc.collect()
+    gc.freeze()
+    return time.monotonic() - started
+
+
+def main(argv: list[str]) -> None:
+    """Import, say so, and serve."""
+    commands = socket.socket(fileno=int(argv[1]))
+    commands.set_inheritable(False)
+    _leave_with(supervisor=int(argv[2]))
+    setproctitle(f"shoal warm-parent [{argv[3]}]" if argv[3] else "shoal warm-parent")
+    import_s = _import_everything(argv[4:])
+    send(commands, Ready(import_s, dialect.dialect()))
+    ForkServer(commands, run_role, own_sessions=True, allow_threads=False).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv)

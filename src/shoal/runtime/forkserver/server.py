@@ -1,0 +1,214 @@
+"""The forking side: one thread that forks on command, reaps at once and reports.
+
+It decides nothing. A fork copies only the calling thread, and OpenMP hangs
+after one, so this process starts no thread, and a server that was started as
+a program refuses to fork should it ever find a second one.
+
+Nobody outlives their parent: children get SIGKILL from the kernel when the
+server ends, however it ends. A server whose children lead sessions of their
+own also kills their process groups, so that grandchildren (the processes of a
+DataLoader) are gone too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+from setproctitle import setproctitle
+
+from shoal.runtime.forkserver.messages import (
+    Close,
+    Exited,
+    Fork,
+    Forked,
+    NotForked,
+    Signal,
+    receive_command,
+    send,
+)
+
+ChildMain = Callable[[str, dict[str, int]], int]
+"""Runs in the child: takes the role of the command and its descriptors by name, and returns the exit code."""
+
+FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
+"""jemalloc, which pyarrow brings where it is installed, stops and restarts its thread around a fork."""
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ForkServer:
+    """Serves until its owner closes the socket, dies, or asks for the end; then ends every child."""
+
+    def __init__(
+        self, commands: socket.socket, child_main: ChildMain, *, own_sessions: bool, allow_threads: bool
+    ) -> None:
+        """`own_sessions`: each child leads a session, out of reach of a terminal's Ctrl-C, and its group dies with it.
+
+        `allow_threads`: in a fork of a process that has used torch's thread
+        pools there are threads that their libraries restart after every fork.
+        """
+        self._commands, self._child_main = commands, child_main
+        self._own_sessions, self._allow_threads = own_sessions, allow_threads
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(commands, selectors.EVENT_READ)
+        self._pidfds: dict[int, int] = {}  # child's pid -> pidfd
+        self._grace_s = 0.0
+
+    def serve(self) -> None:
+        try:
+            with contextlib.suppress(ConnectionError):  # the owner died while it was answered
+                while True:
+                    for key, _ in self._selector.select():
+                        if key.data is not None:
+                            self._reap(key.data)
+                        elif not self._obey():
+                            return
+        finally:
+            self._end_children()
+
+    def _obey(self) -> bool:
+        received = receive_command(self._commands)
+        if received is None:
+            return False
+        command, fds = received
+        match command:
+            case Fork():
+                try:
+                    self._fork(command, fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+            case Signal(pid, signum) if pid in self._pidfds:
+                if signum == signal.SIGKILL:
+                    self._kill(pid)
+                else:
+                    signal.pidfd_send_signal(self._pidfds[pid], signum)
+            case Close(grace_s):
+                self._grace_s = grace_s
+                return False
+        return True
+
+    def _fork(self, command: Fork, fds: list[int]) -> None:
+        others = [] if self._allow_threads else _other_threads()
+        if others:
+            send(self._commands, NotForked(f"the fork server has other threads ({', '.join(others)})"))
+            return
+        me = os.getpid()
+        # A signal must not find the child with its parent's handlers: it waits until they are gone.
+        with signals_blocked() as mask:
+            try:
+                pid = os.fork()
+            except OSError as error:
+                send(self._commands, NotForked(str(error)))
+                return
+            if pid == 0:
+                become_child(me, lambda: self._run_child(command, fds), mask=mask)
+        # Opened before anybody can reap the child, so it cannot mean another process.
+        self._pidfds[pid] = os.pidfd_open(pid)
+        self._selector.register(self._pidfds[pid], selectors.EVENT_READ, pid)
+        send(self._commands, Forked(pid), [self._pidfds[pid]])
+
+    def _run_child(self, command: Fork, fds: list[int]) -> int:
+        """In the child: let go of what is the server's, then run."""
+        if self._own_sessions:
+            os.setsid()
+        self._selector.close()
+        self._commands.close()
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        setproctitle(command.title)
+        return self._child_main(command.role, dict(zip(command.fds, fds, strict=True)))
+
+    def _reap(self, pid: int) -> None:
+        if self._own_sessions:
+            self._kill(pid)  # first the group, while the dead child still holds its number
+        pidfd = self._pidfds.pop(pid)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        # The owner may be gone by now; the next turn of the loop sees that.
+        with contextlib.suppress(OSError):
+            send(self._commands, Exited(pid, os.waitstatus_to_exitcode(status)))
+
+    def _end_children(self) -> None:
+        deadline = time.monotonic() + self._grace_s
+        for pid, pidfd in self._pidfds.items():
+            if not is_readable(pidfd, max(0.0, deadline - time.monotonic())) or self._own_sessions:
+                self._kill(pid)
+        for pid in self._pidfds:
+            os.waitpid(pid, 0)  # no zombie may be left to a container whose first process reaps nobody
+
+    def _kill(self, pid: int) -> None:
+        # ESRCH: forked a moment ago and not yet a group of its own.
+        for kill in (os.killpg, os.kill) if self._own_sessions else (os.kill,):
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+
+
+def become_child(parent_pid: int, run: Callable[[], int], *, mask: set[int | signal.Signals]) -> None:
+    """In a forked child: run with default signal handlers, die with the parent, never return into its code."""
+    code = 1
+    try:
+        die_with_parent(parent_pid)
+        for signum in signal.valid_signals():
+            if callable(signal.getsignal(signum)):
+                signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        code = run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        flush()
+        os._exit(code)
+
+
+def die_with_parent(parent_pid: int | None, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` when the parent ends. The kernel means the parent's *thread* that forked us."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+    if parent_pid not in (None, os.getppid()):  # it died before the kernel was told
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[set[int | signal.Signals]]:
+    """Every signal waits while entered; gives the mask before."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def is_readable(fd: int, within_s: float) -> bool:
+    """Wait until a descriptor is readable. A pidfd is so once its process has ended."""
+    poll = select.poll()  # unlike select(), it takes descriptors of any number
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))
+
+
+def flush() -> None:
+    """Write out what was printed: what is in the buffers at a fork would be written twice, at a kill never."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _other_threads() -> list[str]:
+    """Names of threads beside this one that a fork would lose."""
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        if int(thread) != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as comm:
+                names.append(comm.read().strip())
+    return [name for name in names if name not in FORK_SAFE_THREADS]
