@@ -1,18 +1,24 @@
-"""Python values as JSON and back, exactly: what of a state is not a tensor.
+"""Serialization of nested plain values, tensors and arrays, without pickle: nothing read back can run as code.
 
-JSON has no tuple, no infinity and no integer keys, yet the states of
-optimizers, schedulers and callbacks do. They are written as one-entry objects
-whose key starts with "$"; everything else stands as it is, so that a manifest
-stays readable. What cannot be given back exactly is refused by name.
+Two forms. JSON, for the readable part of checkpoints (`to_plain`): JSON has no
+tuple, no infinity and no integer keys, so they are written as one-entry
+objects whose key starts with "$". Msgpack, for values with tensors and arrays:
+in one piece (`encode`), or a header with the arrays beside it, to be sent one by
+one (`pack`) or mapped from a file (`pack_bytes`). A value that could not be
+given back exactly is refused by name. Loads neither torch nor numpy by itself.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
+from msgspec.msgpack import Ext
 
 from shoal.errors import ConfigError
 
@@ -86,3 +92,305 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
     "$counter": lambda inner: Counter({from_plain(key): from_plain(item) for key, item in inner}),
     "$tensor": _tensor,
 }
+
+
+# ---- tensors, arrays and plain values as bytes -------------------------------------------------------
+# Msgpack, with extension codes for what it does not know. Numbers of the codes are in files of map_reduce.
+
+_TUPLE, _BIG, _ARRAY, _SCALAR, _TENSOR, _PAIRS, _LEAF, _HOOKED, _RAW_TENSOR = range(1, 10)
+_ALIGNMENT = 64
+_LARGE_BYTES = 64  # bytes of this length are worth a place beside the header
+_EXACT = frozenset({type(None), bool, float, str, bytes})
+_HEAD, _SIZE = struct.Struct("<BB"), struct.Struct("<q")
+_encoder = msgspec.msgpack.Encoder()
+
+Hook = Callable[[Any], "tuple[str, Any] | None"]
+"""Gives the tag and the parts of a value of a foreign type, or None for what the codec shall try itself."""
+
+Unhook = Callable[[str, Any], Any]
+"""Makes the value of a tag and its parts again."""
+
+
+class NotSerializable(Exception):
+    """Not an error a user sees: `what` names a value that the codec does not hold, and the caller says what to do."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+def encode(value: Any) -> bytes:
+    """A value in one piece. Of exactly these types only, for nothing may come back as another."""
+    return _encoder.encode(_in_one_piece.word(value))
+
+
+def decode(data: bytes | memoryview) -> Any:
+    """What `encode` was given; arrays in memory of their own, to be written to."""
+    return _decoder.decode(data)
+
+
+def pack(value: Any, hook: Hook | None = None) -> tuple[bytes, list[Any]]:
+    """A header, and the value's leaves as they are: tensors, arrays, long bytes. Subclasses become what they derive from."""
+    leaves: list[Any] = []
+    return _encoder.encode(_Packing(leaves, hook, is_exact=False).word(value)), leaves
+
+
+def unpack(header: bytes | memoryview, leaves: Sequence[Any], unhook: Unhook | None = None) -> Any:
+    """What `pack` was given, with these leaves."""
+    rest = iter(leaves)
+    return _unpacked(header, lambda spec: next(rest), unhook)
+
+
+def leaf_specs(header: bytes | memoryview) -> list[LeafSpec]:
+    """Dtypes and shapes of the leaves that belong to a header, in their order."""
+    found: list[LeafSpec] = []
+    _unpacked(header, found.append, lambda tag, parts: None)
+    return found
+
+
+def pack_bytes(value: Any, hook: Hook | None = None) -> tuple[bytes, list[memoryview]]:
+    """Header and leaves as bytes, each leaf to be written at the next multiple of 64 after the one before."""
+    header, leaves = pack(value, hook)
+    return header, [raw_bytes(leaf) for leaf in leaves]
+
+
+def unpack_bytes(header: bytes | memoryview, body: Any, unhook: Unhook | None = None) -> Any:
+    """What `pack_bytes` was given; tensors and arrays are views of `body`, which may be written if that may."""
+    view, at = memoryview(body), 0
+
+    def next_leaf(spec: LeafSpec) -> Any:
+        nonlocal at
+        begin, at = at, at + spec.num_bytes + padding(spec.num_bytes)
+        return spec.leaf(view[begin : begin + spec.num_bytes])
+
+    return _unpacked(header, next_leaf, unhook)
+
+
+def dumps(value: Any, hook: Hook | None = None) -> bytes:
+    """Header and aligned leaves in one piece, for `loads`."""
+    header, leaves = pack_bytes(value, hook)
+    head = len(header).to_bytes(8, "little") + header
+    parts: list[bytes | memoryview] = [head, bytes(padding(len(head)))]
+    for leaf in leaves:
+        parts += [leaf, bytes(padding(len(leaf)))]
+    return b"".join(parts)
+
+
+def loads(data: bytes | bytearray | memoryview, unhook: Unhook | None = None) -> Any:
+    """What `dumps` was given, in memory of its own."""
+    content = memoryview(bytearray(data))  # writable, and aligned from its beginning on
+    begin = 8 + int.from_bytes(content[:8], "little")
+    return unpack_bytes(content[8:begin], content[begin + padding(begin) :], unhook)
+
+
+def padding(length: int) -> int:
+    """Bytes from the end of something of this length to where the next leaf begins."""
+    return -length % _ALIGNMENT
+
+
+def raw_bytes(leaf: Any) -> memoryview:
+    """The elements of a tensor or array, or bytes, without a copy where they lie in one piece on the CPU."""
+    if isinstance(leaf, (bytes, bytearray, memoryview)):
+        return memoryview(leaf).cast("B")
+    import numpy as np
+
+    if isinstance(leaf, np.ndarray):
+        flat = np.ascontiguousarray(leaf).reshape(-1)
+        return flat.view(np.uint8).data if flat.size else memoryview(b"")
+    import torch
+
+    tensor = leaf.detach().cpu().contiguous().reshape(-1)
+    raw: memoryview = tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+    return raw
+
+
+def num_bytes(value: Any, *, per_object: int = 32) -> int:
+    """Memory that a value takes, about; exactly for its arrays."""
+    if isinstance(value, dict):
+        return per_object + sum(num_bytes(part, per_object=per_object) for part in value.values())
+    if isinstance(value, (list, tuple)):
+        return per_object + sum(num_bytes(part, per_object=per_object) for part in value)
+    if isinstance(value, (str, bytes, bytearray, memoryview)):
+        return per_object + len(value)
+    size = getattr(value, "nbytes", None)
+    return per_object if size is None else max(int(size), 1)
+
+
+class LeafSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A leaf as the header describes it."""
+
+    kind: str  # tensor, array or bytes
+    dtype: str
+    shape: list[int]
+
+    @property
+    def num_bytes(self) -> int:
+        import numpy as np
+
+        size = (
+            dtype_of(self.dtype).itemsize
+            if self.kind == "tensor"
+            else np.dtype(self.dtype).itemsize
+            if self.kind == "array"
+            else 1
+        )
+        return size * math.prod(self.shape)
+
+    def leaf(self, raw: memoryview) -> Any:
+        """The leaf over these bytes."""
+        if self.kind == "bytes":
+            return bytes(raw)
+        if self.kind == "array":
+            import numpy as np
+
+            return np.frombuffer(raw, np.dtype(self.dtype)).reshape(self.shape)
+        import torch
+
+        dtype = dtype_of(self.dtype)
+        if not raw:
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(raw, dtype=dtype).reshape(self.shape)
+
+
+def dtype_of(name: str) -> Any:
+    """torch's dtype of a name from a file or message; NotSerializable for anything else."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise NotSerializable(f"a tensor of '{name}'")
+    return dtype
+
+
+class _Packing:
+    """One walk over a value. Without `leaves`, arrays are written into the header."""
+
+    def __init__(self, leaves: list[Any] | None, hook: Hook | None, *, is_exact: bool) -> None:
+        self._leaves, self._hook, self._is_exact = leaves, hook, is_exact
+
+    def word(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is int:
+            return value if -(1 << 63) <= value < (1 << 64) else Ext(_BIG, str(value).encode())
+        if kind in _EXACT:
+            if kind is bytes and self._leaves is not None and len(value) > _LARGE_BYTES:
+                return self._leaf(value, LeafSpec("bytes", "", [len(value)]))
+            return value
+        if self._hook is not None:
+            hooked = self._hook(value)
+            if hooked is not None:
+                tag, parts = hooked
+                return Ext(_HOOKED, _encoder.encode([tag, self.word(parts)]))
+        if kind is tuple:
+            return Ext(_TUPLE, _encoder.encode([self.word(part) for part in value]))
+        if kind is list:
+            return [self.word(part) for part in value]
+        if kind is dict:
+            if all(type(key) is str for key in value):
+                return {key: self.word(part) for key, part in value.items()}
+            pairs = [[self.word(key), self.word(part)] for key, part in value.items()]
+            return Ext(_PAIRS, _encoder.encode(pairs))
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        if numpy is not None and isinstance(value, numpy.generic):
+            return Ext(_SCALAR, _array_bytes(numpy.asarray(value)))
+        if numpy is not None and isinstance(value, numpy.ndarray):
+            return self._array(value)
+        if torch is not None and isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if not self._is_exact:
+            if isinstance(value, (bytearray, memoryview)):
+                return self.word(bytes(value))
+            if isinstance(value, tuple) and hasattr(value, "_fields"):
+                raise NotSerializable(f"a {kind.__qualname__}")
+            for known in (bool, int, float, str, bytes, tuple, list, dict):
+                if isinstance(value, known):
+                    return self.word(known(value))
+        raise NotSerializable(f"a {kind.__qualname__}")
+
+    def _array(self, array: Any) -> Any:
+        _check_array(array)
+        if self._leaves is None:
+            return Ext(_ARRAY, _array_bytes(array))
+        return self._leaf(array, LeafSpec("array", array.dtype.str, list(array.shape)))
+
+    def _tensor(self, tensor: Any) -> Any:
+        if str(tensor.layout) != "torch.strided":
+            raise NotSerializable(f"a tensor laid out as {tensor.layout}")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if self._leaves is not None:
+            return self._leaf(tensor, LeafSpec("tensor", dtype, list(tensor.shape)))
+        try:
+            return Ext(_TENSOR, _array_bytes(tensor.detach().cpu().numpy()))
+        except TypeError:  # a dtype that numpy has not
+            parts = [dtype, list(tensor.shape), bytes(raw_bytes(tensor))]
+            return Ext(_RAW_TENSOR, _encoder.encode(parts))
+
+    def _leaf(self, leaf: Any, spec: LeafSpec) -> Ext:
+        assert self._leaves is not None
+        self._leaves.append(leaf)
+        return Ext(_LEAF, _encoder.encode(spec))
+
+
+def _unpacked(header: bytes | memoryview, next_leaf: Callable[[LeafSpec], Any], unhook: Unhook | None) -> Any:
+    def inner(data: memoryview) -> Any:
+        return msgspec.msgpack.decode(data, ext_hook=from_word)
+
+    def from_word(code: int, data: memoryview) -> Any:
+        if code == _LEAF:
+            return next_leaf(msgspec.msgpack.decode(data, type=LeafSpec))
+        if code == _HOOKED and unhook is not None:
+            return unhook(*inner(data))
+        return _from_word(code, data, inner)
+
+    return msgspec.msgpack.decode(header, ext_hook=from_word)
+
+
+def _from_word(code: int, data: memoryview, inner: Callable[[memoryview], Any]) -> Any:
+    match code:
+        case 1:  # _TUPLE
+            return tuple(inner(data))
+        case 2:  # _BIG
+            return int(bytes(data))
+        case 3:  # _ARRAY
+            return _to_array(data)
+        case 4:  # _SCALAR
+            return _to_array(data)[()]
+        case 5:  # _TENSOR
+            import torch
+
+            return torch.from_numpy(_to_array(data))
+        case 6:  # _PAIRS
+            return dict(inner(data))
+        case 9:  # _RAW_TENSOR
+            dtype, shape, raw = inner(data)
+            return LeafSpec("tensor", dtype, shape).leaf(memoryview(bytearray(raw)))
+    raise NotSerializable(f"extension {code}")
+
+
+def _check_array(array: Any) -> None:
+    if array.dtype.hasobject or array.dtype.names:
+        raise NotSerializable(f"an array of {array.dtype}")
+
+
+def _array_bytes(array: Any) -> bytes:
+    _check_array(array)
+    kind: bytes = array.dtype.str.encode()
+    sizes = b"".join(_SIZE.pack(size) for size in array.shape)
+    return _HEAD.pack(len(kind), array.ndim) + kind + sizes + array.tobytes()
+
+
+def _to_array(data: memoryview) -> Any:
+    import numpy as np
+
+    kind_bytes, ndim = _HEAD.unpack_from(data)
+    at = _HEAD.size + kind_bytes
+    dtype = np.dtype(bytes(data[_HEAD.size : at]).decode())
+    shape = [_SIZE.unpack_from(data, at + 8 * number)[0] for number in range(ndim)]
+    # A copy: whoever combines values may add into the first of them.
+    return np.frombuffer(bytearray(data[at + 8 * ndim :]), dtype=dtype).reshape(shape)
+
+
+_in_one_piece = _Packing(None, None, is_exact=True)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    ext_hook=lambda code, data: _from_word(code, data, _decoder.decode)
+)

@@ -85,7 +85,7 @@ def test_what_could_run_as_code_is_refused(tmp_path: Path) -> None:
 
 def test_what_no_disk_can_take_is_refused_when_it_comes_and_not_when_room_is_made(tmp_path: Path) -> None:
     with store_of(tmp_path, 64 * KIB) as store:  # all of it would fit in RAM
-        for bad in (object(), {"x": [object()]}, np.array([object()]), {1.5: b"x"}, 1 << 70):
+        for bad in (object(), {"x": [object()]}, np.array([object()]), {1, 2}, {"x": range(3)}):
             with pytest.raises(ConfigError, match="cannot be kept"):
                 store.put("a", bad)
             with pytest.raises(ConfigError, match="cannot be kept"):

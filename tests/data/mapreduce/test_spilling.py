@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.mapreduce import keys, values
+from shoal.data.mapreduce import keys
 from shoal.data.mapreduce import spill as combining
 from shoal.data.mapreduce import spill as records
 from shoal.data.mapreduce.spill import Buffer, RunFile, RunWriter, merged
 from shoal.errors import DataError
+from shoal.runtime.serialization import decode
 
 KEYS = st.integers(-5, 5) | st.sampled_from(["a", "b", "\x00", b"a", 1.0, None, (1, "x")])
 PAIRS = st.lists(st.tuples(KEYS, st.integers()), max_size=120)
@@ -40,7 +41,7 @@ def written(
             assert len(run) == file.stretches[partition].num_records
             for key, value in run:
                 decoded = keys.decode(key)
-                found[type(decoded), decoded].append(values.decode(value))
+                found[type(decoded), decoded].append(decode(value))
         file.close()
         return dict(found), buffer.num_spills
 

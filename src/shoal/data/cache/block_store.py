@@ -22,10 +22,8 @@ from typing import Any
 
 import torch
 
-from shoal.data.cache import block_format
 from shoal.data.cache import statistics as figures
 from shoal.data.cache.background import Errands
-from shoal.data.cache.block_format import Tree
 from shoal.data.cache.eviction import Key
 from shoal.data.cache.statistics import Stats, TierStats
 from shoal.data.cache.tiering import (
@@ -54,8 +52,10 @@ from shoal.data.cache.tiering import (
     Wait,
     Want,
 )
+from shoal.data.tree import Tree, map_tensors
 from shoal.errors import BlockDamaged, ConfigError, StoreFull
-from shoal.runtime import scratch
+from shoal.runtime import scratch, serialization
+from shoal.runtime.serialization import NotSerializable
 
 Loader = Callable[[Any], Tree]
 """Gives the block of a key: from a file, a computation, another host."""
@@ -285,11 +285,11 @@ class BlockStore:
             self._report(Failed(action))
             raise
         self._stats.num_loads += 1
-        self._stats.bytes_loaded += block_format.num_bytes(tree)
+        self._stats.bytes_loaded += serialization.num_bytes(tree)
         return self._offer(action.key, tree, tier, is_new=False, must_stay=must_stay), tree
 
     def _offer(self, key: Key, tree: Tree, tier: Tier, *, is_new: bool, must_stay: bool = False) -> bool:
-        num_bytes, failure = block_format.num_bytes(tree), None
+        num_bytes, failure = serialization.num_bytes(tree), None
         while True:
             outcome = self._next(Offer(key, num_bytes, tier, is_new, must_stay))
             match outcome:
@@ -412,7 +412,10 @@ class BlockStore:
     def _check(self, tree: Tree) -> None:
         """Refuse now what a disk would refuse in somebody else's call, when room is made for another block."""
         if self._limits.of(Tier.DISK) != 0:
-            block_format.check(tree)
+            try:
+                serialization.pack(tree)
+            except NotSerializable as error:
+                raise cannot_keep(error) from None
 
     def _tier(self, tier: Tier | None) -> Tier:
         return self._tiering.fastest if tier is None else tier
@@ -496,9 +499,9 @@ class TierContents:
     def as_in(self, tier: Tier, tree: Tree) -> Tree:
         """The tree with its tensors where the tier has them. To disk they go as they are."""
         if tier == Tier.DEVICE:
-            return block_format.map_tensors(lambda tensor: tensor.to(self.device), tree)
+            return map_tensors(lambda tensor: tensor.to(self.device), tree)
         if tier == Tier.RAM:
-            return block_format.map_tensors(lambda tensor: tensor.cpu(), tree)
+            return map_tensors(lambda tensor: tensor.cpu(), tree)
         return tree
 
     @property
@@ -538,10 +541,10 @@ class BlockFiles:
 
     def write(self, number: int, tree: Tree) -> Path:
         """Write a block; OSError where the disk does not take it, and then nothing is left of it."""
-        header, arrays = block_format.encode(tree)
+        header, arrays = serialization.pack_bytes(tree)
         checksum, num_bytes = 0, 0
         for array in arrays:
-            gap = bytes(block_format.padding(len(array)))
+            gap = bytes(serialization.padding(len(array)))
             checksum = zlib.crc32(gap, zlib.crc32(array, checksum))
             num_bytes += len(array) + len(gap)
         preamble = _PREAMBLE.pack(_MAGIC, len(header), num_bytes, zlib.crc32(header), checksum)
@@ -550,10 +553,10 @@ class BlockFiles:
         try:
             with open(partial, "wb", buffering=0) as file:
                 begin = _PREAMBLE.size + len(header)
-                _write_all(file.fileno(), preamble + header + bytes(block_format.padding(begin)))
+                _write_all(file.fileno(), preamble + header + bytes(serialization.padding(begin)))
                 for array in arrays:
                     _write_all(file.fileno(), array)
-                    _write_all(file.fileno(), bytes(block_format.padding(len(array))))
+                    _write_all(file.fileno(), bytes(serialization.padding(len(array))))
             os.replace(partial, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -576,7 +579,7 @@ class BlockFiles:
             raise BlockDamaged(path=str(path), problem=f"it has only {len(content)} bytes")
         magic, header_bytes, body_bytes, header_sum, body_sum = _PREAMBLE.unpack_from(content)
         begin = _PREAMBLE.size + header_bytes
-        begin += block_format.padding(begin)
+        begin += serialization.padding(begin)
         if magic != _MAGIC or begin + body_bytes != len(content):
             raise BlockDamaged(path=str(path), problem="it is no block, or was cut off")
         view = memoryview(content)
@@ -584,7 +587,7 @@ class BlockFiles:
         body = view[begin:]
         if zlib.crc32(header) != header_sum or zlib.crc32(body) != body_sum:
             raise BlockDamaged(path=str(path), problem="its checksum is wrong")
-        return block_format.decode(header, body)
+        return serialization.unpack_bytes(header, body)
 
     def remove(self, path: Path) -> None:
         """Take a file away, if this process wrote it."""
@@ -625,3 +628,11 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def cannot_keep(error: NotSerializable) -> ConfigError:
+    return ConfigError(
+        f"{error.what} cannot be kept in a store or cache, which holds tensors, arrays of numbers or text, strings, bytes and "
+        "plain numbers, in dicts by name, tuples and lists: so nothing it reads back could run as code. Nothing was "
+        "kept; give one of those."
+    )

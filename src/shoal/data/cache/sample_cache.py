@@ -18,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.config import job as jobs
-from shoal.data.cache import CacheConfig, block_format
+from shoal.data.cache import CacheConfig
 from shoal.data.cache import anon_file as nameless
 from shoal.data.cache import cache_plan as available
+from shoal.data.cache.block_store import cannot_keep
 from shoal.data.cache.cache_plan import piece_bytes, place, say_where
 from shoal.data.cache.row_file import Field, RowLayout
 from shoal.data.cache.row_store import UNLIMITED, Lists, RowsAhead, RowSpec, RowStore
@@ -31,7 +32,8 @@ from shoal.data.slice import Weighted
 from shoal.data.sources.source import Derived, Source
 from shoal.data.tree import Tree
 from shoal.errors import ConfigError
-from shoal.runtime import scratch
+from shoal.runtime import scratch, serialization
+from shoal.runtime.serialization import NotSerializable
 
 
 def cached(
@@ -123,7 +125,6 @@ class Cached(Derived):
 
 
 MISSING, REGULAR, ODD = 0, 1, 2
-_WEIGHTED = "\0weighted"
 
 
 class _Plan(msgspec.Struct, frozen=True):
@@ -313,18 +314,16 @@ class SampleStore:
 
 
 def _encoded(sample: Any) -> bytes:
-    header, body = block_format.joined({_WEIGHTED: tuple(sample)} if isinstance(sample, Weighted) else sample)
-    return len(header).to_bytes(8, "little") + header + bytes(block_format.padding(8 + len(header))) + body
+    try:
+        return serialization.dumps(
+            sample, lambda each: ("weighted", tuple(each)) if isinstance(each, Weighted) else None
+        )
+    except NotSerializable as error:
+        raise cannot_keep(error) from None
 
 
 def _decoded(piece: NDArray[np.uint8]) -> Any:
-    # A buffer of its own: where arrays begin is a multiple of 64 only from its beginning on.
-    content = memoryview(bytearray(piece.tobytes()))
-    begin = 8 + int.from_bytes(content[:8], "little")
-    tree = block_format.decode(content[8:begin], content[begin + block_format.padding(begin) :])
-    if isinstance(tree, dict) and list(tree) == [_WEIGHTED]:
-        return Weighted(*tree[_WEIGHTED])
-    return tree
+    return serialization.loads(piece.data, lambda tag, parts: Weighted(*parts))
 
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}

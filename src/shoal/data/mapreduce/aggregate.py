@@ -11,9 +11,10 @@ from collections.abc import ItemsView, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.data.mapreduce import keys, values
+from shoal.data.mapreduce import keys
 from shoal.data.mapreduce.keys import Key
 from shoal.data.mapreduce.spill import RunFile, merged, record_bytes
+from shoal.runtime.serialization import decode
 
 _INDEX_EVERY = 64
 
@@ -53,7 +54,7 @@ class Aggregate(Mapping[Any, Any]):
         number = keys.partition_of(encoded, len(self._files))
         for found, value in self._files[number].records_from(self._start(number, encoded)):
             if found == encoded:
-                return values.decode(value)
+                return decode(value)
             if found > encoded:
                 break
         raise KeyError(key)
@@ -79,7 +80,7 @@ class Aggregate(Mapping[Any, Any]):
 
     def _decoded(self) -> Iterator[tuple[Key, Any]]:
         for key, value in merged([file.records(0) for file in self._files]):
-            yield keys.decode(key), values.decode(value)
+            yield keys.decode(key), decode(value)
 
     def _start(self, number: int, encoded: bytes) -> int:
         """An offset in the file at or before the key."""

@@ -19,10 +19,11 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from shoal.data.mapreduce import keys, values
+from shoal.data.mapreduce import keys
 from shoal.data.mapreduce.keys import Key
 from shoal.data.sources.source import name_of
 from shoal.errors import DataError
+from shoal.runtime.serialization import NotSerializable, decode, encode, num_bytes
 
 _LENGTHS = struct.Struct("<II")
 _TAIL = struct.Struct("<Q")
@@ -239,7 +240,7 @@ class Buffer:
                 found = self._encoded[encoded] = []
                 self._num_bytes += _KEY_BYTES + len(encoded)
         found.append(value)
-        self._num_bytes += 40 if type(value) is int else 8 + values.num_bytes(value)
+        self._num_bytes += 40 if type(value) is int else 8 + num_bytes(value, per_object=64)
         if self._num_bytes > self._max_bytes:
             self._make_room()
 
@@ -287,7 +288,7 @@ class Buffer:
         total = 0
         for key, listed in itertools.chain(self._plain.items(), self._encoded.items()):
             size = len(key) if isinstance(key, (str, bytes)) else 8
-            total += _KEY_BYTES + size + sum(8 + values.num_bytes(value) for value in listed)
+            total += _KEY_BYTES + size + sum(8 + num_bytes(value, per_object=64) for value in listed)
         return total
 
     def _spill(self) -> None:
@@ -344,7 +345,7 @@ class Buffer:
             if self._combine is not None and len(listed) > 1:
                 listed = [combined(self._combine, keys.decode(encoded), listed)]
             for value in listed:
-                yield encoded, values.encode(value)
+                yield encoded, encode_value(value)
 
     def _combined(self, records: Iterator[Record]) -> Iterator[Record]:
         if self._combine is None:
@@ -355,8 +356,8 @@ class Buffer:
             if len(listed) == 1:
                 yield encoded, listed[0]
             else:
-                decoded = [values.decode(value) for value in listed]
-                yield encoded, values.encode(combined(self._combine, keys.decode(encoded), decoded))
+                decoded = [decode(value) for value in listed]
+                yield encoded, encode_value(combined(self._combine, keys.decode(encoded), decoded))
 
 
 def combined(combine: Combine, key: Key, listed: Any, *, what: str = "combine") -> Any:
@@ -366,3 +367,19 @@ def combined(combine: Combine, key: Key, listed: Any, *, what: str = "combine") 
     except Exception as error:
         error.add_note(f"raised by {what}({name_of(combine)}) for the key {key!r}")
         raise
+
+
+def encode_value(value: Any) -> bytes:
+    """The bytes of a value that a user's function gave."""
+    try:
+        return encode(value)
+    except NotSerializable as error:
+        raise DataError(
+            f"the map function gave a value with {error.what} in it: values are numbers, strings, bytes, None, numpy arrays "
+            "and tensors of numbers, and lists, tuples and dicts of these, because they are written to disk and read back. "
+            "Nothing was computed; yield such a value."
+        ) from None
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"a value of the map function is a string that is no text: {error}. Give it as bytes."
+        ) from None

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from shoal.data.collate import Collate, collate
-from shoal.data.mapreduce import keys, values
+from shoal.data.mapreduce import keys
 from shoal.data.mapreduce.claims import Claim, Claims
 from shoal.data.mapreduce.spill import (
     Buffer,
@@ -33,6 +33,7 @@ from shoal.data.mapreduce.spill import (
     RunFile,
     RunWriter,
     combined,
+    encode_value,
     merged,
     merged_in_memory,
 )
@@ -43,6 +44,7 @@ from shoal.data.sources.source import name_of
 from shoal.data.stream import Stream
 from shoal.errors import DataError, MapReduceStalled, TaskKeepsDying
 from shoal.runtime import events as happenings
+from shoal.runtime.serialization import decode
 
 MAX_MAP_TASKS = 32
 """A reduce task holds the output of each of them open."""
@@ -241,7 +243,7 @@ class Tasks:
                 else:
                     records = merged([file.records(number, check=True) for file in files])
                 for encoded, result in self._results(records, claim):
-                    writer.add(0, encoded, values.encode(result))
+                    writer.add(0, encoded, encode_value(result))
                 writer.commit()
             except BaseException:
                 writer.abandon()
@@ -251,7 +253,7 @@ class Tasks:
         reduce = self.plan.reduce
         for encoded, group in itertools.groupby(records, key=operator.itemgetter(0)):
             claim.beat()
-            found: Iterable[Any] = (values.decode(value) for _, value in group)
+            found: Iterable[Any] = (decode(value) for _, value in group)
             if self.plan.combine is not None:
                 found = list(found)  # there is one per map task, and functions like to look twice
             if reduce is None:

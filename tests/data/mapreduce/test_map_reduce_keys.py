@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shoal.data.mapreduce import keys, values
+from shoal.data.mapreduce import keys
 from shoal.errors import DataError
 
 INTS = st.integers(-(1 << 80), 1 << 80)
@@ -84,68 +84,3 @@ def test_numbers_of_numpy_and_torch_are_taken_as_pythons() -> None:
 def test_other_keys_are_refused_by_their_type(key: Any) -> None:
     with pytest.raises(DataError, match=f"a {type(key).__name__}: keys are whole numbers"):
         keys.plain(key)
-
-
-LEAVES = (
-    st.none()
-    | st.booleans()
-    | INTS
-    | st.floats(allow_nan=False)
-    | st.text(st.characters(exclude_categories=["Cs"]))
-    | BYTES
-)
-HASHABLE = INTS | st.text(st.characters(exclude_categories=["Cs"])) | st.tuples(INTS, BYTES)
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(HASHABLE, inner, max_size=3),
-    max_leaves=8,
-)  # fmt: skip
-
-
-@given(VALUES)
-def test_a_value_comes_back_exactly(value: Any) -> None:
-    assert repr(values.decode(values.encode(value))) == repr(value)
-    assert values.num_bytes(value) > 0
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(6).reshape(2, 3),
-        np.float32(0.1),
-        np.zeros((0, 4)),
-        np.array(["a", "bcd"]),
-        np.bool_(True),
-        np.array(3, "i1"),
-    ],
-)
-def test_arrays_and_numbers_of_numpy_come_back_as_they_are(array: Any) -> None:
-    back = values.decode(values.encode([array]))[0]
-    assert type(back) is type(array)
-    assert back.dtype == array.dtype
-    assert back.shape == array.shape
-    assert np.array_equal(back, array)
-
-
-def test_an_array_that_came_back_may_be_written() -> None:
-    back = values.decode(values.encode(np.arange(3)))
-    back += 1
-    assert back.tolist() == [1, 2, 3]
-
-
-def test_a_tensor_comes_back_as_a_tensor() -> None:
-    back = values.decode(values.encode({"t": torch.arange(4.0)}))
-    assert torch.equal(back["t"], torch.arange(4.0))
-
-
-@pytest.mark.parametrize(
-    "value", [{1, 2}, Decimal(1), object(), [Decimal(2)], torch.zeros(2, dtype=torch.bfloat16)]
-)
-def test_what_would_come_back_as_something_else_is_refused(value: Any) -> None:
-    with pytest.raises(DataError, match="values are numbers, strings"):
-        values.encode(value)
-
-
-def test_an_array_of_objects_is_refused() -> None:
-    with pytest.raises(DataError, match="an array of object"):
-        values.encode(np.array([object()]))
