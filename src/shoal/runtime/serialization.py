@@ -101,6 +101,7 @@ _TUPLE, _BIG, _ARRAY, _SCALAR, _TENSOR, _PAIRS, _LEAF, _HOOKED, _RAW_TENSOR = ra
 _ALIGNMENT = 64
 _LARGE_BYTES = 64  # bytes of this length are worth a place beside the header
 _EXACT = frozenset({type(None), bool, float, str, bytes})
+_BASES: tuple[Any, ...] = (int, float, str, bytes, tuple, list, dict)
 _HEAD, _SIZE = struct.Struct("<BB"), struct.Struct("<q")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -302,9 +303,9 @@ class _Packing:
                 return self.word(bytes(value))
             if isinstance(value, tuple) and hasattr(value, "_fields"):
                 raise NotSerializable(f"a {kind.__qualname__}")
-            for known in (bool, int, float, str, bytes, tuple, list, dict):
-                if isinstance(value, known):
-                    return self.word(known(value))
+            for base in _BASES:
+                if isinstance(value, base):
+                    return self.word(base(value))
         raise NotSerializable(f"a {kind.__qualname__}")
 
     def _array(self, array: Any) -> Any:
@@ -376,7 +377,7 @@ def _array_bytes(array: Any) -> bytes:
     _check_array(array)
     kind: bytes = array.dtype.str.encode()
     sizes = b"".join(_SIZE.pack(size) for size in array.shape)
-    return _HEAD.pack(len(kind), array.ndim) + kind + sizes + array.tobytes()
+    return b"".join([_HEAD.pack(len(kind), array.ndim), kind, sizes, array.tobytes()])
 
 
 def _to_array(data: memoryview) -> Any:
