@@ -80,7 +80,7 @@ def check_all(kv: Kv, world: World, totals: Counter[int]) -> None:
     assert kv.pull("sums", keys).result()[:, 0].tolist() == [totals[key] for key in keys]
     while world.step():
         pass
-    digests = {number: core.digests() for number, core in world.cores.items()}
+    digests = {number: core.state.digests() for number, core in world.cores.items()}
     for slot, holders in enumerate(world.view.holders):
         assert len({digests[holder][slot] for holder in holders}) == 1
     for _, link in kv._group._links.values():

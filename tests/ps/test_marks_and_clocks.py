@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.parallel.ps.relaxed import Naming
 from shoal.ps.server.applied_seqs import AppliedSeqs, some_slots
 from shoal.ps.server.clocks import Clocks
-from shoal.ps.server.mailbox import Board, Result
+from shoal.ps.server.mailbox import Mailbox, Result
 from shoal.ps.server.replication import decode, encode, from_bits, to_bits
 
 slots = st.lists(st.integers(0, 255), min_size=1, max_size=5, unique=True)
@@ -87,7 +87,7 @@ def test_who_was_absent_comes_back_with_the_slowest() -> None:
 
 
 def test_the_log_is_kept_since_the_oldest_note_and_one_more() -> None:
-    board = Board()
+    board = Mailbox()
     for exchange in range(1, 6):
         notes = {rank: (exchange if rank else min(exchange, 3), b"note") for rank in range(2)}
         board.finish(exchange, Result(True, b"sum"), notes, 2)
@@ -97,7 +97,7 @@ def test_the_log_is_kept_since_the_oldest_note_and_one_more() -> None:
 
 
 def test_a_board_is_the_same_after_a_copy() -> None:
-    board, other = Board(), Board()
+    board, other = Mailbox(), Mailbox()
     board.finish(1, Result(False, b"all"), {0: (1, b"n0"), 1: (1, b"n1")}, 2)
     state, frames = board.state()
     other.restore(state, list(frames))

@@ -77,7 +77,7 @@ def test_the_count_goes_with_its_slot_and_with_a_checkpoint() -> None:
     for slot in range(256):
         record, frames = bench.core.state.write_slot(slot)
         other.core.state.take_slot(slot, record, frames)  # type: ignore[arg-type]
-    assert other.core.digests() == bench.core.digests()
+    assert other.core.state.digests() == bench.core.state.digests()
     for table, num_steps in ((FIRST, 2), (SECOND, 1)):
         (reply,) = other.ask(1, ReadRows(1, table, 0))
         assert reply.message == Rows(4, num_steps)  # type: ignore[union-attr]

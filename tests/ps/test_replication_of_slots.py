@@ -88,7 +88,7 @@ def test_nothing_is_acknowledged_before_the_replica_has_it() -> None:
     pair.push(0, 1, 1.0, stream=1)
     assert messages(pair.note(pair.end(0, 1, stream=1))) == []
     assert messages(pair.deliver()) == [Committed(1, 1, 1)]
-    assert pair.cores[0].digests() == pair.cores[1].digests()
+    assert pair.cores[0].state.digests() == pair.cores[1].state.digests()
 
 
 def test_a_repeat_on_one_connection_counts_once() -> None:
@@ -100,7 +100,7 @@ def test_a_repeat_on_one_connection_counts_once() -> None:
     pair.note(pair.core.tick())
     pair.sent = pair.sent * 2
     assert messages(pair.deliver())[:1] == [Committed(1, 1, 1)]
-    assert pair.cores[0].digests() == pair.cores[1].digests()
+    assert pair.cores[0].state.digests() == pair.cores[1].state.digests()
 
 
 def test_a_replica_refuses_what_comes_after_a_gap_and_of_an_old_view() -> None:
@@ -145,7 +145,7 @@ def test_a_new_server_is_filled_slot_by_slot_while_pushes_go_on() -> None:
     assert pair.told == []
     pair.fill()
     assert pair.told == [SlotsFilled(2, list(range(256)))]
-    assert pair.cores[0].digests() == pair.cores[1].digests()
+    assert pair.cores[0].state.digests() == pair.cores[1].state.digests()
 
 
 def test_a_push_waits_for_a_server_that_is_being_filled_where_it_follows_already() -> None:
@@ -169,7 +169,7 @@ def test_what_was_not_answered_is_said_again_in_the_next_view() -> None:
     pair.note(pair.cores[1].view(after))
     pair.note(pair.core.view(after))
     pair.deliver()
-    assert pair.cores[0].digests() == pair.cores[1].digests()
+    assert pair.cores[0].state.digests() == pair.cores[1].state.digests()
 
 
 def test_an_answer_of_an_earlier_view_answers_nothing_in_this_one() -> None:
@@ -216,7 +216,7 @@ def test_an_update_is_made_with_the_settings_it_says_on_every_holder_and_nobody_
     pair.note(pair.end(0, 2, stream=1))
     pair.deliver()
     assert (pair.rows(), pair.chunk()) == ([[-1.5, -1.5]] * 2, [0.25] * 4)  # as declared
-    assert pair.cores[0].digests() == pair.cores[1].digests()
+    assert pair.cores[0].state.digests() == pair.cores[1].state.digests()
 
 
 def test_settings_that_no_rule_has_are_refused_before_anything_counts() -> None:

@@ -263,7 +263,7 @@ class Simulated:
         return self.views[max(self.views)]
 
     def check_replicas(self) -> None:
-        by_server = {number: server.core.digests() for number, server in self.servers.items()}
+        by_server = {number: server.core.state.digests() for number, server in self.servers.items()}
         for slot, holders in enumerate(self.newest.holders):
             digests = {number: by_server[number][slot] for number in holders}
             if len(set(digests.values())) > 1:

@@ -13,7 +13,7 @@ from shoal.ps.server import replication as replication_module
 from shoal.ps.server.actions import Action, Frame, Request
 from shoal.ps.server.applied_seqs import AppliedSeqs, Slots, no_slots
 from shoal.ps.server.core import ServerCore
-from shoal.ps.server.mailbox import Board
+from shoal.ps.server.mailbox import Mailbox
 from shoal.ps.server.replication import Replication, Written
 from shoal.ps.server.state import Counted, State
 from shoal.ps.server.steps import Steps, Sum
@@ -41,7 +41,7 @@ def altered(
     replication: type[Replication] = Replication,
     steps: type[Steps] = Steps,
     marks: type[AppliedSeqs] = AppliedSeqs,
-    board: type[Board] = Board,
+    board: type[Mailbox] = Mailbox,
 ) -> type[ServerCore]:
     """A server some part of which is not what it should be."""
 
@@ -49,7 +49,7 @@ def altered(
         def __init__(self, number: int, incarnation: int = 0) -> None:
             super().__init__(number, incarnation)
             self.state, self.replication = state(), replication(number)
-            self.state.applied, self.state.board = marks(), board()
+            self.state.applied, self.state.mailbox = marks(), board()
             self.state.steps_class = steps  # type: ignore[misc]
 
     return Other
@@ -210,7 +210,7 @@ class CopiesWithout(State):
             "steps": {"steps": {}},
         }
         if self.without == "board" and slot == 0:
-            number = len(self.board.state()[1])
+            number = len(self.mailbox.state()[1])
             frames = frames[: len(frames) - number]
         return msgspec.structs.replace(record, **changes[self.without]), frames
 
@@ -387,7 +387,7 @@ class NeverFences(ServerCore):
         return []
 
 
-class ClosesTooSoon(Board):
+class ClosesTooSoon(Mailbox):
     def post(self, *arguments: Any, num_workers: int) -> bool:
         return super().post(*arguments, num_workers=max(num_workers - 1, 1))
 

@@ -1,4 +1,4 @@
-"""Bugs on purpose where steps do not wait for the slowest: each must be found by the oracle of ps_hurried.py."""
+"""Bugs on purpose where steps do not wait for the slowest: each must be found by the oracle of ps_partial.py."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ plant("versions are lost at a failover (hurried)", Hurried)(LosesVersions)
 
 @plant("what came too late is told to count", Hurried)
 class NeverTellsLate(ServerCore):
-    def _hurried(self, message: StepEnd) -> Committed:
-        return msgspec.structs.replace(super()._hurried(message), late=False)
+    def _partial(self, message: StepEnd) -> Committed:
+        return msgspec.structs.replace(super()._partial(message), late=False)
 
 
 @plant("only the last step knows who was in it", Hurried)
 class AsksTheLastStep(ServerCore):
-    def _hurried(self, message: StepEnd) -> Committed:
+    def _partial(self, message: StepEnd) -> Committed:
         last = self._steps().last
         late = last is None or last.seq != message.seq or message.rank not in last.ranks
         return self._committed(self._high if late else message.seq, late=late)

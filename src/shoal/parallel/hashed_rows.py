@@ -18,15 +18,12 @@ from torch import Tensor, nn
 from shoal.embedding import HashEmbedding
 from shoal.embedding.hash_embedding import rows_left_out
 from shoal.embedding.row_source import LocalRows
-from shoal.embedding.rules import rule_of_optimizer
+from shoal.embedding.rules import RULES, rule_of_optimizer
 from shoal.errors import ConfigError
 from shoal.parallel.optimizer_state import PREFIX
 from shoal.parallel.protocol import Piece, PieceReader
 
 MODEL = "model/"
-
-STATE_OF_RULE = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
-"""What torch calls the state that a rule keeps per row."""
 
 
 def hash_embeddings(model: nn.Module) -> dict[str, HashEmbedding]:
@@ -108,10 +105,8 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """One table, by increasing key, under the names that every strategy knows."""
     tensors = {MODEL + keys_name(name): torch.from_numpy(keys), MODEL + name: torch.from_numpy(values)}
-    for number, key in enumerate(STATE_OF_RULE.get(rule, ())):
-        dim = values.shape[1]
-        columns = np.ascontiguousarray(state[:, number * dim : (number + 1) * dim])
-        tensors[f"{PREFIX}{name}/{key}"] = torch.from_numpy(columns)
+    for key, columns in RULES[rule].state_columns(values.shape[1]).items():
+        tensors[f"{PREFIX}{name}/{key}"] = torch.from_numpy(np.ascontiguousarray(state[:, columns]))
         tensors[f"{PREFIX}{name}/step"] = torch.tensor(float(step))
     for piece, tensor in tensors.items():
         yield Piece(piece, tensor, tuple(tensor.shape), (0,) * tensor.dim())
@@ -127,8 +122,7 @@ def saved_table(name: str, pieces: PieceReader) -> tuple[NDArray[np.int64], NDAr
 
 def saved_state(name: str, rule: str, saved: PieceReader | None) -> tuple[NDArray[Any] | None, int]:
     """State of rows as a rule keeps it, and the number of updates; None and 0 where it was not saved."""
-    keys = STATE_OF_RULE.get(rule, ())
-    names = [f"{PREFIX}{name}/{key}" for key in keys]
+    names = [f"{PREFIX}{name}/{key}" for key in RULES[rule].state]
     if saved is None or saved.optimizer_settings is None or not all(n in saved.tensors for n in names):
         return None, 0
     state = torch.cat([saved.tensors[each] for each in names], dim=1).numpy() if names else None

@@ -22,7 +22,8 @@ from shoal.data.tree import Tree, leaves
 from shoal.embedding import HashEmbedding
 from shoal.embedding.row_source import LocalRows
 from shoal.embedding.row_table import RowTable
-from shoal.parallel.hashed_rows import STATE_OF_RULE, pieces_of, plain_tensors, saved_state, saved_table
+from shoal.embedding.rules import RULES
+from shoal.parallel.hashed_rows import pieces_of, plain_tensors, saved_state, saved_table
 from shoal.parallel.optimizer_state import PREFIX
 from shoal.parallel.protocol import Piece, PieceReader, TrainJob
 from shoal.parallel.ps import embedding_placement as takeover
@@ -444,23 +445,26 @@ class ServedModel:
                 else:
                     whole[name] = tensor
         for module in self.rows:
-            keys = STATE_OF_RULE.get(module.spec.rule)
+            columns = RULES[module.spec.rule].state_columns(module.dim)
             weight = getattr(module.module, "weight", None)
-            if keys is None or not isinstance(weight, Tensor):
+            if not columns or not isinstance(weight, Tensor):
                 continue
-            held = [torch.zeros_like(weight, device="cpu") for _ in keys]
+            held = {
+                key: torch.zeros(len(weight), span.stop - span.start, dtype=weight.dtype)
+                for key, span in columns.items()
+            }
             num_updates = 0
             for row_keys, _, row_state, of_slot in read_rows(self._group, module.spec):
                 num_updates = max(
                     num_updates, of_slot
                 )  # a slot without rows knows of none before a checkpoint
-                for number, tensor in enumerate(held):
-                    columns = row_state[:, number * module.dim : (number + 1) * module.dim]
-                    tensor[torch.from_numpy(row_keys)] = torch.from_numpy(np.ascontiguousarray(columns))
-            for key, tensor in zip(keys, held, strict=True):
+                for key, span in columns.items():
+                    held[key][torch.from_numpy(row_keys)] = torch.from_numpy(
+                        np.ascontiguousarray(row_state[:, span])
+                    )
+            for key, tensor in held.items():
                 whole[f"{PREFIX}{module.taken.name}/{key}"] = tensor
-            if keys:
-                whole[f"{PREFIX}{module.taken.name}/step"] = torch.tensor(float(num_updates))
+            whole[f"{PREFIX}{module.taken.name}/step"] = torch.tensor(float(num_updates))
         for name, tensor in whole.items():
             yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 

@@ -1,31 +1,39 @@
-"""A server's decisions: requests, views and answers of other servers go in, what must be done comes out.
+"""The core of a parameter server: requests, views and other servers' answers in, actions out.
 
-Pure: no socket, no thread, no clock. `server_loop.py` feeds it; the simulator
-runs the same class. What is held and how it changes is in `state.py`; who
-must hear of it in `replication.py`; the requests of clients that wait for
-others (steps, pulls, exchanges) in `serving.py`.
+Pure: no socket, no thread, no clock. `process.py` feeds it; the simulator runs
+the same class. Its collaborators: `clients` fences connections, `state` holds
+and changes what the server has, `staging` keeps pushes without a StepEnd,
+`waits` the requests without an answer, `replication` ships changes to other
+holders, `replica` applies theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
-from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.errors import ShoalError
-from shoal.ps.server.actions import Action, Drop, Reply, Request, Tell
-from shoal.ps.server.applied_seqs import Slots, no_slots
-from shoal.ps.server.apply_filters import Filter
-from shoal.ps.server.contents import Refusal
-from shoal.ps.server.replication import Change, FollowingRecord, SlotRecord, decode, first_number, from_bits
-from shoal.ps.server.serving import Serving
+from shoal.ps.layout import counter_of_update
+from shoal.ps.server.actions import Action, Drop, Frame, Reply, Request, Tell
+from shoal.ps.server.applied_seqs import Slots, no_slots, some_slots
+from shoal.ps.server.apply_filters import Filter, Push, bend
+from shoal.ps.server.clients import Clients, rank_of
+from shoal.ps.server.contents import Keys, Refusal, Update, Vector, chunk_bytes, restrict
+from shoal.ps.server.mailbox import Result
+from shoal.ps.server.replica import Replica
+from shoal.ps.server.replication import Change, PostRecord, Replication, Written
+from shoal.ps.server.state import Counted, State, answer_whole
+from shoal.ps.server.steps import LOSSES, PARTIAL_MODES, Contribution, Staging, Steps, Sum, read_vector
+from shoal.ps.server.waiting import PendingReply, Waits, expect_frames, expect_into
 from shoal.runtime.transport.messages.client_server import (
     AskDense,
     AskMissing,
     AskNote,
     Commit,
+    Committed,
     CopySlot,
     Declared,
     DeclareDense,
@@ -35,9 +43,12 @@ from shoal.runtime.transport.messages.client_server import (
     Hello,
     Hold,
     Missing,
+    Note,
     Post,
+    Posted,
     PsRefused,
     PullDense,
+    Pulled,
     PullRows,
     PushDense,
     PushRows,
@@ -49,6 +60,7 @@ from shoal.runtime.transport.messages.client_server import (
     Rest,
     SetClock,
     StepEnd,
+    Summed,
     ViewOver,
     Welcome,
     WriteChunk,
@@ -56,34 +68,38 @@ from shoal.runtime.transport.messages.client_server import (
     WriteRows,
 )
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.server_coordinator import ServerView, SlotsFilled
+from shoal.runtime.transport.messages.server_coordinator import ServerView, StepLost
 
 MAX_EARLY = 4096
 """Requests of views to come that are kept until the view is here; beyond it they are answered ViewOver."""
 
 
-class ServerCore(Serving):
+class ServerCore:
     """One server. Everything it says about a step is true on every other holder of its slots, or not said yet."""
 
     def __init__(self, number: int, incarnation: int = 0, *, filters: Sequence[Filter] = ()) -> None:
-        super().__init__(number, filters)
-        self.incarnation = incarnation
-        self._names: dict[int, tuple[str, int]] = {}  # peer -> who it is
-        self._newest: dict[str, int] = {}  # name -> its newest incarnation
+        self.number, self.incarnation, self.view_number = number, incarnation, 0
+        self.clients = Clients()
+        self.state = State()
+        self.staging = Staging()
+        self.waits = Waits()
+        self.replication = Replication(number)
+        self.replica = Replica(number)
+        self.mine: Slots = no_slots()
+        """Slots whose primary this server is."""
+        self._filters = tuple(filters)
+        self._low = self._high = 0  # smallest and largest version of what is mine
+        self._step_need: dict[int, int] = {}  # acknowledgements after which the last step is safe
+        self._pulled_at: dict[int, int] = {}  # peer -> updates there were at its last pull
         self._early: list[Request] = []
-        self._holder: int | None = None  # a peer for whose sake no push counts
-        self._waiting_for_holder: list[Request] = []
-        self._sources: dict[int, int] = {}  # server -> last number heard of it in this view
-        self._joining: Slots = no_slots()
-        self._filled: Slots = no_slots()
-        self._has_told = False
-        self._primary_of: list[int] = [-1] * NUM_SLOTS
+        self._holder: int | None = None  # a peer that reads a checkpoint: no push counts meanwhile
+        self._lost: StepLost | None = None
 
-    # ---- what happens ---------------------------------------------------------------------------
+    # ---- events ---------------------------------------------------------------------------------
 
     def hear(self, request: Request, now: float = 0.0) -> list[Action]:
         """A request of a client or another server."""
-        if request.peer not in self._names and not isinstance(request.message, Hello):
+        if request.peer not in self.clients and not isinstance(request.message, Hello):
             problem = f"its first sentence was {type(request.message).__name__}, not Hello"
             return [Reply(request.peer, request.ticket, PsRefused(problem)), Drop(request.peer, problem)]
         view = getattr(request.message, "view", None)
@@ -93,7 +109,7 @@ class ServerCore(Serving):
                 return []
             return [Reply(request.peer, request.ticket, ViewOver(self.view_number))]
         if self._is_held(request):
-            self._waiting_for_holder.append(request)
+            self.waits.held.append(request)
             return []
         try:
             actions = self._handle(request)
@@ -118,63 +134,51 @@ class ServerCore(Serving):
 
     def gone(self, peer: int) -> list[Action]:
         """A connection that others made to this server is over."""
-        name, incarnation = self._names.pop(peer, ("", 0))
+        rank = self.clients.remove(peer)
         self._forget(peer)
-        let_go = self._let_go(peer)
-        rank = _rank(name)
-        is_newest = self._newest.get(name) == incarnation
-        if rank is not None and is_newest and (name, incarnation) not in self._names.values():
+        actions = self._release_hold(peer)
+        if rank is not None:
             self.state.clocks.left(rank)
-        return let_go + self._settle()
+        return actions + self._settle()
 
     def rank_dead(self, rank: int, incarnation: int = 0) -> list[Action]:
         """This incarnation of a rank is dead: nobody waits for it, and nothing of it counts any more."""
-        if incarnation >= self._newest.get(f"worker-{rank}", 0):
+        if incarnation >= max(self.clients.newest(f"worker-{rank}"), 0):
             self.state.clocks.left(rank)
         return self._fence(f"worker-{rank}", incarnation + 1) + self._settle()
 
     def rank_joined(self, rank: int, incarnation: int = 0) -> list[Action]:
         """This incarnation of a rank is in."""
-        return self._meet(f"worker-{rank}", incarnation) + self._settle()
+        return self._admit(f"worker-{rank}", incarnation) + self._settle()
 
     def tick(self, now: float = 0.0) -> list[Action]:
-        """Time has passed."""
-        # The coordinator may have been gone when it was told.
+        """Retry what was lost: records to other servers, and a lost step that the coordinator may not have heard of."""
         lost: list[Action] = [Tell(self._lost)] if self._lost is not None else []
         return [*self.replication.again(), *lost]
 
     def work(self) -> tuple[list[Action], bool]:
-        """Give one slot to a server that needs it; and whether there is more."""
+        """Copy one slot to a server that needs it; and whether there is more."""
         due = self.replication.next_copy
         if due is None:
             return [], False
         sends = self.replication.copy(*due, self.state.write_slot(due[1]))
         return [*sends], self.replication.next_copy is not None
 
-    def digests(self) -> list[int]:
-        """By slot: equal on all its holders once they have answered."""
-        return self.state.digests()
-
-    # ---- views ----------------------------------------------------------------------------------
-
     def view(self, view: ServerView) -> list[Action]:
-        """Who holds what from now on. Whatever waits is over: clients ask again."""
+        """Hold what a new view says. Whatever waits is over: clients ask again."""
         if view.view <= self.view_number:
             return []
         if view.incarnations.get(self.number, self.incarnation) != self.incarnation:
             return []  # of its predecessor, whose slots it does not have
         actions = self._end_waits(ViewOver(view.view))
-        held, self._waiting_for_holder, self._holder = self._waiting_for_holder, [], None
-        actions += [Reply(each.peer, each.ticket, ViewOver(view.view)) for each in held]
+        self._holder = None
         is_new = self.view_number == 0
         is_next = view.view == self.view_number + 1
         was_primary = self.mine if is_next else no_slots()
         trusted = self._trusted() if is_next else {}
         self.view_number = view.view
-        self._sources.clear()
-        self._accept(view)
-        self.mine = _slots_of(view, lambda holders: holders[0] == self.number)
-        self._primary_of = [holders[0] if holders else -1 for holders in view.holders]
+        self.replica.view(view, self.state)
+        self.mine = np.array(self.replica.primary_of) == self.number
         if (self.mine & ~was_primary).any() and not is_new:
             self.state.take_over()
         actions += self.replication.view(view, was_primary=was_primary, is_new=is_new, trusted=trusted)
@@ -183,38 +187,20 @@ class ServerCore(Serving):
         self._step_need = self.replication.need()
         early, self._early = self._early, []
         for request in early:
-            if request.peer in self._names:
+            if request.peer in self.clients:
                 actions += self.hear(request)
-        return actions + self._tell_filled() + self._settle()
+        return actions + self.replica.tell_filled() + self._settle()
 
     def _trusted(self) -> dict[int, Slots]:
         """By server, the slots whose primary it was until now: it has all that this one has of them.
 
-        In exact steps what it may have beyond that will come out here with the same bits, and its marks
-        know it. Relaxed ones may come in another order: then the slots are copied to it.
+        In exact steps what it may have beyond that will come out here with the same bits, and its applied
+        seqs know it. Relaxed ones may come in another order: then the slots are copied to it.
         """
         if self.state.mode is None or self.state.mode.kind != "exact":
             return {}
-        primary_of = np.array(self._primary_of)
-        return {server: primary_of == server for server in set(self._primary_of) - {self.number, -1}}
-
-    def _accept(self, view: ServerView) -> None:
-        holds = _slots_of(view, lambda holders: self.number in holders)
-        self._joining = no_slots()
-        for slot, servers in view.joining.items():
-            if self.number in servers and not holds[slot]:
-                self._joining[slot] = True
-        # What it is to be given it may have already; whether that is still right only the primary knows.
-        self._filled, self._has_told = no_slots(), False
-        kept = holds | self._joining
-        self.state.drop(self.state.contents.held & ~kept)
-        self.state.contents.hold(kept)
-
-    def _tell_filled(self) -> list[Action]:
-        if self._has_told or not self._joining.any() or (self._joining & ~self._filled).any():
-            return []
-        self._has_told = True
-        return [Tell(SlotsFilled(self.view_number, np.flatnonzero(self._joining).tolist()))]
+        primary_of = np.array(self.replica.primary_of)
+        return {server: primary_of == server for server in {*primary_of.tolist()} - {self.number, -1}}
 
     # ---- requests -------------------------------------------------------------------------------
 
@@ -229,13 +215,11 @@ class ServerCore(Serving):
             case PushDense() as message:
                 return self._push_dense(request, message)
             case StepEnd() as message:
-                return self._step_end(request, message, self._names[request.peer][0])
+                return self._step_end(request, message, self.clients.name(request.peer))
             case Commit() as message:
                 return self._commit(request, message)
-            case Replicate(_, number, record):
-                return self._replicate(request, number, record)
-            case CopySlot(_, number, slot, record):
-                return self._copy_slot(request, number, slot, record)
+            case Replicate() | CopySlot():
+                return self._replicate(request, request.message)
             case Rest(_, rank):
                 self.state.clocks.left(rank)
                 return [Reply(request.peer, request.ticket, Declared(False))]
@@ -244,13 +228,13 @@ class ServerCore(Serving):
                 if is_on:
                     self._holder = request.peer
                     return actions
-                return actions + self._let_go(request.peer)
+                return actions + self._release_hold(request.peer)
             case Post() as message:
                 return self._post(request, message)
             case AskNote() as message:
                 return self._ask_note(request, message)
             case AskMissing():
-                return [Reply(request.peer, request.ticket, Missing(self._missing(request.peer)))]
+                return [Reply(request.peer, request.ticket, Missing(self._missing_ranks(request.peer)))]
             case AskDense():
                 return [self._dense_at(request)]
             case Hello(name, incarnation):
@@ -273,73 +257,20 @@ class ServerCore(Serving):
                 return self._whole(request)
         raise Refusal(f"a server is not asked {type(request.message).__name__}")
 
-    def _missing(self, peer: int) -> list[int]:
-        missing = self._missing_for(peer)
-        if self._holder is not None and any(each.peer == peer for each in self._waiting_for_holder):
-            missing |= {self._ranks[self._holder]} if self._holder in self._ranks else set()
-        return sorted(missing - {self._ranks.get(peer, -1)})
+    def _missing_ranks(self, peer: int) -> list[int]:
+        """Ranks that a peer waits for, the holder of a checkpoint among them."""
+        missing = self.waits.missing_ranks(peer, self.state)
+        if self._holder is not None and any(each.peer == peer for each in self.waits.held):
+            holder = self.clients.rank(self._holder)
+            missing |= {holder} if holder is not None else set()
+        own = self.clients.rank(peer)
+        return sorted(missing - {-1 if own is None else own})
 
     def _dense_at(self, request: Request) -> Reply:
         dense = self.state.contents.dense
         places = [(number, *dense.place(number)) for number in self.state.contents.chunks_of(self.mine)]
         message = DenseAt(places, dense.memory.sizes)
         return Reply(request.peer, request.ticket, message, (), dense.memory.descriptors)
-
-    def _is_held(self, request: Request) -> bool:
-        held = self._holder is not None and self._holder != request.peer
-        mode = self.state.mode
-        return (
-            held
-            and isinstance(request.message, StepEnd)
-            and mode is not None
-            and mode.kind in ("ssp", "async")
-        )
-
-    def _let_go(self, peer: int) -> list[Action]:
-        """Whoever held others' pushes back does so no more."""
-        if self._holder != peer:
-            return []
-        self._holder = None
-        waiting, self._waiting_for_holder = self._waiting_for_holder, []
-        return [action for request in waiting if request.peer in self._names for action in self.hear(request)]
-
-    def _hello(self, request: Request, name: str, incarnation: int) -> list[Action]:
-        newest = self._newest.get(name, -1)
-        if incarnation < newest:
-            problem = f"{name} is in incarnation {newest} by now, incarnation {incarnation} is not heard"
-            return [Reply(request.peer, request.ticket, PsRefused(problem)), Drop(request.peer, problem)]
-        actions = self._meet(name, incarnation)
-        self._names[request.peer] = (name, incarnation)
-        rank = _rank(name)
-        if rank is not None:
-            self.state.clocks.returned(rank)
-            self._ranks[request.peer] = rank
-        welcome = Welcome(f"server-{self.number}", self.incarnation, self.view_number)
-        return [*actions, Reply(request.peer, request.ticket, welcome)]
-
-    def _meet(self, name: str, incarnation: int) -> list[Action]:
-        """Somebody is there in this incarnation: those before it are not heard any more."""
-        newest = self._newest.get(name, -1)
-        if incarnation <= newest:
-            return []
-        rank = _rank(name)
-        if rank is not None and newest >= 0:
-            self.state.clocks.entered(rank)
-        return self._fence(name, incarnation)
-
-    def _fence(self, name: str, incarnation: int) -> list[Action]:
-        self._newest[name] = max(incarnation, self._newest.get(name, 0))
-        old = [
-            peer for peer, (who, which) in self._names.items() if who == name and which < self._newest[name]
-        ]
-        for peer in old:
-            del self._names[peer]
-            self._forget(peer)
-        return [Drop(peer, f"{name} was replaced by incarnation {incarnation}") for peer in old]
-
-    def _forget(self, peer: int) -> None:
-        super()._forget(peer)
-        self._early = [request for request in self._early if request.peer != peer]
 
     def _declared(self, request: Request, is_new: bool) -> list[Action]:
         actions: list[Action] = [Reply(request.peer, request.ticket, Declared(is_new))]
@@ -349,60 +280,518 @@ class ServerCore(Serving):
         record = self.state.declarations()
         return [*self.replication.ship(Change(no_slots(), lambda _: (record, []), to_all=True))]
 
-    # ---- as a replica ---------------------------------------------------------------------------
-
-    def _replicate(self, request: Request, number: int, record: bytes) -> list[Action]:
-        source = self._source(request)
+    def _replicate(self, request: Request, message: Replicate | CopySlot) -> list[Action]:
+        """A record, or a whole slot, of another primary."""
+        name = self.clients.name(request.peer)
+        source = name.removeprefix("server-")
+        if source == name or not source.isdigit():
+            raise Refusal(f"{name} is no server, and only servers replicate")
         num_declared = self.state.num_declared
-        if self._is_next(source, number):
-            primary_of = np.array(self._primary_of) == source
-            match found := decode(record):
-                case FollowingRecord(slots):
-                    self._filled |= from_bits(slots) & self._joining
-                case _:
-                    self.state.follow(found, request.frames, primary_of)
-            self._sources[source] = number
-        actions = self._replicated(request, source)
+        match message:
+            case Replicate(_, number, record):
+                last = self.replica.apply(int(source), number, record, request.frames, self.state)
+            case CopySlot(_, number, slot, record):
+                last = self.replica.take_slot(int(source), number, slot, record, request.frames, self.state)
+        actions: list[Action] = [Reply(request.peer, request.ticket, Replicated(last))]
+        actions += self.replica.tell_filled()
         if self.state.num_declared > num_declared:
             # Its own followers may hear of it from nobody else: to clients it is no news here any more.
             actions += self._ship_declarations()
         return actions
 
-    def _copy_slot(self, request: Request, number: int, slot: int, record: bytes) -> list[Action]:
-        source = self._source(request)
-        if self._is_next(source, number):
-            found = decode(record)
-            if not isinstance(found, SlotRecord) or self._primary_of[slot] != source:
-                raise Refusal(
-                    f"slot {slot} is copied by its primary {self._primary_of[slot]}, not by {source}"
-                )
-            self.state.take_slot(slot, found, request.frames)
-            self._filled[slot] |= self._joining[slot]
-            self._sources[source] = number
-        return self._replicated(request, source)
+    def _whole(self, request: Request) -> list[Action]:
+        """Read or write state for a checkpoint."""
+        message, frames, change = answer_whole(self.state, self.mine, request)
+        if change is None:
+            return [self._reply(request, message, frames)]
+        self._after_count()
+        actions: list[Action] = [*self.replication.ship(change)]
+        return actions + self._when_safe(request, message)
 
-    def _is_next(self, source: int, number: int) -> bool:
-        last = self._sources.get(source, first_number(self.view_number) - 1)
-        if number > last + 1:
-            raise Refusal(f"server-{source} is at {number}, but {last + 1} never came")
-        return number == last + 1
+    # ---- connections ----------------------------------------------------------------------------
 
-    def _replicated(self, request: Request, source: int) -> list[Action]:
-        reply = Reply(request.peer, request.ticket, Replicated(self._sources[source]))
-        return [reply, *self._tell_filled()]
+    def _hello(self, request: Request, name: str, incarnation: int) -> list[Action]:
+        newest = self.clients.newest(name)
+        if incarnation < newest:
+            problem = f"{name} is in incarnation {newest} by now, incarnation {incarnation} is not heard"
+            return [Reply(request.peer, request.ticket, PsRefused(problem)), Drop(request.peer, problem)]
+        actions = self._admit(name, incarnation)
+        self.clients.add(request.peer, name, incarnation)
+        rank = self.clients.rank(request.peer)
+        if rank is not None:
+            self.state.clocks.returned(rank)
+        welcome = Welcome(f"server-{self.number}", self.incarnation, self.view_number)
+        return [*actions, Reply(request.peer, request.ticket, welcome)]
 
-    def _source(self, request: Request) -> int:
-        name, _ = self._names[request.peer]
-        number = name.removeprefix("server-")
-        if number == name or not number.isdigit():
-            raise Refusal(f"{name} is no server, and only servers replicate")
-        return int(number)
+    def _admit(self, name: str, incarnation: int) -> list[Action]:
+        """A newer incarnation is there: those before it are not heard any more."""
+        newest = self.clients.newest(name)
+        if incarnation <= newest:
+            return []
+        rank = rank_of(name)
+        if rank is not None and newest >= 0:
+            self.state.clocks.entered(rank)
+        return self._fence(name, incarnation)
+
+    def _fence(self, name: str, incarnation: int) -> list[Action]:
+        old = self.clients.fence(name, incarnation)
+        for peer in old:
+            self._forget(peer)
+        return [Drop(peer, f"{name} was replaced by incarnation {incarnation}") for peer in old]
+
+    def _forget(self, peer: int) -> None:
+        """A connection is over. What it ended stays; what it only began does not."""
+        self.staging.forget(peer)
+        self.waits.forget(peer)
+        self._pulled_at.pop(peer, None)
+        self._early = [request for request in self._early if request.peer != peer]
+
+    def _is_held(self, request: Request) -> bool:
+        mode = self.state.mode
+        return (
+            self._holder is not None
+            and self._holder != request.peer
+            and isinstance(request.message, StepEnd)
+            and mode is not None
+            and mode.kind in ("ssp", "async")
+        )
+
+    def _release_hold(self, peer: int) -> list[Action]:
+        """Pushes that this peer held back count now."""
+        if self._holder != peer:
+            return []
+        self._holder = None
+        held, self.waits.held = self.waits.held, []
+        return [action for request in held if request.peer in self.clients for action in self.hear(request)]
+
+    # ---- pulls ----------------------------------------------------------------------------------
+
+    def _pull_rows(self, request: Request, message: PullRows) -> list[Action]:
+        expect_frames(request, 1, "keys")
+        table = self.state.contents.table(message.table)
+        keys = self.state.contents.keys(table, request.frames[0], self.mine)
+        expect_into(request, 0, len(keys) * table.spec.dim * table.dtype.itemsize, f"{len(keys)} rows")
+        return self._pull(request, keys)
+
+    def _pull_dense(self, request: Request, message: PullDense) -> list[Action]:
+        for at, number in enumerate(message.chunks):
+            chunk = self.state.contents.chunk(number)
+            if not self.mine[chunk.slot]:
+                raise Refusal(f"chunk {number} is of slot {chunk.slot}, whose primary is another server")
+            expect_into(request, at, chunk_bytes(chunk), f"chunk {number}")
+        return self._pull(request, None)
+
+    def _pull(self, request: Request, keys: Keys | None) -> list[Action]:
+        rank = self.clients.rank(request.peer)
+        if rank is not None:
+            assert isinstance(request.message, PullRows | PullDense)
+            self.state.clocks.at_least(rank, request.message.clock)
+        if self._is_visible(request):
+            return [self._pulled(request, keys)]
+        self.waits.pulls.append((request, keys))
+        return []
+
+    def _is_visible(self, request: Request) -> bool:
+        message, mode = request.message, self.state.mode
+        assert isinstance(message, PullRows | PullDense)
+        if mode is None or mode.kind == "async":
+            return True
+        if mode.kind == "ssp":
+            rank = self.clients.rank(request.peer)
+            return self.state.clocks.have_reached(message.clock - mode.bound, besides=rank)
+        if self._low >= message.clock:
+            return True
+        # Whoever has nothing under way here may have heard of the step elsewhere, and nobody may ever make it here.
+        return mode.kind in PARTIAL_MODES and self.clients.rank(request.peer) not in self._steps().ended
+
+    def _pulled(self, request: Request, keys: Keys | None) -> Reply:
+        message, state = request.message, self.state
+        if isinstance(message, PullRows):
+            assert keys is not None
+            table = state.contents.table(message.table)
+            out = np.frombuffer(request.into[0], table.dtype, len(keys) * table.spec.dim)
+            table.pull(keys, out.reshape(len(keys), table.spec.dim), create=message.create)
+        else:
+            assert isinstance(message, PullDense)
+            for number, into in zip(message.chunks, request.into, strict=False):
+                state.contents.dense.pull(number, into[: chunk_bytes(state.contents.chunk(number))])
+        mode = state.mode
+        if mode is None or mode.kind in ("ssp", "async"):
+            self._pulled_at[request.peer] = state.updates
+            return Reply(request.peer, request.ticket, Pulled(state.updates, state.clocks.slowest()))
+        return Reply(request.peer, request.ticket, Pulled(self._high, self._low))
+
+    # ---- exchanges ------------------------------------------------------------------------------
+
+    def _post(self, request: Request, message: Post) -> list[Action]:
+        self._require_mailbox()
+        expect_frames(request, 2, "a contribution and a note")
+        mailbox, num_workers = self.state.mailbox, self._steps().mode.num_workers
+        if message.rank >= num_workers:
+            raise Refusal(f"ranks are 0..{num_workers - 1}, got {message.rank}")
+        if message.exchange in mailbox.log:
+            return self._when_safe(request, Posted(message.exchange), mailbox.contributions(message.exchange))
+        contribution, note = request.frames
+        is_over = mailbox.post(
+            message.exchange, message.rank, message.anchored_at, contribution, note, num_workers=num_workers
+        )
+        self.waits.posts.setdefault(message.exchange, []).append(request)
+        if not is_over:
+            return []
+        actions = self._finish_exchange(message.exchange, *mailbox.close(message.exchange))
+        for waiter in self.waits.posts.pop(message.exchange):
+            actions += self._when_safe(
+                waiter, Posted(message.exchange), mailbox.contributions(message.exchange)
+            )
+        return actions
+
+    def _finish_exchange(
+        self, exchange: int | None, result: Result, notes: dict[int, tuple[int, bytes]]
+    ) -> list[Action]:
+        self.state.mailbox.finish(exchange, result, notes, self.state.num_workers)
+        kept = sorted(notes.items())
+
+        def write(_: Slots) -> Written:
+            record = PostRecord(exchange, [(rank, anchored_at) for rank, (anchored_at, _) in kept])
+            return record, [result.frame, *(note for _, (_, note) in kept)]
+
+        return [*self.replication.ship(Change(some_slots([0]), write))]
+
+    def _ask_note(self, request: Request, message: AskNote) -> list[Action]:
+        self._require_mailbox()
+        mailbox = self.state.mailbox
+        anchored_at, note, numbers = mailbox.since(message.rank)
+        is_commit = [mailbox.log[number].is_commit for number in numbers]
+        frames = [note, *(mailbox.log[number].frame for number in numbers)]
+        # A replacement does not run again what it finds there: so nobody else may ever find less.
+        return self._when_safe(request, Note(anchored_at, numbers, is_commit, self._low), frames)
+
+    def _require_mailbox(self) -> None:
+        if not self.mine[0]:
+            raise Refusal(f"exchanges are at the primary of slot 0, which server-{self.number} is not")
+
+    # ---- pushes and steps -----------------------------------------------------------------------
+
+    def _push_rows(self, request: Request, message: PushRows) -> list[Action]:
+        expect_frames(request, 2, "keys and values")
+        contents = self.state.contents
+        table = contents.table(message.table)
+        keys = contents.keys(table, request.frames[0], self.mine)
+        self.staging.rows(request.peer, message, keys, contents.values(table, request.frames[1], len(keys)))
+        return []
+
+    def _push_dense(self, request: Request, message: PushDense) -> list[Action]:
+        expect_frames(request, 1, "a chunk's elements")
+        chunk = self.state.contents.chunk(message.chunk)
+        if not self.mine[chunk.slot]:
+            raise Refusal(
+                f"chunk {chunk.number} is of slot {chunk.slot}, whose primary is another server in view {message.view}"
+            )
+        if any(part >= len(chunk.parts) for part in message.unused):
+            raise Refusal(f"chunk {chunk.number} has {len(chunk.parts)} parts, unused are {message.unused}")
+        self.staging.dense(request.peer, message, self.state.contents.gradient(chunk, request.frames[0]))
+        return []
+
+    def _step_end(self, request: Request, message: StepEnd, name: str) -> list[Action]:
+        steps = self._steps()
+        expect_frames(request, 2, "a vector and a note")
+        if steps.mode.kind in ("ssp", "async"):
+            return self._end_push(request, message)
+        if message.rank >= steps.mode.num_workers or message.stream != message.rank:
+            raise Refusal(
+                f"in {steps.mode.kind} steps the stream is the rank, one of 0..{steps.mode.num_workers - 1}; got stream "
+                f"{message.stream} of rank {message.rank}"
+            )
+        if name.startswith("worker-") and name != f"worker-{message.rank}":
+            raise Refusal(f"{name} has sent the step of rank {message.rank}")
+        vector = read_vector(request.frames[0], at_least=LOSSES + steps.mode.num_workers)
+        if message.seq <= self._low:
+            self.staging.forget_name(request.peer, message.stream, message.seq)
+            return self._end_again(request, message, steps)
+        if message.seq > self._low + 1 and steps.mode.kind == "exact":
+            raise Refusal(f"the next step here is {self._low + 1}, got the end of step {message.seq}")
+        if message.rank not in steps.ended:
+            for rank, other in steps.ended.items():
+                if len(other.vector) != len(vector):
+                    raise Refusal(
+                        f"the vector of rank {message.rank} has {len(vector)} numbers, that of rank {rank} has "
+                        f"{len(other.vector)}"
+                    )
+            if message.is_spoilt and steps.mode.kind == "exact":
+                self.staging.forget_name(request.peer, message.stream, message.seq)
+                return self._lose_step(request, message.rank)
+            self.state.contents.check_settings(message.model, message.settings, message.table_settings)
+            staged = self.staging.take(request.peer, message)
+            steps.ended[message.rank] = Contribution(message, vector, bytes(request.frames[1]), staged)
+        else:
+            # Of a replacement, or a repeat. The first counts: somebody may have been told of it.
+            self.staging.forget_name(request.peer, message.stream, message.seq)
+        self.waits.step_ends.append(request)
+        return self._advance()
+
+    def _end_again(self, request: Request, message: StepEnd, steps: Steps) -> list[Action]:
+        """The step is over here; tell once more what came of it."""
+        if steps.mode.kind in PARTIAL_MODES:
+            return self._when_safe(request, self._partial(message), [self.state.last_frame()])
+        if steps.last is None or steps.last.seq != message.seq:
+            raise Refusal(f"step {message.seq} is over and forgotten: step {self._low} is the last one here")
+        if steps.mode.two_phase:
+            return [self._reply(request, Summed(message.seq), self._summed_frames(steps.last.vector))]
+        return self._when_safe(request, self._committed(message.seq), [self.state.last_frame()])
+
+    def _advance(self) -> list[Action]:
+        """Sum the step once all are in; in one phase let it count at once."""
+        steps, actions = self.state.steps, list[Action]()
+        # Not before the last one is safe: no two holders of a slot are ever more than one step apart.
+        if steps is not None and steps.is_full and self.replication.is_met(self._step_need):
+            if steps.mode.kind in PARTIAL_MODES:
+                return self._count_partial(steps)
+            slots = self.mine & (
+                self.state.applied.version < max(end.end.seq for end in steps.ended.values())
+            )
+            step = self._step_of(slots, next(iter(steps.ended.values())))
+            steps.summed = steps.sum(self.state.contents, slots, mine=self.mine, step=step)
+        if steps is None or steps.summed is None:
+            return actions
+        if steps.mode.two_phase:
+            frames = self._summed_frames(steps.summed.vector.tolist(), steps.summed.squares)
+            ended, self.waits.step_ends = self.waits.step_ends, []
+            actions += [self._reply(request, Summed(steps.summed.seq), frames) for request in ended]
+            commits, self.waits.commits = self.waits.commits, []
+            for request in commits:
+                assert isinstance(
+                    request.message, Commit
+                )  # where a StepEnd is among them, no step is ever full
+                actions += self._commit(request, request.message)
+            return actions
+        factor, applies = steps.summed.decide(steps.mode.num_workers)
+        return self._count_step(steps, factor, applies, 0.0)
+
+    def _commit(self, request: Request, message: Commit) -> list[Action]:
+        steps = self._steps()
+        if not steps.mode.two_phase:
+            raise Refusal("steps were declared to have one phase: there is nothing to commit")
+        actions: list[Action] = []
+        if steps.summed is not None and steps.summed.seq == message.seq:
+            actions = self._count_step(steps, message.factor, message.apply, message.norm)
+        rank = self.clients.rank(request.peer)
+        if message.seq == self._low + 1 and rank in steps.ended:
+            self.waits.commits.append(request)  # of a replacement: the others will end it again
+            return []
+        if message.seq == self._low + 1 and rank is not None:
+            return self._lose_step(request, rank)
+        if message.seq > self._low:
+            raise Refusal(
+                f"step {message.seq} is not summed here: the last one is {self._low}, and ranks "
+                f"{steps.missing_ranks()} have not ended the next one"
+            )
+        is_last = steps.last is not None and steps.last.seq == message.seq
+        frames = (
+            [self.state.last_frame()] if is_last else []
+        )  # of older ones it is only known that they count
+        return actions + self._when_safe(request, self._committed(message.seq), frames)
+
+    def _lose_step(self, request: Request, rank: int) -> list[Action]:
+        """Another server lets this step count, and nobody has any more what the rank contributed to it here.
+
+        Its worker was replaced by one that will not, or cannot, run the step again. Nothing is answered in this view.
+        """
+        self.waits.commits.append(request)
+        self._lost = StepLost(self.view_number, rank)
+        return [Tell(self._lost)]
+
+    def _count_step(self, steps: Steps, factor: float, applies: bool, norm: float) -> list[Action]:
+        assert steps.summed is not None
+        counted = _counted(steps.summed, factor, applies, norm)
+        actions = self._count(counted)
+        ended = self._end_step(steps)
+        for request in ended:
+            actions += self._when_safe(request, self._committed(counted.seq), [self.state.last_frame()])
+        return actions
+
+    def _count_partial(self, steps: Steps) -> list[Action]:
+        """Let what is here count in every slot that does not have it.
+
+        After a failover slots may be at different steps, and ranks too, each in its own order: so the slots of one
+        version at a time, those that have the most of it first.
+        """
+        actions, reused, state = list[Action](), steps.reused(), self.state
+        versions = state.applied.version
+        groups = [
+            (int(version), self.mine & (versions == version)) for version in np.unique(versions[self.mine])
+        ]
+        for version, slots in reversed(groups):
+            parts = {rank: part for rank, part in steps.ended.items() if part.end.seq > version}
+            if parts:
+                step = self._step_of(slots, next(iter(parts.values())))
+                summed = steps.sum(state.contents, slots, mine=self.mine, step=step, parts=parts | reused)
+                seqs = tuple(parts[rank].end.seq for rank in sorted(parts))
+                factor, applies = summed.decide(steps.mode.num_workers)
+                actions += self._count(replace(_counted(summed, factor, applies, 0.0), seqs=seqs))
+        for request in self._end_step(steps):
+            assert isinstance(request.message, StepEnd)
+            actions += self._when_safe(request, self._partial(request.message), [state.last_frame()])
+        return actions
+
+    def _step_of(self, slots: Slots, part: Contribution) -> int:
+        """How many updates of the model there were in these slots."""
+        counter = counter_of_update(part.staged.rows, part.end.model)
+        return int(self.state.applied.steps(counter)[slots].max(initial=0))
+
+    def _partial(self, message: StepEnd) -> Committed:
+        """Where not all ranks need be in a step: whether this contribution is in it, in every slot."""
+        late = bool((self.state.applied.missing(message.stream, message.seq) & self.mine).any())
+        self._steps().num_late += late
+        return self._committed(self._high if late else message.seq, late=late)
+
+    def _end_step(self, steps: Steps) -> list[Request]:
+        """It counts; who waits to hear that."""
+        steps.forget()
+        self._step_need = self.replication.need()
+        ended, self.waits.step_ends = self.waits.step_ends, []
+        return ended
+
+    def _end_push(self, request: Request, message: StepEnd) -> list[Action]:
+        """A push of one worker alone: it counts at once, in slots that do not have it."""
+        state = self.state
+        vector = read_vector(request.frames[0], at_least=0)
+        self.state.contents.check_settings(message.model, message.settings, message.table_settings)
+        staged = self.staging.take(request.peer, message)
+        if message.rank < state.num_workers:
+            state.clocks.finished(message.rank, message.stream, message.seq)
+            call = message.stream >> 32 & 0x3FFF_FFFF  # streams of low-level clients have a bit above it
+            state.clocks.wish(message.rank, vector, call=call)
+        new = state.applied.missing(message.stream, message.seq) & self.mine
+        note = bytes(request.frames[1])
+        actions: list[Action] = []
+        notes = {message.rank: (message.anchored_at, note)} if note and self.mine[0] else {}
+        if new.any():
+            staleness = max(state.updates - self._pulled_at.get(request.peer, state.updates), 0)
+            push = Push(message.rank, message.stream, message.seq, staleness, staged, state.contents)
+            update = Update(
+                self.mine,
+                staged.rows,
+                staged.dense,
+                message.factor,
+                bend(self._filters, push, new),
+                int(state.applied.steps(counter_of_update(staged.rows, message.model))[new].max(initial=0)),
+                message.settings,
+                message.table_settings,
+                message.model,
+            )
+            state.updates += 1
+            counted = Counted(
+                restrict(update, new, state.contents.chunks),
+                message.stream,
+                message.seq,
+                False,
+                bool(np.isfinite(vector).all()),
+                vector,
+                notes=notes if new[0] else {},
+                clocks=state.clocks.state(message.rank) if message.rank < state.num_workers else [],
+                updates=state.updates,
+                done_below=message.done_below,
+            )
+            actions = self._count(counted)
+        else:
+            state.applied.forget_below(message.done_below)
+        if notes and not new[0]:
+            actions += self._finish_exchange(None, Result(False, b""), notes)
+        committed = Committed(
+            message.seq,
+            state.updates,
+            state.clocks.slowest(),
+            wishes=state.clocks.wishes,
+            is_new=bool(new[0]),
+        )
+        return actions + self._when_safe(request, committed)
+
+    def _count(self, counted: Counted) -> list[Action]:
+        self.state.count(counted)
+        self._after_count()
+        change = Change(counted.update.slots, lambda slots: self.state.write_counted(counted, slots))
+        return [*self.replication.ship(change)]
+
+    def _after_count(self) -> None:
+        versions = self.state.applied.version[self.mine]
+        self._low, self._high = (int(versions.min()), int(versions.max())) if len(versions) else (0, 0)
+
+    def _summed_frames(self, vector: list[float], squares: Vector | None = None) -> list[bytes]:
+        steps = self._steps()
+        frames = [np.array(vector).tobytes()]
+        if steps.mode.wants_norm:
+            known = steps.squares if squares is None else squares
+            frames.append(np.where(self.mine, known, 0.0).tobytes())
+        return frames
+
+    def _committed(self, seq: int, *, late: bool = False) -> Committed:
+        return Committed(seq, self._low, self._low, late)
+
+    # ---- replies --------------------------------------------------------------------------------
+
+    def _steps(self) -> Steps:
+        if self.state.steps is None:
+            raise Refusal("nobody has declared how contributions count here; DeclareMode comes first")
+        return self.state.steps
+
+    def _when_safe(self, request: Request, message: Message, frames: Sequence[Frame] = ()) -> list[Action]:
+        """Answer once all other holders have everything that was told to them so far."""
+        need = self.replication.need()
+        if self.replication.is_met(need):
+            return [self._reply(request, message, frames)]
+        self.waits.replies.append(PendingReply(need, request, message, frames))
+        return []
+
+    def _settle(self) -> list[Action]:
+        """Go on with whatever can go on now: the step, replies that are safe, pulls whose clock is reached."""
+        actions = self._advance()
+        if self.waits.replies:
+            met = [each for each in self.waits.replies if self.replication.is_met(each.need)]
+            if met:
+                self.waits.replies = [each for each in self.waits.replies if each not in met]
+                actions += [self._reply(each.request, each.message, each.frames) for each in met]
+        if self.waits.pulls:
+            visible = [pull for pull in self.waits.pulls if self._is_visible(pull[0])]
+            if visible:
+                self.waits.pulls = [pull for pull in self.waits.pulls if not self._is_visible(pull[0])]
+                actions += [self._pulled(*pull) for pull in visible]
+        return actions
+
+    def _end_waits(self, message: ViewOver) -> list[Action]:
+        """The view is over: forget what is staged, and tell everybody who waits."""
+        waiting = self.waits.end_all()
+        self._lost = None
+        self.staging.forget_all()
+        self.state.mailbox.forget_open()
+        if self.state.steps is not None:
+            self.state.steps.forget()
+            self.state.steps.forget_kept()
+        return [Reply(request.peer, request.ticket, message) for request in waiting]
+
+    def _reply(self, request: Request, message: Message, frames: Sequence[Frame] = ()) -> Reply:
+        """Frames go where the asker wants them, as far as it has said so."""
+        for into, frame in zip(request.into, frames, strict=False):
+            num_bytes = memoryview(frame).nbytes
+            if num_bytes > into.nbytes:
+                return Reply(request.peer, request.ticket, message, frames)
+            into[:num_bytes] = memoryview(frame).cast("B") if num_bytes else b""
+        return Reply(request.peer, request.ticket, message, frames[len(request.into) :])
 
 
-def _rank(name: str) -> int | None:
-    number = name.removeprefix("worker-")
-    return int(number) if number != name and number.isdigit() else None
-
-
-def _slots_of(view: ServerView, is_held: Callable[[list[int]], bool]) -> Slots:
-    return np.array([bool(holders) and is_held(holders) for holders in view.holders], dtype=np.bool_)
+def _counted(summed: Sum, factor: float, applies: bool, norm: float) -> Counted:
+    summed.update.factor = factor
+    parts = summed.contributions
+    newest = max(parts.values(), key=lambda part: part.end.seq).end
+    return Counted(
+        summed.update,
+        0,
+        summed.seq,
+        True,
+        applies,
+        summed.vector,
+        norm,
+        summed.squares,
+        tuple(sorted(parts)),
+        exchange=newest.exchange,
+        notes={rank: (part.end.anchored_at, part.note) for rank, part in parts.items() if part.note},
+    )

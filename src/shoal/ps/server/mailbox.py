@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shoal.ps.server.actions import Frame
 from shoal.ps.server.contents import Refusal
-from shoal.ps.server.replication import BoardState
+from shoal.ps.server.replication import MailboxState
 from shoal.runtime.transport.framing import pack, unpack
 
 
@@ -29,7 +29,7 @@ class _Open:
     notes: dict[int, tuple[int, bytes]]
 
 
-class Board:
+class Mailbox:
     """Exchanges, their results, and notes by rank."""
 
     def __init__(self) -> None:
@@ -101,19 +101,19 @@ class Board:
 
     # ---- between servers ------------------------------------------------------------------------
 
-    def state(self) -> tuple[BoardState, list[bytes]]:
+    def state(self) -> tuple[MailboxState, list[bytes]]:
         """All of it; frames: results, then notes."""
         numbers, ranks = sorted(self.log), sorted(self.notes)
         frames = [self.log[number].frame for number in numbers] + [self.notes[rank][1] for rank in ranks]
         return (
-            BoardState(
+            MailboxState(
                 log=[(number, self.log[number].is_commit) for number in numbers],
                 notes=[(rank, self.notes[rank][0]) for rank in ranks],
             ),
             frames,
         )
 
-    def restore(self, state: BoardState, frames: list[Frame]) -> None:
+    def restore(self, state: MailboxState, frames: list[Frame]) -> None:
         """As it was on the server it came from."""
         texts = [bytes(frame) for frame in frames]
         self.log = {number: Result(is_commit, texts[at]) for at, (number, is_commit) in enumerate(state.log)}

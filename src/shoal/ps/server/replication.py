@@ -46,7 +46,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     pass
 
 
-class BoardState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MailboxState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of a board: (exchange, is it a commit) of its log, and its notes. Frames: results, then notes."""
 
     log: list[tuple[int, bool]]
@@ -153,7 +153,7 @@ class SlotRecord(_Record, frozen=True, tag="slot"):
     chunks: list[tuple[int, list[tuple[int, str, str, list[int]]]]]
     square: float
     last: LastStep | None
-    board: BoardState | None
+    board: MailboxState | None
     clocks: list[tuple[int, int, dict[int, int]]]
     updates: Count
 

@@ -31,7 +31,7 @@ from shoal.ps.server.contents import (
     bytes_of,
     restrict,
 )
-from shoal.ps.server.mailbox import Board, Result
+from shoal.ps.server.mailbox import Mailbox, Result
 from shoal.ps.server.replication import (
     Change,
     ChunkRecord,
@@ -48,7 +48,7 @@ from shoal.ps.server.replication import (
     from_bits,
     to_bits,
 )
-from shoal.ps.server.steps import HURRIED, Steps
+from shoal.ps.server.steps import PARTIAL_MODES, Steps
 from shoal.runtime.transport.messages.client_server import (
     Chunk,
     Declared,
@@ -95,7 +95,12 @@ class State:
     steps_class = Steps
 
     def __init__(self) -> None:
-        self.contents, self.applied, self.clocks, self.board = Contents(), AppliedSeqs(), Clocks(), Board()
+        self.contents, self.applied, self.clocks, self.mailbox = (
+            Contents(),
+            AppliedSeqs(),
+            Clocks(),
+            Mailbox(),
+        )
         self.steps: Steps | None = None
         self.updates = 0
         self._heard_updates = 0  # of other servers, which count the same pushes for their own slots
@@ -166,7 +171,7 @@ class State:
         if update.slots[0]:
             result = Result(True, self.committed_frame(counted)) if counted.is_step else None
             exchange = counted.exchange if counted.is_step else None
-            self.board.finish(exchange, result, counted.notes, self.num_workers)
+            self.mailbox.finish(exchange, result, counted.notes, self.num_workers)
 
     @staticmethod
     def committed_frame(counted: Counted) -> bytes:
@@ -284,7 +289,7 @@ class State:
                     rank: (anchored_at, bytes(note))
                     for (rank, anchored_at), note in zip(notes, frames[1:], strict=True)
                 }
-                self.board.finish(exchange, Result(False, bytes(frames[0])), by_rank, self.num_workers)
+                self.mailbox.finish(exchange, Result(False, bytes(frames[0])), by_rank, self.num_workers)
             case DeclareRecord():
                 self._take_declarations(record)
             case _:
@@ -339,7 +344,7 @@ class State:
     def set_clock(self, updates: int, slots: Slots) -> None:
         """So many steps were committed, says a checkpoint."""
         self.applied.version[slots] = updates
-        if self.mode is not None and self.mode.kind in HURRIED:
+        if self.mode is not None and self.mode.kind in PARTIAL_MODES:
             self.applied.forget_streams()
         self.updates = updates
         self.clocks.restart(updates)
@@ -368,7 +373,7 @@ class State:
             frames += [bytes_of(tensor.clone()) for tensor in (elements, *tensors)]
         board = None
         if slot == 0:
-            board, board_frames = self.board.state()
+            board, board_frames = self.mailbox.state()
             frames += board_frames
         steps = self.steps
         record = SlotRecord(
@@ -398,7 +403,7 @@ class State:
             pieces = [given.pop(0) for _ in range(1 + len(entries))]
             contents.dense.write(number, pieces[0], entries, pieces[1:])
         if record.board is not None:
-            self.board.restore(record.board, given)
+            self.mailbox.restore(record.board, given)
         self.applied.version[slot] = record.version
         self.applied.set_steps(slot, record.steps)
         self.applied.forget_below(record.done_below)
@@ -414,7 +419,7 @@ class State:
         """Slots that are held no more."""
         self.applied.drop(slots)
         if slots[0]:
-            self.board = Board()
+            self.mailbox = Mailbox()
 
     def digests(self) -> list[int]:
         """By slot: equal on two servers that hold the same in it, and let the same count."""
@@ -428,8 +433,10 @@ class State:
             int(self.applied.version[slot]),
             sorted(self.applied.steps_of_slot(slot).items()),
             [(stream, seq) for stream, seq in self.applied.of_slot(slot) if seq],
-            [(number, self.board.log[number].frame) for number in sorted(self.board.log)] if slot == 0 else 0,
-            sorted(self.board.notes.items()) if slot == 0 else 0,
+            [(number, self.mailbox.log[number].frame) for number in sorted(self.mailbox.log)]
+            if slot == 0
+            else 0,
+            sorted(self.mailbox.notes.items()) if slot == 0 else 0,
         )
         encoded = msgspec.msgpack.encode(marks)
         return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")

@@ -124,7 +124,7 @@ def read_vector(frame: bytes | memoryview, *, at_least: int) -> Vector:
 COUNT, LOSSES = 0, 4
 """Where the count and the first rank's loss are in a step's vector; see parallel/step_result.py."""
 
-HURRIED = ("drop", "stale")
+PARTIAL_MODES = ("drop", "stale")
 """Kinds of steps that do not wait for all ranks. The marks of a slot tell whose contributions are in it."""
 
 
@@ -170,7 +170,7 @@ class Steps:
     @property
     def waits_for(self) -> int:
         """So many ranks must have ended the step."""
-        spared = self.mode.bound if self.mode.kind in HURRIED else 0
+        spared = self.mode.bound if self.mode.kind in PARTIAL_MODES else 0
         return max(self.mode.num_workers - spared, 1)
 
     @property
