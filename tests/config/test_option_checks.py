@@ -23,6 +23,12 @@ from shoal.errors import ConfigError
         ("fsdp", {"snapshot_every": -1}, "no number of steps between two snapshots"),
         ("ddp", {"snapshot_every": 10}, "under 'ddp' one that dies is replaced from the others"),
         ("pp", {"checkpoint_activations": True, "schedule": "zero-bubble"}, "takes backward apart"),
+        ("ps", {"staleness_lr": True}, "under 'ps' no push is an update of its own"),
+        ("ps:stale-ok", {"staleness_lr": True}, "under 'ps:stale-ok' no push is an update of its own"),
+        ("ps", {"push_norm": 1.0}, "clip_norm"),
+        ("ddp", {"push_norm": 1.0}, "under 'ddp' no push is an update of its own"),
+        ("ps:async", {"push_norm": 0.0}, "no bound of a gradient's norm"),
+        ("ps:async", {"push_norm": float("nan")}, "no bound of a gradient's norm"),
     ],
 )
 def test_wishes_that_do_not_go_with_a_strategy_are_refused(
@@ -41,6 +47,9 @@ def test_wishes_that_do_not_go_with_a_strategy_are_refused(
         ("dp=1,pp=2", {"schedule": "gpipe"}),
         ("fsdp", {"offload": True, "batchnorm": "sync", "snapshot_every": 0}),
         ("ddp", {"compress": "topk", "snapshot_every": 10}),
+        ("ps:async", {"staleness_lr": True, "push_norm": 2.5}),
+        ("ps:ssp=2", {"push_norm": 2.5}),
+        ("ps:hybrid", {"staleness_lr": True}),
     ],
 )
 def test_others_are_taken(strategy: str, options: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from shoal.ps.server.actions import Action, Drop, Reply, Request, Send
+from shoal.ps.server.apply_filters import PushFilters
 from shoal.ps.server.core import ServerCore
 from shoal.runtime.transport.messages.client_server import (
     ChunkSpec,
@@ -35,7 +36,9 @@ DENSE = DeclareDense([ChunkSpec(0, 3, "float32", [DensePart("w", [4], 0, 0)])], 
 class Bench:
     """One server, worker-0 is peer 1, worker-1 peer 2, and so on."""
 
-    def __init__(self, mode: DeclareMode, *, filters: Any = (), spec: TableSpec = SPEC) -> None:
+    def __init__(
+        self, mode: DeclareMode, *, filters: PushFilters | None = None, spec: TableSpec = SPEC
+    ) -> None:
         self.core = ServerCore(0, filters=filters)
         self.core.view(ServerView(1, [[0]] * 256, {0: 0}))
         self.ticket = 0

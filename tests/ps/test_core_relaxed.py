@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
-from serverbench import Bench, messages
+from serverbench import SPEC, Bench, messages
 
-from shoal.errors import ConfigError
-from shoal.ps.server.apply_filters import NormBound, RateByStaleness
+from shoal.ps.server.apply_filters import PushFilters
 from shoal.runtime.transport.messages.client_server import (
     Committed,
     DeclareMode,
@@ -132,7 +132,7 @@ def test_stale_updates_with_the_settings_of_the_step_not_of_what_is_used_once_mo
 
 
 def test_a_bound_shortens_a_long_push_and_leaves_out_one_without_a_length() -> None:
-    bench = Bench(ASYNC, filters=[NormBound(math.sqrt(8.0))])
+    bench = Bench(ASYNC, filters=PushFilters(norm_bound=math.sqrt(8.0)))
     bench.push(0, 1, 4.0, stream=1)  # 8 numbers: its norm is four times the bound
     bench.end(0, 1, stream=1)
     assert bench.rows() == [[-1.0, -1.0]] * 2
@@ -145,7 +145,7 @@ def test_a_bound_shortens_a_long_push_and_leaves_out_one_without_a_length() -> N
 
 
 def test_what_was_computed_long_ago_counts_less() -> None:
-    bench = Bench(ASYNC, filters=[RateByStaleness()])
+    bench = Bench(ASYNC, filters=PushFilters(divides_by_staleness=True))
     bench.rows(peer=2)
     for seq in (1, 2, 3):
         bench.rows()
@@ -156,8 +156,9 @@ def test_what_was_computed_long_ago_counts_less() -> None:
     assert bench.rows() == [[-4.0, -4.0]] * 2
 
 
-def test_filters_refuse_what_cannot_be_meant() -> None:
-    with pytest.raises(ConfigError, match="positive"):
-        NormBound(0.0)
-    with pytest.raises(ConfigError, match="positive"):
-        RateByStaleness(-1.0)
+def test_values_that_are_no_gradients_are_not_filtered() -> None:
+    spec = msgspec.structs.replace(SPEC, rule="store", settings={})
+    bench = Bench(ASYNC, filters=PushFilters(norm_bound=0.5, divides_by_staleness=True), spec=spec)
+    bench.push(0, 1, 4.0, stream=1)
+    bench.end(0, 1, stream=1)
+    assert bench.rows() == [[4.0, 4.0]] * 2

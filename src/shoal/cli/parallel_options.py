@@ -61,6 +61,21 @@ OPTIONS: dict[str, Any] = {
             help=f"Make gradients smaller before they are summed: {COMPRESSORS.forms}.",
         ),
     ],
+    "staleness_lr": Annotated[
+        bool,
+        typer.Option(
+            "--staleness-lr",
+            help="With ps:ssp, ps:async and ps:hybrid: divide the learning rate of a push by 1 + the updates it has missed.",
+        ),
+    ],
+    "push_norm": Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="With the same: scale a push whose gradient is longer than X down to X, on each server.",
+            show_default="no bound",
+        ),
+    ],
     "snapshot_every": Annotated[
         int | None,
         typer.Option(

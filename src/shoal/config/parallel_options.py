@@ -9,6 +9,7 @@ torch is imported.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -74,6 +75,12 @@ class ParallelOptions:
     offload: bool = False
     """With fsdp: shards and the optimizer's state stay in the host's memory."""
 
+    staleness_lr: bool = False
+    """With ps:ssp, ps:async and ps:hybrid: a push's learning rate is divided by 1 + the updates it has missed."""
+
+    push_norm: float | None = None
+    """With the same: bound of a push's gradient norm, on each server. None: no bound."""
+
     snapshot_every: int | None = None
     """Steps between two snapshots, where ranks hold state of their own: see `shoal.train.checkpoint.snapshots`. 0: none. None: its default."""
 
@@ -133,6 +140,7 @@ def check(options: ParallelOptions, *, strategy: str, num_workers: int, num_host
     _check_local_sgd(options, strategy)
     placement.check(options.device, num_workers=num_workers, strategy=strategy, is_mesh=name.base == "mesh")
     _check_sums(options, strategy)
+    _check_push_filters(options, strategy)
     _check_snapshots(options, strategy)
     if options.shard is not None:
         is_relaxed = name.mode in ("ssp", "async")
@@ -208,6 +216,27 @@ def _check_sums(options: ParallelOptions, strategy: str) -> None:
         raise ConfigError(
             f"--compress {options.compress} makes the gradients of ddp smaller, and this is --strategy {strategy}, which "
             "sums them another way. Nothing was started; leave one of the two out."
+        )
+
+
+def _check_push_filters(options: ParallelOptions, strategy: str) -> None:
+    """Refuse --staleness-lr and --push-norm where a push is not an update of its own."""
+    if options.push_norm is not None and not (options.push_norm > 0 and math.isfinite(options.push_norm)):
+        raise ConfigError(
+            f"--push-norm {options.push_norm:g} is no bound of a gradient's norm: give a number above 0. Nothing was started."
+        )
+    if strategies.parse(strategy).mode in ("ssp", "async", "hybrid"):
+        return
+    if options.staleness_lr:
+        raise ConfigError(
+            f"--staleness-lr divides the learning rate of a push by the updates it has missed, and under '{strategy}' no push is an "
+            "update of its own. Nothing was started; use --strategy ps:async or ps:ssp=K, or leave it out."
+        )
+    if options.push_norm is not None:
+        raise ConfigError(
+            f"--push-norm {options.push_norm:g} bounds every worker's push, and under '{strategy}' no push is an update of its own. "
+            "Nothing was started; bound the gradient of a step with Trainer(clip_norm=...), use --strategy ps:async or ps:ssp=K, or "
+            "leave it out."
         )
 
 

@@ -54,6 +54,9 @@ class UpdateRule:
     divides_by: tuple[str, ...] = ()
     """Settings that a gradient of zero, or any, is divided by: with them at zero rows would become NaN."""
 
+    takes_gradients: bool = True
+    """Whether pushes are gradients, which may be scaled; else values."""
+
     optimizer: str | None = None
     """Class of torch.optim that does the same with sparse gradients."""
 
@@ -297,8 +300,12 @@ def _add(rows: Any, grads: Any, table: Any, factor: Any, numbers: Any) -> None:
             table[row, d] += factor * grads[i, d]
 
 
-STORE = UpdateRule(name="store", defaults={}, kernel=_store, numbers=lambda settings, step: ())
-ADD = UpdateRule(name="add", defaults={}, kernel=_add, numbers=lambda settings, step: ())
+STORE = UpdateRule(
+    name="store", defaults={}, kernel=_store, numbers=lambda settings, step: (), takes_gradients=False
+)
+ADD = UpdateRule(
+    name="add", defaults={}, kernel=_add, numbers=lambda settings, step: (), takes_gradients=False
+)
 
 
 # ---- the registry --------------------------------------------------------------------------------

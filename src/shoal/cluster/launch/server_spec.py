@@ -4,7 +4,7 @@
     coordinator     way in to the coordinator (O_PATH): connect to /proc/self/fd/N
     server-0, ...   way in to each server there may be, this one included
 
-Its conversation with the coordinator is in `runtime/transport/messages/server_group.py`.
+Its conversation with the coordinator is in `runtime/transport/messages/server_coordinator.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     server_memory_bytes: int = (
         0  # of its own, clients' shared memory aside; 0: 80 % of what is available at its start
     )
+    staleness_lr: bool = False  # of ParallelOptions
+    push_norm: float | None = None
     step_timeout_s: float = 300.0
     join_timeout_s: float = 120.0
     faults: tuple[Fault, ...] = ()  # of all processes; arm with process=f"server-{number}"

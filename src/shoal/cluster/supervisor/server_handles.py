@@ -159,6 +159,8 @@ def spec_for(worker: WorkerSpec) -> ServerSpec:
         strategy=job.strategy,
         run_dir=str(job.run_dir),
         env=worker.env,
+        staleness_lr=job.staleness_lr,
+        push_norm=job.push_norm,
         step_timeout_s=job.step_timeout_s,
         join_timeout_s=job.join_timeout_s,
         faults=job.faults,

@@ -1,106 +1,45 @@
-"""What bends a push before it counts: one small protocol, one class per way.
+"""Filters of a push: the factor of its gradients in the strategies where a push is an update of its own.
 
-A filter is asked once per push and slot and says what its gradients are
-multiplied with there; 0.0 leaves them out, and the push counts all the same.
+Decided once, by the primary; replicas are shipped the factor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.errors import ConfigError
-from shoal.ps.kernels import slot_of
-from shoal.ps.server.applied_seqs import Slots
 from shoal.ps.server.contents import Contents
 from shoal.ps.server.steps import Staged
 
 
-@dataclass(slots=True)
-class Push:
-    """What a filter sees of a push."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushFilters:
+    """Options of ssp, async and hybrid: see `shoal.config.parallel_options`."""
 
-    rank: int
-    stream: int
-    seq: int
-    staleness: int
-    """Updates of others between the pull that it was computed from and now."""
+    norm_bound: float | None = None
+    """Longer gradients are scaled down to this norm, as far as they lie on this server; None: no bound."""
 
-    staged: Staged
-    contents: Contents
-    _squares: dict[int, float] = field(default_factory=dict)
+    divides_by_staleness: bool = False
+    """The learning rate is divided by 1 + staleness, the updates of others since the worker's last pull."""
 
-    def square(self, slot: int) -> float:
-        """The gradient's sum of squares in one slot."""
-        if not self._squares:
-            squares = np.zeros(256)
-            for table, (keys, values) in self.staged.rows.items():
-                wide = values.astype(np.float64)
-                np.add.at(squares, slot_of(table, keys), (wide * wide).sum(axis=1))
-            for chunk, (gradient, _) in self.staged.dense.items():
-                squares[self.contents.chunks[chunk].slot] += self.contents.dense.sum_of_squares(
-                    chunk, gradient
-                )
-            self._squares = dict(enumerate(squares.tolist()))
-        return self._squares[slot]
-
-    @property
-    def norm(self) -> float:
-        """Of all that this server has of the gradient."""
-        self.square(0)
-        return math.sqrt(math.fsum(self._squares.values()))
+    def factor(self, staged: Staged, contents: Contents, *, factor: float, staleness: int) -> float:
+        """The factor of a push whose own is `factor`; 0.0 leaves it out, where its norm is not finite."""
+        if not all(contents.table(number).rule.takes_gradients for number in staged.rows):
+            return factor
+        if self.norm_bound is not None:
+            norm = abs(factor) * _norm(staged, contents)
+            if not math.isfinite(norm):
+                return 0.0
+            if norm > self.norm_bound:
+                factor *= self.norm_bound / norm
+        return factor / (1 + staleness) if self.divides_by_staleness else factor
 
 
-class Filter(Protocol):
-    """Bends pushes."""
-
-    def before_apply(self, push: Push, slot: int) -> float:
-        """What the push's gradients are multiplied with in this slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class NormBound:
-    """Shortens a push whose gradient is longer than `bound` to that length, as this server sees it."""
-
-    bound: float
-
-    def __post_init__(self) -> None:
-        if not self.bound > 0:
-            raise ConfigError(f"the bound of a gradient's norm must be positive, got {self.bound}")
-
-    def before_apply(self, push: Push, slot: int) -> float:
-        """1.0 within the bound; 0.0 where the gradient is not finite."""
-        norm = push.norm
-        if not math.isfinite(norm):
-            return 0.0
-        return min(1.0, self.bound / norm) if norm else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class RateByStaleness:
-    """Divides the learning rate by 1 + staleness / `scale`: what was computed long ago counts less."""
-
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ConfigError(f"the scale of staleness must be positive, got {self.scale}")
-
-    def before_apply(self, push: Push, slot: int) -> float:
-        """The same in every slot."""
-        return 1.0 / (1.0 + push.staleness / self.scale)
-
-
-def bend(filters: Sequence[Filter], push: Push, slots: Slots) -> tuple[float, ...]:
-    """What every slot's gradients are multiplied with; empty where nothing is bent."""
-    if not filters:
-        return ()
-    factors = np.ones(len(slots))
-    for slot in np.flatnonzero(slots).tolist():
-        for each in filters:
-            factors[slot] *= each.before_apply(push, slot)
-    return () if (factors == 1.0).all() else tuple(factors.tolist())
+def _norm(staged: Staged, contents: Contents) -> float:
+    squares = [float(np.square(values, dtype=np.float64).sum()) for _, values in staged.rows.values()]
+    squares += [
+        contents.dense.sum_of_squares(chunk, gradient) for chunk, (gradient, _) in staged.dense.items()
+    ]
+    return math.sqrt(sum(squares))

@@ -7,7 +7,6 @@ or senders.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,9 +132,6 @@ class Update:
 
     factor: float = 1.0
     """What all gradients are multiplied with."""
-
-    factors: tuple[float, ...] = ()
-    """By slot, on top of it; empty: 1.0 everywhere. 0.0 leaves the slot as it is."""
 
     step: int = 0
     """How many updates there were before."""
@@ -297,20 +293,14 @@ class Contents:
             table = self.tables[number]
             keys, values = update.rows[number]
             self._have_settings(table, update.table_settings.get(number, {}))
-            for factor, which in _by_factor(update, number, keys):
-                table.step = update.step
-                if which is None:
-                    table.apply(keys, values, factor)
-                elif which.any():
-                    table.apply(keys[which], values[which], factor)
+            table.step = update.step
+            table.apply(keys, values, update.factor)
         settings = self._groups.get(update.model, [])
         if update.settings:
             settings = [{**old, **new} for old, new in zip(settings, update.settings, strict=True)]
         for number in sorted(update.dense):
             gradient, unused = update.dense[number]
-            bent = update.factors[self.chunks[number].slot] if update.factors else 1.0
-            if bent:
-                self.dense.update(number, gradient, unused, settings, factor=update.factor * bent)
+            self.dense.update(number, gradient, unused, settings, factor=update.factor)
 
     def _have_settings(self, table: Table, given: dict[str, float]) -> None:
         if given != self._of_tables.get(table.spec.number, {}):
@@ -369,15 +359,6 @@ def bytes_of(array: np.ndarray[Any, Any] | Tensor) -> memoryview:
         if array.nbytes
         else memoryview(b"")
     )
-
-
-def _by_factor(
-    update: Update, table: int, keys: Keys
-) -> Sequence[tuple[float, npt.NDArray[np.bool_] | None]]:
-    if not update.factors:
-        return [(update.factor, None)]
-    by_row = np.asarray(update.factors)[slot_of(table, keys)]
-    return [(update.factor * float(bent), by_row == bent) for bent in np.unique(by_row) if bent]
 
 
 def _difference(old: DeclareDense, new: DeclareDense) -> str:

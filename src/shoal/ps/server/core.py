@@ -19,7 +19,7 @@ from shoal.errors import ShoalError
 from shoal.ps.layout import counter_of_update
 from shoal.ps.server.actions import Action, Drop, Frame, Reply, Request, Tell
 from shoal.ps.server.applied_seqs import Slots, no_slots, some_slots
-from shoal.ps.server.apply_filters import Filter, Push, bend
+from shoal.ps.server.apply_filters import PushFilters
 from shoal.ps.server.clients import Clients, rank_of
 from shoal.ps.server.contents import Keys, Refusal, Update, Vector, chunk_bytes, restrict
 from shoal.ps.server.mailbox import Result
@@ -77,7 +77,7 @@ MAX_EARLY = 4096
 class ServerCore:
     """One server. Everything it says about a step is true on every other holder of its slots, or not said yet."""
 
-    def __init__(self, number: int, incarnation: int = 0, *, filters: Sequence[Filter] = ()) -> None:
+    def __init__(self, number: int, incarnation: int = 0, *, filters: PushFilters | None = None) -> None:
         self.number, self.incarnation, self.view_number = number, incarnation, 0
         self.clients = Clients()
         self.state = State()
@@ -87,7 +87,7 @@ class ServerCore:
         self.replica = Replica(number)
         self.mine: Slots = no_slots()
         """Slots whose primary this server is."""
-        self._filters = tuple(filters)
+        self._filters = filters or PushFilters()
         self._low = self._high = 0  # smallest and largest version of what is mine
         self._step_need: dict[int, int] = {}  # acknowledgements after which the last step is safe
         self._pulled_at: dict[int, int] = {}  # peer -> updates there were at its last pull
@@ -667,17 +667,18 @@ class ServerCore:
         notes = {message.rank: (message.anchored_at, note)} if note and self.mine[0] else {}
         if new.any():
             staleness = max(state.updates - self._pulled_at.get(request.peer, state.updates), 0)
-            push = Push(message.rank, message.stream, message.seq, staleness, staged, state.contents)
+            factor = self._filters.factor(staged, state.contents, factor=message.factor, staleness=staleness)
             update = Update(
                 self.mine,
                 staged.rows,
                 staged.dense,
-                message.factor,
-                bend(self._filters, push, new),
-                int(state.applied.steps(counter_of_update(staged.rows, message.model))[new].max(initial=0)),
-                message.settings,
-                message.table_settings,
-                message.model,
+                factor=factor,
+                step=int(
+                    state.applied.steps(counter_of_update(staged.rows, message.model))[new].max(initial=0)
+                ),
+                settings=message.settings,
+                table_settings=message.table_settings,
+                model=message.model,
             )
             state.updates += 1
             counted = Counted(
@@ -685,7 +686,7 @@ class ServerCore:
                 message.stream,
                 message.seq,
                 False,
-                bool(np.isfinite(vector).all()),
+                bool(np.isfinite(vector).all()) and (factor != 0.0 or message.factor == 0.0),
                 vector,
                 notes=notes if new[0] else {},
                 clocks=state.clocks.state(message.rank) if message.rank < state.num_workers else [],

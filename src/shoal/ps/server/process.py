@@ -278,6 +278,8 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
 
 def make_core(told: ServerSpec) -> Core:
     """What decides in this server."""
+    from shoal.ps.server.apply_filters import PushFilters
     from shoal.ps.server.core import ServerCore
 
-    return ServerCore(number=told.number, incarnation=told.incarnation)
+    filters = PushFilters(norm_bound=told.push_norm, divides_by_staleness=told.staleness_lr)
+    return ServerCore(number=told.number, incarnation=told.incarnation, filters=filters)

@@ -78,7 +78,6 @@ class StepRecord(_Record, frozen=True, tag="step"):
     tables: list[Count]
     chunks: list[tuple[int, list[int]]]  # number, parts without gradient
     factor: float
-    factors: list[float]
     step: Count
     settings: list[Settings]
     model: Count

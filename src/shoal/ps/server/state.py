@@ -206,7 +206,6 @@ class State:
             tables=tables,
             chunks=[(chunk, list(update.dense[chunk][1])) for chunk in chunks],
             factor=update.factor,
-            factors=list(update.factors),
             step=update.step,
             settings=update.settings,
             model=update.model,
@@ -227,7 +226,6 @@ class State:
         update = Update(
             from_bits(record.slots),
             factor=record.factor,
-            factors=tuple(record.factors),
             step=record.step,
             settings=record.settings,
             model=record.model,
