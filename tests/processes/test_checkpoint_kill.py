@@ -21,7 +21,7 @@ import sys, time
 import torch
 from shoal.parallel.protocol import Piece
 from shoal.train.checkpoint import storage as checkpoint_storage
-
+from shoal.train.checkpoint.checkpoint import write_checkpoint
 from shoal.train.checkpoint.directory import step_path
 
 def write(step):
