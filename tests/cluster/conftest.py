@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
 from shoal.cluster.coordinator.process import Coordinator
 from shoal.cluster.coordinator.state import CoordinationConfig
 from shoal.cluster.worker.coordinator_client import CoordinatorClient
+from shoal.config.liveness import LivenessConfig
 from shoal.runtime.transport import unix
 
 
@@ -32,7 +32,11 @@ class Running:
         self, rank: int, incarnation: int = 0, join_timeout_s: float = 30.0
     ) -> Iterator[CoordinatorClient]:
         client = CoordinatorClient(
-            self.path, rank, incarnation, num_workers=self.num_workers, join_timeout_s=join_timeout_s
+            self.path,
+            rank,
+            incarnation,
+            num_workers=self.num_workers,
+            liveness=LivenessConfig(join_timeout_s=join_timeout_s),
         )
         try:
             yield client
@@ -46,9 +50,13 @@ def start() -> Iterator[Callable[..., Running]]:
     directory = unix.runtime_dir()
     stops: list[Callable[[], None]] = []
 
-    def start(num_workers: int = 2, join_timeout_s: float = 30.0, **options: Any) -> Running:
+    def start(num_workers: int = 2, *, can_recover: bool = False, **liveness: float) -> Running:
         path = str(directory / f"c{len(stops)}")
-        config = CoordinationConfig(num_workers=num_workers, join_timeout_s=join_timeout_s, **options)
+        config = CoordinationConfig(
+            num_workers=num_workers,
+            can_recover=can_recover,
+            liveness=LivenessConfig(**{"join_timeout_s": 30.0, **liveness}),
+        )
         coordinator = Coordinator(unix.listen(path), config, supervisor=os.getpid())
         ours, theirs = socket.socketpair()
         thread = threading.Thread(target=coordinator.serve, kwargs={"until_readable": theirs})

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.cluster.worker.coordinator_client import CoordinatorClient
+from shoal.config.liveness import LivenessConfig
 from shoal.errors import CallsDiffer, ClusterError, CoordinatorLost, WaitTimedOut, WireError
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import encode, read_message, send_message
@@ -307,7 +308,9 @@ def test_a_coordinator_that_goes_away_in_the_middle_of_a_wait_and_stays_away_is_
     path, heard, hang_up = mute
     with (
         ThreadPoolExecutor() as pool,
-        closing(CoordinatorClient(path, 0, num_workers=2, join_timeout_s=30.0, reconnect_s=0.1)) as client,
+        closing(
+            CoordinatorClient(path, 0, num_workers=2, liveness=LivenessConfig(reconnect_timeout_s=0.1))
+        ) as client,
     ):
         waiting = pool.submit(client.begin_call, 1, "fit", "")
         heard.wait(60.0)
@@ -357,7 +360,7 @@ def test_a_client_whose_coordinator_dies_joins_again_and_repeats_its_question(
     dying: tuple[str, list[Message]],
 ) -> None:
     path, heard = dying
-    with closing(CoordinatorClient(path, 0, num_workers=2, join_timeout_s=30.0)) as client:
+    with closing(CoordinatorClient(path, 0, num_workers=2)) as client:
         client.begin_call(1, "fit", "")
         assert client.view == 3
     join, question = Join(0, 0, os.getpid(), 2), BeginCall(0, 1, "fit", "")

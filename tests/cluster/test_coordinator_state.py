@@ -7,6 +7,7 @@ import pytest
 from shoal.cluster.coordinator.actions import Answer, DropClient
 from shoal.cluster.coordinator.journal_entries import Entry, Granted, JournalState, Persist, StoreChanged
 from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig
+from shoal.config.liveness import LivenessConfig
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import Reaped, Saved, Suspect, Watch, Watching
 from shoal.runtime.transport.messages.worker_coordinator import (
@@ -30,7 +31,8 @@ from shoal.runtime.transport.messages.worker_coordinator import (
     WaitExpired,
 )
 
-CONFIG = CoordinationConfig(num_workers=2, join_timeout_s=10.0, step_timeout_s=5.0, can_recover=True)
+LIVENESS = LivenessConfig(join_timeout_s=10.0, step_timeout_s=5.0)
+CONFIG = CoordinationConfig(num_workers=2, liveness=LIVENESS, can_recover=True)
 SUPERVISOR = 100
 
 
@@ -185,7 +187,7 @@ def test_who_keeps_the_others_waiting_is_told_to_whoever_watches_until_it_is_rep
 
 
 def test_without_recovery_a_wait_for_a_view_ends() -> None:
-    talk = Conversation(CoordinationConfig(num_workers=2, join_timeout_s=10.0, step_timeout_s=5.0))
+    talk = Conversation(CoordinationConfig(num_workers=2, liveness=LIVENESS))
     talk.join(0)
     talk.say(1, enter(0))
     assert talk.tick(5.0) == {1: WaitExpired("view 1", 5.0, ["rank 1 (never joined)"])}
@@ -229,7 +231,7 @@ def test_the_next_coordinator_suspects_nobody_before_it_has_been_up_for_a_while(
     after = Conversation(memory=talk.written, now=50.0)
     after.join(0)
     after.say(1, enter(0, 1, 5))
-    assert after.coordination.deadline == 50.0 + CONFIG.dead_after_s + CONFIG.step_timeout_s
+    assert after.coordination.deadline == 50.0 + LIVENESS.coordinator_grace_s + LIVENESS.step_timeout_s
 
 
 def test_a_promise_that_was_written_twice_was_made_once() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.cluster.launch import protocol_version as dialect
+from shoal.cluster.launch import roles
 from shoal.cluster.supervisor.warm_parent import check_same_files
 from shoal.errors import ClusterError
 from shoal.runtime.forkserver.messages import Ready
@@ -18,15 +18,15 @@ class Finished2(Finished, frozen=True, tag="finished2"):
 
 
 def test_one_field_more_in_one_message_is_another_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = dialect.dialect()
-    assert dialect.dialect() == ours
+    ours = roles.protocol_version()
+    assert roles.protocol_version() == ours
     Finished2.__name__ = Finished.__name__
     others: list[type[Message]] = [Finished2 if kind is Finished else kind for kind in MESSAGES]
-    monkeypatch.setattr(dialect, "MESSAGES", others)
-    assert dialect.dialect() != ours
+    monkeypatch.setattr(roles, "MESSAGES", others)
+    assert roles.protocol_version() != ours
 
 
 def test_a_warm_parent_with_other_files_than_ours_is_refused_before_anything_is_started() -> None:
     with pytest.raises(ClusterError, match=r"were replaced while the job started.*start the job again"):
-        check_same_files(Ready(1.0, dialect.dialect() ^ 1))
-    check_same_files(Ready(1.0, dialect.dialect()))
+        check_same_files(Ready(1.0, roles.protocol_version() ^ 1))
+    check_same_files(Ready(1.0, roles.protocol_version()))

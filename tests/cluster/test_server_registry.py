@@ -11,6 +11,7 @@ from shoal.cluster.coordinator.journal_entries import JournalState, LeaseAsked, 
 from shoal.cluster.coordinator.server_registry import ServersConfig
 from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig
 from shoal.cluster.ledger.entries import EpochLeased, RangesTrained, TrainingBegan
+from shoal.config.liveness import LivenessConfig
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import (
     JoinedServer,
@@ -54,8 +55,7 @@ SUPERVISOR = 100
 def config(num_servers: int = 2, num_copies: int = 2) -> CoordinationConfig:
     return CoordinationConfig(
         num_workers=2,
-        join_timeout_s=10.0,
-        step_timeout_s=4.0,
+        liveness=LivenessConfig(join_timeout_s=10.0, step_timeout_s=4.0),
         can_recover=True,
         servers=ServersConfig(num_servers=num_servers, num_copies=num_copies, max_servers=4),
     )

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shoal.cluster.worker.coordinator_client import CoordinatorClient
 from shoal.config import job as jobs
 from shoal.config.job import Job
+from shoal.config.liveness import LivenessConfig
 from shoal.errors import ConfigError, ShoalError
 from shoal.recovery import rendezvous
 
@@ -54,7 +55,8 @@ def main() -> None:
     print(json.dumps({"ready": os.getpid()}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
-        job = Job(name="test", run_dir=Path("unused"), launched=True, **command["job"])
+        liveness = LivenessConfig(join_timeout_s=command["job"].pop("join_timeout_s"))
+        job = Job(name="test", run_dir=Path("unused"), launched=True, liveness=liveness, **command["job"])
         result: object = None
         try:
             match command["do"]:

@@ -9,7 +9,7 @@ import os
 import socket
 
 from shoal.cluster.launch import roles
-from shoal.cluster.launch.server_spec import decode_spec
+from shoal.cluster.launch.roles import decode_spec
 from shoal.runtime import failpoints
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import encode, read_message

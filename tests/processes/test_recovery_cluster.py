@@ -17,9 +17,10 @@ import pytest
 from launched import Launched
 
 from shoal.cluster.launch.api import launch, resume_config
-from shoal.cluster.supervisor import coordinator_handle as coordinator_keeper
 from shoal.cluster.supervisor.supervisor import Supervisor
 from shoal.config.faults import Faults
+from shoal.config.launch import LaunchConfig
+from shoal.config.liveness import LivenessConfig
 from shoal.errors import ClusterError, Interrupted, RunDirectoryError, ScriptFailed, WaitTimedOut, WorkerDied
 from waiting import wait_until
 
@@ -487,8 +488,8 @@ def test_what_was_granted_before_the_coordinator_died_is_granted_to_a_replacemen
 
 
 def test_a_stopped_coordinator_is_replaced(launch_script: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_keeper, "ASK_EVERY_S", 0.1)
-    monkeypatch.setattr(coordinator_keeper, "SILENT_S", 1.0)
+    liveness = LivenessConfig(heartbeat_interval_s=0.1, coordinator_dead_after_s=1.0)
+    monkeypatch.setattr(LaunchConfig, "liveness", liveness)
     done = launch_script(
         script("""
         session.begin_call("fit", "")

@@ -26,9 +26,10 @@ COORDINATOR = """
 import sys, msgspec
 from shoal.cluster.coordinator import process as coordinator_process
 from shoal.cluster.coordinator.state import CoordinationConfig
+from shoal.config.liveness import LivenessConfig
 assert "torch" not in sys.modules, "the coordinator imports torch"
 fd, num_workers, join_timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-config = CoordinationConfig(num_workers=num_workers, join_timeout_s=join_timeout_s)
+config = CoordinationConfig(num_workers=num_workers, liveness=LivenessConfig(join_timeout_s=join_timeout_s))
 spec = coordinator_process.CoordinatorSpec(config=config)
 sys.exit(coordinator_process.main(msgspec.msgpack.encode(spec), {"listener": fd}))
 """

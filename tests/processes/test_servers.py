@@ -18,7 +18,7 @@ from shoal.errors import ClusterError, ConfigError
 PROLOGUE = """
 import os, pathlib, time
 from shoal.cluster.worker import session
-from shoal.cluster.worker.server_session import ServerSession
+from shoal.cluster.worker.coordinator_client import ServerSession
 from shoal.config.job import current
 job = current()
 servers = ServerSession(job)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 
 from shoal.cluster.launch import threads
-from shoal.cluster.launch.server_spec import ServerSpec
+from shoal.cluster.launch.roles import ServerSpec
 from shoal.ps.server import process as server_process
 from shoal.ps.server.actions import Action, Drop, Reply, Request, Send, Tell
 from shoal.runtime.transport.messages.client_server import (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.cluster.launch.server_spec import ServerSpec, encode_spec
+from shoal.cluster.launch.roles import ServerSpec, encode_spec
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import read_message, send_message
 from shoal.runtime.transport.messages.client_server import Hello

@@ -6,6 +6,7 @@ from collections import Counter
 from random import Random
 
 from shoal.cluster.coordinator.state import Coordination, CoordinationConfig
+from shoal.config.liveness import LivenessConfig
 from shoal.runtime.transport.messages.worker_coordinator import ViewFormed
 from simulation.coordinator import Coordinator
 from simulation.disk import Disk
@@ -55,10 +56,12 @@ class Cluster:
         )
         self.coordination = CoordinationConfig(
             num_workers=self.num_workers,
-            join_timeout_s=self.settings.join_timeout_s,
-            step_timeout_s=self.settings.step_timeout_s,
+            liveness=LivenessConfig(
+                join_timeout_s=self.settings.join_timeout_s,
+                step_timeout_s=self.settings.step_timeout_s,
+                coordinator_grace_s=self.settings.dead_after_s,
+            ),
             can_recover=True,
-            dead_after_s=self.settings.dead_after_s,
         )
         self.workers: dict[int, Worker] = {}
         self.num_alive = 0

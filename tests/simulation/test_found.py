@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.cluster.coordinator.actions import Answer
 from shoal.cluster.coordinator.journal_entries import JournalState, Persist
 from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig
+from shoal.config.liveness import LivenessConfig
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import Reaped, Watch
 from shoal.runtime.transport.messages.worker_coordinator import (
@@ -18,7 +19,9 @@ from shoal.runtime.transport.messages.worker_coordinator import (
     ViewFormed,
 )
 
-CONFIG = CoordinationConfig(num_workers=2, join_timeout_s=30.0, step_timeout_s=10.0, can_recover=True)
+CONFIG = CoordinationConfig(
+    num_workers=2, liveness=LivenessConfig(join_timeout_s=30.0, step_timeout_s=10.0), can_recover=True
+)
 
 
 class Desk:

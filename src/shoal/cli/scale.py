@@ -30,7 +30,7 @@ def scale(
     """Change how many servers hold the weights of a running job. What they hold moves while it trains."""
     from shoal.cli.runs import find
     from shoal.cluster.launch.run_directory import is_alive, read_config
-    from shoal.cluster.supervisor import control
+    from shoal.cluster.supervisor import sockets as control
     from shoal.errors import ClusterError, ConfigError
     from shoal.runtime.transport.messages.supervisor import (
         ScaleBegun,

@@ -114,7 +114,7 @@ class Shm(OverNative):
     @classmethod
     def open(cls, job: Job, native: Native, ranks: Sequence[int] | None = None) -> Shm:
         """Build the exchange `shm` for a view. Collective."""
-        return cls(native, is_broken=native.is_broken, timeout_s=job.step_timeout_s, ranks=ranks)
+        return cls(native, is_broken=native.is_broken, timeout_s=job.liveness.step_timeout_s, ranks=ranks)
 
     # ---- what a Reducer offers ------------------------------------------------------------------
 

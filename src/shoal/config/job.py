@@ -7,11 +7,12 @@ A worker's launcher calls `enter` before the script starts; under plain
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.config import strategy as strategies
 from shoal.config.faults import Fault
+from shoal.config.liveness import LivenessConfig
 from shoal.config.parallel_options import ParallelOptions
 from shoal.config.strategy import Axes
 
@@ -88,11 +89,8 @@ class Job(ParallelOptions):
     servers: tuple[str, ...] = ()
     """Paths of the servers' Unix sockets by number, for as many as there may ever be."""
 
-    step_timeout_s: float = 300.0
-    """How long a rank waits for the others within one step before it gives up and names them."""
-
-    join_timeout_s: float = 120.0
-    """How long ranks wait for each other at a call into shoal."""
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    """Heartbeats, and how long a silent process is tolerated: within a step, at a call, at the coordinator."""
 
     can_recover: bool = False
     """Whether a worker that dies is replaced. Else its death ends the job."""

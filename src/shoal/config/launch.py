@@ -12,8 +12,11 @@ from shoal.config import parallel_options
 from shoal.config import strategy as strategies
 from shoal.config.faults import Faults
 from shoal.config.job import VerifyPlan
+from shoal.config.liveness import LivenessConfig
 from shoal.config.parallel_options import ParallelOptions
 from shoal.errors import ConfigError
+
+_LIVENESS = LivenessConfig()
 
 MAX_WORKERS = 1024
 """On one host. Beyond it a number is a slip of the hand."""
@@ -56,10 +59,10 @@ class LaunchConfig(ParallelOptions):
     seed: int | None = None
     """Seeds the script's global generators alike on every rank. None: drawn, and written in config.json."""
 
-    step_timeout_s: float = 300.0
+    step_timeout_s: float = _LIVENESS.step_timeout_s
     """How long a rank waits for the others within one step before it gives up and names them."""
 
-    join_timeout_s: float = 120.0
+    join_timeout_s: float = _LIVENESS.join_timeout_s
     """How long ranks wait for each other at a call into shoal."""
 
     grace_s: float = 60.0
@@ -98,9 +101,9 @@ class LaunchConfig(ParallelOptions):
                 f"{self.workers} workers cannot be started: give a number from 1 to {MAX_WORKERS} with -n. "
                 "Nothing was started."
             )
-        for name in ("step_timeout_s", "join_timeout_s", "grace_s"):
-            if not 0 < getattr(self, name) < 1e9:
-                raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)}.")
+        self.liveness  # refuses time-outs that are none  # noqa: B018
+        if not 0 < self.grace_s < 1e9:
+            raise ConfigError(f"grace_s must be a positive number of seconds, got {self.grace_s}.")
         if not 1 <= self.pretend_hosts <= self.workers:
             raise ConfigError(
                 f"{self.workers} workers cannot be on {self.pretend_hosts} hosts: each host needs one. Nothing was started; give "
@@ -147,6 +150,11 @@ class LaunchConfig(ParallelOptions):
         return [
             f"note: {' and '.join(asked)} {what} nothing here: one worker has nobody to sum gradients with"
         ]
+
+    @property
+    def liveness(self) -> LivenessConfig:
+        """Time-outs after which a silent process of this job is suspected or given up."""
+        return LivenessConfig(step_timeout_s=self.step_timeout_s, join_timeout_s=self.join_timeout_s)
 
     @property
     def is_mesh(self) -> bool:

@@ -73,7 +73,7 @@ class ModelParallel(Ddp):
         self._view_of_mesh = 0
         self._speaks = job.rank in self._speakers
         self._tells_buffers = self._axes.coordinates(job.rank).tp == 0
-        self._timeout_s = job.step_timeout_s
+        self._timeout_s = job.liveness.step_timeout_s
         self._schedule, self._sequence, self._offload = job.schedule, job.sequence_parallel, job.offload
         self._pipeline: PipelineRunner | None = None
         self._holding: pipeline_state.Holding | None = None

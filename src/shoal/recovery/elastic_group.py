@@ -183,7 +183,7 @@ class Together(Timeline):
             rank=self._job.rank,
             num_workers=self._job.num_workers,
             is_broken=self._look_around,
-            timeout_s=self._job.step_timeout_s,
+            timeout_s=self._job.liveness.step_timeout_s,
         )
         native = open_exchange(self._job, torchs_own)
         if formed.donor >= 0:
@@ -200,7 +200,7 @@ class Together(Timeline):
             operation=self._missed_in(),
             waited_s=max(error.waited_s, self._waited_s),
             missing=error.missing,
-            setting=f"--step-timeout (now {self._job.step_timeout_s:g} s)",
+            setting=f"--step-timeout (now {self._job.liveness.step_timeout_s:g} s)",
         )
 
     def _missed_in(self) -> str:

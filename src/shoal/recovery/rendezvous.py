@@ -104,7 +104,7 @@ def form_group(job: Job, view: int) -> None:
             inside=dist.distributed_c10d.__name__,
         )
         sys.excepthook = excepthook  # it wraps one more around it for every group
-        _set_pg_timeout(timedelta(seconds=job.step_timeout_s))
+        _set_pg_timeout(timedelta(seconds=job.liveness.step_timeout_s))
         _sockets = _new_connections(before)
         if len(_sockets) < job.num_workers - 1:
             # Closed before we could look: nothing would tell us later.
@@ -121,7 +121,11 @@ def form_group(job: Job, view: int) -> None:
 
 
 def _connect(job: Job, backend: str, store: Store) -> None:
-    timeout_s = min(CONNECT_TIMEOUT_S, job.step_timeout_s) if job.can_recover else job.step_timeout_s
+    timeout_s = (
+        min(CONNECT_TIMEOUT_S, job.liveness.step_timeout_s)
+        if job.can_recover
+        else job.liveness.step_timeout_s
+    )
     dist.init_process_group(
         backend,
         store=store,
@@ -218,7 +222,9 @@ def _open_store(job: Job, view: int) -> Store:
             )
         return HashStore()
     # Who does not come is not waited for, where it can be replaced.
-    timeout_s = min(MEET_TIMEOUT_S, job.step_timeout_s) if job.can_recover else job.join_timeout_s
+    timeout_s = (
+        min(MEET_TIMEOUT_S, job.liveness.step_timeout_s) if job.can_recover else job.liveness.join_timeout_s
+    )
     timeout = timedelta(seconds=timeout_s)
     who = (job.coordinator, job.rank, job.incarnation)
     _store = ShoalStore(*who, num_workers=job.num_workers, timeout=timeout)
@@ -252,7 +258,7 @@ def _meet(store: ShoalStore, job: Job, view: int) -> None:
             operation=f"forming the group of view {view}",
             waited_s=error.waited_s,
             missing=[rank_of.get(key, key) for key in error.missing],
-            setting=f"join_timeout_s (now {job.join_timeout_s:g} s)",
+            setting=f"join_timeout_s (now {job.liveness.join_timeout_s:g} s)",
         ) from None
 
 

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from shoal.cluster.worker.coordinator_client import GRACE_S, CoordinatorClient
+from shoal.config.liveness import LivenessConfig
 from shoal.errors import ClusterError, WaitTimedOut
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.worker_coordinator import (
@@ -63,7 +64,11 @@ class ShoalStore(Store):
         self._number = secrets.randbits(62) + 1
         self._serials = itertools.count(1)
         self._client = CoordinatorClient(
-            path, rank, incarnation, num_workers=num_workers, join_timeout_s=timeout.total_seconds()
+            path,
+            rank,
+            incarnation,
+            num_workers=num_workers,
+            liveness=LivenessConfig(join_timeout_s=timeout.total_seconds()),
         )
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -1,19 +1,19 @@
-"""Which call into shoal the ranks may make next, decided from what each says it is about to do.
+"""Barrier at every call into shoal: a state machine over the calls that ranks begin.
 
-Pure: no clock, no socket, no thread. `coordination.py` feeds events in and
-carries out the actions that come back.
+Pure: no clock, no socket, no thread. `state.py` feeds events in and carries
+out the actions that come back.
 
     RUNNING ──a rank begins the next call, or ends its script──▶ GATHERING
        ▲                                                            │
-       ├──all began it, alike: granted to all───────────────────────┤
+       ├──all began the same call: granted to all───────────────────┤
        │                                                            ├──all ended──────────▶ ENDED
-       └──whoever waited is gone, or is called away to a view───────┤
+       └──no rank waits any more, or a view is being formed─────────┤
                                                                     ├──ranks differ───────▶ REFUSED
                                                                     └──timeout_s is over──▶ EXPIRED
 
-The last three are final: whatever a rank still asks is answered at once, in
-the same sense, so that nobody waits for a job that is over. Where processes
-can be replaced (`membership` is given) there is no EXPIRED: whoever keeps the
+The last three are final: a rank that still asks is answered at once, in the
+same sense, so that nobody waits for a job that is over. Where processes can be
+replaced (`membership` is given) there is no EXPIRED: a rank that keeps the
 others waiting is suspected, and they wait for its replacement.
 """
 
@@ -29,7 +29,7 @@ from shoal.cluster.coordinator.membership import ExpireWait, Membership, ReportS
 
 
 class CallPhase(StrEnum):
-    """Where the ranks stand."""
+    """State of the barrier."""
 
     RUNNING = "running"  # all are in the same call, or between two
     GATHERING = "gathering"  # some wait at the next call, or at the script's end, for the rest
@@ -49,7 +49,7 @@ EDGES = {
 
 @dataclass(frozen=True, slots=True)
 class RankConnected:
-    """A rank has connected. Only sharpens what is said of it while it is missing."""
+    """A rank has connected. Only used to describe it while it is missing."""
 
     rank: int
 
@@ -76,21 +76,21 @@ class ScriptEndReached:
 
 @dataclass(frozen=True, slots=True)
 class CallerGone:
-    """The connection of a rank is closed: it waits for nothing any more."""
+    """The connection of a rank is closed; it no longer waits."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class CallsSuspended:
-    """Somebody waits to enter a view: whoever waits here, or would, must go there first."""
+    """A view is being formed: ranks that wait here, or would, must enter it first."""
 
     view: int  # to be left
 
 
 @dataclass(frozen=True, slots=True)
 class CallsResumed:
-    """The view is formed: calls go on."""
+    """The view is formed: calls continue."""
 
 
 Event: TypeAlias = (
@@ -100,7 +100,7 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class GrantCall:
-    """Tell `rank` to go on with the call."""
+    """Tell `rank` to continue with the call."""
 
     rank: int
     number: int
@@ -108,7 +108,7 @@ class GrantCall:
 
 @dataclass(frozen=True, slots=True)
 class RefuseCall:
-    """Tell `rank` that the ranks differ, and what each known one did."""
+    """Tell `rank` that the ranks differ, and what each known rank did."""
 
     rank: int
     number: int
@@ -135,7 +135,7 @@ Action: TypeAlias = GrantCall | RefuseCall | ExpireWait | ReleaseRank | SendToVi
 
 @dataclass(frozen=True, slots=True)
 class _Intent:
-    """What a rank is about to do: its call of this number, or (None) the end of its script."""
+    """A rank's next call with its number, or (None) the end of its script."""
 
     number: int
     call: tuple[str, str] | None
@@ -157,7 +157,7 @@ class _CallWaiter(NamedTuple):
 
 
 class Calls:
-    """The barrier at every call and at the script's end, for all of `num_workers` ranks.
+    """Barrier of `num_workers` ranks at every call and at the end of the script.
 
     What was granted stays on record and is granted again to whoever asks
     again: a worker whose answer was lost, or its replacement on its way
@@ -172,7 +172,7 @@ class Calls:
         membership: Membership | None = None,
         record: Sequence[tuple[str, str] | None] = (),
     ) -> None:
-        """`record` is what was granted before, where a coordinator goes on after its own death; None: the end."""
+        """`record` holds the calls granted before a restart of the coordinator; None is the end of the script."""
         self.num_workers, self.timeout_s = num_workers, timeout_s
         self._membership = membership
         self._record = [_Intent(number, call) for number, call in enumerate(record, start=1)]
@@ -185,17 +185,16 @@ class Calls:
 
     @property
     def num_granted(self) -> int:
-        """How many calls all ranks have begun."""
         return len(self._record) - (self.phase is CallPhase.ENDED)
 
     @property
     def record(self) -> list[tuple[str, str] | None]:
-        """What was granted, in order: (kind, detail) of each call, None for the end of the script."""
+        """Granted calls in order: (kind, detail) each, None for the end of the script."""
         return [wish.call for wish in self._record]
 
     @property
     def deadline(self) -> float | None:
-        """When a Tick will have something to do, if nothing happens before."""
+        """Time of the next Tick that has an effect."""
         if not self._waiting:
             return None
         since = min(waiter.since for waiter in self._waiting.values())

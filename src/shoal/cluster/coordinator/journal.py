@@ -1,12 +1,12 @@
-"""The coordinator's memory on disk: `journal.sqlite` in the run directory.
+"""The coordinator's journal on disk: `journal.sqlite` in the run directory.
 
-Writes down what `coordination.py` promises, before it is answered, and gives
-it back as a `Memory` to the next coordinator. Decides whether a file may be
-used and says why not; what the entries mean is `memory.py`'s business.
+Writes the entries of `journal_entries.py` before their promises are answered,
+and gives them back as a `JournalState` to the next coordinator. Decides whether
+a file may be used and says why not.
 
 Every launch of a run adds its own entries: the promises of an earlier launch
 bind nobody, because the processes they were made to are gone. So `shoal
-resume` begins with an empty memory, and the file keeps the run's history.
+resume` begins with an empty state, and the file keeps the run's history.
 
 A killed process loses nothing that it has written: the page cache is the
 kernel's. Syncing the disk is for power loss, and that ends the promises
@@ -57,7 +57,7 @@ _to_json = msgspec.json.Encoder().encode
 
 
 class Journal:
-    """One launch's part of the journal, open for its coordinator alone."""
+    """One launch's entries, opened by its coordinator alone."""
 
     def __init__(self, path: Path, *, launch: int) -> None:
         """Open the journal for a launch that `begin_launch` has begun; JournalFailed where it cannot be used."""
@@ -74,7 +74,6 @@ class Journal:
             raise JournalFailed(path=str(path), problem=_words(error)) from None
 
     def load(self) -> JournalState:
-        """What was written in this launch."""
         memory = JournalState()
         try:
             rows = self._db.execute("SELECT fact FROM facts WHERE launch = ? ORDER BY number", (self.launch,))
@@ -88,7 +87,7 @@ class Journal:
         return memory
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Add entries, all or none; when this returns a kill cannot undo them."""
+        """Write entries, all or none; once it returns, a kill cannot undo them."""
         try:
             self._db.execute("BEGIN")
             for entry in entries:
@@ -100,7 +99,6 @@ class Journal:
             raise JournalFailed(path=str(self.path), problem=_words(error)) from None
 
     def close(self) -> None:
-        """Let go of the file."""
         self._db.close()
 
     def _add(self, entry: Entry) -> None:
@@ -129,7 +127,7 @@ class Journal:
 
 
 def begin_launch(path: Path, *, num_workers: int) -> int:
-    """Begin a launch of a run, whose journal this is or will be; its number, from 1.
+    """Begin a launch in a new or existing journal; returns its number, from 1.
 
     RunDirectoryError where the file is damaged, of a newer version or nobody's journal: it is not touched.
     """
@@ -154,7 +152,7 @@ def begin_launch(path: Path, *, num_workers: int) -> int:
 
 
 class _Unusable(Exception):
-    """A file that can be read and is no journal for us."""
+    """The file is readable and is not a journal this version can use."""
 
 
 def _open(path: Path) -> sqlite3.Connection:

@@ -1,9 +1,9 @@
-"""What the coordinator must not forget: one entry for each promise, and what all of them amount to.
+"""Journal entries: one for each promise of the coordinator, and the state they add up to.
 
-Pure. `coordination.py` says what to remember before it is answered,
-`journal.py` writes it down, and after a death `Memory` is what the next
-coordinator begins with. Steps and clocks are not in it: they never pass
-through the coordinator.
+Pure. The state machines return `Persist(entry)` with the answers that make the
+promise; `journal.py` writes the entry before the answers are sent. After a
+death the next coordinator replays them from a `JournalState`. Steps and clocks
+are not in it: they never pass through the coordinator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Granted(msgspec.Struct, frozen=True, tag="granted", tag_field="type", forb
 
 @dataclass(frozen=True, slots=True)
 class StoreChanged:
-    """What changed in the store, and the answers that must not be given differently when asked again."""
+    """Changes of the store, and answers that a repeated request must be given again."""
 
     values: dict[str, bytes | None]  # None: gone
     answers: dict[int, tuple[int, Message]]  # by client: its newest serial, and what was answered
@@ -50,7 +50,7 @@ class ServerFilled(
 class ServerLostStep(
     msgspec.Struct, frozen=True, tag="server-lost-step", tag_field="type", forbid_unknown_fields=True
 ):
-    """On a server a step can never count that counts elsewhere: a rank's part in it is gone."""
+    """A step that counts elsewhere can never count on this server: a rank's part in it is gone."""
 
     number: Count
     incarnation: Count
@@ -61,7 +61,7 @@ class ServerLostStep(
 class LeaseAsked(
     msgspec.Struct, frozen=True, tag="lease-asked", tag_field="type", forbid_unknown_fields=True
 ):
-    """A worker has asked for leases; by the clock of this host, which outlives a coordinator."""
+    """A worker has asked for leases; `at` is this host's clock, which outlives a coordinator."""
 
     at: float
     ask: AskLease
@@ -70,7 +70,7 @@ class LeaseAsked(
 class LeaseTicked(
     msgspec.Struct, frozen=True, tag="lease-ticked", tag_field="type", forbid_unknown_fields=True
 ):
-    """Time has passed, and somebody was given a lease because of that."""
+    """Time has passed, and a lease was handed out because of it."""
 
     at: float
 
@@ -78,7 +78,7 @@ class LeaseTicked(
 class LeaseReturned(
     msgspec.Struct, frozen=True, tag="lease-returned", tag_field="type", forbid_unknown_fields=True
 ):
-    """What incarnations of this rank below this one held went back."""
+    """Leases of this rank's incarnations below this one went back."""
 
     rank: Count
     incarnation: Count
@@ -88,7 +88,7 @@ class LeaseReturned(
 class LeaseGaveUp(
     msgspec.Struct, frozen=True, tag="lease-gave-up", tag_field="type", forbid_unknown_fields=True
 ):
-    """A worker waits no longer for a lease."""
+    """A worker no longer waits for a lease."""
 
     rank: Count
     incarnation: Count
@@ -97,7 +97,7 @@ class LeaseGaveUp(
 class LeasesStand(
     msgspec.Struct, frozen=True, tag="leases-stand", tag_field="type", forbid_unknown_fields=True
 ):
-    """How leases stand, after everything that was asked before; `asked` says how the epochs are cut."""
+    """Snapshot of all leases, replacing the lease entries before it; `asked` tells how the epochs are cut."""
 
     asked: AskLease
     snapshot: LeaseSnapshot
@@ -158,7 +158,6 @@ class JournalState:
     answers: dict[int, tuple[int, Message]] = field(default_factory=dict)
 
     def take(self, entry: Entry) -> None:
-        """Add one entry."""
         match entry:
             case Join():
                 self.joins[entry.rank] = entry

@@ -1,9 +1,9 @@
-"""A run's journal for whoever only looks: every launch's entries, also while a coordinator writes it.
+"""Read-only access to a run's journal, also while its coordinator writes it.
 
-The coordinator holds its database exclusively, so nobody else can open it.
-What is read here is a copy. The file itself changes only when SQLite moves
-entries into it from the log beside it: a copy of both, before and after which
-nothing was moved, is whole. Never writes into the run directory.
+The coordinator holds its database exclusively, so a copy is read. The file
+itself changes only when SQLite moves entries into it from the log beside it: a
+copy of both, before and after which nothing was moved, is whole. Never writes
+into the run directory.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from shoal.cluster.ledger import entries as ledger_facts
 from shoal.cluster.ledger.entries import LedgerFact
 from shoal.cluster.ledger.ledger import Ledger
 from shoal.cluster.ledger.trained_file import Trained
+from shoal.config.liveness import LivenessConfig
 from shoal.runtime.transport.messages.supervisor import Noted
 from shoal.runtime.transport.messages.worker_coordinator import Join
 
@@ -41,7 +42,7 @@ _facts: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(Fact)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of a run, and what was written down in it."""
+    """Entries of one launch of a run."""
 
     number: int
     num_workers: int
@@ -51,7 +52,7 @@ class Launch:
 
 
 def read_launches(run: Path) -> list[Launch]:
-    """Everything in the journal of a run directory; empty where there is none that can be read."""
+    """All launches in the journal of a run directory; empty where none can be read."""
     path = run / FILE_NAME
     with tempfile.TemporaryDirectory(prefix="shoal-journal-") as folder:
         copy = Path(folder) / FILE_NAME
@@ -64,7 +65,7 @@ def read_launches(run: Path) -> list[Launch]:
 
 
 def ledger_of(launches: list[Launch], trained: list[Trained]) -> Ledger:
-    """Who trained what, over all launches; `trained` is what workers have written down themselves."""
+    """Ledger over all launches; `trained` holds the workers' own records."""
     ledger = Ledger(trained=trained)
     for launch in launches:
         for _, fact in launch.facts:
@@ -82,17 +83,17 @@ def ledger_of(launches: list[Launch], trained: list[Trained]) -> Ledger:
 
 
 def desk_of(launch: Launch) -> LeaseService:
-    """Leases as they stand in a launch: who holds what is left."""
+    """Leases at the end of a launch's entries."""
     memory = JournalState()
     for _, fact in launch.facts:
         memory.take(fact)
-    serving = ServerRegistry(ServersConfig(), patience_s=1.0, join_patience_s=1.0, now=0.0, grace_s=0.0)
+    serving = ServerRegistry(ServersConfig(), LivenessConfig(), now=0.0, grace_s=0.0)
     serving.recall(memory.serving)
     return serving.desk
 
 
 def _copied(path: Path, copy: Path) -> bool:
-    """Copy the database and the log beside it; whether nothing was moved between them meanwhile."""
+    """Copy the database and its log; False where entries were moved between them meanwhile."""
     log, log_copy = path.with_name(path.name + "-wal"), copy.with_name(copy.name + "-wal")
     try:
         before = _version(path, log)

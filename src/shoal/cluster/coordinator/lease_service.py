@@ -1,8 +1,8 @@
-"""Leases as workers ask for them: one call's at a time, each question answered or ended at its deadline.
+"""Lease requests: one call's at a time, each answered or expired at its deadline.
 
-Pure. `leases.py` decides who runs what; here are the questions that wait, what
-has to be remembered so that a new coordinator decides the same again, and
-what of it goes into the ledger.
+Pure. `leases.py` decides which worker runs what; here are the requests that
+wait, the journal entries from which a new coordinator decides the same again,
+and the entries for the ledger.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Question:
 
 @dataclass(slots=True)
 class LeaseService:
-    """The newest call's leases, and who waits for some."""
+    """The newest call's leases, and the requests that wait for some."""
 
     call: int = 0
     _asked: AskLease | None = None  # the first question of the call: it says how the epochs are cut
@@ -63,7 +63,6 @@ class LeaseService:
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` has something to do."""
         times = [each.expires_at for each in self._questions.values()]
         if self._table is not None and self._table.deadline is not None:
             times.append(self._table.deadline)
@@ -71,19 +70,18 @@ class LeaseService:
 
     @property
     def counts(self) -> LeaseCounts | None:
-        """What each rank has done."""
+        """Leases and samples that each rank has finished."""
         return LeaseCounts(dict(self._table.counts)) if self._table else None
 
     @property
     def drained(self) -> list[WorkerDrained]:
-        """Whoever is given no more."""
         if self._table is None:
             return []
         return [self._drained(self._table.draining.figures(rank)) for rank in self._table.draining.drained]
 
     @property
     def holdings(self) -> tuple[LeaseConfig, dict[int, list[int]], int] | None:
-        """How epochs are cut, the leases each rank holds, and how many are still to be handed out; None before the first."""
+        """LeaseConfig, leases held by each rank, and number of leases still to be handed out; None before the first request."""
         if self._table is None:
             return None
         held: dict[int, list[int]] = defaultdict(list)
@@ -92,7 +90,7 @@ class LeaseService:
         return self._table.config, dict(held), self._table.num_todo
 
     def ask(self, client: int, ask: AskLease, now: float) -> list[LeaseAction]:
-        """A worker asks. Client 0 is nobody: it is being remembered."""
+        """Handle a worker's request. Client 0 is a replayed request: nobody is answered."""
         if ask.call < self.call:
             return [Answer(client, NoMoreLeases(0))]
         began: list[LeaseAction] = []
@@ -136,7 +134,7 @@ class LeaseService:
         return [*remember, *answers, *self._tell_of_the_epoch(), *told]
 
     def _tell_of_the_epoch(self) -> list[Answer]:
-        """Who waits in an epoch that is over has to hear of it, though others hold all of the next one."""
+        """Answer requests from an epoch that is over, though others hold all of the next one."""
         assert self._table is not None
         below, num_leases = self._table.done_below, self._table.config.num_leases
         behind = [
@@ -148,7 +146,7 @@ class LeaseService:
         return [each for each in answers if each.client]
 
     def _end(self, client: int, ask: AskLease, now: float) -> list[LeaseAction]:
-        """The call ends early, by a wish that all have agreed on: whoever waits, waits for nothing."""
+        """End the call early, as all ranks have agreed: every waiting request is answered with no more leases."""
         assert self._asked is not None
         assert self._table is not None
         self._asked = msgspec.structs.replace(self._asked, is_last=True)
@@ -163,7 +161,7 @@ class LeaseService:
         return [*remember, *(Answer(each, no_more) for each in clients if each)]
 
     def replaced(self, rank: int, incarnation: int, now: float) -> list[Answer | Persist]:
-        """Incarnations of this rank below `incarnation` are gone: what they held goes back."""
+        """Take back the leases of this rank's incarnations below `incarnation`."""
         for by in [by for by in self._questions if by.rank == rank and by.incarnation < incarnation]:
             del self._questions[by]
         if self._table is None:
@@ -172,14 +170,12 @@ class LeaseService:
         return [Persist(LeaseReturned(rank, incarnation, now)), *self._answers(acted)]
 
     def gave_up(self, rank: int, incarnation: int) -> None:
-        """Nobody waits for an answer any more."""
         by = LeaseHolder(rank, incarnation)
         self._questions.pop(by, None)
         if self._table is not None:
             self._table.handle(lease_terms.WorkerGaveUp(by))
 
     def gone(self, client: int) -> list[Persist]:
-        """A connection is closed."""
         return [
             self._give_up(by)
             for by, each in list(self._questions.items())
@@ -187,7 +183,7 @@ class LeaseService:
         ]
 
     def tick(self, now: float) -> list[Answer | Persist]:
-        """Hand out what is due by the clock, and end the waits that have lasted long enough."""
+        """Hand out what is due by the clock, and expire the requests that have waited too long."""
         actions: list[Answer | Persist] = []
         if self._table is not None and self._table.deadline is not None and now >= self._table.deadline:
             actions += self.hand_out(now)
@@ -200,18 +196,16 @@ class LeaseService:
         return actions
 
     def hand_out(self, now: float) -> list[Answer | Persist]:
-        """Time has passed."""
         acted = self._table.handle(Tick(now)) if self._table is not None else []
         return [Persist(LeaseTicked(now)), *self._answers(acted)] if acted else []
 
     def restore(self, stand: LeasesStand) -> None:
-        """Begin where a coordinator before stood."""
         self.call, self._asked = stand.asked.call, stand.asked
         self._table = LeaseTable.restore(_config(stand.asked), stand.snapshot)
         self._num_since_snapshot = 0
 
     def clear(self) -> None:
-        """The job begins anew from a checkpoint: whoever asks first says where."""
+        """Forget all leases: the job restarts from a checkpoint, and the first request tells where."""
         self._asked, self._table, self.call = None, None, 0
         self._questions.clear()
 
@@ -243,7 +237,7 @@ class LeaseService:
         return Answer(question.client if question else 0, message)
 
     def _ledger(self, acted: Sequence[lease_terms.Action]) -> list[Persist]:
-        """Who has trained what, and epochs that are whole."""
+        """Entries for the ledger: finished ranges and epochs."""
         assert self._asked is not None
         first, written = self._asked.from_epoch, list[Persist]()
         for each in acted:
@@ -292,7 +286,7 @@ def _config(ask: AskLease) -> LeaseConfig:
 
 
 def _began(ask: AskLease, table: LeaseTable) -> TrainingBegan:
-    """A call's leases are handed out from where a checkpoint, or nothing, was done."""
+    """Ledger entry for a call whose leases begin at a checkpoint, or at nothing."""
     config, epoch = table.config, table.epoch
     within = table.done_below - epoch * config.num_leases
     return TrainingBegan(

@@ -1,18 +1,19 @@
-"""Which worker runs which samples in the relaxed strategies, decided from what workers ask for and finish.
+"""Leases of sample ranges in the relaxed strategies: a state machine over requests, completions and deaths.
 
-Pure: no clock, no socket. The coordinator feeds events in and carries out the
-actions that come back. It writes every event into its journal before it
-carries them out (a Tick only where it led to something): fed with the same
-events again, a new `Leases` stands where the old one stood.
+Pure: no clock, no socket. `lease_service.py` feeds events in and carries out
+the actions that come back. Every event is in the journal before they are
+carried out (a Tick only where it led to something): replaying the events gives
+the same table.
 
-    TODO ──handed to a worker──▶ HELD ──it says so──▶ DONE
+    TODO ──handed to a worker──▶ HELD ──its holder reports it──▶ DONE
       ▲                           │
       └──its holder was replaced──┘
 
 A lease is named by its number alone, and so are the pushes made from it
-(lease, batch). Whoever runs it again makes the same pushes, and servers apply
-only those they have not seen. So a lease may have two holders, too: where
-nothing is left to hand out, an idle worker gets one that another is slow with.
+(lease, batch). A worker that runs it again makes the same pushes, and servers
+apply only those they have not seen: a retry is idempotent. So a lease may have
+two holders, too: where nothing is left to hand out, an idle worker gets a
+backup of one that another is slow with.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from shoal.errors import ConfigError
 
 
 class LeaseState(StrEnum):
-    """Where a lease of the running epoch is."""
+    """State of a lease of the running epoch."""
 
     TODO = "todo"
     HELD = "held"  # by one worker; at an epoch's end perhaps by a second one, which is counted
@@ -49,7 +50,7 @@ EDGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseConfig:
-    """How an epoch is cut and handed out."""
+    """How an epoch is cut into leases and handed out."""
 
     num_samples: int
     """Samples of an epoch."""
@@ -89,7 +90,6 @@ class LeaseConfig:
 
     @property
     def drain(self) -> DrainConfig:
-        """When a worker is given no more."""
         return DrainConfig(slower_than=self.drain_slower_than, probe_every_s=self.probe_every_s)
 
     @property
@@ -98,7 +98,7 @@ class LeaseConfig:
         return -(-self.num_samples // self.samples_per_lease)
 
     def lease(self, number: int) -> Lease:
-        """What a number stands for; the numbers run on through the epochs."""
+        """Range of a lease number; the numbers run on through the epochs."""
         epoch, index = divmod(number, self.num_leases)
         start = index * self.samples_per_lease
         return Lease(number, epoch, start, min(start + self.samples_per_lease, self.num_samples))
@@ -114,7 +114,6 @@ class Lease(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """How many."""
         return self.stop - self.start
 
 
@@ -126,7 +125,7 @@ class LeaseHolder(NamedTuple):
 
 
 class LeaseSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that `Leases` knows, for a journal."""
+    """All that a `LeaseTable` knows, for a journal."""
 
     epoch: int
     done_below: int
@@ -161,7 +160,7 @@ class WorkerAsked:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReplaced:
-    """Incarnations of this rank below `incarnation` hold nothing any more, whether or not the next one has come."""
+    """Incarnations of this rank below `incarnation` hold nothing any more, whether or not the next one has joined."""
 
     rank: int
     incarnation: int
@@ -170,7 +169,7 @@ class WorkerReplaced:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGaveUp:
-    """A worker that asked waits no longer; what it holds stays with it."""
+    """A worker that asked no longer waits; it keeps the leases it holds."""
 
     by: LeaseHolder
 
@@ -183,7 +182,7 @@ Event: TypeAlias = WorkerAsked | WorkerReplaced | WorkerGaveUp | Tick
 
 @dataclass(frozen=True, slots=True)
 class HandLeases:
-    """Tell a worker all that it holds: those it had before, and new ones."""
+    """Tell a worker all leases it holds: those it had before, and new ones."""
 
     to: LeaseHolder
     leases: tuple[Lease, ...]
@@ -198,7 +197,7 @@ class EndLeases:
 
 @dataclass(frozen=True, slots=True)
 class RefuseLease:
-    """Tell a process why it is not heard: it was replaced, or speaks of what it does not hold."""
+    """Refuse a request: the process was replaced, or reports leases it does not hold."""
 
     to: LeaseHolder
     reason: str
@@ -206,7 +205,7 @@ class RefuseLease:
 
 @dataclass(frozen=True, slots=True)
 class FinishLeases:
-    """These leases are done, and this worker did them."""
+    """These leases are done, by this worker."""
 
     by: LeaseHolder
     leases: tuple[Lease, ...]
@@ -224,14 +223,14 @@ Action: TypeAlias = HandLeases | EndLeases | RefuseLease | FinishLeases | EndEpo
 
 
 class LeaseTable:
-    """The leases of one call: every lease is done once, and held by one worker at a time, or by two at an epoch's end.
+    """Leases of one call: each is done once, and held by one worker at a time, or by two at an epoch's end.
 
     A dead worker's leases go back and are handed out first. A worker that has
     nothing to do waits for what comes back or for the next epoch.
     """
 
     def __init__(self, config: LeaseConfig, *, epoch: int = 0, done: Iterable[int] = ()) -> None:
-        """`epoch` and `done`, leases of it and of later ones, are where a checkpoint begins."""
+        """`epoch` and `done`, leases of it and of later ones, are the position of a checkpoint."""
         self.config = config
         self.epoch = epoch
         self.num_samples_twice = 0  # in this epoch
@@ -249,7 +248,6 @@ class LeaseTable:
             self._pass_over(done)
 
     def snapshot(self) -> LeaseSnapshot:
-        """Everything as it stands, in plain values."""
         below = self.done_below
         return LeaseSnapshot(
             epoch=self.epoch,
@@ -271,7 +269,6 @@ class LeaseTable:
 
     @classmethod
     def restore(cls, config: LeaseConfig, kept: LeaseSnapshot) -> LeaseTable:
-        """Leases that stand where `kept` was taken."""
         first = kept.epoch * config.num_leases
         leases = cls(config, epoch=kept.epoch, done={*range(first, kept.done_below), *kept.done})
         for number, rank, incarnation in kept.held:
@@ -288,18 +285,17 @@ class LeaseTable:
 
     @property
     def done_below(self) -> int:
-        """Every lease below this is done."""
+        """Every lease below this number is done."""
         while self._below in self._done:
             self._below += 1
         return self._below
 
     @property
     def is_ending(self) -> bool:
-        """Whether leases may be handed out a second time."""
         return self.config.backup and not self._todo
 
     def may_be_overtaken(self, holder: LeaseHolder) -> bool:
-        """Whether others may finish what a worker holds before it does: it should look now and then."""
+        """True where others may finish this worker's leases first: it should check now and then."""
         if not self.config.backup or self.config.shares:
             return False
         held = sum(self.config.lease(number).num_samples for number in self.held_by(holder))
@@ -308,12 +304,12 @@ class LeaseTable:
 
     @property
     def num_todo(self) -> int:
-        """Leases of the epoch that nobody was given yet, or that came back."""
+        """Leases of the epoch that were not handed out yet, or came back."""
         return len(self._todo)
 
     @property
     def deadline(self) -> float | None:
-        """When a Tick will have something to do, if nothing happens before."""
+        """Time of the next Tick that has an effect."""
         times: list[float] = []
         for holder in self._waiting:
             if holder.rank in self.draining.drained:
@@ -323,17 +319,16 @@ class LeaseTable:
         return min(times, default=None)
 
     def state(self, number: int) -> LeaseState:
-        """Where a lease is; those of epochs to come are TODO."""
+        """State of a lease; those of later epochs are TODO."""
         if number // self.config.num_leases < self.epoch or number in self._done:
             return LeaseState.DONE
         return LeaseState.HELD if self._holders.get(number) else LeaseState.TODO
 
     def holders(self, number: int) -> tuple[LeaseHolder, ...]:
-        """Who holds a lease at present."""
         return tuple(self._holders.get(number, ()))
 
     def held_by(self, holder: LeaseHolder) -> list[int]:
-        """The leases that a worker holds, in the order in which it runs them."""
+        """Leases of a worker, in the order in which it runs them."""
         return sorted(number for number, holders in self._holders.items() if holder in holders)
 
     def handle(self, event: Event) -> list[Action]:
@@ -406,7 +401,7 @@ class LeaseTable:
                 del known[holder]
 
     def _serve(self, at: float) -> list[Action]:
-        """Answer those that wait and can be answered, the longest waiting first."""
+        """Answer the waiting workers that can be answered, the longest waiting first."""
         actions: list[Action] = []
         for holder in list(self._waiting):
             if self._is_over:
@@ -459,14 +454,13 @@ class LeaseTable:
 
     @property
     def _seconds_left(self) -> float:
-        """In how many seconds all workers together have begun everything that is left to hand out; for ever: who knows."""
+        """Seconds until all workers together have begun every lease that is left; infinite where no pace is known."""
         if not self._todo:
             return 0.0
         samples_per_s = self.draining.samples_per_s
         return len(self._todo) * self.config.samples_per_lease / samples_per_s if samples_per_s else math.inf
 
     def _next_for(self, holder: LeaseHolder) -> int | None:
-        """The first lease that a worker may have."""
         shares, first = self.config.shares, self.epoch * self.config.num_leases
         if not shares:
             return self._nearest(holder.rank, first)
@@ -476,7 +470,7 @@ class LeaseTable:
         return min((number for number in self._todo if begin <= number < end), default=None)
 
     def _nearest(self, rank: int, first: int) -> int | None:
-        """What lies at the worker's own host; then what lies at nobody's; then anything."""
+        """First the leases whose data is at the worker's host, then those whose data is at no host, then any."""
         if not self._near or not self._todo:
             return self._todo[0] if self._todo else None
         mine = self._near.get(rank, frozenset())

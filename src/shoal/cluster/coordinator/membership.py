@@ -1,8 +1,8 @@
-"""Who is in the job, and for whom the others have waited too long; decided from joins, deaths and words.
+"""Cluster membership: incarnations by rank, fencing, and ranks that others have waited for too long.
 
-Pure: no clock, no socket. Liveness is the supervisor's word (`reaped`): a
-process that says nothing is slow, not dead. What this decides is when silence
-has lasted too long for those who wait, and how sure that is.
+Pure: no clock, no socket. A death is the supervisor's word (`reaped`): a
+process that is silent is slow, not dead. Decided here is when its silence has
+lasted too long for those that wait, and whether it has an excuse.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from shoal.runtime.transport.messages.worker_coordinator import Join
 
 
 class Member(NamedTuple):
-    """The process that a rank is at present."""
+    """The process of a rank."""
 
     incarnation: int
     pid: int
 
 
 class LateRank(NamedTuple):
-    """A process for which others have waited too long."""
+    """A process that others have waited for too long."""
 
     rank: int
     incarnation: int
@@ -59,7 +59,7 @@ class Membership:
     """
 
     def __init__(self, *, num_workers: int, not_before: float = -math.inf) -> None:
-        """Before `not_before` nobody is late: a coordinator that was just started again has heard nobody yet."""
+        """Before `not_before` no rank is late: a restarted coordinator has heard nobody yet."""
         self.num_workers, self.not_before = num_workers, not_before
         self.members: dict[int, Member] = {}
         self.view = 0
@@ -71,7 +71,7 @@ class Membership:
         self._asked_at: dict[int, float] = {}  # rank -> when it was last found late
 
     def admit(self, join: Join, at: float) -> str | None:
-        """Take this process in, or return why not."""
+        """Admit a process, or return the reason for refusing it."""
         if join.num_workers != self.num_workers:
             return f"it belongs to a job of {join.num_workers} workers, this one has {self.num_workers}"
         if join.rank >= self.num_workers:
@@ -91,7 +91,7 @@ class Membership:
         return None
 
     def reaped(self, rank: int, incarnation: int, code: int, at: float) -> bool:
-        """A process is dead: only its successor counts from now on. False where that was known."""
+        """Fence a dead process. False where its death was known."""
         if rank >= self.num_workers or self.is_fenced(rank, incarnation):
             return False
         self._renew(rank, incarnation + 1, at)
@@ -99,32 +99,29 @@ class Membership:
         return True
 
     def form(self, view: int, incarnations: list[int]) -> None:
-        """This is the view now."""
         self.view, self.seated = view, dict(enumerate(incarnations))
 
     def newest(self, rank: int) -> int:
-        """The incarnation that counts: the newest that joined, or the successor of one that died."""
+        """Incarnation that counts: the newest that joined, or the successor of one that died."""
         return self._newest.get(rank, 0)
 
     def is_fenced(self, rank: int, incarnation: int) -> bool:
-        """Has this incarnation been replaced by a newer one?"""
         return incarnation < self.newest(rank)
 
     def spoke(self, rank: int, at: float) -> None:
-        """A rank asked something: it is at work."""
         before = self._spoke_at.get(rank)
         if before is not None:
             self.stretch_s = max(self.stretch_s, at - before)
         self._spoke_at[rank] = at
 
     def due(self, rank: int, *, since: float, patience_s: float) -> float:
-        """When those who have waited for `rank` since `since` may complain, for the first time or again."""
+        """Time at which those that wait for `rank` since `since` may report it, for the first time or again."""
         return max(since, self.not_before, self._asked_at.get(rank, -math.inf)) + patience_s
 
     def late(
         self, rank: int, *, since: float, patience_s: float, now: float, may_be_busy: bool = False
     ) -> LateRank | None:
-        """Whether `rank` is to blame by now, for those who wait since `since`. `may_be_busy`: nothing hangs on it yet."""
+        """`rank` if it is overdue for those that wait since `since`. `may_be_busy`: nothing hangs on it yet."""
         if now < self.due(rank, since=since, patience_s=patience_s):
             return None
         self._asked_at[rank] = now
@@ -134,7 +131,7 @@ class Membership:
         return LateRank(rank, incarnation, may_be_busy or (is_catching_up and now < excused_until))
 
     def whereabouts(self, rank: int) -> str | None:
-        """What is known of a rank that does not come: a phrase, or None where it is simply somewhere else."""
+        """State of a rank that does not come, as a phrase; None where it is connected."""
         if rank in self._killed_by:
             code = self._killed_by[rank]
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -1,9 +1,12 @@
-"""The coordinator as a process: what it is told at birth, what it remembers, and how it is asked to stop.
+"""Coordinator process: sockets, clock and journal around the pure `state.py`.
 
-It listens on a socket that the supervisor made and keeps: workers may connect
-before it runs, and a coordinator that is started again goes on at the same
-address, from what is in its journal. Who may say what is `coordination.py`'s
-business.
+One thread, sockets that never block, and a journal that is written before any
+answer. A protocol violation (bytes that are no message, a message out of place)
+closes its own connection, is counted, and reaches nothing else.
+
+The listening socket is the supervisor's: workers may connect before the
+coordinator runs, and a restarted one goes on at the same address, from its
+journal.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ class _Connection:
 
 
 class Coordinator:
-    """Moves messages between connections and the pure part, and deadlines between the clock and it.
+    """Moves messages between connections and `Coordination`, and deadlines between the clock and it.
 
     One thread runs everything, so nothing here takes a lock; nothing blocks
     but `select`, and that only until the next deadline. What happened in one
@@ -71,7 +74,7 @@ class Coordinator:
         write: Callable[[Sequence[Entry]], None] | None = None,
         supervisor: int = 0,
     ) -> None:
-        """`write` is the journal's; without one nothing is kept. `supervisor` is the process that may watch."""
+        """`write` is the journal's; without one nothing is kept. `supervisor` is the pid that may watch."""
         self.num_refused, self.last_refusal = 0, ""
         self._config, self._write, self._supervisor = config, write, supervisor
         self._coordination = Coordination(config, memory, now=time.monotonic())
@@ -86,7 +89,7 @@ class Coordinator:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def serve(self, *, until_readable: socket.socket) -> None:
-        """Answer everybody until there is something to read on `until_readable`."""
+        """Serve until `until_readable` is readable."""
         self._selector.register(until_readable, selectors.EVENT_READ)
         while True:
             for key, mask in self._selector.select(self._wait_s()):
@@ -100,7 +103,6 @@ class Coordinator:
             self._carry_out()
 
     def close(self) -> None:
-        """Close every socket."""
         for connection in self._connections.values():
             connection.sock.close()
         self._connections.clear()
@@ -187,7 +189,7 @@ class Coordinator:
     # ---- decisions ------------------------------------------------------------------------------
 
     def _carry_out(self) -> None:
-        """Do what was decided in this turn: first write it down, then say it."""
+        """Carry out this turn's actions: first the journal, then the answers."""
         while self._due:
             actions, self._due = self._due, deque()
             entries = [action.entry for action in actions if isinstance(action, Persist)]
@@ -205,8 +207,8 @@ class Coordinator:
                         self._drop(self._connections[client])
 
     def _wait_s(self) -> float | None:
-        """How long nothing can happen of itself."""
-        deadlines = [each.since + self._config.join_timeout_s for each in self._strangers()]
+        """Time until the next deadline."""
+        deadlines = [each.since + self._config.liveness.join_timeout_s for each in self._strangers()]
         if self._coordination.deadline is not None:
             deadlines.append(self._coordination.deadline)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -215,7 +217,7 @@ class Coordinator:
         now = time.monotonic()
         self._due += self._coordination.tick(now)
         for each in self._strangers():
-            if now >= each.since + self._config.join_timeout_s:
+            if now >= each.since + self._config.liveness.join_timeout_s:
                 self._count_refusal(f"it was connected for {now - each.since:.0f} s and never joined")
                 self._drop(each)
 
@@ -238,7 +240,7 @@ CANNOT_GO_ON = JournalFailed.exit_code
 
 
 class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All a coordinator is told."""
+    """Everything a coordinator is started with."""
 
     config: CoordinationConfig
     supervisor: int = 0
@@ -258,7 +260,7 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(spec: bytes, fds: dict[str, int]) -> int:
-    """Be the coordinator until SIGTERM."""
+    """Serve until SIGTERM."""
     told = msgspec.msgpack.decode(spec, type=CoordinatorSpec)
     failpoints.arm(told.faults, process="coordinator", incarnation=told.incarnation)
     wake, stop = socket.socketpair()

@@ -1,19 +1,18 @@
-"""Which servers are in the group and which slots each of them holds, decided from joins, deaths and reports.
+"""Server group: a state machine over joins, deaths and fills, from which the slots of each server follow.
 
-Pure: no clock, no socket. `serving.py` feeds events in and carries out the
-actions that come back. Fed with the same events again, a new `ServerGroup`
-stands where the old one stood: so a coordinator that was killed goes on from
-the events in its journal.
+Pure: no clock, no socket. `server_registry.py` feeds events in and carries out
+the actions that come back. Replaying the same events gives the same group: a
+restarted coordinator goes on from the events in its journal.
 
-    nobody ──all have joined──▶ a view ──a server died, came, was filled, or the number changed──▶ the next view
-      ▲                           │
-      └──a slot lost all holders──┘     everything begins anew, from a checkpoint; so where a step is lost
+    empty ──all have joined──▶ a view ──a server died, joined, was filled, or the number changed──▶ the next view
+      ▲                          │
+      └──a slot lost all holders─┘     everything restarts from a checkpoint; so where a step is lost
 
-Where slots belong is a function of the servers there should be
-(`slot_map.place`). A dead server's slots are answered for by the next holder
-at once; its successor comes empty, is filled while it follows updates, and
-takes its place back by one further view when it has everything. Servers that
-come or go by wish do so in the same way.
+The placement of slots is a function of the servers there should be
+(`slot_map.place`). A dead server's slots fail over to the next holder at once;
+its successor joins empty, is filled while it follows updates, and takes its
+place back by one further view when it has everything. Scaling up or down works
+the same way.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from shoal.runtime.transport.messages.server_coordinator import ServerView
 
 @dataclass(frozen=True, slots=True)
 class ServerJoined:
-    """A server is there, and holds nothing."""
+    """A server has joined, empty."""
 
     number: int
     incarnation: int
@@ -50,7 +49,7 @@ class ServerJoined:
 
 @dataclass(frozen=True, slots=True)
 class ServerRemoved:
-    """This incarnation and all before it are gone."""
+    """This incarnation and all before it are dead."""
 
     number: int
     incarnation: int
@@ -68,7 +67,7 @@ class SlotsCaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class StepUnrecoverable:
-    """A server says, in a view, that a step which counts elsewhere never will on it: a rank's part in it is gone."""
+    """A server reports, in a view, that a step which counts elsewhere never will on it: a rank's part in it is gone."""
 
     number: int
     incarnation: int
@@ -78,7 +77,7 @@ class StepUnrecoverable:
 
 @dataclass(frozen=True, slots=True)
 class ScaleTo:
-    """There shall be so many servers: 0 to num_servers-1."""
+    """Change the number of servers to 0..num_servers-1."""
 
     num_servers: int
 
@@ -90,14 +89,14 @@ Event: TypeAlias = ServerJoined | ServerRemoved | SlotsCaughtUp | StepUnrecovera
 
 @dataclass(frozen=True, slots=True)
 class AnnounceView:
-    """Let everybody know of the new view."""
+    """Send the new view to all."""
 
     view: ServerView
 
 
 @dataclass(frozen=True, slots=True)
 class LoseSlots:
-    """Nobody holds these slots any more, as of one step; `servers` did last. All begin anew."""
+    """No server holds these slots any more, as of one step; `servers` did last. The job restarts."""
 
     number: int
     view: int
@@ -109,7 +108,7 @@ class LoseSlots:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Every slot is where it belongs; servers beyond `num_servers` hold nothing and may leave."""
+    """Every slot is in its place; servers beyond `num_servers` hold nothing and may leave."""
 
     view: int
     num_servers: int
@@ -117,7 +116,7 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class RefuseChange:
-    """Nothing was changed."""
+    """The event was refused; nothing changed."""
 
     reason: str
 
@@ -145,20 +144,18 @@ class ServerGroup:
 
     @property
     def missing(self) -> list[int]:
-        """Servers there should be and are not."""
+        """Servers that should be in the group and are not."""
         return [number for number in range(self.num_servers) if number not in self.members]
 
     @property
     def num_moving(self) -> int:
-        """Slots that are on their way."""
         return len(self._moves)
 
     def is_fenced(self, number: int, incarnation: int) -> bool:
-        """Whether this incarnation is over, or no such server is wanted."""
         return incarnation < self._fenced_below.get(number, 0)
 
     def expected(self, number: int) -> int:
-        """The incarnation that is in, or will be the next to come."""
+        """Incarnation that is in, or that will join next."""
         return max(self.members.get(number, 0), self._fenced_below.get(number, 0))
 
     def handle(self, event: Event) -> list[Action]:
@@ -255,7 +252,7 @@ class ServerGroup:
         return _evenest_seed(self.num_servers, self.num_copies)
 
     def _go_on(self, there: SlotMap) -> list[Action]:
-        """From the map as it is: plan what is missing, carry out what is ready, and tell of it if anything changed."""
+        """Plan missing moves, carry out those that are ready, and announce the view if anything changed."""
         self._plan(there)
         # All at once: every view costs every worker a question.
         if self._is_ready:
@@ -264,7 +261,7 @@ class ServerGroup:
         return [*self._new_view(there.holders), *self._settle()]
 
     def _plan(self, there: SlotMap) -> None:
-        """Moves to where slots belong. Those under way that are still right are as far as they were."""
+        """Plan the moves to the placement. Moves under way that are still right keep their progress."""
         placed = _placed(tuple(range(self.num_servers)), self.num_copies, self._seed)
         target = [self._belongs(*each) for each in zip(placed, there.holders, strict=True)]
         planned = {move.slot: move for move in plan_moves(there, target)}
@@ -279,7 +276,7 @@ class ServerGroup:
         return bool(self._moves) and all(move.state is MoveState.READY for move in self._moves.values())
 
     def _belongs(self, placed: Holders, before: Holders) -> Holders:
-        """Who shall hold a slot, of those that are there now: a server that is expected back is waited for."""
+        """Holders of a slot among the present servers: a server that is expected back is waited for."""
         after = [name for name in placed if _number(name) in self.members]
         # As long as not all are there, nobody lets go of a copy.
         after += [name for name in before if name not in after][: max(0, self._num_wanted - len(after))]

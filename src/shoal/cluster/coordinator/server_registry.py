@@ -1,8 +1,8 @@
-"""The coordinator's conversation about servers: who is in, who hears of which view, who is silent; and leases.
+"""Server registry: connections, heartbeats and views of the servers, and lease requests.
 
-Pure, a part of `coordination.py`, which hands on what concerns servers. It
-decides who is told what; where slots are is `server_group.py`'s business, who
-runs which samples `leases.py`'s.
+Pure, a part of `state.py`, which passes on messages that concern servers. It
+decides which client is sent what; `server_group.py` places slots, `leases.py`
+hands out samples.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from shoal.cluster.coordinator.journal_entries import (
 )
 from shoal.cluster.coordinator.lease_service import LeaseService
 from shoal.cluster.coordinator.server_group import ServerGroup
+from shoal.config.liveness import LivenessConfig
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import (
     JoinedServer,
@@ -52,15 +53,12 @@ from shoal.runtime.transport.messages.worker_coordinator import (
     WaitExpired,
 )
 
-PING_EVERY_S = 2.0
-"""At most. Four times within the patience there is with a silent server."""
-
 Action: TypeAlias = Answer | Persist | DropClient | NotifySupervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServersConfig:
-    """What the coordinator is told of the servers."""
+    """Servers of a job, as the coordinator is told."""
 
     num_servers: int = 0
     """At launch; 0 where the job has none."""
@@ -74,7 +72,7 @@ class ServersConfig:
 
 @dataclass(slots=True)
 class _ServerConnection:
-    """A server's line."""
+    """A server's connection."""
 
     number: int
     incarnation: int
@@ -82,7 +80,7 @@ class _ServerConnection:
 
 @dataclass(slots=True)
 class _ViewWaiter:
-    """A worker that waits for a view."""
+    """A worker that waits for a view of the servers."""
 
     after_view: int
     asked_at: float
@@ -91,19 +89,19 @@ class _ViewWaiter:
 
 @dataclass(slots=True)
 class _Heartbeats:
-    """When servers were last heard of. One that should be there and is not counts as silent."""
+    """Last sign of life of each server. One that should have joined and has not counts as silent."""
 
     heard_at: dict[int, float] = field(default_factory=dict)
-    pinged_at: float = 0.0
+    sent_at: float = 0.0
 
 
 class ServerRegistry:
-    """Every method applies what happened and returns what must now be done, in order."""
+    """Servers of one job. Every method applies one event and returns the actions that follow, in order."""
 
     def __init__(
-        self, config: ServersConfig, *, patience_s: float, join_patience_s: float, now: float, grace_s: float
+        self, config: ServersConfig, liveness: LivenessConfig, *, now: float, grace_s: float
     ) -> None:
-        """`grace_s`: for so long from `now` nobody is blamed."""
+        """No server is suspected for `grace_s` from `now`."""
         self._group = ServerGroup(
             num_servers=config.num_servers,
             num_copies=config.num_copies,
@@ -114,9 +112,8 @@ class ServerRegistry:
         self._lines: dict[int, _ServerConnection] = {}  # by client
         self._waiting: dict[int, _ViewWaiter] = {}  # by client
         self._ranks: dict[int, int] = {}  # rank -> incarnation, of those that are in
-        self._patience_s, self._join_patience_s = patience_s, join_patience_s
-        self._ping_every_s = min(PING_EVERY_S, patience_s / 4)
-        self._liveness = _Heartbeats(pinged_at=now)
+        self._liveness = liveness
+        self._heartbeats = _Heartbeats(sent_at=now)
         self._not_before, self._began = now + grace_s, now
         self._loss: SlotsLost | None = None  # the newest, until the group is whole again
         self._lost_view = -1
@@ -124,7 +121,7 @@ class ServerRegistry:
     # ---- remembering ----------------------------------------------------------------------------
 
     def recall(self, facts: list[ServerFact]) -> None:
-        """Go on where another coordinator was killed."""
+        """Apply the journal entries of a coordinator that died."""
         for fact in facts:
             match fact:
                 case JoinServer(number, incarnation):
@@ -153,11 +150,9 @@ class ServerRegistry:
     # ---- who speaks -----------------------------------------------------------------------------
 
     def is_server(self, client: int) -> bool:
-        """Whether this connection is a server's line."""
         return client in self._lines
 
     def join_server(self, client: int, join: JoinServer, now: float) -> list[Action]:
-        """A server introduces itself."""
         if not self._has_servers:
             reason = "this job has no servers"
             return [Answer(client, JoinRefused(reason)), DropClient(client, reason)]
@@ -175,7 +170,7 @@ class ServerRegistry:
             del self._lines[other]
         view_before = self._group.newest
         self._lines[client] = _ServerConnection(join.number, join.incarnation)
-        self._liveness.heard_at[join.number] = now
+        self._heartbeats.heard_at[join.number] = now
         told = self._about(decided)
         greeting: list[Action] = [Answer(client, JoinedServer(self._group.view))]
         greeting += [Answer(client, RankJoined(*each)) for each in sorted(self._ranks.items())]
@@ -191,9 +186,8 @@ class ServerRegistry:
         ]
 
     def hear_server(self, client: int, message: Message, now: float) -> list[Action]:
-        """A server says something."""
         line = self._lines[client]
-        self._liveness.heard_at[line.number] = now
+        self._heartbeats.heard_at[line.number] = now
         if isinstance(message, StepLost):
             lost = server_group.StepUnrecoverable(line.number, line.incarnation, message.view, message.rank)
             decided = self._group.handle(lost)
@@ -206,7 +200,6 @@ class ServerRegistry:
         return [Persist(filled), *self._about(self._group.handle(event))]
 
     def ask_servers(self, client: int, ask: AskServers, now: float) -> list[Action]:
-        """A worker wants to know of a newer view."""
         newest = self._group.newest
         if newest is not None and newest.view > ask.after_view:
             return [Answer(client, newest)]
@@ -214,7 +207,6 @@ class ServerRegistry:
         return []
 
     def ask_lease(self, client: int, ask: AskLease, now: float) -> list[Action]:
-        """A worker wants more to do."""
         if ask.view <= self._lost_view:
             # It will be killed in a moment; what it knows of the epoch is not what the checkpoint knows.
             reason = f"the servers of view {ask.view} are lost, and the job begins anew"
@@ -222,11 +214,10 @@ class ServerRegistry:
         return [*self.desk.ask(client, ask, now)]
 
     def hear_supervisor(self, client: int, message: ReapedServer | ScaleServers, now: float) -> list[Action]:
-        """A server is dead, or there shall be more or fewer."""
         if isinstance(message, ReapedServer):
             if self._group.is_fenced(message.number, message.incarnation):
                 return []
-            self._liveness.heard_at[message.number] = now
+            self._heartbeats.heard_at[message.number] = now
             died = server_group.ServerRemoved(message.number, message.incarnation)
             fenced = [
                 other
@@ -246,7 +237,7 @@ class ServerRegistry:
             if isinstance(each, server_group.RefuseChange):
                 return [Answer(client, ScaleRefused(each.reason))]
         for number in range(before, message.num_servers):
-            self._liveness.heard_at[number] = now
+            self._heartbeats.heard_at[number] = now
         return [
             Persist(message),
             Answer(client, ScaleBegun(message.num_servers)),
@@ -254,7 +245,7 @@ class ServerRegistry:
         ]
 
     def news_for_watcher(self) -> list[Message]:
-        """What a supervisor that watches anew must know."""
+        """Messages for a supervisor that begins to watch."""
         if not self._has_servers:
             return []
         news: list[Message] = [ScaleBegun(self._group.num_servers), *self.desk.drained]
@@ -267,19 +258,17 @@ class ServerRegistry:
         return news
 
     def rank_joined(self, rank: int, incarnation: int) -> list[Action]:
-        """A worker is in."""
         self._ranks[rank] = incarnation
         return [Answer(client, RankJoined(rank, incarnation)) for client in self._lines]
 
     def rank_dead(self, rank: int, incarnation: int, now: float) -> list[Action]:
-        """A worker is dead: its leases go back."""
         if self._ranks.get(rank, incarnation) <= incarnation:
             self._ranks.pop(rank, None)
         told: list[Action] = [Answer(client, RankDead(rank, incarnation)) for client in self._lines]
         return [*told, *self.desk.replaced(rank, incarnation + 1, now)]
 
     def gone(self, client: int) -> list[Action]:
-        """A connection is closed. A server whose line broke may live: its supervisor tells of deaths."""
+        """A connection is closed. Its server may live: only the supervisor reports deaths."""
         self._lines.pop(client, None)
         self._waiting.pop(client, None)
         return [*self.desk.gone(client)]
@@ -288,23 +277,21 @@ class ServerRegistry:
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` has something to do, if nothing happens before."""
         times = [each.expires_at for each in self._waiting.values()]
         if self._has_servers:
-            times.append(self._liveness.pinged_at + self._ping_every_s)
+            times.append(self._heartbeats.sent_at + self._liveness.server_heartbeat_s)
         if self.desk.deadline is not None:
             times.append(self.desk.deadline)
         return min(times, default=None)
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
         actions: list[Action] = [*self.desk.tick(now)]
         for client, waiting in list(self._waiting.items()):
             if now >= waiting.expires_at:
                 del self._waiting[client]
                 actions.append(Answer(client, self._expired(waiting, now)))
-        if self._has_servers and now >= self._liveness.pinged_at + self._ping_every_s:
-            self._liveness.pinged_at = now
+        if self._has_servers and now >= self._heartbeats.sent_at + self._liveness.server_heartbeat_s:
+            self._heartbeats.sent_at = now
             actions += [Answer(client, PingServer(line.number)) for client, line in self._lines.items()]
             actions += self._suspects(now)
         return actions
@@ -319,10 +306,10 @@ class ServerRegistry:
         numbers = {*range(self._group.num_servers), *self._group.members}
         for number in sorted(numbers):
             is_in = number in self._group.members
-            patience_s = self._patience_s if is_in else self._join_patience_s
-            silent_s = now - max(self._liveness.heard_at.get(number, self._began), self._not_before)
-            if silent_s >= patience_s:
-                self._liveness.heard_at[number] = now  # it is complained of again after as long
+            tolerated_s = self._liveness.step_timeout_s if is_in else self._liveness.join_timeout_s
+            silent_s = now - max(self._heartbeats.heard_at.get(number, self._began), self._not_before)
+            if silent_s >= tolerated_s:
+                self._heartbeats.heard_at[number] = now  # it is complained of again after as long
                 why = f"it said nothing for {silent_s:.1f} s" if is_in else "it never joined"
                 actions.append(
                     NotifySupervisor(SuspectServer(number, self._group.expected(number), why, silent_s))

@@ -1,12 +1,12 @@
-"""Which servers hold which slot, as functions of who is there.
+"""Slot map: the servers that hold each slot, as functions of the servers that are present.
 
-Pure: no clock, no socket. Nothing here knows what a slot holds; servers copy
-slots and report marks, the coordinator asks here what follows from that.
+Pure: no clock, no socket. Nothing here knows the contents of a slot; servers
+copy slots and report progress, `server_group.py` asks here what follows.
 
 Placement is weighted rendezvous hashing: every server draws a score for every
 slot from (seed, slot, server) alone, and the highest scores hold it. So a
-server that leaves moves only what it held, and a server that comes takes only
-what it will hold; nobody else's slots move.
+server that leaves moves only what it held, and a server that joins takes only
+what it will hold; no other slot moves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Holders: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class SlotMap:
-    """Who holds every slot in one view. Immutable: any change is a new map of a later view.
+    """Holders of every slot in one view. Immutable: any change is a new map of a later view.
 
     One tuple per slot, so a slot has one primary by construction; a slot that
     has lost every holder has an empty one.
@@ -39,11 +39,10 @@ class SlotMap:
     holders: tuple[Holders, ...]
 
     def primary(self, slot: int) -> str | None:
-        """The server that answers for the slot; None where all holders are lost."""
+        """Server that answers for the slot; None where all holders are lost."""
         return self.holders[slot][0] if self.holders[slot] else None
 
     def held_by(self, server: str) -> list[int]:
-        """The slots of which `server` has a copy."""
         return [slot for slot, holders in enumerate(self.holders) if server in holders]
 
     @property
@@ -55,7 +54,7 @@ class SlotMap:
 def place(
     weights: Mapping[str, float], *, num_copies: int, num_slots: int = NUM_SLOTS, seed: int = 0
 ) -> tuple[Holders, ...]:
-    """The holders of every slot when these servers (name: bytes they can take) are there.
+    """Holders of every slot for these servers (name: bytes they can take).
 
     With fewer servers than copies every server holds everything.
     """
@@ -113,7 +112,7 @@ def _score(seed: int, slot: int, name: str, weight: float) -> float:
 def fail_over(
     slot_map: SlotMap, *, dead: Iterable[str], marks: Mapping[str, Sequence[int]], view: int
 ) -> SlotMap:
-    """The map of `view`, without the dead: of a lost primary's replicas the one with the highest mark takes over.
+    """The map of `view` without the dead: a lost primary's replica with the highest mark takes over.
 
     `marks[server][slot]` is how far each surviving server's copy is. A slot
     whose primary lives keeps it: what it has acknowledged is what counts.
@@ -137,7 +136,7 @@ def fail_over(
 
 
 class MoveState(StrEnum):
-    """How far a slot's move to another set of holders is."""
+    """Progress of a slot's move to another set of holders."""
 
     COPYING = "copying"  # whoever is new copies the slot and follows its updates; nobody serves from it yet
     READY = "ready"  # all that are new have caught up; the next view may switch
@@ -155,7 +154,7 @@ MOVE_EDGES = {
 
 @dataclass(frozen=True, slots=True)
 class SlotMove:
-    """One slot on its way from one set of holders to another, in two phases: copy, then switch by a view."""
+    """Move of one slot to another set of holders, in two phases: copy, then switch by a view."""
 
     slot: int
     before: Holders
@@ -166,19 +165,17 @@ class SlotMove:
     state: MoveState
 
     def caught_up(self, server: str) -> SlotMove:
-        """`server` has the slot and follows its updates."""
         if self.state is not MoveState.COPYING or server not in self.missing:
             return self
         missing = self.missing - {server}
         return self._to(self.state if missing else MoveState.READY, missing)
 
     def lost(self, server: str) -> SlotMove:
-        """`server` died. The move is given up where it had a part; a later plan begins it anew."""
+        """`server` died. The move is abandoned where it had a part; a later plan begins it anew."""
         is_open = self.state in (MoveState.COPYING, MoveState.READY)
         return self._to(MoveState.ABANDONED) if is_open and server in self.before + self.after else self
 
     def switched(self) -> SlotMove:
-        """A view has named the new holders."""
         return self._to(MoveState.SWITCHED)
 
     def _to(self, state: MoveState, missing: frozenset[str] | None = None) -> SlotMove:
@@ -187,7 +184,7 @@ class SlotMove:
 
 
 def plan_moves(slot_map: SlotMap, target: Sequence[Holders]) -> list[SlotMove]:
-    """The moves that bring the map to `target`, a placement; none for slots that are lost or already there."""
+    """Moves that bring the map to `target`, a placement; none for slots that are lost or already there."""
     moves = []
     for slot, (before, after) in enumerate(zip(slot_map.holders, target, strict=True)):
         if before and after and before != after:
@@ -199,7 +196,7 @@ def plan_moves(slot_map: SlotMap, target: Sequence[Holders]) -> list[SlotMove]:
 
 
 def switch(slot_map: SlotMap, moves: Iterable[SlotMove], *, view: int) -> SlotMap:
-    """The map of `view`, with every move that is ready carried out; moves planned from another map are passed over."""
+    """The map of `view` with every ready move carried out; moves planned from another map are skipped."""
     _require_later(slot_map, view)
     holders = list(slot_map.holders)
     for move in moves:

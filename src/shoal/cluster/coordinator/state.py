@@ -1,12 +1,12 @@
-"""All that the coordinator decides: who is in, which view and which call comes next, who hears what.
+"""Coordinator state: one conversation with many clients, over membership, views, calls, store and servers.
 
 Pure: no clock, no socket, no disk. It joins `membership.py`, `views.py`,
-`calls.py` and `store_table.py` into one conversation with many clients, each
-of which asks one thing at a time. `coordinator.py` moves the bytes; a
-simulator can run this by the thousand.
+`calls.py`, `store_table.py` and `server_registry.py`; each client asks one
+thing at a time. `process.py` moves the bytes; a simulator can run this by the
+thousand.
 
-What it promises comes back as `Remember`, together with the answers that
-promise it: whoever carries the actions out must write down before it answers.
+Promises come back as `Persist` together with the answers that make them: the
+caller must write them into the journal before it answers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shoal.cluster.coordinator.membership import ExpireWait, Membership, ReportS
 from shoal.cluster.coordinator.server_registry import ServerRegistry, ServersConfig
 from shoal.cluster.coordinator.store_table import StoreTable
 from shoal.cluster.coordinator.views import FormView, Views
+from shoal.config.liveness import LivenessConfig
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import JoinServer, ServerAlive, SlotsFilled, StepLost
 from shoal.runtime.transport.messages.supervisor import (
@@ -60,22 +61,16 @@ Action: TypeAlias = Answer | Persist | DropClient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinationConfig:
-    """What a coordinator is told of its job."""
+    """A job as its coordinator is told."""
 
     num_workers: int
     """How many ranks there are."""
 
-    join_timeout_s: float
-    """How long ranks wait for each other at a call."""
-
-    step_timeout_s: float = 300.0
-    """How long ranks that left a view wait for the others to leave it too."""
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    """How long ranks wait for each other, and servers may be silent."""
 
     can_recover: bool = False
     """Whether a process that keeps the others waiting is killed and replaced. Else the wait ends, and the job."""
-
-    dead_after_s: float = 5.0
-    """After its own restart nobody is suspected for so long."""
 
     servers: ServersConfig = field(default_factory=ServersConfig)
     """How many servers there are."""
@@ -83,7 +78,7 @@ class CoordinationConfig:
 
 @dataclass(slots=True)
 class _Client:
-    """One connection. `rank` is -1 until it has joined, and stays so for one that watches."""
+    """One connection. `rank` is -1 until it has joined, and stays so for the supervisor's."""
 
     is_supervisor: bool
     rank: int = -1
@@ -93,35 +88,35 @@ class _Client:
 
 
 class Coordination:
-    """One job's conversation. Every method applies what happened and returns what must now be done, in order."""
+    """All state of a coordinator. Every method applies one event and returns the actions that follow, in order."""
 
     def __init__(
         self, config: CoordinationConfig, memory: JournalState | None = None, *, now: float = 0.0
     ) -> None:
-        """With a `memory` it goes on where another coordinator was killed."""
+        """`memory` is what the journal holds where another coordinator was killed."""
         memory = memory or JournalState()
         self._clients: dict[int, _Client] = {}
         self._callers: dict[int, int] = {}  # rank -> the client on which it makes its calls
         self._enterers: dict[int, int] = {}  # rank -> the client on which it entered a view
         self._suspects: dict[int, Suspect] = {}
         self._can_recover = config.can_recover
-        self._membership = Membership(
-            num_workers=config.num_workers, not_before=now + config.dead_after_s if memory.joins else now
-        )
+        liveness = config.liveness
+        grace_s = liveness.coordinator_grace_s if memory.joins else 0.0
+        self._membership = Membership(num_workers=config.num_workers, not_before=now + grace_s)
         for join in memory.joins.values():
             self._membership.admit(join, now)
         for death in memory.deaths.values():
             self._membership.reaped(death.rank, death.incarnation, death.code, now)
         self._views = Views(
             self._membership,
-            patience_s=config.step_timeout_s,
+            patience_s=liveness.step_timeout_s,
             can_recover=config.can_recover,
             formed=_formed(memory.view) if memory.view else None,
         )
         self._calls = Calls(
             num_workers=config.num_workers,
             # Whoever is still in an exchange first has step_timeout_s to find out that nobody comes to it.
-            timeout_s=config.join_timeout_s + (config.step_timeout_s if config.can_recover else 0.0),
+            timeout_s=liveness.join_timeout_s + (liveness.step_timeout_s if config.can_recover else 0.0),
             membership=self._membership if config.can_recover else None,
             record=memory.calls,
         )
@@ -129,10 +124,9 @@ class Coordination:
         self._store = StoreTable(memory.store, memory.answers)
         self._serving = ServerRegistry(
             config.servers,
-            patience_s=config.step_timeout_s,
-            join_patience_s=config.join_timeout_s,
+            liveness,
             now=now,
-            grace_s=config.dead_after_s if memory.joins else 0.0,
+            grace_s=grace_s,
         )
         self._serving.recall(memory.serving)
         for join in memory.joins.values():
@@ -144,22 +138,19 @@ class Coordination:
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` will have something to do, if nothing happens before."""
         parts = (self._calls, self._store, self._views, self._serving)
         deadlines = [part.deadline for part in parts]
         return min((each for each in deadlines if each is not None), default=None)
 
     def connected(self, client: int, *, is_supervisor: bool = False) -> None:
-        """Somebody connected; who, it has yet to say. The supervisor is known by the kernel's word."""
+        """A client has connected. The kernel tells whether it is the supervisor."""
         self._clients[client] = _Client(is_supervisor)
 
     def has_introduced_itself(self, client: int) -> bool:
-        """Whether this connection has joined or watches."""
         me = self._clients.get(client)
         return me is None or me.rank >= 0 or me.is_watching or self._serving.is_server(client)
 
     def hear(self, client: int, message: Message, now: float) -> list[Action]:
-        """A client says something."""
         me = self._clients.get(client)
         if me is None:
             return []  # dropped a moment ago, and what it said before that is of no account
@@ -208,7 +199,6 @@ class Coordination:
         return [DropClient(client, f"rank {me.rank} says {message}, which is not for it to say")]
 
     def gone(self, client: int) -> list[Action]:
-        """A connection is closed."""
         me = self._clients.pop(client, None)
         if me is None:
             return []
@@ -226,7 +216,6 @@ class Coordination:
         return served
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
         return [
             *self._about_calls(self._calls.handle(Tick(now))),
             *self._about_views(self._views.handle(Tick(now))),
@@ -369,7 +358,7 @@ class Coordination:
         return actions + [self._to_enterer(rank, message) for rank in formed.ranks]
 
     def _look_at(self, rank: int, message: Late, now: float) -> list[Action]:
-        """A worker waits at a server for others, who may be at work: only who was stopped is to blame."""
+        """A worker waits at a server for ranks that may be at work: only a stopped process is suspected."""
         actions: list[Action] = []
         for other in message.ranks if self._can_recover else []:
             if other == rank or other >= self._membership.num_workers:

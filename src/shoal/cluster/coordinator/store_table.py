@@ -1,8 +1,8 @@
-"""What the coordinator keeps for torch's rendezvous: keys, values, and who waits for them.
+"""Key-value store of torch's rendezvous, with waiting readers.
 
 Pure: no clock, no socket. The rules are those of torch's own stores, so that
-`store.py` can stand in for one. Beyond them: the keys of a view end with it,
-and whoever still waits for one is told so at once.
+`recovery/store.py` can stand in for one. Beyond them, the keys of a view end
+with it, and a reader that still waits for one is told so at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _INT64 = range(-(2**63), 2**63)
 
 
 def prefix_of(view: int) -> str:
-    """How the keys of a view begin."""
+    """Prefix of the keys of a view."""
     return f"view-{view}"
 
 
@@ -57,7 +57,7 @@ _VIEW_OF = re.compile(prefix_of(0).replace("0", "([0-9]{1,9})") + "/")
 
 @dataclass(frozen=True, slots=True)
 class StoreAsked:
-    """A client asks something; it asks nothing else before it is answered."""
+    """A client sends a request; it sends no other before the answer."""
 
     client: int
     request: Request
@@ -66,14 +66,14 @@ class StoreAsked:
 
 @dataclass(frozen=True, slots=True)
 class StoreClientGone:
-    """A client left: it waits for nothing any more. What it set stays."""
+    """A client left and no longer waits. The keys it set stay."""
 
     client: int
 
 
 @dataclass(frozen=True, slots=True)
 class ViewClosed:
-    """This view is over: its keys are gone, and nobody sets or waits for one again."""
+    """This view is over: its keys are deleted, and requests for them are refused."""
 
     view: int
 
@@ -112,7 +112,7 @@ class StoreTable:
 
     @property
     def deadline(self) -> float | None:
-        """When a Tick will have something to do, if nothing happens before."""
+        """Time of the next Tick that has an effect."""
         return min((waiter.deadline for waiter in self._waiting.values()), default=None)
 
     def handle(self, event: Event) -> list[Answer]:
@@ -140,7 +140,7 @@ class StoreTable:
                 return [Answer(client, self._expired(self._waiting.pop(client), at)) for client in late]
 
     def take_changes(self) -> tuple[dict[str, bytes | None], dict[int, tuple[int, Message]]]:
-        """What is new since this was last asked: values by key (None: gone), newest answers by client."""
+        """Changes since the last call: values by key (None: deleted), newest answers by client."""
         changed = {key: self.values.get(key) for key in sorted(self._changed_keys)}
         answered = {client: self.answers[client] for client in sorted(self._changed_answers)}
         self._changed_keys.clear()
@@ -148,7 +148,7 @@ class StoreTable:
         return changed, answered
 
     def _apply_once(self, request: Request) -> Message:
-        """Do it, or answer as before where it was done before."""
+        """Apply a request, or repeat the answer where it was applied before."""
         client = getattr(request, "client", 0)
         if not client:
             return self._apply(request)
@@ -160,7 +160,7 @@ class StoreTable:
         return done[1]
 
     def _view_over(self, request: Request) -> int:
-        """The view that is over, if this request is about its keys; else 0."""
+        """The closed view whose keys this request names; 0 where there is none."""
         match request:
             case StoreSet(values):
                 keys: Iterable[str] = values

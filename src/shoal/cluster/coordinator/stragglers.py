@@ -1,8 +1,8 @@
-"""How fast workers are, and which of them is so slow that it is given no more work. Decided from what they finish.
+"""Straggler detection: the pace of each worker, from the leases it finishes.
 
-Pure: no clock. A worker that is far slower than the others is drained: what
-it holds it may finish, and then it gets one range now and then, as a probe,
-by which its recovery shows.
+Pure: no clock. A worker that is far slower than the others is drained: it may
+finish what it holds, and then gets one lease now and then, as a probe, by which
+its recovery shows.
 
     IN ──twice in a row slower than `slower_than` times the median of the others──▶ DRAINED
      ▲                                                                                │
@@ -23,7 +23,7 @@ PACE_DECAY = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainConfig:
-    """When a worker is given no more."""
+    """Limits beyond which a slow worker is drained, and how often it is probed."""
 
     slower_than: float | None = None
     """So many times slower than the median of the others; None: never."""
@@ -46,7 +46,7 @@ class DrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class PaceFigures:
-    """What led to a decision."""
+    """Measurements behind a decision."""
 
     rank: int
     samples_per_s: float
@@ -55,23 +55,22 @@ class PaceFigures:
 
     @property
     def times_slower(self) -> float:
-        """Than the others."""
         return self.others_samples_per_s / self.samples_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Drained(PaceFigures):
-    """From now on it is given probes alone."""
+    """The worker is drained: it is given probes alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Readmitted(PaceFigures):
-    """It is one of the others again."""
+    """The worker is no longer drained."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """Of one worker: samples and seconds, the older ones counting less."""
+    """Samples and seconds of one worker, the older ones counting less."""
 
     samples: float = 0.0
     seconds: float = 0.0
@@ -80,13 +79,12 @@ class Pace:
 
     @property
     def samples_per_s(self) -> float:
-        """So many samples in a second of work."""
         return self.samples / max(self.seconds, 1e-9)
 
 
 @dataclass(slots=True)
 class Stragglers:
-    """Every method applies what happened."""
+    """Pace of every worker, and the workers that are drained."""
 
     config: DrainConfig
     paces: dict[int, Pace] = field(default_factory=dict)
@@ -94,7 +92,7 @@ class Stragglers:
     """By rank: when it may be probed next."""
 
     def finished(self, rank: int, num_samples: int, busy_s: float, at: float) -> Drained | Readmitted | None:
-        """A worker has run a range in so many seconds of its own; what follows from it."""
+        """A worker has run a lease in so many seconds of its own; returns the decision, if it changed."""
         pace = self.paces.setdefault(rank, Pace())
         if rank in self.drained:
             pace.samples = pace.seconds = 0.0  # a probe says how it is now
@@ -117,25 +115,23 @@ class Stragglers:
         return None
 
     def figures(self, rank: int) -> Drained:
-        """Of a worker that is drained."""
         return Drained(rank, self.paces[rank].samples_per_s, self._others(rank) or 0.0)
 
     def may_take(self, rank: int, at: float) -> bool:
-        """Whether a worker may be given a range now."""
         return at >= self.drained.get(rank, at)
 
     def probed(self, rank: int, at: float) -> None:
-        """A worker is given one; the next probe waits for what comes of it."""
+        """A drained worker was given a lease; the next probe waits for its result."""
         if rank in self.drained:
             self.drained[rank] = at + self.config.probe_every_s
 
     def replaced(self, rank: int) -> None:
-        """Another process runs this rank: what was measured is of no account."""
+        """Another process runs this rank: forget its pace."""
         self.paces.pop(rank, None)
         self.drained.pop(rank, None)
 
     def seconds_for(self, rank: int, num_samples: int) -> float | None:
-        """How long a worker needs for so many samples, or where it is not known the median of the others; None: who knows."""
+        """Expected time of a worker for so many samples, by the median of the others where its pace is unknown."""
         known = [pace.samples_per_s for pace in self.paces.values()]
         if not known:
             return None
@@ -144,7 +140,7 @@ class Stragglers:
 
     @property
     def samples_per_s(self) -> float:
-        """Of all that work, together."""
+        """Pace of all workers that are not drained, together."""
         return sum(pace.samples_per_s for rank, pace in self.paces.items() if rank not in self.drained)
 
     def _others(self, rank: int) -> float | None:

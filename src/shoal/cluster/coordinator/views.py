@@ -1,18 +1,18 @@
-"""Which view comes next and whose state is the newest, decided from who has left the last one.
+"""Views: a state machine over ranks that leave one view and enter the next.
 
-Pure: no clock, no socket, no thread. `coordination.py` feeds events in and
-carries out the actions that come back.
+Pure: no clock, no socket, no thread. `state.py` feeds events in and carries
+out the actions that come back.
 
     FORMED ──a rank enters──▶ GATHERING ──every rank has come, in its newest incarnation──▶ FORMED, view + 1
        ▲                        │  │  │
-       └──whoever waited is gone┘  │  └──patience is over and nobody may be replaced──▶ EXPIRED
-                                   └─────survivors are more than one exchange apart───▶ REFUSED
+       └──no rank waits any more┘  │  └──time is over and nobody may be replaced──▶ EXPIRED
+                                   └─────survivors are more than one exchange apart──▶ REFUSED
 
-View 0 is the job before its first view. The last two phases are final:
-whoever still enters is answered at once, in the same sense. While recovery is
-possible there is no EXPIRED: whoever keeps the others waiting is suspected,
-killed and replaced, again and again; when to give that up is the supervisor's
-decision (`fate.py`).
+View 0 is the job before its first view. The last two phases are final: a rank
+that still enters is answered at once, in the same sense. While recovery is
+possible there is no EXPIRED: a rank that keeps the others waiting is suspected,
+killed and replaced, again and again; the supervisor decides when to stop
+(`job_lifecycle.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIME_TO_COME_S = 2.0
 
 
 class ViewPhase(StrEnum):
-    """Where the ranks stand between two views."""
+    """State of the ranks between two views."""
 
     FORMED = "formed"  # nobody waits
     GATHERING = "gathering"  # some have left the view and wait for the rest
@@ -65,7 +65,7 @@ class ViewEntered:
 
 @dataclass(frozen=True, slots=True)
 class EntererGone:
-    """A process waits no more: its connection closed, or it is dead."""
+    """A process no longer waits: its connection closed, or it is dead."""
 
     rank: int
     incarnation: int
@@ -76,7 +76,7 @@ Event: TypeAlias = ViewEntered | EntererGone | Tick
 
 @dataclass(frozen=True, slots=True)
 class FormView:
-    """This is the view now. Tell `ranks`: everybody who waits, or one who asks again."""
+    """A new view. Tell `ranks`: all that wait, or one that asks again."""
 
     view: int
     donor: int  # the lowest rank among those that finished most; -1: nobody has state
@@ -112,7 +112,7 @@ class Views:
         can_recover: bool,
         formed: FormView | None = None,
     ) -> None:
-        """`formed` is the present view, where a coordinator goes on after its own death."""
+        """`formed` is the newest view before a restart of the coordinator."""
         self.phase = ViewPhase.FORMED
         self._membership, self._patience_s, self._can_recover = membership, patience_s, can_recover
         self._formed = formed or FormView(0, -1, -1, 0, (), ())
@@ -122,17 +122,15 @@ class Views:
 
     @property
     def view(self) -> int:
-        """The view that was formed last."""
         return self._formed.view
 
     @property
     def is_gathering(self) -> bool:
-        """Whether somebody waits for the next view."""
         return self.phase is ViewPhase.GATHERING
 
     @property
     def deadline(self) -> float | None:
-        """When a Tick will have something to do, if nothing happens before."""
+        """Time of the next Tick that has an effect."""
         if not self.is_gathering:
             return None
         since = self._since()
@@ -258,13 +256,13 @@ class Views:
         ]
 
     def _since(self) -> float:
-        """Since when the most patient of them waits. Time spent in a broken exchange counts, save a moment to come."""
+        """Start of the longest wait. Time spent in a broken exchange counts, up to a margin for the others to arrive."""
         most_s = max(0.0, self._patience_s - TIME_TO_COME_S)
         return min(each.at - min(each.waited_s, most_s) for each in self._waiting.values())
 
     @property
     def _where(self) -> str:
-        """Where the others are missed: in the exchange that the lowest rank gave up, or else at the view."""
+        """Exchange that the lowest rank gave up, or else the view."""
         broken = [each.waited_in for _, each in sorted(self._waiting.items()) if each.waited_in]
         return f"in {broken[0]}" if broken else f"to enter {self._operation}"
 

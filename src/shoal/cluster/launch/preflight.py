@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 
-from shoal.cluster.supervisor.server_handles import max_servers
+from shoal.cluster.supervisor.servers import max_servers
 from shoal.config.launch import LaunchConfig
 from shoal.errors import ConfigError
 from shoal.runtime.memory import available_bytes

@@ -1,16 +1,32 @@
-"""The table of role entry points: what a forked child becomes.
+"""Roles of a job's processes: the entry point of each, the modules preloaded for it, and the spec a server is given.
 
-Each is `main(spec: bytes, fds: dict[str, int]) -> int`: what it must know, its
-open descriptors by name (stdout and stderr are already in place), and the
-exit code it gives back. Names only: a role's module is imported in the child,
-where the warm parent has not already done it.
+An entry point is `main(spec: bytes, fds: dict[str, int]) -> int`: its spec, its
+open descriptors by name (stdout and stderr are already in place), and the exit
+code it returns. A server's descriptors are
+
+    listener        its own listening Unix socket, which outlives every incarnation
+    coordinator     the coordinator's socket (O_PATH): connect to /proc/self/fd/N
+    server-0, ...   the socket of each server there may be, this one included
+
+`protocol_version` tells whether two processes have imported the same messages
+and specs. The supervisor and its fork server import shoal one after the other;
+where its files are replaced in between, neither would understand the other.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import zlib
 from collections.abc import Callable
+
+import msgspec
+
+from shoal.cluster.coordinator.process import CoordinatorSpec
+from shoal.cluster.worker.process import WorkerSpec
+from shoal.config.faults import Fault
+from shoal.config.job import Job
+from shoal.config.liveness import LivenessConfig
+from shoal.runtime.transport.messages import MESSAGES
 
 Entry = Callable[[bytes, dict[str, int]], int]
 
@@ -41,7 +57,7 @@ PRELOAD_WHERE_NAMED = {"metrics": "shoal.train.metrics.metrics"}
 
 
 PRELOAD_WITH_SERVERS = ("numba", "shoal.ps.server.process", "shoal.ps.server.core", "shoal.parallel.ps.exact")
-"""What servers, and workers that have servers, need besides; as far as there is such a module."""
+"""For servers, and for workers that have servers."""
 
 
 PRELOAD_WITH_MESH = "shoal.parallel.mesh"
@@ -50,21 +66,14 @@ PRELOAD_WITH_MESH = "shoal.parallel.mesh"
 
 def preload_for(script: str, *, with_servers: bool = False, with_mesh: bool = False) -> tuple[str, ...]:
     """What else to import before forking for this script. A wrong guess costs time, nothing else."""
-    servers = tuple(name for name in PRELOAD_WITH_SERVERS if with_servers and _exists(name))
-    servers += (PRELOAD_WITH_MESH,) if with_mesh else ()
+    modules: tuple[str, ...] = PRELOAD_WITH_SERVERS if with_servers else ()
+    modules += (PRELOAD_WITH_MESH,) if with_mesh else ()
     try:
         with open(script, encoding="utf-8", errors="replace") as file:
             text = file.read()
     except OSError:
-        return servers
-    return (*servers, *(module for word, module in PRELOAD_WHERE_NAMED.items() if word in text))
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+        return modules
+    return (*modules, *(module for word, module in PRELOAD_WHERE_NAMED.items() if word in text))
 
 
 def entry(role: str) -> Entry:
@@ -72,3 +81,57 @@ def entry(role: str) -> Entry:
     module, _, function = ROLES[role].partition(":")
     found: Entry = getattr(importlib.import_module(module), function)
     return found
+
+
+MAX_SERVERS = 16
+"""How many servers a group can be scaled to, unless it was launched with more."""
+
+
+class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All a server is told."""
+
+    job: str  # the run's name
+    number: int
+    incarnation: int = 0
+    num_workers: int
+    num_servers: int  # at launch
+    num_replicas: int  # copies of every slot, the primary's among them
+    strategy: str
+    run_dir: str
+    env: dict[bytes, bytes] = msgspec.field(default_factory=dict)
+    num_threads: int = 1
+    server_memory_bytes: int = (
+        0  # of its own, clients' shared memory aside; 0: 80 % of what is available at its start
+    )
+    staleness_lr: bool = False  # of ParallelOptions
+    push_norm: float | None = None
+    liveness: LivenessConfig = LivenessConfig()
+    faults: tuple[Fault, ...] = ()  # of all processes; arm with process=f"server-{number}"
+
+
+def encode_spec(spec: ServerSpec) -> bytes:
+    """A spec as bytes, for the fork."""
+    return msgspec.msgpack.encode(spec)
+
+
+def decode_spec(spec: bytes) -> ServerSpec:
+    """What `encode_spec` made."""
+    return msgspec.msgpack.decode(spec, type=ServerSpec)
+
+
+def way_in(number: int) -> str:
+    """Name of the descriptor that leads to a server."""
+    return f"server-{number}"
+
+
+_SPECS: tuple[type, ...] = (WorkerSpec, CoordinatorSpec, ServerSpec, Job)
+
+
+def protocol_version() -> int:
+    """The same where every message, and every spec that a child is started with, has the same fields."""
+    fields = [
+        (each.__name__, getattr(each, "__annotations__", {}))
+        for kind in (*MESSAGES, *_SPECS)
+        for each in kind.__mro__
+    ]
+    return zlib.crc32(repr(fields).encode())

@@ -1,9 +1,9 @@
-"""What the journal holds about who trained which samples: one entry for a stretch, never one for a step.
+"""Ledger entries in the journal: which samples were trained by whom, one entry per stretch, never one per step.
 
-Where workers cut every batch (exact strategies), rank 0's Trainer tells where
-it begins and how far it has come, with what each worker had of it. Where
-ranges are leased, the coordinator writes down who has finished which; who
-computed the batches of it, workers write into files (`trained_file.py`).
+In the exact strategies rank 0's Trainer reports where it begins and how far it
+has come, with each worker's share. Where ranges are leased, the coordinator
+writes which worker finished which; who computed their batches is in the
+workers' own files (`trained_file.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Fact(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_
 
 
 class TrainedStretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Samples start..stop-1 of an epoch, and what of them each worker had, by rank."""
+    """Samples start..stop-1 of an epoch, and each worker's share of them, by rank."""
 
     start: Count
     stop: Count
@@ -29,7 +29,7 @@ class TrainedStretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainingBegan(_Fact, frozen=True, tag="training-began"):
-    """A fit trains from here on. Whatever it, or a later call, had trained from here on before counts no more."""
+    """A fit trains from here on. Anything it, or a later call, had trained beyond this point no longer counts."""
 
     call: Count
     trainer: Count
@@ -59,7 +59,7 @@ class TrainingReached(_Fact, frozen=True, tag="training-reached"):
 
 
 class RangesTrained(_Fact, frozen=True, tag="ranges-trained"):
-    """These ranges, (start, stop) each, are done; one worker has told so, which need not have trained all of them."""
+    """These ranges, (start, stop) each, are done; the worker that reports them need not have trained all of them."""
 
     call: Count
     rank: Count
@@ -89,7 +89,7 @@ LedgerFact: TypeAlias = TrainingBegan | TrainingReached | RangesTrained | EpochL
 
 
 def of_event(kind: str, rank: int, facts: dict[str, Any]) -> LedgerFact | None:
-    """What the ledger keeps of something that a worker tells of; None: nothing."""
+    """Ledger entry of a worker's event; None where there is none."""
     if kind != "sample skipped":
         return None
     known: dict[str, Any] = {"type": "sample-skipped", "rank": rank}
@@ -104,12 +104,11 @@ _decoder: msgspec.json.Decoder[LedgerFact] = msgspec.json.Decoder(LedgerFact)
 
 
 def encode(fact: LedgerFact) -> str:
-    """A fact as text."""
     return msgspec.json.encode(fact).decode()
 
 
 def decode(text: str) -> LedgerFact | None:
-    """What a text says; None where it says nothing we know."""
+    """Decode an entry; None for one of another version."""
     try:
         return _decoder.decode(text)
     except msgspec.MsgspecError:

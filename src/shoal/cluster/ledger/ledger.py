@@ -1,10 +1,18 @@
-"""Who trained which samples, and whether every one of an epoch was trained once: the journal's entries added up.
+"""Ledger of a run: which worker trained which samples, and whether each sample of an epoch was trained once.
 
-Pure. Entries are taken in the order in which they were written, over all
-launches of a run. A fit that begins, from a checkpoint say, voids what it or
-a later call had trained beyond that place: those samples are trained again,
-and what came of them the first time is in no weights. What workers of leased
-ranges wrote down themselves is given beforehand.
+Pure. Journal entries are taken in the order in which they were written, over
+all launches of a run. A fit that begins, from a checkpoint say, voids what it or
+a later call had trained beyond that point: those samples are trained again, and
+their first results are in no weights.
+
+Leased ranges need attribution, because their batches are pushed by whichever
+worker holds the lease. The workers' own files (`trained_file.py`) and the
+coordinator's entries are put together per attempt of a call: from where it
+begins, or restarts from a checkpoint, to where it ends or restarts again.
+Within an attempt a batch counts by one push, which its worker knows by the
+servers' answer. A worker that was killed before the answer is believed where
+others found its push to count already, where the range is done, or where a
+checkpoint has it.
 """
 
 from __future__ import annotations
@@ -31,7 +39,7 @@ Range: TypeAlias = tuple[int, int]
 
 
 def merged(ranges: Iterable[Range]) -> Iterator[Range]:
-    """The same samples in as few ranges as there can be, in order."""
+    """The same samples in as few ranges as possible, in order."""
     begin = end = None
     for start, stop in sorted(each for each in ranges if each[0] < each[1]):
         if end is None or begin is None:
@@ -46,7 +54,7 @@ def merged(ranges: Iterable[Range]) -> Iterator[Range]:
 
 
 def both(some: Iterable[Range], others: Iterable[Range]) -> list[Range]:
-    """What is in some of each."""
+    """Intersection."""
     left, right = list(merged(some)), list(merged(others))
     found, i, j = list[Range](), 0, 0
     while i < len(left) and j < len(right):
@@ -61,7 +69,7 @@ def both(some: Iterable[Range], others: Iterable[Range]) -> list[Range]:
 
 
 def minus(some: Iterable[Range], others: Iterable[Range]) -> list[Range]:
-    """What is in `some` and not in `others`."""
+    """Samples in `some` and not in `others`."""
     found, taken, j = list[Range](), list(merged(others)), 0
     for start, stop in merged(some):
         while j < len(taken) and taken[j][1] <= start:
@@ -77,7 +85,7 @@ def minus(some: Iterable[Range], others: Iterable[Range]) -> list[Range]:
 
 
 def size(ranges: Iterable[Range]) -> int:
-    """Samples in them, those in two of them twice."""
+    """Number of samples, those in two ranges counted twice."""
     return sum(stop - start for start, stop in ranges)
 
 
@@ -91,7 +99,7 @@ class RankRange(NamedTuple):
 
 @dataclass(slots=True)
 class Settled:
-    """What became of an epoch within a life."""
+    """Result of an epoch within one attempt."""
 
     counted: list[RankRange] = field(default_factory=list)
     lost: list[RankRange] = field(default_factory=list)
@@ -103,7 +111,7 @@ class Settled:
 
 @dataclass(slots=True)
 class CallAttempt:
-    """Of one call whose ranges are leased."""
+    """One attempt of a call whose ranges are leased."""
 
     launch: int
     began: TrainingBegan
@@ -113,7 +121,7 @@ class CallAttempt:
     done: list[RangesTrained] = field(default_factory=list)
 
     def is_of(self, entry: Trained, last: dict[int, int] | None) -> bool:
-        """Whether an entry was made in it; `last` are the last incarnations that were in it, None: all there are."""
+        """True for an entry made in this attempt; `last` holds its last incarnations, None: no limit."""
         if (entry.launch, entry.call) != (self.launch, self.began.call):
             return False
         is_last = last is None or entry.incarnation <= last.get(entry.rank, entry.incarnation)
@@ -121,7 +129,7 @@ class CallAttempt:
 
 
 def kept_of(began: TrainingBegan, epoch: int) -> list[Range]:
-    """What of an epoch counts where a call begins."""
+    """Ranges of an epoch that count where a call begins."""
     stop = began.start if epoch == began.epoch else 0
     if epoch < began.epoch:
         stop = began.num_samples or 1 << 62
@@ -134,7 +142,7 @@ def settle(
     counted_before: dict[int, list[Range]],
     begins_anew: TrainingBegan | None,
 ) -> Iterator[tuple[int, Settled]]:
-    """By epoch, what came of a life; `begins_anew`: the same call does, from a checkpoint."""
+    """Results of an attempt by epoch; `begins_anew`: the call restarts from a checkpoint."""
     by_epoch: dict[int, list[Trained]] = defaultdict(list)
     done: dict[int, list[RankRange]] = defaultdict(list)
     for entry in entries:
@@ -187,7 +195,7 @@ def _settle_epoch(
 
 @dataclass(frozen=True, slots=True)
 class RankTotals:
-    """What a worker had of something."""
+    """Batches and samples of one worker."""
 
     batches: int = 0
     samples: int = 0
@@ -213,11 +221,9 @@ class Span:
 
     @property
     def is_accounted_for(self) -> bool:
-        """Whether what the workers had adds up to all of it."""
         return sum(had.samples for had in self.by_rank.values()) == self.stop - self.start
 
     def cut(self, start: int, stop: int) -> Span:
-        """A part of it."""
         if (start, stop) == (self.start, self.stop):
             return self
         (only,) = self.by_rank if len(self.by_rank) == 1 else (None,)
@@ -231,7 +237,7 @@ class Span:
 
 
 def num_batches(start: int, stop: int, batch_size: int) -> int:
-    """Of a range; 0 where they are of any size."""
+    """Batches of a range; 0 where they are of any size."""
     return -(-(stop - start) // batch_size) if batch_size else 0
 
 
@@ -268,7 +274,6 @@ class Epoch:
 
     @property
     def total(self) -> int | None:
-        """Samples there are in it, as far as one knows."""
         return (
             self.num_samples
             if self.end is None or self.num_samples is None
@@ -282,7 +287,7 @@ class Epoch:
 
     @property
     def missing(self) -> list[Range]:
-        """Ranges that nobody has trained, up to where it ended or should end."""
+        """Ranges that no worker has trained, up to where the epoch ended or should end."""
         total = self.total if self.total is not None else self.end or 0
         gaps, at = [], 0
         for start, stop in sorted((span.start, span.stop) for span in self.spans):
@@ -303,19 +308,18 @@ class Epoch:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is over, and every sample was trained exactly once."""
+        """True once the epoch is over and every sample was trained exactly once."""
         accounted = all(span.is_accounted_for for span in self.spans)
         return self.end is not None and not self.missing and not self.doubled and accounted
 
     @property
     def by_rank(self) -> dict[int, RankTotals]:
-        """What each worker had of what counts."""
         return _summed(self.spans)
 
 
 @dataclass(slots=True)
 class Ledger:
-    """All of a run."""
+    """All epochs of a run."""
 
     epochs: dict[tuple[int, str, int], Epoch] = field(default_factory=dict)
     replaced: list[tuple[int, int, int]] = field(default_factory=list)
@@ -330,7 +334,6 @@ class Ledger:
     _joined: tuple[int, dict[int, int]] = (0, {})  # the launch, and by rank the newest incarnation
 
     def joined(self, launch: int, rank: int, incarnation: int) -> None:
-        """A worker is in."""
         if self._joined[0] != launch:
             self._joined = (launch, {})
         if incarnation and self._joined[1].get(rank) != incarnation:
@@ -338,13 +341,11 @@ class Ledger:
         self._joined[1][rank] = incarnation
 
     def close(self) -> None:
-        """There are no more entries."""
         for life in self._lives:
             self._settle(life, None, None)
         self._lives.clear()
 
     def take(self, launch: int, fact: LedgerFact) -> None:
-        """One entry more."""
         match fact:
             case TrainingBegan():
                 self._begin(launch, fact)
@@ -369,18 +370,18 @@ class Ledger:
 
     @property
     def current(self) -> Epoch | None:
-        """The epoch that is or was trained last."""
+        """The epoch that was trained last."""
         trained = [epoch for epoch in self.epochs.values() if epoch.spans]
         return trained[-1] if trained else None
 
     @property
     def by_rank(self) -> dict[int, RankTotals]:
-        """What each worker had of everything that counts."""
+        """Totals of each worker over everything that counts."""
         return _summed(span for epoch in self.epochs.values() for span in epoch.spans)
 
     @property
     def by_launch(self) -> dict[int, dict[int, RankTotals]]:
-        """The same, by the launch in which it had it."""
+        """The same by launch."""
         spans = sorted(
             (span for epoch in self.epochs.values() for span in epoch.spans), key=lambda span: span.launch
         )
@@ -407,7 +408,7 @@ class Ledger:
             self._reach(epoch, earlier, began.call, began.before, before[1] if before is not None else None)
 
     def _settle_before(self, launch: int, began: TrainingBegan) -> None:
-        """A call begins: what there was before it is over."""
+        """A call begins: settle the attempts before it."""
         for life in self._lives:
             joined = self._joined[1] if self._joined[0] == launch == life.launch else None
             goes_back = began.call <= life.began.call
@@ -437,7 +438,7 @@ class Ledger:
         return self._span(life.launch, life.began.call, start, stop, {rank: had}, life.began)
 
     def _void(self, epoch: Epoch, began: TrainingBegan) -> None:
-        """Move out what was trained beyond where a fit begins."""
+        """Move out the spans beyond where a fit begins."""
         kept: list[Span] = []
         for span in epoch.spans:
             own = [(span.start, span.stop)]
@@ -458,7 +459,7 @@ class Ledger:
     def _lose(
         self, call: int, number: int, start: int, stop: int, before: tuple[int, TrainingBegan] | None
     ) -> None:
-        """A stretch is trained again of which not all was told when it was trained first."""
+        """Record a stretch that is trained again and was not reported in full the first time."""
         epoch = self._epoch(call, number, 0)
         launch, of = before if before is not None else (0, None)
         known = [span.stop for span in epoch.again if span.launch == launch and span.stop > start]
@@ -526,7 +527,7 @@ class Ledger:
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
-    """In order, and neighbours that the same workers trained in the same way as one."""
+    """Spans in order, neighbours of the same workers joined."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.start, span.launch)):
         last = found[-1] if found else None

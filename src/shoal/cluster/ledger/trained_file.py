@@ -1,11 +1,11 @@
-"""What a worker of a relaxed strategy has trained, batch by batch: a small file of its own in the run directory.
+"""Trained batches of one worker under a relaxed strategy: a small file of its own in the run directory.
 
-The journal says which ranges are done, and is told of one when it is. Who
-computed which batches of it, and which of them counted, only the workers
-know, and a worker may be killed at any moment, all of them together too. So
-each writes it down at once, where a kill cannot undo it: before its push may
-count, and when it has heard whether it did. Neighbouring batches share an
-entry, so there are about as many as leases; a batch costs two small writes.
+The journal has the ranges that are done. Who computed which batches of them,
+and which of those counted, only the workers know, and a worker may be killed at
+any moment, all of them together too. So each writes it down where a kill cannot
+undo it: before its push may count, and when it has the servers' answer.
+Neighbouring batches share an entry, so there are about as many as leases; a
+batch costs two small writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENTRY = struct.Struct(
 
 
 class PushOutcome(IntEnum):
-    """What became of a push."""
+    """Result of a push."""
 
     COUNTED = 1
     KNOWN = 2  # the servers had it from somebody else
@@ -49,7 +49,7 @@ class Trained(NamedTuple):
 
 
 class TrainedFile:
-    """One worker's, for as long as it lives. A disk that takes no more does not end a job: what it lacks is the finishers'."""
+    """One worker's file. A full disk does not end a job: missing batches are attributed to the range's finisher."""
 
     def __init__(self, job: Job) -> None:
         path = job.run_dir / FOLDER / f"{job.launch}-{job.rank}-{job.incarnation}"
@@ -62,12 +62,12 @@ class TrainedFile:
         self._now: tuple[int, int, int, int] | None = None
 
     def pushing(self, *, call: int, epoch: int, start: int, stop: int) -> None:
-        """From here on it may count."""
+        """Record a push that may count from now on."""
         self._now = (call, epoch, start, stop)
         self._write(self._num, (*self._now, PushOutcome.PUSHED))
 
     def heard(self, outcome: PushOutcome) -> None:
-        """What became of it."""
+        """Record the servers' answer to it."""
         assert self._now is not None
         (call, epoch, start, stop), self._now = self._now, None
         last = self._last
@@ -86,7 +86,6 @@ class TrainedFile:
         self._num += 1
 
     def close(self) -> None:
-        """Let go of the file."""
         if self._fd >= 0:
             os.close(self._fd)
 
@@ -97,14 +96,14 @@ class TrainedFile:
 
 
 def forget_from(run: Path, launch: int) -> None:
-    """What launches of this number and later had written is of no account: there is a new journal."""
+    """Delete the files of this launch and later ones: a new journal begins."""
     for path in (run / FOLDER).glob(_NAME):
         if int(path.name.partition("-")[0]) >= launch:
             path.unlink(missing_ok=True)
 
 
 def read(run: Path) -> list[Trained]:
-    """What all workers of a run have written down, in all of its launches."""
+    """Entries of all workers of a run, over all of its launches."""
     return [each for path in sorted((run / FOLDER).glob(_NAME)) for each in _entries(path)]
 
 

@@ -37,16 +37,10 @@ from shoal.runtime.transport.messages.supervisor import (
     Watching,
 )
 
-ASK_EVERY_S = 3.0
-"""How often it is asked whether it is there."""
-
-SILENT_S = 15.0
-"""So long without an answer and it is killed: stopped, or stuck. Starting it again costs nobody anything."""
-
 CONNECT_TIMEOUT_S = 1.0
 
 
-class CoordinatorKeeper:
+class CoordinatorHandle:
     """One coordinator after the other, at one address. Use it as a context manager."""
 
     def __init__(
@@ -60,6 +54,7 @@ class CoordinatorKeeper:
     ) -> None:
         self.pid: int | None = None  # while it lives
         self._spec, self._title, self._warm, self._selector = spec, title, warm, selector
+        self._liveness = spec.config.liveness
         self._log = Log(log)
         self._listener, self.way_in = listen_unnamed("coordinator")
         self._pipe: Pipe | None = None
@@ -68,7 +63,7 @@ class CoordinatorKeeper:
         self._facts: dict[object, Message] = {}  # the newest of each kind, for one that is started anew
         self._notes: list[Noted] = []  # for the ledger, and not known to be written down
         self._num_notes = 0
-        self._heard_at = self._asked_at = 0.0
+        self._heard_at = self._heartbeat_at = 0.0
 
     def start(self) -> int:
         """Fork it, and begin to watch it; its pid."""
@@ -147,16 +142,16 @@ class CoordinatorKeeper:
         if self.pid is None:
             return None
         now = time.monotonic()
-        if now >= self._heard_at + SILENT_S:
+        if now >= self._heard_at + self._liveness.coordinator_dead_after_s:
             self._warm.signal(self.pid, signal.SIGKILL)
             self._heard_at = now
-        if now >= self._asked_at + ASK_EVERY_S:
-            self._asked_at = now
+        if now >= self._heartbeat_at + self._liveness.heartbeat_interval_s:
+            self._heartbeat_at = now
             if self._line is None:
                 self._watch()
             else:
                 self._say(Watch())
-        return max(0.0, self._asked_at + ASK_EVERY_S - now)
+        return max(0.0, self._heartbeat_at + self._liveness.heartbeat_interval_s - now)
 
     def signal(self, signum: signal.Signals) -> None:
         """Signal it, if it lives."""
@@ -171,7 +166,7 @@ class CoordinatorKeeper:
         os.close(self.way_in)
         self._listener.close()
 
-    def __enter__(self) -> CoordinatorKeeper:
+    def __enter__(self) -> CoordinatorHandle:
         return self
 
     def __exit__(
@@ -192,7 +187,7 @@ class CoordinatorKeeper:
                 journal.close()
 
     def _watch(self) -> None:
-        self._asked_at = time.monotonic()
+        self._heartbeat_at = time.monotonic()
         # Should too many wait to be let in, it is tried again at the next tick.
         with contextlib.suppress(OSError):
             self._line = unix.connect(f"/proc/self/fd/{self.way_in}", timeout_s=CONNECT_TIMEOUT_S)

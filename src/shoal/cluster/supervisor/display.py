@@ -244,10 +244,10 @@ def binary(stream: TextIO) -> BinaryIO:
     """The bytes under a text stream; a stand-in where it has none, as in a notebook."""
     stream.flush()
     under = getattr(stream, "buffer", None)
-    return under if under is not None else cast(BinaryIO, _Encoding(stream))
+    return under if under is not None else cast(BinaryIO, _TextEncoder(stream))
 
 
-class _Encoding(io.RawIOBase):
+class _TextEncoder(io.RawIOBase):
     """Bytes into a stream that only takes text."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -1,17 +1,33 @@
-"""Listening sockets without a name, for processes that are started again.
+"""Unix sockets of the supervisor: nameless listeners for its children, and the control socket of a running job.
 
-Whoever keeps the socket keeps the address: a process that is killed is
-started again at the same one, and nobody who connects meanwhile is turned
-away.
+A listener outlives the process that serves it: a coordinator or server that is
+killed is restarted at the same address, and no client is turned away.
+
+The control socket is how `shoal scale` reaches a running job. Its address is
+abstract, so nothing is left behind however the job ends, and is named after
+the run directory's lock file. Both sides ask the kernel for the other's user;
+another user's process is refused. The supervisor decides what may be asked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import selectors
 import shutil
 import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
 
+from shoal.errors import ClusterError, WaitTimedOut, WireError
 from shoal.runtime.transport import unix
+from shoal.runtime.transport.framing import Decoder, encode, read_message
+from shoal.runtime.transport.messages.message import Message
+
+MAX_WAITING = 8
+CONNECT_TIMEOUT_S = 5.0
 
 
 def listen_unnamed(name: str) -> tuple[socket.socket, int]:
@@ -28,3 +44,123 @@ def listen_unnamed(name: str) -> tuple[socket.socket, int]:
     finally:
         shutil.rmtree(directory)
     return listener, way_in
+
+
+class Control:
+    """The supervisor's end. Use it as a context manager; it registers what it opens with the selector, as itself.
+
+    Whoever asked hears every answer until it is the last; one that hangs up is forgotten.
+    """
+
+    def __init__(self, run: Path, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._listener: socket.socket | None = None
+        self._asking: dict[socket.socket, Decoder] = {}
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(_address(run))
+            listener.listen(MAX_WAITING)
+            listener.setblocking(False)
+        except OSError:
+            # The name is taken, by a process of another network namespace's or user's choice: the job does without.
+            listener.close()
+            return
+        self._listener = listener
+        selector.register(listener, selectors.EVENT_READ, self)
+
+    def hear(self) -> list[Message]:
+        """What was asked since the last look."""
+        self._accept()
+        asked: list[Message] = []
+        for sock, decoder in list(self._asking.items()):
+            try:
+                while True:
+                    data = sock.recv(64 * 1024)
+                    if not data:
+                        raise ConnectionResetError
+                    asked += [message for message, _ in decoder.feed(data)]
+            except BlockingIOError:
+                pass
+            except (OSError, WireError):
+                self._forget(sock)
+        return asked
+
+    def answer(self, message: Message, *, is_last: bool) -> None:
+        """Tell everybody who has asked."""
+        for sock in list(self._asking):
+            with contextlib.suppress(OSError):
+                sock.send(b"".join(encode(message)))
+            if is_last:
+                self._forget(sock)
+
+    def close(self) -> None:
+        """Hang up, and listen no more."""
+        for sock in list(self._asking):
+            self._forget(sock)
+        if self._listener is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def __enter__(self) -> Control:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        with contextlib.suppress(OSError, WireError):
+            sock, _ = unix.accept(self._listener)
+            if len(self._asking) >= MAX_WAITING:
+                sock.close()
+                return
+            sock.setblocking(False)
+            self._asking[sock] = Decoder()
+            self._selector.register(sock, selectors.EVENT_READ, self)
+
+    def _forget(self, sock: socket.socket) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(sock)
+        self._asking.pop(sock, None)
+        sock.close()
+
+
+def ask(run: Path, message: Message, *, timeout_s: float) -> Iterator[Message]:
+    """Ask the supervisor of a live run; yields its answers until it hangs up. Each must come within `timeout_s`."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(CONNECT_TIMEOUT_S)
+        try:
+            sock.connect(_address(run))
+        except OSError as error:
+            raise ClusterError(
+                f"the supervisor of {run} does not answer ({error.strerror or error}): the run has ended, or has no servers, "
+                "or runs in another container. Nothing was changed; `shoal status` tells how it stands."
+            ) from None
+        if unix.peer_of(sock).uid != os.getuid():
+            raise ClusterError(f"the supervisor of {run} belongs to another user. Nothing was changed.")
+        sock.sendall(b"".join(encode(message)))
+        while True:
+            started = time.monotonic()
+            try:
+                yield read_message(sock, timeout_s=timeout_s)[0]
+            except EOFError:
+                return
+            except TimeoutError:
+                raise WaitTimedOut(
+                    operation=f"the supervisor's answer to {type(message).__name__}",
+                    waited_s=time.monotonic() - started,
+                    missing=["the supervisor"],
+                    setting=f"the wait of {timeout_s:g} s",
+                ) from None
+            except OSError:
+                return
+
+
+def _address(run: Path) -> bytes:
+    lock = os.stat(run / "lock")
+    return f"\0shoal-{os.getuid()}-{lock.st_dev:x}-{lock.st_ino:x}".encode()

@@ -25,19 +25,18 @@ from shoal.cluster.launch.run_directory import RunDirectory
 from shoal.cluster.ledger import entries as ledger_facts
 from shoal.cluster.supervisor import failure
 from shoal.cluster.supervisor import job_events as fate_events
-from shoal.cluster.supervisor import server_handles as server_keeper
+from shoal.cluster.supervisor import servers as server_keeper
 from shoal.cluster.supervisor import user_messages as notes
 from shoal.cluster.supervisor import worker_handle as worker_process
-from shoal.cluster.supervisor.control import Control
-from shoal.cluster.supervisor.coordinator_handle import CoordinatorKeeper
+from shoal.cluster.supervisor.coordinator_handle import CoordinatorHandle
 from shoal.cluster.supervisor.display import Display
 from shoal.cluster.supervisor.job_events import LEAVE_SIGNALS
 from shoal.cluster.supervisor.job_lifecycle import Fate, Patience, Phase
 from shoal.cluster.supervisor.outcome import Outcome
 from shoal.cluster.supervisor.output import Pipe
-from shoal.cluster.supervisor.server_handles import Server
-from shoal.cluster.supervisor.server_supervision import ServerSupervision
+from shoal.cluster.supervisor.servers import ServerHandle, ServerSupervision
 from shoal.cluster.supervisor.signals import SignalInbox
+from shoal.cluster.supervisor.sockets import Control
 from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.cluster.supervisor.worker_handle import Worker
 from shoal.cluster.worker.process import WorkerSpec
@@ -91,7 +90,7 @@ class Supervisor:
         self._injector = Injector(Faults(spec.job.faults))
         self._started_at = time.monotonic()
         self._selector = selectors.DefaultSelector()
-        self._coordinator: CoordinatorKeeper
+        self._coordinator: CoordinatorHandle
         self._servers: ServerSupervision
 
     def supervise(self, inbox: SignalInbox) -> None:
@@ -121,12 +120,11 @@ class Supervisor:
 
     # ---- starting -------------------------------------------------------------------------------
 
-    def _keep_coordinator(self) -> CoordinatorKeeper:
+    def _keep_coordinator(self) -> CoordinatorHandle:
         job = self._spec.job
         config = CoordinationConfig(
             num_workers=job.num_workers,
-            join_timeout_s=job.join_timeout_s,
-            step_timeout_s=job.step_timeout_s,
+            liveness=job.liveness,
             can_recover=self._patience.max_restarts > 0,
             servers=ServersConfig(
                 num_servers=job.num_servers,
@@ -134,7 +132,7 @@ class Supervisor:
                 max_servers=server_keeper.max_servers(job.num_servers),
             ),
         )
-        self._coordinator = CoordinatorKeeper(
+        self._coordinator = CoordinatorHandle(
             CoordinatorSpec(
                 config=config,
                 supervisor=os.getpid(),
@@ -209,7 +207,7 @@ class Supervisor:
                 case Worker() as worker:
                     if not self._hear(worker):
                         self._selector.unregister(worker.status)
-                case CoordinatorKeeper() as coordinator:
+                case CoordinatorHandle() as coordinator:
                     for message in coordinator.hear():
                         self._told_by_coordinator(message)
                 case Control() as control:
@@ -391,7 +389,7 @@ class Supervisor:
     def _inject(self) -> None:
         """Cause the faults that are this process's to cause."""
         step = max((progress.step for progress in self.outcome.progress.values()), default=0)
-        processes: list[Worker | Server] = [*self._workers.values(), *self._servers.living.values()]
+        processes: list[Worker | ServerHandle] = [*self._workers.values(), *self._servers.living.values()]
         pids = {process.name: process.pid for process in processes}
         if self._coordinator.pid is not None:
             pids["coordinator"] = self._coordinator.pid

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 import shoal
-from shoal.cluster.launch import protocol_version as dialect
+from shoal.cluster.launch import roles
 from shoal.errors import ClusterError, WaitTimedOut
 from shoal.runtime.forkserver.client import ForkClient, ForkRefused, ForkServerGone
 from shoal.runtime.forkserver.messages import Exited, Ready, memfd_with
@@ -188,7 +188,7 @@ class WarmParent:
 
 def check_same_files(ready: Ready) -> None:
     """Refuse a warm parent that imported other files of shoal than this process."""
-    if ready.dialect == dialect.dialect():
+    if ready.dialect == roles.protocol_version():
         return
     home = os.path.dirname(os.path.abspath(shoal.__file__))
     raise ClusterError(

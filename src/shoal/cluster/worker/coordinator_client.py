@@ -1,4 +1,9 @@
-"""A worker's side of its conversation with the coordinator: one question, one answer, a deadline on each."""
+"""A worker's connections to the coordinator: request and answer, a deadline on each, reconnect and retry.
+
+`CoordinatorClient` is one connection, for calls and views. `LeaseClient` asks
+for servers and leases on connections of its own, because those requests may
+wait long.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,19 @@ import os
 import socket
 import threading
 import time
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
+from shoal.config.job import Job
+from shoal.config.liveness import LivenessConfig
 from shoal.errors import CallsDiffer, ClusterError, CoordinatorLost, WaitTimedOut, WireError
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import encode, read_message
 from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.messages.server_coordinator import ServerView
 from shoal.runtime.transport.messages.worker_coordinator import (
+    AskLease,
+    AskServers,
     BeginCall,
     CallGranted,
     CallRefused,
@@ -21,7 +32,11 @@ from shoal.runtime.transport.messages.worker_coordinator import (
     Join,
     Joined,
     JoinRefused,
+    Late,
+    LeaseRefused,
+    Leases,
     Leave,
+    NoMoreLeases,
     Regroup,
     ScriptEnded,
     StoreRefused,
@@ -32,9 +47,6 @@ from shoal.runtime.transport.messages.worker_coordinator import (
 
 GRACE_S = 5.0
 """The coordinator ends a wait at its deadline; a client that hears nothing for so much longer gives up on it."""
-
-RECONNECT_S = 30.0
-"""A coordinator that was killed is back within a second; one that is not back after so long is lost."""
 
 RETRY_S = 0.02
 
@@ -70,17 +82,16 @@ class CoordinatorClient:
         incarnation: int = 0,
         *,
         num_workers: int,
-        join_timeout_s: float = 120.0,
-        reconnect_s: float = RECONNECT_S,
+        liveness: LivenessConfig = LivenessConfig(),  # noqa: B008  frozen
     ) -> None:
         self.path, self.rank, self.incarnation = path, rank, incarnation
-        self.num_workers, self.join_timeout_s, self.reconnect_s = num_workers, join_timeout_s, reconnect_s
+        self.num_workers, self.liveness = num_workers, liveness
         self.view = 0
         self._lock = threading.Lock()
         self._is_closed = False
         self._sock: socket.socket | None = None
         with self._lock:
-            self._connect(f"rank {rank}'s join", max(reconnect_s, join_timeout_s))
+            self._connect(f"rank {rank}'s join", max(liveness.reconnect_timeout_s, liveness.join_timeout_s))
 
     def request(self, message: Message, timeout_s: float | None) -> Message:
         """Ask, and return the answer. Raises WaitTimedOut, CallsDiffer or CoordinatorLost where there is none.
@@ -94,9 +105,9 @@ class CoordinatorClient:
         with self._lock:
             while True:
                 if self._sock is None:
-                    self._connect(operation, self.reconnect_s)
+                    self._connect(operation, self.liveness.reconnect_timeout_s)
                 try:
-                    return _plain(self._exchange(packet, timeout_s), operation, self.join_timeout_s)
+                    return _plain(self._exchange(packet, timeout_s), operation, self.liveness.join_timeout_s)
                 except TimeoutError:
                     raise WaitTimedOut(
                         operation=operation,
@@ -145,7 +156,7 @@ class CoordinatorClient:
             self._drop()
             if isinstance(answer, Leave):
                 raise JobOver
-            _plain(answer, f"rank {self.rank}'s join", self.join_timeout_s)
+            _plain(answer, f"rank {self.rank}'s join", self.liveness.join_timeout_s)
             raise WireError(f"Join was answered by {type(answer).__name__}")
 
     def begin_call(self, number: int, kind: str, detail: str) -> None:
@@ -187,10 +198,7 @@ class CoordinatorClient:
             self._sock = None
 
     def _wait(self, message: Message, expected: type[A]) -> A:
-        answer = self.request(message, None)
-        if not isinstance(answer, expected):
-            raise WireError(f"{type(message).__name__} was answered by {type(answer).__name__}")
-        return answer
+        return _expect(self.request(message, None), expected)
 
 
 class _Garbled(Exception):
@@ -209,4 +217,114 @@ def _plain(answer: Message, operation: str, join_timeout_s: float) -> Message:
             raise Regrouping(view)
         case JoinRefused(reason) | StoreRefused(reason) | ViewRefused(reason):
             raise ClusterError(f"the coordinator refused {operation}: {reason}. Nothing was changed by it.")
+    return answer
+
+
+class LeaseClient:
+    """A worker's lines to the coordinator, made when they are first used."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._clients: dict[str, CoordinatorClient] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._view = 0
+
+    def ask_servers(self, after_view: int, timeout_s: float) -> ServerView:
+        """The newest view of the servers, once there is one after `after_view`.
+
+        Raises WaitTimedOut, naming the servers that have not joined, and CoordinatorLost.
+        """
+        answer = self._client("servers").request(AskServers(after_view, timeout_s), None)
+        view = _expect(answer, ServerView)
+        self._view = max(self._view, view.view)
+        return view
+
+    def ask_lease(
+        self,
+        *,
+        call: int,
+        finished: Sequence[int],
+        num_samples: int,
+        samples_per_lease: int,
+        num_epochs: int,
+        num_ahead: int = 2,
+        first_epoch: int = 0,
+        done: Sequence[int] = (),
+        timeout_s: float | None = None,
+        below: int = 0,
+        is_last: bool = False,
+        busy_s: Sequence[float] = (),
+        num_workers: int = 0,
+        **how: Any,
+    ) -> Leases | NoMoreLeases:
+        """Tell which leases are finished (all their pushes acknowledged), and get all that this worker holds now.
+
+        Ask for the servers first: who knows only a view that was lost is not heard.
+
+        Waits at the end of an epoch, until others' leases are done or come back.
+        `first_epoch` and `done` (leases of that epoch) are where a checkpoint begins; the first worker
+        to ask decides them for the call. `below`: all leases below it are done, as far as is known here; where an epoch
+        has ended since, there may be an answer without a lease. `is_last` ends the call for all. `timeout_s` is step_timeout_s unless given. Raises WaitTimedOut, naming
+        who holds what is left.
+        `busy_s` is how long each of the finished took; `how` is what else AskLease says about handing out.
+        """
+        job = self._job
+        question = AskLease(
+            call=call,
+            rank=job.rank,
+            incarnation=job.incarnation,
+            view=self._view,
+            finished=list(finished),
+            num_samples=num_samples,
+            samples_per_lease=samples_per_lease,
+            num_epochs=num_epochs,
+            num_ahead=num_ahead,
+            timeout_s=job.liveness.step_timeout_s if timeout_s is None else timeout_s,
+            first_epoch=first_epoch,
+            done=list(done),
+            below=below,
+            is_last=is_last,
+            busy_s=list(busy_s),
+            num_workers=num_workers,
+            **how,
+        )
+        # Another thread may be waiting on the line for leases.
+        answer = self._client("last lease" if is_last else "leases").request(question, None)
+        if isinstance(answer, LeaseRefused):
+            raise ClusterError(
+                f"the coordinator refused rank {job.rank} a lease: {answer.reason}. Nothing was changed by it."
+            )
+        return answer if isinstance(answer, NoMoreLeases) else _expect(answer, Leases)
+
+    def tell_late(self, ranks: Sequence[int], waited_s: float) -> None:
+        """Have the coordinator look at ranks for whom this worker waits."""
+        self._client("late").request(Late(list(ranks), waited_s, "a step or an exchange"), None)
+
+    def close(self) -> None:
+        """End both lines; a thread that waits on one is woken. Closing twice is fine."""
+        self._is_closed = True
+        for client in list(self._clients.values()):
+            client.close()
+
+    def _client(self, purpose: str) -> CoordinatorClient:
+        if self._is_closed:
+            raise ClusterError("the line to the coordinator is closed.")
+        with self._lock:
+            client = self._clients.get(purpose)
+            if client is None:
+                job = self._job
+                client = self._clients[purpose] = CoordinatorClient(
+                    str(job.coordinator),
+                    job.rank,
+                    job.incarnation,
+                    num_workers=job.num_workers,
+                    liveness=job.liveness,
+                )
+            return client
+
+
+def _expect(answer: Message, expected: type[A]) -> A:
+    if not isinstance(answer, expected):
+        raise WireError(f"a {expected.__name__} was expected, and a {type(answer).__name__} came")
     return answer

@@ -141,7 +141,7 @@ def _run_with_the_others(script: str, job: Job) -> dict[str, object]:
             job.rank,
             job.incarnation,
             num_workers=job.num_workers,
-            join_timeout_s=job.join_timeout_s,
+            liveness=job.liveness,
         )
     except JobOver:
         return {}

@@ -291,7 +291,7 @@ def files_at(
         spread=spread,  # type: ignore[arg-type]
         cache_directory=None if cache_directory is None else os.fspath(cache_directory),
         cache_bytes=cache_bytes,
-        timeout_s=jobs.current().join_timeout_s,
+        timeout_s=jobs.current().liveness.join_timeout_s,
     )
     return LocatedFiles(config), where
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.cluster.worker.server_session import ServerSession
+from shoal.cluster.worker.coordinator_client import LeaseClient
 from shoal.config import job as jobs
 from shoal.config import strategy as strategies
 from shoal.errors import ServerRefused
@@ -49,13 +49,13 @@ class Served(Timeline):
         bound = 1 if kind == "stale" else name.bound or 0
         two_phase = kind == "exact" and job.num_servers > 1
         self.mode = DeclareMode(job.num_workers, kind, bound, two_phase=two_phase)  # type: ignore[arg-type]
-        self._session = ServerSession(job)
+        self._session = LeaseClient(job)
         self.group = Group(
             name=f"worker-{job.rank}",
             incarnation=job.incarnation,
             ways_in=job.servers,
             ask_view=self._session.ask_servers,
-            timeout_s=job.step_timeout_s,
+            timeout_s=job.liveness.step_timeout_s,
             tell_late=self._session.tell_late,
         )
         self.updates = 0
@@ -67,7 +67,7 @@ class Served(Timeline):
         self._results = KeptResults(job.run_dir / "calls", writes=job.rank == 0)  # type: ignore[assignment]
 
     @property
-    def session(self) -> ServerSession:
+    def session(self) -> LeaseClient:
         """The lines to the coordinator."""
         return self._session
 

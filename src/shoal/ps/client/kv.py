@@ -28,7 +28,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from shoal.cluster.worker import session
-from shoal.cluster.worker.server_session import ServerSession
+from shoal.cluster.worker.coordinator_client import LeaseClient
 from shoal.config import job as jobs
 from shoal.config import strategy as strategies
 from shoal.config.job import Job
@@ -214,7 +214,7 @@ class Kv:
         self._tables: dict[str, TableSpec] = {}
         self._lock = threading.RLock()
         self._is_closed = False
-        self._lines: ServerSession | None = None
+        self._lines: LeaseClient | None = None
         group.declare(mode)
         self._counted = self._last_counted() if job.incarnation else 0
 
@@ -430,13 +430,13 @@ def connect() -> Kv:
             f"'{job.strategy}' an update is a step of all workers. Nothing was sent; {launch}, or with ps:ssp=K."
         )
     number = next(_numbers)
-    lines = ServerSession(job)
+    lines = LeaseClient(job)
     group = Group(
         name=f"kv-{job.rank}-{number}",
         incarnation=job.incarnation,
         ways_in=job.servers,
         ask_view=lines.ask_servers,
-        timeout_s=job.step_timeout_s,
+        timeout_s=job.liveness.step_timeout_s,
     )
     is_bounded = name.bound is not None
     mode = DeclareMode(job.num_workers, "ssp" if is_bounded else "async", name.bound or 0)

@@ -169,9 +169,6 @@ class ServerLinks:
 # ---- the coordinator -----------------------------------------------------------------------------
 
 
-RECONNECT_S = 30.0
-"""A coordinator that was killed is back within a second; one that is not back after so long is lost."""
-
 RETRY_S = 0.05
 CONNECT_TIMEOUT_S = 1.0
 RECEIVE_BYTES = 64 * 1024
@@ -191,9 +188,9 @@ class CoordinatorLine:
         *,
         number: int,
         incarnation: int,
-        reconnect_s: float = RECONNECT_S,
+        reconnect_timeout_s: float,
     ) -> None:
-        self._path, self._selector, self._reconnect_s = path, selector, reconnect_s
+        self._path, self._selector, self._reconnect_timeout_s = path, selector, reconnect_timeout_s
         self._join = JoinServer(number=number, incarnation=incarnation, pid=os.getpid())
         self._sock: socket.socket | None = None
         self._decoder = Decoder()
@@ -238,7 +235,7 @@ class CoordinatorLine:
         if self._sock is not None or now < self._try_at:
             return
         self._connect()
-        if self._sock is None and now - self._broken_since > self._reconnect_s:
+        if self._sock is None and now - self._broken_since > self._reconnect_timeout_s:
             raise CoordinatorLost(
                 path=self._path,
                 operation=f"server-{self._join.number}",

@@ -22,7 +22,8 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from shoal.cluster.launch import threads
-from shoal.cluster.launch.server_spec import ServerSpec, decode_spec
+from shoal.cluster.launch.roles import ServerSpec, decode_spec
+from shoal.config.liveness import LivenessConfig
 from shoal.errors import CoordinatorLost
 from shoal.ps.server.actions import Action, Drop, Reply, Request, Send, Tell
 from shoal.ps.server.connections import CoordinatorLine, ServerLinks
@@ -91,6 +92,7 @@ class ServerLoop:
         coordinator: str,
         servers: Mapping[int, str],
         memory: MemoryGuard,
+        liveness: LivenessConfig,
         config: ListenerConfig | None = None,
     ) -> None:
         """`coordinator` and `servers` are paths to connect to."""
@@ -116,7 +118,13 @@ class ServerLoop:
             answered=lambda server, message: self._carry_out(core.answered(server, message)),
             lost=lambda server: self._carry_out(core.lost(server)),
         )
-        self._line = CoordinatorLine(coordinator, self._selector, number=number, incarnation=incarnation)
+        self._line = CoordinatorLine(
+            coordinator,
+            self._selector,
+            number=number,
+            incarnation=incarnation,
+            reconnect_timeout_s=liveness.reconnect_timeout_s,
+        )
 
     def run(self, *, until_readable: socket.socket) -> None:
         """Serve until there is something to read on `until_readable`, or the coordinator lets it go."""
@@ -262,6 +270,7 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
             if way.startswith("server-")
         },
         memory=MemoryGuard(name, told.server_memory_bytes),
+        liveness=told.liveness,
     )
     try:
         loop.run(until_readable=stop)

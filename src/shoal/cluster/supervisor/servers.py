@@ -1,28 +1,33 @@
-"""The supervisor's part that concerns servers: it starts them, tells of their deaths, scales them when asked to.
+"""Servers of a job as their supervisor sees them: processes, addresses, scaling, and news from the coordinator.
 
-Decides nothing about the job's course: that is `fate.py`'s, through `feed`;
-and nothing about slots: that is the coordinator's.
+Decides nothing about the job's course (`job_lifecycle.py`) and nothing about
+slots (the coordinator's `server_group.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
+import msgspec
+
+from shoal.cluster.launch.roles import MAX_SERVERS, ServerSpec, encode_spec, way_in
 from shoal.cluster.launch.run_directory import RunDirectory
 from shoal.cluster.supervisor import job_events as fate_events
-from shoal.cluster.supervisor import server_handles as server_keeper
 from shoal.cluster.supervisor import user_messages as notes
-from shoal.cluster.supervisor.control import Control
-from shoal.cluster.supervisor.coordinator_handle import CoordinatorKeeper
+from shoal.cluster.supervisor.coordinator_handle import CoordinatorHandle
 from shoal.cluster.supervisor.outcome import Outcome
-from shoal.cluster.supervisor.output import Screen
-from shoal.cluster.supervisor.server_handles import Server, ServerKeeper
+from shoal.cluster.supervisor.output import LineCutter, Log, Pipe, Screen
+from shoal.cluster.supervisor.sockets import Control, listen_unnamed
 from shoal.cluster.supervisor.warm_parent import WarmParent
+from shoal.cluster.supervisor.worker_handle import is_stopped
 from shoal.cluster.worker.process import WorkerSpec
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView
@@ -46,6 +51,129 @@ LEASES_EVERY_S = 1.0
 """Between two lines of events.jsonl that tell how leases stand."""
 
 
+@dataclass(slots=True, kw_only=True)
+class ServerHandle:
+    """A living server."""
+
+    number: int
+    incarnation: int
+    pid: int
+    pipes: list[Pipe]
+    log: Log
+
+    @property
+    def name(self) -> str:
+        """As faults call it."""
+        return f"server-{self.number}"
+
+    def is_stopped(self) -> bool:
+        """Whether somebody stopped it (SIGSTOP, a debugger)."""
+        return is_stopped(self.pid)
+
+
+class ServerProcesses:
+    """The servers of one job, and an address for every one there may be. Use it as a context manager.
+
+    `spec` is server 0's; the others differ in their number alone.
+    """
+
+    def __init__(
+        self,
+        spec: ServerSpec,
+        *,
+        run: RunDirectory,
+        screen: Screen,
+        warm: WarmParent,
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self.living: dict[int, ServerHandle] = {}  # by pid
+        self._newest: dict[int, int] = {}  # number -> the incarnation that was started last
+        self._spec, self._run, self._screen, self._warm, self._selector = spec, run, screen, warm, selector
+        self._listeners: list[socket.socket] = []
+        self._ways_in: list[int] = []
+        try:
+            for number in range(max_servers(spec.num_servers)):
+                listener, leads_there = listen_unnamed(way_in(number))
+                self._listeners.append(listener)
+                self._ways_in.append(leads_there)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ways_in(self) -> dict[str, int]:
+        """Descriptors that lead to the servers, by the names under which they are handed on."""
+        return {way_in(number): fd for number, fd in enumerate(self._ways_in)}
+
+    def start(self, number: int, incarnation: int, *, coordinator: int) -> ServerHandle:
+        """Fork a server. `coordinator` leads to the coordinator."""
+        log = Log(self._run.path / "logs" / f"server-{number}.log")
+        (our_out, their_out), (our_err, their_err) = os.pipe(), os.pipe()
+        prefix = LineCutter(f"[server {number}] ".encode())
+        pipes = [Pipe(our_out, log), Pipe(our_err, log, self._screen.err, prefix)]
+        server = ServerHandle(number=number, incarnation=incarnation, pid=0, pipes=pipes, log=log)
+        try:
+            server.pid = self._warm.fork(
+                "server",
+                title=f"shoal server {number} [{self._spec.job}]",
+                spec=encode_spec(msgspec.structs.replace(self._spec, number=number, incarnation=incarnation)),
+                fds={
+                    "stdout": their_out,
+                    "stderr": their_err,
+                    "listener": self._listeners[number].fileno(),
+                    "coordinator": coordinator,
+                    **self.ways_in,
+                },
+            )
+        except BaseException:
+            _close(server)
+            raise
+        finally:
+            os.close(their_out)
+            os.close(their_err)
+        self.living[server.pid] = server
+        self._newest[number] = incarnation
+        for pipe in pipes:
+            self._selector.register(pipe, selectors.EVENT_READ, pipe)
+        return server
+
+    def next_incarnation(self, number: int) -> int:
+        """The one that was not started yet."""
+        return self._newest.get(number, -1) + 1
+
+    def exited(self, pid: int) -> ServerHandle | None:
+        """A process is gone; the server it was, if it was one. All it wrote has been handed on."""
+        server = self.living.pop(pid, None)
+        if server is not None:
+            for pipe in server.pipes:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(pipe)
+            _close(server)
+        return server
+
+    def of(self, number: int) -> ServerHandle | None:
+        """The living server of this number."""
+        return next((each for each in self.living.values() if each.number == number), None)
+
+    def close(self) -> None:
+        """Let go of everything. The servers must be gone."""
+        for pid in list(self.living):
+            self.exited(pid)
+        for fd in self._ways_in:
+            os.close(fd)
+        for listener in self._listeners:
+            listener.close()
+        self._ways_in, self._listeners = [], []
+
+    def __enter__(self) -> ServerProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 class ServerSupervision:
     """The servers of one job, under one supervisor. Use it as a context manager."""
 
@@ -57,15 +185,15 @@ class ServerSupervision:
         screen: Screen,
         warm: WarmParent,
         selector: selectors.BaseSelector,
-        coordinator: CoordinatorKeeper,
+        coordinator: CoordinatorHandle,
         outcome: Outcome,
         feed: Callable[[fate_events.Event], None],
     ) -> None:
         self._run, self._warm, self._coordinator, self._selector = run, warm, coordinator, selector
         self._outcome, self._feed = outcome, feed
         self._num_servers = outcome.num_servers = spec.job.num_servers
-        self._keeper = ServerKeeper(
-            server_keeper.spec_for(spec), run=run, screen=screen, warm=warm, selector=selector
+        self._processes = ServerProcesses(
+            spec_for(spec), run=run, screen=screen, warm=warm, selector=selector
         )
         self._control: Control | None = None
         self._anew: dict[int, int] = {}  # by number: the incarnations with which the job last began anew
@@ -75,14 +203,14 @@ class ServerSupervision:
         self._drained: dict[int, int] = {}  # rank: its incarnation
 
     @property
-    def living(self) -> dict[int, Server]:
+    def living(self) -> dict[int, ServerHandle]:
         """Those that live, by pid."""
-        return self._keeper.living
+        return self._processes.living
 
     @property
     def ways_in(self) -> dict[str, int]:
         """Descriptors that lead to the servers, by name."""
-        return self._keeper.ways_in
+        return self._processes.ways_in
 
     def start_all(self) -> None:
         """Start the servers the job was launched with, and listen to who wants others."""
@@ -93,7 +221,7 @@ class ServerSupervision:
 
     def start(self, number: int, incarnation: int = 0) -> None:
         """Start a server."""
-        server = self._keeper.start(number, incarnation, coordinator=self._coordinator.way_in)
+        server = self._processes.start(number, incarnation, coordinator=self._coordinator.way_in)
         kind = "server-replaced" if incarnation else "server-started"
         self._run.event(kind, server=number, pid=server.pid, incarnation=incarnation)
         self._feed(fate_events.ServerStarted(number, incarnation))
@@ -125,7 +253,7 @@ class ServerSupervision:
 
     def exited(self, pid: int, code: int) -> bool:
         """A process is gone; whether it was a server."""
-        server = self._keeper.exited(pid)
+        server = self._processes.exited(pid)
         if server is None:
             return False
         number = server.number
@@ -208,7 +336,7 @@ class ServerSupervision:
         """Let go of everything. The servers must be gone."""
         if self._control is not None:
             self._control.close()
-        self._keeper.close()
+        self._processes.close()
 
     def __enter__(self) -> ServerSupervision:
         return self
@@ -226,10 +354,40 @@ class ServerSupervision:
         self._outcome.num_servers = num_servers
         self._run.event("servers-scaled", before=before, now=num_servers)
         for number in range(before, num_servers):
-            if self._keeper.of(number) is None:
-                self.start(number, self._keeper.next_incarnation(number))
+            if self._processes.of(number) is None:
+                self.start(number, self._processes.next_incarnation(number))
 
     def _answer(self, message: Message, *, is_last: bool) -> None:
         if self._control is not None:
             with contextlib.suppress(OSError):
                 self._control.answer(message, is_last=is_last)
+
+
+def spec_for(worker: WorkerSpec) -> ServerSpec:
+    """What server 0 is told, in the job of these workers."""
+    job = worker.job
+    return ServerSpec(
+        job=job.name,
+        number=0,
+        num_workers=job.num_workers,
+        num_servers=job.num_servers,
+        num_replicas=job.num_replicas,
+        strategy=job.strategy,
+        run_dir=str(job.run_dir),
+        env=worker.env,
+        staleness_lr=job.staleness_lr,
+        push_norm=job.push_norm,
+        liveness=job.liveness,
+        faults=job.faults,
+    )
+
+
+def max_servers(num_servers: int) -> int:
+    """To how many servers a group launched with so many can grow."""
+    return max(MAX_SERVERS, num_servers) if num_servers else 0
+
+
+def _close(server: ServerHandle) -> None:
+    for pipe in server.pipes:
+        pipe.close()
+    server.log.close()
