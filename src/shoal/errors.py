@@ -34,6 +34,7 @@
     ├── TrainingError              what the model, the loss or a step refuses        exit 3
     │   ├── NonFiniteLoss
     │   ├── LossDoesNotRecombine
+    │   ├── LossReadsParameters
     │   ├── StageCannotRun         a batch no stage was cut for
     │   │   ├── ShapeDecides
     │   │   └── ShapeLeadsElsewhere
@@ -203,15 +204,50 @@ class NonFiniteLoss(TrainingError):
 
 
 class LossDoesNotRecombine(TrainingError):
-    """A loss whose value over a batch is not the mean of its parts."""
+    """A loss whose value over a batch is not made of those of its parts."""
 
-    def __init__(self, *, whole: float, recombined: float, name: str) -> None:
-        self.whole, self.recombined, self.name = whole, recombined, name
+    def __init__(
+        self, *, whole: float, recombined: float, name: str, is_pair: bool = False, what: str = ""
+    ) -> None:
+        self.whole, self.recombined, self.name, self.is_pair, self.what = (
+            whole,
+            recombined,
+            name,
+            is_pair,
+            what,
+        )
+        subject = f"the {what} " if what else ("its sum " if is_pair else "it ")
+        how = "added" if is_pair else "weighted by their samples"
+        cure = "Let it return a pair (sum, count) instead of a mean: the sum over what it counts, and how much that was."
+        if is_pair:
+            cure = (
+                "Both numbers of its pair (sum, count) must add up over parts of a batch: sum over what is counted (not a mean "
+                "times the samples), and let a penalty on parameters count for each sample, (sum + count * penalty, count)."
+            )
         super().__init__(
-            f"the loss '{name}' does not recombine: over the first slice it is {whole:.6g}, but its two halves "
-            f"weighted by their samples give {recombined:.6g}. Cut over workers it would train something else, so "
-            "nothing was trained. Let it return a pair (sum, count) instead of a mean: the sum over what it counts, and "
-            "how much that was."
+            f"the loss '{name}' does not recombine: over a slice {subject}is {whole:.6g}, but its two halves "
+            f"{how} give {recombined:.6g}. Cut over workers it would train something else; nothing of this step was "
+            f"updated. {cure}"
+        )
+
+
+class LossReadsParameters(TrainingError):
+    """A loss over parameters that this process does not hold, or that are no longer those of the model."""
+
+    def __init__(self, *, names: Sequence[str], strategy: str, in_stages: bool) -> None:
+        self.names, self.strategy, self.in_stages = list(names), strategy, in_stages
+        named = ", ".join(f"'{name}'" for name in self.names[:3])
+        more = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
+        why = (
+            "the loss runs where the last stage is, which holds the parameters of its own layers alone"
+            if in_stages
+            else "these tensors were taken from the model before it was cut, and are not what is trained any more"
+        )
+        cure = "" if in_stages else "read them inside the loss, from model.parameters(); or "
+        super().__init__(
+            f"the loss reads parameters of the model, {named}{more}, and under '{strategy}' {why}: their penalty would be left "
+            f"out without a word. Nothing of this step was updated; {cure}give the optimizer weight_decay= in place of "
+            "the penalty, or use --strategy ddp."
         )
 
 

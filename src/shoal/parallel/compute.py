@@ -111,6 +111,15 @@ class Compute:
         with evaluating(self._job.model.modules()), torch.no_grad(), autocast(self._job):
             return self._call(split_target(self._placed(batch.batch))[0])
 
+    def try_out(self, batch: Slice, *, rank: int) -> None:
+        """Forward and loss of a slice, without gradients and without a trace."""
+        output = self.forward(batch, rank=rank)
+        placed = self._placed(batch.batch)
+        with torch.no_grad(), autocast(self._job):
+            self._job.loss(
+                output, split_target(placed)[1], max(batch.num_local, 1), batch.num_global, weight_of(placed)
+            )
+
     def _output(self, inputs: Tree, piece: Slice) -> Tree:
         try:
             rests = piece.borrowed and self._ranks is None

@@ -11,11 +11,12 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
 
 from shoal.data.tree import Tree, map_tensors, tensors
@@ -161,34 +162,35 @@ class MeanOverSamples:
         return value * counted, counted
 
     def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
-        """The loss of two halves must recombine to the loss of the whole."""
-        if (
-            num_local < 2 or weight is not None
-        ):  # then each sample's loss is taken alone, or the loss knows of them
+        """The loss of two halves must recombine to the loss of the whole, and so must its gradient by what it reads besides.
+
+        A penalty on parameters may be too small to show in the value; in the gradient by these parameters nothing else is.
+        Under `torch.no_grad` only values are compared.
+        """
+        is_each_alone = weight is not None and not self._takes_weights
+        if num_local < 2 or is_each_alone:
             return
-        with torch.no_grad():
-            output = map_tensors(lambda tensor: tensor.detach(), output)
-            whole = self._value(output, target)
-            if isinstance(whole, tuple):
-                return
-            half = num_local // 2
-            for tensor in [*tensors(output), *tensors(target)]:
-                if tensor.dim() == 0 or tensor.shape[0] % num_local:
-                    raise TrainingError(
-                        f"the loss '{self.name}' cannot be cut over workers: it is computed from a tensor of shape "
-                        f"{tuple(tensor.shape)} that does not hold the {num_local} samples of the slice in its first "
-                        "dimension, so shoal cannot tell what it averages over. Nothing was trained. Let the loss "
-                        "return a pair (sum, count): the sum over what it counts, and how much that was."
-                    )
-            first = self._value(*_part(output, target, 0, half, num_local))
-            second = self._value(*_part(output, target, half, num_local, num_local))
-        recombined = (float(first) * half + float(second) * (num_local - half)) / num_local
-        whole = float(whole)
-        tolerance = _tolerance(output)
-        if math.isfinite(whole) and not math.isclose(
-            whole, recombined, rel_tol=tolerance, abs_tol=tolerance * 1e-2
-        ):
-            raise LossDoesNotRecombine(whole=whole, recombined=recombined, name=self.name)
+        output = map_tensors(lambda tensor: tensor.detach(), output)
+        whole = self._value(output, target, weight)
+        for tensor in [*tensors(output), *tensors(target)]:
+            if tensor.dim() == 0 or tensor.shape[0] % num_local:
+                if isinstance(whole, tuple):
+                    return  # its author counted; where the halves of this one are, only they know
+                raise TrainingError(
+                    f"the loss '{self.name}' cannot be cut over workers: it is computed from a tensor of shape "
+                    f"{tuple(tensor.shape)} that does not hold the {num_local} samples of the slice in its first "
+                    "dimension, so shoal cannot tell what it averages over. Nothing was trained. Let the loss "
+                    "return a pair (sum, count): the sum over what it counts, and how much that was."
+                )
+        half = num_local // 2
+        halves = [
+            self._value(*_part(output, target, begin, end, num_local), _rows(weight, begin, end))
+            for begin, end in ((0, half), (half, num_local))
+        ]
+        counted = [float(half), float(num_local - half)]
+        if weight is not None:
+            counted = [float(_rows(weight, 0, half).sum()), float(_rows(weight, half, num_local).sum())]
+        _refuse_cut(self.name, whole, halves, counted, _tolerance(output))
 
     def _value(self, output: Tree, target: Tree, weight: Tensor | None = None) -> Any:
         weights = {} if weight is None else {"sample_weight": weight}
@@ -214,6 +216,73 @@ def _takes_weights(loss: Callable[..., Any]) -> bool:
         return "sample_weight" in inspect.signature(getattr(loss, "forward", loss)).parameters
     except (TypeError, ValueError):  # written in C
         return False
+
+
+def _refuse_cut(name: str, whole: Any, halves: list[Any], counted: Sequence[float], tolerance: float) -> None:
+    """Refuse a loss whose halves do not make its whole: sums add up, means by what each half counted."""
+    is_pair = isinstance(whole, tuple)
+    shares = [1.0, 1.0] if is_pair else [part / (sum(counted) or 1.0) for part in counted]
+    totals = [each[0] if is_pair else each for each in (whole, *halves)]
+    values = [float(total.detach()) for total in totals]
+    recombined = values[1] * shares[0] + values[2] * shares[1]
+    if math.isfinite(values[0]) and not math.isclose(
+        values[0], recombined, rel_tol=tolerance, abs_tol=tolerance * 1e-2
+    ):
+        raise LossDoesNotRecombine(whole=values[0], recombined=recombined, name=name, is_pair=is_pair)
+    if is_pair:
+        count, counts = float(whole[1]), float(halves[0][1]) + float(halves[1][1])
+        if not math.isclose(count, counts, rel_tol=tolerance):
+            raise LossDoesNotRecombine(whole=count, recombined=counts, name=name, is_pair=True, what="count")
+    nodes = nodes_of(totals[0])
+    if any(isinstance(node, BackwardCFunction) for node in nodes):
+        return  # whose backward may do more than compute: exchange, push rows, run a layer again
+    read = [leaf for leaf in leaves_of(nodes) if leaf.numel()]
+    of_whole, of_first, of_second = (_gradients(total, read) for total in totals)
+    for by, first, second in zip(of_whole, of_first, of_second, strict=True):
+        summed = first * shares[0] + second * shares[1]
+        size = torch.stack([by.abs().max(), first.abs().max(), second.abs().max()]).max()
+        if bool((summed - by).abs().max() > tolerance * size):
+            raise LossDoesNotRecombine(
+                whole=float(by.norm()),
+                recombined=float(summed.norm()),
+                name=name,
+                is_pair=is_pair,
+                what="gradient by a parameter that it reads",
+            )
+
+
+def nodes_of(total: Tensor, beyond: Iterable[Any] = ()) -> list[Any]:
+    """The graph that a tensor was computed by, without the nodes `beyond` and what lies behind them."""
+    seen: set[Any] = {None, *beyond}
+    waiting: list[Any] = [total.grad_fn]
+    found = []
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            found.append(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def leaves_of(nodes: Iterable[Any]) -> list[Tensor]:
+    """The tensors at which these nodes would accumulate gradients."""
+    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
+
+
+def _gradients(total: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    if not leaves or not total.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    # Retained: what a forward left behind for the loss, backward has still to pass through.
+    found = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
+    return [
+        torch.zeros_like(leaf) if by is None else by.to_dense()
+        for leaf, by in zip(leaves, found, strict=True)
+    ]
+
+
+def _rows(weight: Tensor | None, begin: int, end: int) -> Any:
+    return None if weight is None else weight[begin:end]
 
 
 def _part(output: Tree, target: Tree, begin: int, end: int, num_samples: int) -> tuple[Tree, Tree]:

@@ -28,7 +28,7 @@ from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.errors import ClusterError, ConfigError
 from shoal.parallel import fsdp as fsdp_cut
-from shoal.parallel import optimizer_following
+from shoal.parallel import optimizer_following, parameter_loss
 from shoal.parallel.activations import run_again
 from shoal.parallel.check_same_model import refuse_different_models
 from shoal.parallel.compute import place
@@ -100,8 +100,16 @@ class ModelParallel(Ddp):
             job.model.to(job.device)
             refuse_different_models(job.model, super().gather)
             self._together.exchange(self._broadcast)
-            names = optimizer_following.names_of(job.model)
+            names, uncut = optimizer_following.names_of(job.model), parameter_loss.Uncut(job.model)
             self._cut(job.model)
+            job.loss = parameter_loss.WholeParameters(
+                job.loss,
+                job.model,
+                uncut,
+                self._packing,
+                strategy=str(self._axes),
+                in_stages=self._axes.pp > 1,
+            )
             self._is_cut = True
             heap.return_large_blocks()
             if job.given_optimizer is not None:
@@ -146,7 +154,8 @@ class ModelParallel(Ddp):
             # A mesh has groups of its own, whose connections may end before those that are watched.
             if not is_over and not any(word in str(error) for word in _BROKEN):
                 refusal = tensor_cut.refusal(error, self._job.model) if self._axes.tp > 1 else None
-                raise refusal or error from None
+                by_parameters = parameter_loss.refusal(error, str(self._axes), in_stages=self._axes.pp > 1)
+                raise refusal or by_parameters or error from None
         # Whoever holds parts goes with the one that died; the supervisor ends us while we wait.
         self._together.regroup(operation, time.monotonic() - began_at)
         raise self._mesh_is_lost()
@@ -230,7 +239,11 @@ class ModelParallel(Ddp):
         cut = pipeline_plan.find_cut(flow, num_stages, by_size, job.pipeline_cut, styles)
         costs = torch.tensor(by_size, dtype=torch.float64)
         if self._rank == 0:
-            costs = torch.tensor(pipeline_plan.costs_of_job(flow, inputs, job.number), dtype=torch.float64)
+            try:
+                measured = pipeline_plan.costs_of_job(flow, inputs, job.number)
+            except RuntimeError as error:
+                raise (parameter_loss.refusal(error, str(self._axes), in_stages=True) or error) from None
+            costs = torch.tensor(measured, dtype=torch.float64)
         self._together.exchange(lambda native: native.broadcast(costs))
         cut = pipeline_plan.find_cut(flow, num_stages, costs.tolist(), job.pipeline_cut, styles)
         pipeline_stage.refuse_wrong(flow, cut, inputs)

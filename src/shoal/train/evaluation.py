@@ -36,13 +36,11 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64)
     for part in _slices(batches, rank, num_workers, what="evaluate"):
         output = strategy.forward(part)
+        target, weight = place((part.target, part.weight), job.device, job.cast_inputs)
+        with torch.no_grad(), autocast(job):  # as in training: a loss rounds less than the layers before it
+            # Of a borrowed sample too: a loss that reads parameters may have to gather them, with all ranks.
+            total, count = job.loss(output, target, max(part.num_local, 1), part.num_global, weight)
         if not part.borrowed:
-            target, weight = place((part.target, part.weight), job.device, job.cast_inputs)
-            with (
-                torch.no_grad(),
-                autocast(job),
-            ):  # as in training: a loss rounds less than the layers before it
-                total, count = job.loss(output, target, part.num_local, part.num_global, weight)
             sums += torch.tensor([float(total), count], dtype=torch.float64)
             metrics.update(output, target, part.num_local)
         tick(part)

@@ -102,7 +102,7 @@ class Ps:
             model.lay_out_as(layout)
         else:
             placed = place(batch.batch, job.device, job.cast_inputs) if batch is not None else None
-            model.lay_out(placed, lambda: self._compute.forward(batch, rank=self._rank) if batch else None)
+            model.lay_out(placed, lambda: self._compute.try_out(batch, rank=self._rank) if batch else None)
         model.declare()
         if layout is None:
             if self._rank == 0 and not self._served.next_is_known:

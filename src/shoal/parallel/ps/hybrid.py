@@ -155,7 +155,7 @@ class PsHybrid(Ddp):
             assert batch is not None
             rows.lay_out(
                 place(batch.batch, job.device, job.cast_inputs),
-                lambda: self._compute.forward(batch, rank=self._rank),
+                lambda: self._compute.try_out(batch, rank=self._rank),
             )
         rows.declare()
         taken = {module.taken.name for module in rows.rows}
