@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,21 +18,43 @@ BATCH_NORM = Mix("stem.norm", "BatchNorm2d", "mixes the batch")
 class Script:
     """Answers with the weight each kind of run would end at, and writes down what was asked of it."""
 
-    def __init__(self, *, workers: float, whole: float, slices: float, mixes: tuple[Mix, ...] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        workers: float,
+        whole: float,
+        slices: float,
+        mixes: tuple[Mix, ...] = (),
+        workers_at_rest: float = 1.0,
+        mixes_at_rest: tuple[Mix, ...] = (),
+    ) -> None:
         self.workers, self.whole, self.slices, self.mixes = workers, whole, slices, mixes
+        self.workers_at_rest, self.mixes_at_rest = workers_at_rest, mixes_at_rest
         self.asked: list[tuple[str, bool, int]] = []
+        self.rested: list[tuple[str, bool, tuple[str, ...]]] = []
 
     num_micro: int | None = None
 
     def __call__(
-        self, dtype: str, *, spread: bool, num_slices: int = 1, num_micro: int | None = None
+        self,
+        dtype: str,
+        *,
+        spread: bool,
+        num_slices: int = 1,
+        num_micro: int | None = None,
+        at_rest: tuple[str, ...] = (),
     ) -> Dump:
-        self.asked.append((dtype, spread, num_slices * (num_micro or 1)))
-        weight = self.workers if spread else self.slices if self.asked[-1][2] > 1 else self.whole
+        if at_rest:
+            self.rested.append((dtype, spread, at_rest))
+            weight, mixes = self.workers_at_rest if spread else 1.0, self.mixes_at_rest
+        else:
+            self.asked.append((dtype, spread, num_slices * (num_micro or 1)))
+            weight = self.workers if spread else self.slices if self.asked[-1][2] > 1 else self.whole
+            mixes = self.mixes
         return Dump(
             state={"weight": np.array([weight], dtype)},
             losses=(1.0, 0.5),
-            mixes=self.mixes if spread else (),
+            mixes=mixes if spread else (),
             num_steps=2,
             num_micro=self.num_micro if spread else None,
         )
@@ -64,21 +87,45 @@ def test_named_layers_are_compared_slice_by_slice_at_once() -> None:
     ]
 
 
-def test_a_difference_that_the_slices_explain_is_equal_and_said_to_be_sliced() -> None:
+def test_a_difference_that_the_slices_explain_is_a_difference_and_said_to_hang_on_the_cut() -> None:
     outcome = check(Script(workers=1.0, whole=2.0, slices=1.0), num_workers=3, tolerance=1e-9)
+    assert not outcome.equal
+    assert outcome.depends_on_cut
+    assert outcome.judged.float64.worst().absolute == 1.0
+
+
+def test_named_layers_are_put_to_rest_and_compared_with_whole_batches() -> None:
+    script = Script(workers=1.0, whole=2.0, slices=1.0, mixes=(BATCH_NORM,))
+    outcome = check(script, num_workers=3, tolerance=1e-9)
     assert outcome.equal
-    assert outcome.sliced
-    assert outcome.mixes == ()
-    assert outcome.whole is not None
-    assert outcome.whole.float64.worst().absolute == 1.0
-    assert outcome.judged.float32.beyond(1e-9) == []
+    assert script.rested == [("float64", True, ("stem.norm",)), ("float64", False, ("stem.norm",))]
+
+
+def test_named_layers_do_not_hide_what_depends_on_the_cut_without_them() -> None:
+    script = Script(workers=1.0, whole=2.0, slices=1.0, mixes=(BATCH_NORM,), workers_at_rest=1.06)
+    outcome = check(script, num_workers=3, tolerance=1e-9)
+    assert not outcome.judged.differing
+    assert outcome.rested is not None
+    assert [found.name for found in outcome.rested.differing] == ["weight"]
+    assert not outcome.equal
+
+
+def test_layers_that_draw_at_rest_too_are_named() -> None:
+    noise = Mix("the model", "Sampler", "draws random numbers")
+    script = Script(
+        workers=1.0, whole=2.0, slices=1.0, mixes=(noise,), workers_at_rest=1.06, mixes_at_rest=(noise,)
+    )
+    outcome = check(script, num_workers=3, tolerance=1e-9)
+    assert outcome.equal
+    assert outcome.still_drawing == (noise,)
+    assert script.rested == [("float64", True, ("",))]
 
 
 def test_a_difference_that_nothing_explains_is_shown_against_the_plain_reference() -> None:
     outcome = check(Script(workers=1.0, whole=1.5, slices=1.7), num_workers=3, tolerance=1e-9)
     assert not outcome.equal
     assert not outcome.sliced
-    assert outcome.whole is None
+    assert not outcome.depends_on_cut
     assert outcome.judged.float64.tensors[0].absolute == 0.5
 
 
@@ -100,11 +147,9 @@ def test_named_layers_do_not_excuse_a_difference() -> None:
 
 def test_float32_does_not_decide() -> None:
     class Rounded(Script):
-        def __call__(
-            self, dtype: str, *, spread: bool, num_slices: int = 1, num_micro: int | None = None
-        ) -> Dump:
+        def __call__(self, dtype: str, **asked: Any) -> Dump:
             self.workers = 1.001 if dtype == "float32" else 1.0
-            return super().__call__(dtype, spread=spread, num_slices=num_slices, num_micro=num_micro)
+            return super().__call__(dtype, **asked)
 
     outcome = check(Rounded(workers=1.0, whole=1.0, slices=1.0), num_workers=2, tolerance=1e-9)
     assert outcome.equal
@@ -118,11 +163,9 @@ class Noisy(Script):
         super().__init__(workers=1.0, whole=1.0, slices=1.0)
         self.noise = {"float64": float64, "float32": float32}
 
-    def __call__(
-        self, dtype: str, *, spread: bool, num_slices: int = 1, num_micro: int | None = None
-    ) -> Dump:
-        dump = super().__call__(dtype, spread=spread, num_slices=num_slices, num_micro=num_micro)
-        bias = np.array([0.2 + (self.noise[dtype] if spread else 0.0)], dtype)
+    def __call__(self, dtype: str, **asked: Any) -> Dump:
+        dump = super().__call__(dtype, **asked)
+        bias = np.array([0.2 + (self.noise[dtype] if asked["spread"] else 0.0)], dtype)
         return replace(dump, state={**dump.state, "bias": bias})
 
 
@@ -156,6 +199,7 @@ def test_a_dump_reads_back_with_nan_losses(tmp_path: Path) -> None:
     report = {
         "losses": [1.5, float("nan")],
         "mixes": [{"layer": "stem.norm", "kind": "BatchNorm2d", "why": "mixes the batch"}],
+        "own_loop": False,
         "steps": 2,
     }
     (tmp_path / "report.json").write_text(json.dumps(report))

@@ -143,27 +143,91 @@ def test_a_script_whose_gradients_depend_on_the_rank_is_caught(verify: Verify) -
     )
     assert result.exit_code == 1, result.output
     assert "not equal: ddp on 2 workers computes something else than one process" in told(result)
+    assert "shoal.rank()" in told(result)
 
 
-def test_a_layer_that_mixes_without_being_known_for_it_is_said(verify: Verify) -> None:
+CENTRED = """
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(8, 3), nn.Dropout(DROPOUT)
+
+    def forward(self, x):
+        return self.linear(self.dropout(x - x.mean(0)))
+
+train(Centred())
+"""
+
+MASKED = """
+# Only from the fourth batch on are there labels to leave out: the check of the first batch sees none.
+y[60:][torch.rand(43) < 0.6] = -100
+data = shoal.Dataset.from_arrays((x, y))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target, ignore_index=-100)
+"""
+
+
+@pytest.mark.parametrize("dropout", ["0.0", "0.3"])
+def test_a_layer_that_mixes_without_being_known_for_it_is_a_difference(verify: Verify, dropout: str) -> None:
+    result = verify(CENTRED.replace("DROPOUT", dropout), "-n", "3")
+    assert result.exit_code == 1, result.output
+    assert "not equal: ddp on 3 workers" in told(result)
+    assert "depends on how the batch is cut" in told(result)
+    assert ("the layers above were at rest" in told(result)) == (dropout == "0.3")
+
+
+@pytest.mark.parametrize("layers", ["", "nn.Dropout(0.3),", "nn.BatchNorm1d(8),"])
+def test_a_masked_mean_is_caught_whatever_layers_are_beside_it(verify: Verify, layers: str) -> None:
+    result = verify(
+        f"{MASKED}\ntrain(nn.Sequential({layers} nn.Linear(8, 3)), loss=loss)".replace("\n", "\n        "),
+        "-n",
+        "3",
+    )
+    assert result.exit_code != 0, result.output
+    assert "equal: ddp" not in told(result)
+    assert "(sum, count)" in " ".join(result.output.split())
+
+
+def test_a_masked_mean_in_a_loop_of_ones_own_is_caught_beside_dropout(verify: Verify) -> None:
+    result = verify(
+        MASKED
+        + """
+model = nn.Sequential(nn.Dropout(0.3), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+y[:] = torch.where(torch.rand(103) < 0.6, -100, y)
+model, optimizer, batches = shoal.setup(model, optimizer, data.batch(16))
+for epoch in range(3):
+    model.train()
+    for inputs, target in batches:
+        optimizer.zero_grad()
+        loss(model(inputs), target).backward()
+        optimizer.step()
+""",
+        "-n",
+        "2",
+    )
+    assert result.exit_code == 1, result.output
+    assert "a mean over a mask" in told(result)
+
+
+def test_a_loop_of_ones_own_with_dropout_is_compared_with_dropout_at_rest(verify: Verify) -> None:
     result = verify(
         """
-        class Centred(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.linear = nn.Linear(8, 3)
-
-            def forward(self, x):
-                return self.linear(x - x.mean(0))
-
-        train(Centred())
+        model = nn.Sequential(nn.Dropout(0.3), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, batches = shoal.setup(model, optimizer, data.batch(16))
+        for inputs, target in batches:
+            model.train()
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), target).backward()
+            optimizer.step()
         """,
         "-n",
         "3",
     )
     assert result.exit_code == 0, result.output
-    assert "Something in the model or the loss mixes the batch" in told(result)
-    assert "equal: ddp on 3 workers" in told(result)
+    assert "0 (Dropout) draws random numbers" in told(result)
 
 
 def test_a_loop_of_ones_own_is_compared_too(verify: Verify) -> None:

@@ -14,6 +14,12 @@ from typing import Protocol
 
 from shoal.cli.compare import Array, Comparison, Difference, compare, hangs_on_rounding
 
+THE_MODEL = "the model"
+"""How a report names a layer that is the model itself."""
+
+RESTING_STEPS = 5
+"""Steps with layers put to rest: a model without its normalisation may diverge, and then rounding grows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mix:
@@ -23,6 +29,11 @@ class Mix:
     kind: str
     why: str
     """"mixes the batch" or "draws random numbers"."""
+
+    @property
+    def module(self) -> str:
+        """The layer as the model knows it."""
+        return "" if self.layer == THE_MODEL else self.layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +48,9 @@ class Dump:
     num_steps: int
     num_micro: int | None = None
     """Micro-batches in which a pipeline ran each slice; None where it was none."""
+
+    is_own_loop: bool = False
+    """The loop is the script's own: one process runs it as it is, and cannot run slices in turn."""
 
 
 def read_dump(directory: Path) -> Dump | None:
@@ -53,6 +67,7 @@ def read_dump(directory: Path) -> Dump | None:
         mixes=tuple(Mix(mix["layer"], mix["kind"], mix["why"]) for mix in report["mixes"]),
         num_steps=report["steps"],
         num_micro=report.get("micro_batches"),
+        is_own_loop=report["own_loop"],
     )
 
 
@@ -63,9 +78,15 @@ class Run(Protocol):
     """
 
     def __call__(
-        self, dtype: str, *, spread: bool, num_slices: int = 1, num_micro: int | None = None
+        self,
+        dtype: str,
+        *,
+        spread: bool,
+        num_slices: int = 1,
+        num_micro: int | None = None,
+        at_rest: tuple[str, ...] = (),
     ) -> Dump:
-        """Run it and read what it left."""
+        """Run it and read what it left. `at_rest`: these modules stay in evaluation mode, for a few steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,19 +119,31 @@ class Outcome:
     mixes: tuple[Mix, ...]
     """Why it did: the layers that were named."""
 
-    whole: Judged | None
-    """Against whole batches, where no layer was named and only the slices are equal: something mixes unnamed."""
+    depends_on_cut: bool
+    """Whole batches give something else, and no named layer explains it: cut in one process, the result is the workers'."""
 
+    rested: Judged | None
+    """Where layers were named: the workers against whole batches, with these layers in evaluation mode."""
+
+    still_drawing: tuple[Mix, ...]
+    """Layers that draw random numbers in evaluation mode too, so that nothing could be compared with them at rest."""
+
+    is_own_loop: bool
     num_steps: int
 
     @property
     def equal(self) -> bool:
         """Whether the workers compute what one process does."""
-        return not self.judged.differing
+        return not self.judged.differing and not (self.rested and self.rested.differing)
 
 
 def check(run: Run, *, num_workers: int, tolerance: float) -> Outcome:
-    """Run the script spread and in one process, in float64 and float32, and compare."""
+    """Run the script spread and in one process, in float64 and float32, and compare.
+
+    Layers that see a slice and not the batch are compared with one process
+    that runs the slices in turn, and would hide everything else that depends
+    on the cut. So they are put to rest and compared with whole batches too.
+    """
     spread64 = run("float64", spread=True)
     spread32: Dump | None = None
 
@@ -124,18 +157,44 @@ def check(run: Run, *, num_workers: int, tolerance: float) -> Outcome:
             tolerance=tolerance,
         )
 
-    sliced = bool(spread64.mixes)
-    in_parts = spread64.num_micro
-    judged, whole = against(num_workers, in_parts) if sliced else against(1), None
-    if judged.differing and not sliced and (num_workers > 1 or in_parts is not None):
-        # A loss over pairs of the batch, a layer of the user's own: unnamed, but what the workers compute of their
-        # slices may be what one process computes of them.
-        by_slice = against(num_workers, in_parts)
-        if not by_slice.differing:
-            judged, whole, sliced = by_slice, judged, True
+    in_parts, own_loop = spread64.num_micro, spread64.is_own_loop
+    is_cut = num_workers > 1 or in_parts is not None
+    sliced = bool(spread64.mixes) and not own_loop
+    depends_on_cut, rested = False, None
+    still_drawing: tuple[Mix, ...] = ()
+    if spread64.mixes and own_loop and is_cut:
+        rested, still_drawing = _at_rest(run, spread64.mixes, tolerance)
+        judged = rested or against(1)
+    else:
+        judged = against(num_workers, in_parts) if sliced else against(1)
+    if judged.differing and not spread64.mixes and is_cut and not own_loop:
+        depends_on_cut = not against(num_workers, in_parts).differing
+    if sliced and is_cut and not judged.differing:
+        rested, still_drawing = _at_rest(run, spread64.mixes, tolerance)
     return Outcome(
-        judged=judged, sliced=sliced, mixes=spread64.mixes, whole=whole, num_steps=spread64.num_steps
+        judged=judged,
+        sliced=sliced,
+        mixes=spread64.mixes,
+        depends_on_cut=depends_on_cut,
+        rested=rested,
+        still_drawing=still_drawing,
+        is_own_loop=own_loop,
+        num_steps=spread64.num_steps,
     )
+
+
+def _at_rest(run: Run, mixes: tuple[Mix, ...], tolerance: float) -> tuple[Judged | None, tuple[Mix, ...]]:
+    names = tuple(mix.module for mix in mixes)
+    spread = run("float64", spread=True, at_rest=names)
+    if spread.mixes:
+        return None, spread.mixes
+    float64 = _compare(spread, run("float64", spread=False, at_rest=names))
+    if not float64.beyond(tolerance):
+        return judge(float64, float64, tolerance=tolerance), ()
+    float32 = _compare(
+        run("float32", spread=True, at_rest=names), run("float32", spread=False, at_rest=names)
+    )
+    return judge(float64, float32, tolerance=tolerance), ()
 
 
 def judge(float64: Comparison, float32: Comparison, *, tolerance: float) -> Judged:

@@ -119,7 +119,8 @@ def verify(
                 tolerance=tolerance,
             )
     screen = console()
-    screen.print(table(outcome.judged))
+    rested = outcome.rested
+    screen.print(table(rested if rested is not None and rested.differing else outcome.judged))
     for line in verdict(outcome, config, asked_steps=steps, tolerance=tolerance):
         screen.print(line, soft_wrap=not screen.is_terminal)
     raise typer.Exit(0 if outcome.equal else 1)
@@ -137,17 +138,24 @@ class VerifyRuns:
     num_runs: int = field(default=0, init=False)
 
     def __call__(
-        self, dtype: str, *, spread: bool, num_slices: int = 1, num_micro: int | None = None
+        self,
+        dtype: str,
+        *,
+        spread: bool,
+        num_slices: int = 1,
+        num_micro: int | None = None,
+        at_rest: tuple[str, ...] = (),
     ) -> Dump:
         """One run. A script that fails ends the verb as it would end `shoal run`."""
-        from shoal.cli.equality import read_dump
+        from shoal.cli.equality import RESTING_STEPS, read_dump
         from shoal.cluster.launch.api import launch
 
         self.num_runs += 1
         dump_to = Path(self.config.run_dir) / f"dump-{self.num_runs}"
         plan = VerifyPlan(
             dtype=dtype,
-            num_steps=self.num_steps,
+            num_steps=min(self.num_steps, RESTING_STEPS) if at_rest else self.num_steps,
+            at_rest=at_rest,
             dump_to=str(dump_to),
             num_slices=num_slices,
             num_micro=num_micro,
@@ -192,7 +200,10 @@ class VerifyRuns:
                 "slices are as large as each device is fast, and random numbers those of its kind. Nothing was changed; verify on "
                 "devices of one kind."
             )
-        typer.echo(f"{dtype}: {dump.num_steps} steps {_how(config, num_slices, num_micro)}", err=True)
+        resting = ", with the layers named at rest" if at_rest else ""
+        typer.echo(
+            f"{dtype}: {dump.num_steps} steps {_how(config, num_slices, num_micro)}{resting}", err=True
+        )
         return dump
 
 
@@ -267,14 +278,16 @@ def verdict(outcome: Outcome, config: LaunchConfig, *, asked_steps: int, toleran
             "They count as equal."
         )
     if outcome.mixes:
+        if outcome.is_own_loop:
+            in_turn = "both sides ran them in evaluation mode, a loop of its own cannot run slices in turn"
         yield f"Some layers see the slice of a batch and not the batch, so {in_turn}:"
         for mix in outcome.mixes:
             yield f"  {mix.layer} ({mix.kind}) {mix.why}"
-    elif outcome.whole is not None:
-        worst = outcome.whole.float64.worst()
+    if outcome.still_drawing:
+        drawing = ", ".join(f"{mix.layer} ({mix.kind})" for mix in outcome.still_drawing[:3])
         yield (
-            "Something in the model or the loss mixes the batch, without being a layer that is known for it: against "
-            f"one process with whole batches {worst.name} differs by {worst.relative:.1e}. So {in_turn}."
+            f"{drawing} draws random numbers in evaluation mode too, so nothing was compared with whole batches: a layer that "
+            "mixes the batch unnamed would not show. The loss was checked by itself, at each step."
         )
     if outcome.judged.rounding:
         yield (
@@ -290,12 +303,37 @@ def verdict(outcome: Outcome, config: LaunchConfig, *, asked_steps: int, toleran
             f"{float64.worst(leaving_out=explained).relative:.1e} in float64 (tolerance {tolerance:.0e}) and "
             f"{float32.worst(leaving_out=explained).relative:.1e} in float32."
         )
-    else:
-        yield (
-            f"not equal: {spread} computes something else than one process. Beyond the tolerance of {tolerance:.0e} are "
-            f"{len(outcome.judged.differing)} of {len(float64.all)} rows: {_listed(outcome.judged.differing)} in float64, "
-            "which is not rounding. Look for what depends on the rank, or on how the batch is cut."
+        return
+    differing, against = outcome.judged.differing, "one process"
+    if outcome.rested is not None and outcome.rested.differing:
+        differing = outcome.rested.differing
+        against = "one process with whole batches, though the layers above were at rest in both (in evaluation mode)"
+    yield (
+        f"not equal: {spread} computes something else than {against}. Beyond the tolerance of {tolerance:.0e} are "
+        f"{len(differing)} of {len(float64.all)} rows: {_listed(differing)} in float64, which is not rounding. "
+        f"{_likely_cause(outcome)}"
+    )
+
+
+def _likely_cause(outcome: Outcome) -> str:
+    of_cut = (
+        "a loss that is no mean over its samples, such as a mean over a mask (let it return a pair (sum, count)), or code in the "
+        "model that mixes the samples of a batch"
+    )
+    if outcome.is_own_loop:
+        return (
+            f"Likely gradients that are clipped or changed before optimizer.step() sums them, {of_cut.replace('let it return', 'Trainer takes')}, "
+            "or code that depends on shoal.rank()."
         )
+    if outcome.depends_on_cut or outcome.rested is not None:
+        return (
+            "It depends on how the batch is cut: one process that runs the workers' slices in turn gets what they get. Likely "
+            f"{of_cut}."
+        )
+    return (
+        "How the batch is cut does not explain it. Likely code that depends on shoal.rank(), or a penalty on parameters that is "
+        "no part of a mean over samples."
+    )
 
 
 def _listed(differences: Sequence[Difference]) -> str:

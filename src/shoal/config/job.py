@@ -36,6 +36,9 @@ class VerifyPlan:
     num_micro: int | None = None
     """In one process: run every slice in so many parts, as the micro-batches of a pipeline; None: as the script says."""
 
+    at_rest: tuple[str, ...] = ()
+    """Modules that stay in evaluation mode: those whose result depends on how a batch is cut."""
+
     stands_for: int = 1
     """In one process: of how many workers it is the reference. What they are given each, it is given for all of them."""
 

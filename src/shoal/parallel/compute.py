@@ -84,7 +84,7 @@ class Compute:
                 total, piece_count = job.loss(output, target, num_samples, piece.num_global, weight)
             if self._must_check_loss and piece.num_local > 1:  # one sample has no halves
                 job.loss.check(output, target, piece.num_local, weight)
-                self._must_check_loss = False
+                self._must_check_loss = job.checks_every_loss
             if not piece.borrowed:
                 totals.append(total.detach())
                 count += piece_count

@@ -76,6 +76,9 @@ class TrainJob:
     checkpoint_activations: bool | Sequence[str] = False
     """Whether blocks of the model run again within backward; or patterns of the names of those that do."""
 
+    checks_every_loss: bool = False
+    """Check at every step that the loss recombines, not at the first alone; set by `shoal verify`."""
+
     compile: bool = False
     """Compile the model."""
 

@@ -116,6 +116,8 @@ class WorkerData:
                 failpoint(BEFORE_FORWARD, self._loop.strategy.step + 1)
                 yield place(part.batch, self._loop.device, self._loop.dtype)
             is_over = True
+            for loop in _script.loops:
+                loop.epoch_is_over()
         finally:
             _script.between = f"after epoch {epoch} of {self.number}"
             self._pending.clear()  # nothing was made of them
@@ -138,7 +140,9 @@ class CustomLoop:
         self.dtype: torch.dtype | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._wishes = Wishes()
-        self._verification = Verification(self.job.verify, rank=self.job.rank) if self.job.verify else None
+        self._verification: Verification | None = None
+        if self.job.verify:
+            self._verification = Verification(self.job.verify, rank=self.job.rank, is_own_loop=True)
         self._committing = False
         self._number = next_number()
 
@@ -146,6 +150,11 @@ class CustomLoop:
         """A slice is handed to the script: models will run, up to the next commit."""
         if self.optimizer is not None:
             self._stepping.about_to_run()
+
+    def epoch_is_over(self) -> None:
+        """The script may end with it, before the steps that a verification asked for."""
+        if self._verification is not None:
+            self._verification.write(self.strategy)
 
     @property
     def _stepping(self) -> TakesGradients:

@@ -399,6 +399,11 @@ class Trainer:
         if self.verification is not None:
             self.verification.cast(model)
             settings |= {"autocast": None, "compile": False, "cast_inputs": self.verification.dtype}
+            settings["checks_every_loss"] = self.verification.checks_every_loss
+            if (
+                self.verification.plan.at_rest
+            ):  # without its BatchNorm a model may diverge, which is no error of the script
+                settings["on_nonfinite"] = "skip"
             settings["num_micro"] = self.verification.plan.num_micro or settings["num_micro"]
         given = self._optimizer_or_factory
         self.train_job = TrainJob(

@@ -24,10 +24,10 @@ from shoal.parallel.state import MODEL
 class Verification:
     """Counts a job's steps for a VerifyPlan and ends the script after the last."""
 
-    def __init__(self, plan: VerifyPlan, *, rank: int) -> None:
+    def __init__(self, plan: VerifyPlan, *, rank: int, is_own_loop: bool = False) -> None:
         self.plan = plan
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
-        self._rank = rank
+        self._rank, self._is_own_loop = rank, is_own_loop
         self._losses: list[float] = []
         self._mixing: list[MixingLayer] = []
         self._stop_watching: Callable[[], list[MixingLayer]] | None = None
@@ -36,7 +36,14 @@ class Verification:
         """Bring the model to the plan's precision, and watch its first forward for randomness."""
         model.to(self.dtype)
         self._model = model
+        for name in self.plan.at_rest:
+            keep_at_rest(model.get_submodule(name))
         self._stop_watching = watch_randomness(model)
+
+    @property
+    def checks_every_loss(self) -> bool:
+        """Whether the loss of each step has to recombine, not only the first: masks may come later. In float64 rounding does not show."""
+        return self.dtype is torch.float64
 
     def count(self, strategy: Strategy, loss: float) -> None:
         """One step was committed."""
@@ -52,6 +59,13 @@ class Verification:
 
     def end(self, strategy: Strategy) -> None:
         """Write down where the weights stand, and end the script."""
+        self.write(strategy)
+        raise SystemExit(0)
+
+    def write(self, strategy: Strategy) -> None:
+        """Write down where the weights stand, in the place of what was written before."""
+        if not self._losses:
+            return
         # Where ranks hold parts, all of them give theirs.
         pieces = list(strategy.state()) if self._rank == 0 or getattr(strategy, "holds_parts", False) else []
         if self._rank == 0:
@@ -67,7 +81,20 @@ class Verification:
                 "losses": self._losses,
                 "mixes": [dataclasses.asdict(layer) for layer in self._mixing],
                 "steps": len(self._losses),
+                "own_loop": self._is_own_loop,
                 "micro_batches": getattr(strategy, "num_micro", None),
             }
             (directory / "report.json").write_text(json.dumps(report))
-        raise SystemExit(0)
+
+
+def keep_at_rest(module: nn.Module) -> None:
+    """Keep a module, but not those inside it, in evaluation mode, whatever `train()` is called with."""
+    train = module.train
+
+    def resting(mode: bool = True) -> nn.Module:
+        train(mode)
+        module.training = False
+        return module
+
+    module.train = resting  # type: ignore[method-assign]
+    module.training = False
