@@ -505,3 +505,25 @@ def test_the_state_of_every_callback_is_json() -> None:
     for create in callbacks:
         state = json.loads(json.dumps(create().state()))
         create().load_state(state)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("on_epoch_ends", "Did you mean on_epoch_end?"),
+        ("on_step_begin", "The hooks are on_fit_begin, on_step_end"),
+        ("on_train_batch_end", "Did you mean on_step_end?"),
+        ("on_validation_epoch_end", "Did you mean on_epoch_end?"),
+        ("on_fit_start", "Did you mean on_fit_begin?"),
+    ],
+)
+def test_a_method_that_is_named_like_a_hook_and_is_none_is_refused(name: str, meant: str) -> None:
+    Misspelt = type("Misspelt", (shoal.callbacks.Callback,), {name: lambda self, *args: None})
+    with pytest.raises(ConfigError, match=name) as caught:
+        shoal.Trainer(torch.nn.Linear(1, 1), loss=torch.nn.MSELoss(), callbacks=[Misspelt()])
+    assert meant in str(caught.value)
+
+
+def test_an_attribute_that_is_no_method_may_have_any_name() -> None:
+    Named = type("Named", (shoal.callbacks.Callback,), {"on_disk": True})
+    shoal.Trainer(torch.nn.Linear(1, 1), loss=torch.nn.MSELoss(), callbacks=[Named()])

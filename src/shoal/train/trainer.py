@@ -38,7 +38,7 @@ from shoal.train.arguments import (
     check_limit,
     device_of,
 )
-from shoal.train.callbacks.base import Callback
+from shoal.train.callbacks.base import Callback, refuse_unknown_hooks
 from shoal.train.calls import Call, batches_of, described, first_inputs, next_number
 from shoal.train.checkpoint import saving
 from shoal.train.evaluation import evaluate, predict
@@ -165,6 +165,7 @@ class Trainer:
                 raise ConfigError(
                     f"callbacks must hold instances of shoal.callbacks.Callback, got {callback!r}."
                 )
+            refuse_unknown_hooks(callback)
         # Those that save come last, so that what they save holds the others' state of the same moment.
         self.callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         self.callbacks_here = [c for c in self.callbacks if c.ranks == "every" or self.rank == 0]

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from shoal.errors import ConfigError
+
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
+
+_ELSEWHERE = {
+    "on_train_begin": "on_fit_begin",
+    "on_train_start": "on_fit_begin",
+    "on_fit_start": "on_fit_begin",
+    "on_train_end": "on_fit_end",
+    "on_train_batch_end": "on_step_end",
+    "on_batch_end": "on_step_end",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_validation_end": "on_epoch_end",
+    "on_validation_epoch_end": "on_epoch_end",
+    "on_test_end": "on_epoch_end",
+    "on_save_checkpoint": "on_checkpoint",
+    "on_evaluate": "on_epoch_end",
+    "on_save": "on_checkpoint",
+    "on_log": "on_step_end",
+}
+"""Hooks of Keras, Lightning and transformers, and the one that is called here at that moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +91,17 @@ class Callback:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
+
+
+def refuse_unknown_hooks(callback: Callback) -> None:
+    """A method that is named like a hook and is none would never be called."""
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(type(callback)):
+        if not name.startswith("on_") or name in hooks or not callable(getattr(type(callback), name)):
+            continue
+        close = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, hooks, n=1)
+        meant = f"Did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"the callback {type(callback).__name__} has a method '{name}', which is no hook and would never be called. {meant}"
+            f"The hooks are {', '.join(hooks)}; give a method that is no hook a name without 'on_'."
+        )
