@@ -7,6 +7,7 @@ what is seeded and in which precision; exchanges nothing and updates nothing.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from shoal.collectives.sync_batchnorm import RanksOfBatch
 from shoal.data.slice import Slice, split_target, weight_of
 from shoal.data.tree import Tree, concatenate, map_tensors
 from shoal.parallel.activations import run_again
-from shoal.parallel.model_call import ModelCall
+from shoal.parallel.model_call import ModelCall, num_compiled_graphs
 from shoal.parallel.protocol import LossSum, TrainJob
 from shoal.runtime.seeds import mix
 
@@ -44,13 +45,12 @@ class Compute:
         """
         self._job, self._ranks = job, ranks
         self._borrowed_run_back = borrowed_run_back or ranks is not None
-        self._call = ModelCall(job.model)
+        self._call = ModelCall(job.model, compile=job.compile)
+        self._tells_graphs = job.compile
         self._must_check_loss = check_loss
         if job.checkpoint_activations:
             run_again(job.model, job.checkpoint_activations)
         self._batchnorms = [module for module in job.model.modules() if isinstance(module, _BatchNorm)]
-        if job.compile:
-            job.model.compile()
         # Left unsaid, torch warns about it at the first update of sparse rows; said, it stays as it was.
         if not torch.sparse.check_sparse_tensor_invariants.is_enabled():  # type: ignore[no-untyped-call]
             torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
@@ -80,6 +80,8 @@ class Compute:
             (inputs, target), weight = split_target(placed), weight_of(placed)
             with autocast(self._job):
                 output = self._output(inputs, piece)
+                if self._tells_graphs:
+                    self._tell_graphs(rank)
                 num_samples = max(piece.num_local, 1)
                 total, piece_count = job.loss(output, target, num_samples, piece.num_global, weight)
             if self._must_check_loss and piece.num_local > 1:  # one sample has no halves
@@ -133,6 +135,18 @@ class Compute:
                     "workers or less accumulation."
                 )
             raise
+
+    def _tell_graphs(self, rank: int) -> None:
+        """A model may be compiled whole, in parts, or not at all: only the first forward shows it."""
+        self._tells_graphs = False
+        name, graphs = type(self._job.model).__name__.removeprefix("FSDP"), num_compiled_graphs()
+        said = f"{name} runs as {graphs} compiled graph{'s' if graphs > 1 else ''}"
+        if rank == 0:
+            print(
+                f"note: compile: {said if graphs else f'nothing of {name} could be compiled'}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     @contextlib.contextmanager
     def _batchnorm_at_rest(self) -> Iterator[None]:

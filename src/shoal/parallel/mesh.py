@@ -92,9 +92,14 @@ class ModelParallel(Ddp):
         self._job = job
         if job.build_optimizer is not None:
             self._refuse_rows(job.model)
-        if self._axes.pp > 1 and job.compile:
+        if job.compile and (self._axes.pp > 1 or self._axes.tp > 1):
+            why = (
+                "pp runs it in stages"
+                if self._axes.pp > 1
+                else "tp runs layers of which each rank has a part, which dynamo cannot follow"
+            )
             raise ConfigError(
-                "compile=True compiles the model as one, and pp runs it in stages. Nothing was trained; leave one of the two out."
+                f"compile=True compiles the model as one, and {why}. Nothing was trained; leave compile out, or use --strategy ddp or fsdp."
             )
         if not self._is_cut:
             job.model.to(job.device)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from shoal.data.tree import Tree
@@ -19,19 +21,38 @@ class ModelCall:
     the step cheap.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, *, compile: bool = False) -> None:
         self._only = _only_parameter(model)
+        self._run: Callable[..., Any] = model
+        if compile and (units := _sharded_units(model)):
+            for unit in units:  # dynamo stops at what fsdp does around them
+                unit.forward = torch.compile(unit.forward)
+        elif compile:
+            # Not model.compile(): of a class of torch's own, an nn.Sequential say, dynamo would leave it all uncompiled.
+            self._run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs))
 
     def __call__(self, inputs: Tree) -> Any:
         """The model's outputs."""
         if isinstance(inputs, dict):
             if self._only is not None and set(inputs) != {self._only}:
-                return self._model(inputs)
-            return self._model(**inputs)
+                return self._run(inputs)
+            return self._run(**inputs)
         if isinstance(inputs, tuple) or (isinstance(inputs, list) and self._only is None):
-            return self._model(*inputs)
-        return self._model(inputs)
+            return self._run(*inputs)
+        return self._run(inputs)
+
+
+def _sharded_units(model: nn.Module) -> list[nn.Module]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def num_compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def _only_parameter(model: nn.Module) -> str | None:

@@ -1,0 +1,45 @@
+"""`compile=True`: the model is compiled under each strategy that can, which is said, and refused under the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shoal.errors import ConfigError
+
+SCRIPT = """
+import torch, shoal
+from torch import nn
+from shoal.parallel import fsdp as fsdp_cut
+fsdp_cut.UNIT_BYTES = 100
+torch._dynamo.config.suppress_errors = False
+torch.manual_seed(0)
+x, y = torch.randn(24, 8), torch.randint(0, 3, (24,))
+model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.Tanh()), nn.Linear(16, 3))
+compile = torch.compile
+torch.compile = lambda function: compile(function, backend="aot_eager")  # as good as any other to be seen, and quick
+trainer = shoal.Trainer(
+    model, loss=nn.CrossEntropyLoss(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1), compile=True
+)
+trainer.fit(shoal.Dataset.from_arrays((x, y)).batch(8), epochs=1)
+"""
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("ps", 2)])
+def test_a_sequential_is_compiled_and_the_graphs_are_counted(
+    launch_script: Callable[..., Any], strategy: str, workers: int
+) -> None:
+    done = launch_script(SCRIPT, workers=workers, strategy=strategy)
+    assert done.exit_code == 0, done.stderr
+    assert "compile: Sequential runs as 1 compiled graph" in done.stderr
+
+
+@pytest.mark.parametrize("strategy", ["tp", "pp"])
+def test_a_model_in_parts_that_cannot_be_compiled_is_refused(
+    launch_script: Callable[..., Any], strategy: str
+) -> None:
+    done = launch_script(SCRIPT, workers=2, strategy=strategy)
+    assert isinstance(done.error, ConfigError), done.stderr
+    assert "leave compile out, or use --strategy ddp or fsdp" in str(done.error)
