@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.sharding import Load, balanced_cuts
+from shoal.data.sharding import CutLoad, balanced_cuts
 
 
 def heaviest(costs: list[float], cuts: list[int]) -> float:
@@ -50,6 +50,6 @@ def test_where_nothing_costs_anything_parts_are_equal_in_length() -> None:
 
 
 def test_load_is_what_steps_wait_for_over_what_there_is_to_do() -> None:
-    load = Load.of([(np.array([4.0, 1, 1]), [0, 1, 3]), (np.array([1.0, 1]), [0, 1, 2])])
-    assert load == Load((4 + 1) / (3 + 1), 2)
-    assert Load.of([(np.zeros(2), [0, 1, 2])]).max_over_mean == 1.0
+    load = CutLoad.of([(np.array([4.0, 1, 1]), [0, 1, 3]), (np.array([1.0, 1]), [0, 1, 2])])
+    assert load == CutLoad((4 + 1) / (3 + 1), 2)
+    assert CutLoad.of([(np.zeros(2), [0, 1, 2])]).max_over_mean == 1.0

@@ -98,7 +98,7 @@ def test_one_that_was_entered_can_be_sent_to_another_process() -> None:
 
 
 def test_a_thread_that_is_waited_for_by_who_has_them_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(randomness, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(randomness, "EXCHANGE_TIMEOUT_S", 0.01)
     seen = []
 
     def other() -> None:

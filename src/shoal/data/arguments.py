@@ -1,4 +1,4 @@
-"""What callers may pass: checks that refuse at the call, by the name of the argument and with what was given."""
+"""Argument checks of the public methods: refuse at the call, with the argument's name and the value given."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def by_name(what: str, value: Any) -> dict[str, Any]:
 
 
 def skipping(caller: str, on_error: Any, max_skips: Any) -> tuple[OnError, int | None]:
-    """What to do about bad samples: `on_error=` and its budget. `caller` is "map", or "" for a constructor."""
+    """`on_error=` and its budget, checked. `caller` is "map", or "" for a constructor."""
     named = f"{caller}(%s=)" if caller else "%s="
     if on_error not in ("raise", "skip"):
         raise ConfigError(f"{named % 'on_error'} is 'raise' or 'skip', got {shown(on_error)}")
@@ -105,6 +105,6 @@ def skipping(caller: str, on_error: Any, max_skips: Any) -> tuple[OnError, int |
 
 
 def shown(value: Any) -> str:
-    """A value as it is told: on one line, and cut short where it is long."""
+    """A value for a message: on one line, cut short where it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

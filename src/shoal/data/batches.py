@@ -1,4 +1,4 @@
-"""A dataset in batches: what fit, evaluate and predict read.
+"""Batches of a dataset, as fit, evaluate and predict read them.
 
 Knows no source. A feed cuts epochs into slices; here come the stages after
 batching, and plain iteration in one process.
@@ -83,7 +83,7 @@ class Batches:
         backup: bool = True,
         probe_every_s: float = 10.0,
     ) -> Batches:
-        """How each batch is cut over the workers. Any cut gives an exact strategy the result of one process.
+        """Set how each batch is cut over the workers. Any cut gives an exact strategy the result of one process.
 
         "equal", as without it: parts that differ by at most one sample.
 
@@ -145,7 +145,7 @@ class Batches:
 
     @property
     def is_endless(self) -> bool:
-        """Whether an epoch has no end: `repeat()`."""
+        """True where an epoch has no end: `repeat()`."""
         return self._feed.is_endless
 
     @property
@@ -234,7 +234,7 @@ class Batches:
         return DataIterator(begin, description=described, seed=self._feed.seed, position=position)
 
     def describe(self) -> dict[str, Any]:
-        """What this is made of (sizes, seeds, stages), fit for JSON: two that differ here are not the same data."""
+        """Sizes, seeds and stages, fit for JSON: two that differ here are not the same data."""
         described = self._feed.describe()
         described["after_batch"] = [stage.describe() for stage in self._stages]
         return {"num_samples": self.num_samples, **described}
@@ -261,7 +261,7 @@ class Batches:
 
 
 def as_batches(data: Any, *, default_seed: int) -> Batches:
-    """What a user hands to fit, evaluate or predict: Batches as they are, a DataLoader as the batches it stands for.
+    """Batches of the argument of fit, evaluate or predict: Batches as they are, a DataLoader as the batches it stands for.
 
     `default_seed` seeds what the loader would have drawn at random. Anything
     else is refused with what to do about it.

@@ -1,4 +1,4 @@
-"""From samples to a batch, and back."""
+"""Collation: from samples to a batch, and back."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def with_string_arrays(batch: Tree, num_samples: int) -> Tree:
 
 
 def _is_column(batch: Tree, num_samples: int) -> bool:
-    """Whether this is a column of strings, which `default_collate` leaves a list of them."""
+    """True for a column of strings, which `default_collate` leaves as a list."""
     is_list = isinstance(batch, (tuple, list)) and len(batch) == num_samples > 0
     return is_list and all(isinstance(value, (str, bytes)) for value in batch)
 

@@ -1,4 +1,4 @@
-"""How an epoch is cut into global batches, and each of them over the workers.
+"""Feeds: an epoch cut into global batches, and each of them over the workers.
 
 Pure but for the reading itself: which worker reads which positions follows
 from (sizes, epoch, start, rank, number of workers) alone, so a run may go on
@@ -18,7 +18,7 @@ import numpy as np
 
 from shoal.config import job as jobs
 from shoal.data.order.order import Indices, Order
-from shoal.data.reader import Reader, Reading, Request
+from shoal.data.reader import Reader, Reading, ReadRequest
 from shoal.data.sharding import UNSAID, ByCost, Loads, Sharding, ShardPlan
 from shoal.data.skipping import SkipLog
 from shoal.data.slice import Slice
@@ -29,20 +29,20 @@ _BLOCK = 8192  # positions permuted at once: 20 ns each, against 55 when 1,024 a
 
 
 class Feed(Protocol):
-    """Where Batches come from: global batches of an epoch, cut over workers."""
+    """Global batches of an epoch, cut over the workers: what `Batches` reads."""
 
     seed: int
-    """What random draws within a batch are mixed from."""
+    """Seed that random draws within a batch are mixed from."""
 
     skips: SkipLog
     """Bad samples that were left out."""
 
     sharding: Sharding
-    """How each batch is cut over the workers."""
+    """Cut of each batch over the workers."""
 
     @property
     def is_endless(self) -> bool:
-        """Whether an epoch has no end."""
+        """True where an epoch has no end."""
 
     @property
     def num_samples(self) -> int | None:
@@ -67,7 +67,7 @@ class Feed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchShare:
     """One rank's part of one global batch, as positions."""
 
     start: int
@@ -83,12 +83,12 @@ class Share:
 
     end: int
     cuts: tuple[int, ...] = ()
-    """Where each worker's part of the global batch begins, and the last one's ends."""
+    """Begin of each worker's part of the global batch, and the end of the last."""
 
     @classmethod
     def of(
         cls, start: int, stop: int, rank: int, num_workers: int, sharding: Sharding = UNSAID, epoch: int = 0
-    ) -> Share:
+    ) -> BatchShare:
         """Rank's share of the global batch at [start, stop)."""
         cuts = tuple(sharding.cuts(start, stop, num_workers, epoch))
         first, last = cuts[rank], cuts[rank + 1]
@@ -99,8 +99,8 @@ class Share:
         return cls(start, stop - start, first, last - first, begin, max(start + last, begin + 1), cuts)
 
 
-class Cut(Protocol):
-    """Where the global batches of an epoch begin and end."""
+class BatchCut(Protocol):
+    """Bounds of the global batches of an epoch."""
 
     def batch_size(self, num_workers: int) -> int:
         """Of a full batch."""
@@ -163,9 +163,9 @@ class IndexedFeed:
     """
 
     _announces = True
-    """Whether the source is told ahead what will be read: in vain where another process reads it."""
+    """Announce to the source what will be read next; useless where another process reads it."""
 
-    def __init__(self, reader: Reader, order: Order, cut: Cut) -> None:
+    def __init__(self, reader: Reader, order: Order, cut: BatchCut) -> None:
         self._reader, self._order, self._cut = reader, order, cut
         self.sharding: Sharding = UNSAID
         self.seed = reader.seed
@@ -220,11 +220,13 @@ class IndexedFeed:
         batches = self._cut.batches(num_samples, epoch=epoch, start=start, num_workers=num_workers)
         if stop is not None:  # what reads ahead must not read what somebody else trains
             batches = itertools.takewhile(lambda batch: batch[0] < stop, batches)
-        shares = (Share.of(begin, end, rank, num_workers, self.sharding, epoch) for begin, end in batches)
+        shares = (
+            BatchShare.of(begin, end, rank, num_workers, self.sharding, epoch) for begin, end in batches
+        )
         return self._read(self._locate(shares, epoch))
 
     def loads(self, *, epoch: int, start: int, num_workers: int) -> Loads:
-        """How even the cuts of the first batches from `start` on are, where they go by costs."""
+        """Balance of the cuts of the first batches from `start` on, where they go by costs."""
         assert isinstance(self.sharding, ByCost)
         ranges = self._cut.batches(
             self._order.length(epoch), epoch=epoch, start=start, num_workers=num_workers
@@ -240,10 +242,10 @@ class IndexedFeed:
         stages = [*self._reader.source.describe(), *self._order.describe()]
         return {"stages": stages, **self._cut.describe(), "seed": self.seed}
 
-    def _read(self, requests: Iterable[tuple[Share, Request]]) -> Iterator[Slice]:
+    def _read(self, requests: Iterable[tuple[BatchShare, ReadRequest]]) -> Iterator[Slice]:
         return (self._slice(share, self._reader.read(request)) for share, request in requests)
 
-    def _slice(self, share: Share, reading: Reading) -> Slice:
+    def _slice(self, share: BatchShare, reading: Reading) -> Slice:
         """The slice of a share that has been read, as far as it can be."""
         if not reading.skipped:
             return make_slice(share, reading.request, reading.batch)
@@ -260,12 +262,12 @@ class IndexedFeed:
         left = make_slice(share, reading.request, reading.batch)
         return replace(left, num_local=len(reading.request.indices), num_asked=share.num_local)
 
-    def _borrow(self, share: Share, epoch: int) -> Reading:
+    def _borrow(self, share: BatchShare, epoch: int) -> Reading:
         """Some sample that can be read, for a rank whose own are all bad: the next one in the epoch."""
         num_samples = self._order.length(epoch)
         for number in range(num_samples):
             at = (share.end + number) % num_samples
-            lent = self._reader.read(Request(self._order.indices(range(at, at + 1), epoch), epoch, at))
+            lent = self._reader.read(ReadRequest(self._order.indices(range(at, at + 1), epoch), epoch, at))
             if lent.batch is not None:
                 return lent
         raise DataError(
@@ -273,14 +275,14 @@ class IndexedFeed:
             "out. Nothing was trained; Batches.skipped says what is wrong with them."
         )
 
-    def _locate(self, shares: Iterable[Share], epoch: int) -> Iterator[tuple[Share, Request]]:
+    def _locate(self, shares: Iterable[BatchShare], epoch: int) -> Iterator[tuple[BatchShare, ReadRequest]]:
         """The indices behind the positions; for many batches at once where that is cheaper."""
         if not self._order.is_computed:
             for share in shares:
                 indices = self._order.indices(range(share.begin, share.end), epoch)
-                yield share, Request(indices, epoch, share.begin)
+                yield share, ReadRequest(indices, epoch, share.begin)
             return
-        waiting: tuple[list[Share], Indices] | None = None
+        waiting: tuple[list[BatchShare], Indices] | None = None
         for block in _blocks(shares):
             positions = np.concatenate([np.arange(share.begin, share.end, dtype=np.int64) for share in block])
             indices = self._order.indices(positions, epoch)
@@ -296,9 +298,9 @@ class IndexedFeed:
             yield from _requests(*waiting, epoch)
 
 
-def _blocks(shares: Iterable[Share]) -> Iterator[list[Share]]:
+def _blocks(shares: Iterable[BatchShare]) -> Iterator[list[BatchShare]]:
     """The shares of about `_BLOCK` positions at a time."""
-    block: list[Share] = []
+    block: list[BatchShare] = []
     num_positions = 0
     for share in shares:
         block.append(share)
@@ -310,16 +312,18 @@ def _blocks(shares: Iterable[Share]) -> Iterator[list[Share]]:
         yield block
 
 
-def _requests(block: list[Share], indices: Indices, epoch: int) -> Iterator[tuple[Share, Request]]:
+def _requests(
+    block: list[BatchShare], indices: Indices, epoch: int
+) -> Iterator[tuple[BatchShare, ReadRequest]]:
     """One request for each share of a block."""
     at = 0
     for share in block:
         length = share.end - share.begin
-        yield share, Request(indices[at : at + length], epoch, share.begin)
+        yield share, ReadRequest(indices[at : at + length], epoch, share.begin)
         at += length
 
 
-def make_slice(share: Share, request: Request, batch: Tree) -> Slice:
+def make_slice(share: BatchShare, request: ReadRequest, batch: Tree) -> Slice:
     return Slice(
         batch=batch,
         num_local=share.num_local,

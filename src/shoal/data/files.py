@@ -1,4 +1,4 @@
-"""The one place where sources open files.
+"""Files: finding, reading and opening, in one place for all sources.
 
 `Files` finds, reads and opens; `SharedFiles` does so where every host sees the
 same paths: plain system calls for local ones, fsspec for URLs. A file that is
@@ -58,10 +58,10 @@ class Files(Protocol):
         """Only these ranges of a file's bytes will be read from now on."""
 
     def stage(self) -> None:
-        """Have at this host what will be read, before anything is."""
+        """Copy what will be read to this host, before anything is read."""
 
     def is_here(self, url: str) -> bool:
-        """Whether this host has the file itself, and others may not."""
+        """True where this host has the file itself, and others may not."""
 
 
 class SharedFiles:
@@ -268,7 +268,7 @@ def _with_ending(directory: str, inside: list[str], endings: Sequence[str]) -> l
 
 
 def _nearest(path: str) -> str:
-    """How far down the path there is something."""
+    """The deepest part of the path that exists, for a message."""
     what = "the pattern matches no file" if glob.has_magic(path) else "there is no such file"
     parent = Path(path).absolute().parent
     while not parent.exists() and parent != parent.parent:

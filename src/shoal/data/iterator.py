@@ -1,4 +1,4 @@
-"""A pass over data that knows where it is: `iterator()`, with a position that can be saved and gone on from.
+"""Resumable iterators over samples or batches: `iterator()`, with a position that can be saved.
 
 Needs no Trainer and no launcher. The position is a place in the data, not the
 state of what reads it, so going on costs nothing where there is random access.
@@ -27,7 +27,7 @@ class DataPosition(TypedDict):
     """Of the shuffle."""
 
     data: str
-    """Which dataset: changes with its sources, stages and seeds, not with the size of batches."""
+    """Digest of the dataset: changes with its sources, stages and seeds, not with the size of batches."""
 
 
 class DataIterator(Generic[T]):
@@ -60,7 +60,7 @@ class DataIterator(Generic[T]):
 
     @property
     def position(self) -> DataPosition:
-        """Where it stands: behind the last item that was given."""
+        """The position behind the last item that was given."""
         return {"epoch": self._epoch, "next_index": self._next_index, "seed": self._seed, "data": self._data}
 
     def next(self) -> T:

@@ -1,4 +1,4 @@
-"""Random numbers that foreign code draws, made a function of where it draws them.
+"""Private random generators for user code: its draws become a function of (seed, epoch, position).
 
 A user's dataset, transform or sampler draws from the global generators of
 torch, numpy and Python. Left alone, what it gets depends on everything drawn
@@ -32,12 +32,12 @@ def _let_go() -> None:
 
 os.register_at_fork(after_in_child=_let_go)  # whoever held it is not in the child
 
-PATIENCE_S = 1.0
-"""How long they are waited for. Code that has them may itself wait for another thread, which then goes without."""
+EXCHANGE_TIMEOUT_S = 1.0
+"""Time-out of the exchange. Code that holds the generators may itself wait for another thread, which then goes without."""
 
 
 class _Entered(threading.local):
-    """What each `with` of this thread holds: the lock, or None where it went without."""
+    """Locks held by the `with` statements of this thread; None where one went without."""
 
     def __init__(self) -> None:
         self.locks: list[threading.RLock | None] = []
@@ -75,7 +75,7 @@ class PrivateGenerators:
             _entered.locks.append(None)
             return self
         lock = _exchanging
-        is_ours = lock.acquire(timeout=PATIENCE_S)
+        is_ours = lock.acquire(timeout=EXCHANGE_TIMEOUT_S)
         _entered.locks.append(lock if is_ours else None)
         if not is_ours:
             return self
@@ -120,7 +120,7 @@ class PrivateGenerators:
         torch.default_generator.manual_seed(seed)
 
     def were_used(self) -> bool:
-        """Whether anybody drew since they were seeded. Only while entered."""
+        """True where anything was drawn since they were seeded. Only while entered."""
         if _is_left_alone():
             return False
         number = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
@@ -144,7 +144,7 @@ def _is_in_read_ahead() -> bool:
 
 
 def _is_left_alone() -> bool:
-    """Whether the generators stay as they are: for who reads ahead, or waited in vain for them."""
+    """True where the generators stay as they are: in a read-ahead thread, or after a time-out."""
     return _is_in_read_ahead() or bool(_entered.locks and _entered.locks[-1] is None)
 
 
@@ -156,7 +156,7 @@ def _install(state: tuple[Any, torch.Tensor, np.random.BitGenerator]) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _first_numbers(seed: int) -> tuple[float, float, float]:
-    """What generators of this seed give first."""
+    """The first draws of generators with this seed."""
     generator = torch.Generator().manual_seed(seed)
     number = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item()
     return random.Random(seed).random(), np.random.RandomState(seed & 0xFFFFFFFF).random_sample(), number

@@ -1,4 +1,4 @@
-"""One worker's share of a batch, read by index.
+"""The reader of samples by index: one worker's share of a batch.
 
 The place where foreign code runs (datasets, map functions, collate functions),
 in this process or in a DataLoader's. It makes what they draw at random a
@@ -28,8 +28,8 @@ _BLOCK = 1024  # positions whose indices are computed at once
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What to read."""
+class ReadRequest:
+    """Samples to be read together."""
 
     indices: Indices
     """Of the source, in the order of the samples wanted."""
@@ -39,9 +39,9 @@ class Request:
     """Of the first sample in the epoch; the others follow it."""
 
     places: NDArray[np.int64] | None = None
-    """How far behind the first each sample is, where some between them are left out."""
+    """Distance of each sample from the first, where some between them are left out."""
 
-    def without(self, bad: dict[int, Any]) -> Request:
+    def without(self, bad: dict[int, Any]) -> ReadRequest:
         """The same, less the samples that are bad."""
         listed = list(self.indices)
         kept = [place for place, index in enumerate(listed) if int(index) not in bad]
@@ -56,13 +56,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was read of a request."""
+    """Result of a request."""
 
     batch: Tree
     """None where nothing was left of it."""
 
-    request: Request
-    """What is in the batch: all that was asked for, less what was skipped."""
+    request: ReadRequest
+    """The samples in the batch: those asked for, less the skipped."""
 
     skipped: tuple[Skipped, ...] = ()
 
@@ -80,8 +80,8 @@ class Reader:
         self.collate = collate or Collate()
         self._generators = PrivateGenerators(0)
 
-    def read(self, request: Request) -> Reading:
-        """What can be read of a request: bad samples that a stage agrees to skip are left out."""
+    def read(self, request: ReadRequest) -> Reading:
+        """Read a request; bad samples that a stage agrees to skip are left out."""
         skipped: list[Skipped] = []
         while True:
             try:
@@ -99,7 +99,7 @@ class Reader:
             if not len(request.indices):
                 return Reading(None, request, tuple(skipped))
 
-    def __call__(self, request: Request) -> Tree:
+    def __call__(self, request: ReadRequest) -> Tree:
         """The batch of a request; SkipSamples where some of it is bad and may be left out."""
         if self.collate.is_default and not self.source.runs_user_code:
             return self.source.batch(request.indices, request.epoch)
@@ -131,12 +131,12 @@ class Reader:
     def _seed_of(self, epoch: int, position: int) -> int:
         return mix(self.seed, epoch, position)
 
-    def _read(self, request: Request) -> Tree:
+    def _read(self, request: ReadRequest) -> Tree:
         if self.collate.is_default:
             return self.source.batch(request.indices, request.epoch)
         return self.collate(self.source.samples(request.indices, request.epoch))
 
-    def _read_seeded(self, request: Request) -> Tree:
+    def _read_seeded(self, request: ReadRequest) -> Tree:
         indices = request.indices.tolist() if isinstance(request.indices, np.ndarray) else request.indices
         samples: list[Any] = []
         found: SkipSamples | None = None

@@ -38,7 +38,9 @@ def balanced_cuts(costs: Costs, num_parts: int) -> list[int]:
     """`num_parts` + 1 ascending bounds in [0, len(costs)]; no cuts give a lighter heaviest part.
 
     Costs are finite and not negative. Where all of them are 0 the parts are
-    equal in length.
+    equal in length. The smallest load that suffices is found by bisection over
+    what a part may carry; within it each cut is laid as near as it can be to
+    where an even share would end, so that parts are not merely small enough.
     """
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     total, num_costs = sums[-1], len(costs)
@@ -57,14 +59,14 @@ def balanced_cuts(costs: Costs, num_parts: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """How even some cuts are: of all batches together, the heaviest parts over the mean parts. 1 is even."""
+class CutLoad:
+    """Load of some cuts: over all batches, the heaviest parts divided by the mean parts. 1 is even."""
 
     max_over_mean: float
     num_batches: int
 
     @classmethod
-    def of(cls, batches: list[tuple[Costs, list[int]]]) -> Load:
+    def of(cls, batches: list[tuple[Costs, list[int]]]) -> CutLoad:
         """Over batches, each as its costs and its cuts. A step lasts as long as its heaviest part."""
         heaviest = mean = 0.0
         for costs, cuts in batches:
@@ -102,7 +104,7 @@ def _fits(sums: Costs, num_parts: int, limit: float) -> bool:
 
 
 def _reach(sums: Costs, begin: int, limit: float) -> int:
-    """How far a part that begins at `begin` may go."""
+    """The furthest end of a part that begins at `begin`."""
     end = int(np.searchsorted(sums, sums[begin] + limit, side="right")) - 1
     # sums[end] - limit, as the check from the right has it, may round to the other side.
     while end + 1 < len(sums) and sums[end + 1] - limit <= sums[begin]:
@@ -355,7 +357,7 @@ class EqualParts:
 
 
 UNSAID = EqualParts("")
-"""What holds until somebody says otherwise."""
+"""The default, until `shard` or `--shard` says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,14 +365,14 @@ class DynamicRanges:
     """Relaxed strategies: ranges of the epoch are handed out while it runs. Evaluation, which is exact, cuts equally."""
 
     drain_slower_than: float | None = DRAIN_SLOWER_THAN
-    """How many times slower than the median of the others a worker may be, before it is given no more; None: as slow as it
+    """Slowdown against the median of the others at which a worker is given no more ranges; None: as slow as it
     likes."""
 
     backup: bool = True
-    """Whether the last ranges of an epoch are handed to a second worker where the first is slow with them."""
+    """Hand the last ranges of an epoch to a second worker where the first is a straggler."""
 
     probe_every_s: float = 10.0
-    """How often a worker that was given no more gets a range all the same, to see whether it has recovered."""
+    """Seconds between two ranges for a drained worker, which show whether it has recovered."""
 
     name: str = "dynamic"
 
@@ -450,10 +452,10 @@ class BySpeed:
 
 
 class Loads(NamedTuple):
-    """How even some cuts are."""
+    """Load of some cuts, beside that of equal ones."""
 
-    mine: Load
-    equal: Load
+    mine: CutLoad
+    equal: CutLoad
     """If the parts were equal."""
 
     cuts: tuple[tuple[int, ...], ...]
@@ -481,17 +483,17 @@ class ByCost:
 
     @property
     def by(self) -> str:
-        """What the costs are, for people."""
+        """Name of the costs, for messages."""
         return self._costs.name
 
     def loads(self, batches: Iterable[tuple[int, int]], num_workers: int, epoch: int) -> Loads:
-        """How even the cuts of the first of these batches are."""
+        """Load of the cuts of the first of these batches."""
         mine, equal = [], []
         for start, stop in itertools.islice(batches, _NUM_LOOKED_AT):
             costs = self._costs.at(start, stop, epoch)
             mine.append((costs, balanced_cuts(costs, num_workers)))
             equal.append((costs, list(UNSAID.cuts(start, stop, num_workers, epoch))))
-        return Loads(Load.of(mine), Load.of(equal), tuple(tuple(cuts) for _, cuts in mine))
+        return Loads(CutLoad.of(mine), CutLoad.of(equal), tuple(tuple(cuts) for _, cuts in mine))
 
 
 def _is_between(value: Any, low: float) -> bool:
@@ -509,7 +511,7 @@ def weighted_cuts(num_samples: int, weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """What a user said to `Batches.shard`; a feed makes a Sharding of it."""
+    """Arguments of `Batches.shard`; a feed makes a Sharding of them."""
 
     how: str
     """One of HOWS."""
@@ -550,7 +552,7 @@ class ShardPlan:
 
     @classmethod
     def parse(cls, text: str) -> ShardPlan:
-        """What `--shard` says."""
+        """From the text of `--shard`."""
         words = shard_forms.parse(text)
         return cls(
             how=words.how,

@@ -1,4 +1,4 @@
-"""Samples that are left out because they are bad and the user said to go on without them.
+"""Skipped samples: bad ones that `on_error="skip"` leaves out, counted against a budget.
 
 A stage raises `SkipSamples`, the reader leaves those samples out, and the feed
 writes each of them down here and holds them against the budget.
@@ -15,8 +15,7 @@ from typing import Any
 
 from shoal.config import job as jobs
 from shoal.errors import BadSample, TooManySkipped
-from shoal.runtime import events as happenings
-from shoal.runtime import scratch
+from shoal.runtime import events, scratch
 
 _INDEX = struct.Struct("<q")
 _NUM_KEPT = 10_000  # of skipped samples, in memory: the job's events hold all of them
@@ -59,12 +58,12 @@ class Skipped:
 
     error: BadSample
     stage: str = "source"
-    """Which stage left it out, and its budget:"""
+    """The stage that left it out, and its budget:"""
 
     max_skips: int | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Where it stands and what is wrong, fit for JSON."""
+        """Place and reason, fit for JSON."""
         told = {
             "epoch": self.epoch,
             "index": self.index,
@@ -79,7 +78,7 @@ class Skipped:
 
 
 class SkipLog:
-    """What one process has left out of one dataset, and whether that is still within the budget.
+    """Bad samples that one process has left out of one dataset, held against their budget.
 
     A budget counts samples, each once, in however many epochs it is met, and
     by whichever worker of the job: they have a file in common.
@@ -100,7 +99,7 @@ class SkipLog:
             self.num_skipped += 1
             if len(self.skipped) < _NUM_KEPT:
                 self.skipped.append(one)
-            happenings.tell("sample skipped", **one.facts())
+            events.tell("sample skipped", **one.facts())
             if one.max_skips is None:
                 continue
             num_seen = self._budget(one.stage, one.max_skips).add(one.index)

@@ -24,7 +24,7 @@ class Weighted(NamedTuple):
 
 
 def keep_weights(before: Any, after: Any) -> Any:
-    """What a function made of a sample or batch: one with weights keeps them, whatever kind of tuple it is now."""
+    """`after`, with the weights of `before` kept whatever kind of tuple the function made of it."""
     if not isinstance(before, Weighted) or isinstance(after, Weighted):
         return after
     if isinstance(after, (tuple, list)) and len(after) == 3:
@@ -43,7 +43,7 @@ def bounds(num_samples: int, part: int, num_parts: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one worker computes of one step.
+    """One worker's part of one step.
 
     `batch` always holds at least one sample, so that every worker runs the
     same code: where `num_local` is 0 the sample is borrowed, and what comes
@@ -54,13 +54,13 @@ class Slice:
     """The samples as the dataset gave them."""
 
     num_local: int
-    """How many samples of the global batch are this worker's own; 0 when borrowed."""
+    """Samples of the global batch that are this worker's own; 0 when borrowed."""
 
     num_global: int
     """Samples in the global batch."""
 
     epoch: int = 0
-    """Which pass over the data."""
+    """Pass over the data, from 0."""
 
     start: int = 0
     """Position, within the epoch, of the global batch's first sample. `start + num_global` is the next position."""
@@ -72,10 +72,10 @@ class Slice:
     """The dataset's own indices of the local samples, for reports; empty where the source has none."""
 
     cuts: tuple[int, ...] = ()
-    """Where each worker's part of the global batch begins, and the last one's ends; empty where nobody cut it."""
+    """Begin of each worker's part of the global batch, and the end of the last; empty where nobody cut it."""
 
     num_asked: int | None = None
-    """How many samples were this worker's before bad ones were left out; None where none was."""
+    """This worker's samples before bad ones were left out; None where none was."""
 
     @property
     def share(self) -> float:
@@ -87,17 +87,17 @@ class Slice:
 
     @property
     def inputs(self) -> Tree:
-        """What the model takes: everything but the target."""
+        """The model's arguments: everything but the target."""
         return split_target(self.batch)[0]
 
     @property
     def target(self) -> Tree | None:
-        """What the loss compares with; None in a batch without target."""
+        """The loss's target; None in a batch without one."""
         return split_target(self.batch)[1]
 
     @property
     def weight(self) -> torch.Tensor | None:
-        """How much each sample counts in the loss; None where all count alike."""
+        """Weight of each sample in the loss; None where all count alike."""
         return weight_of(self.batch)
 
     def by_worker(self, num_workers: int) -> list[Slice]:
@@ -152,7 +152,7 @@ def split_target(batch: Tree) -> tuple[Tree, Any]:
 
 
 def weight_of(batch: Tree) -> torch.Tensor | None:
-    """How much each sample of a batch counts; None where all count alike."""
+    """Weight of each sample of a batch; None where all count alike."""
     return batch.weight if isinstance(batch, Weighted) else None
 
 

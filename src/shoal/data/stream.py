@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 
 from shoal.config import job as jobs
 from shoal.data.collate import Collate
-from shoal.data.feed import EvenCut, Share, check_call
+from shoal.data.feed import BatchShare, EvenCut, check_call
 from shoal.data.order.order import Order
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.sharding import UNSAID, Sharding, ShardPlan
@@ -37,7 +37,7 @@ from shoal.data.tree import Tree, map_tensors, tensors
 from shoal.data.values import find_column
 from shoal.data.workers.loader_options import LoaderOptions, start_pass
 from shoal.errors import ConfigError, DataError, EmptyDataset
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 from shoal.runtime.seeds import mix
 
 Open = Callable[[int], Iterator[Any]]
@@ -222,10 +222,10 @@ class OwnStream(IterableDataset[Any]):
     """A stream that shoal itself reads."""
 
     seed = 0
-    """What random draws while it is read are mixed from."""
+    """Seed that random draws while it is read are mixed from."""
 
     def describe(self) -> dict[str, Any]:
-        """What it is, fit for JSON."""
+        """Identity, fit for JSON."""
         raise NotImplementedError
 
 
@@ -240,7 +240,7 @@ class Stream(IterableDataset[Any]):
 
     @property
     def seed(self) -> int:
-        """What random draws while it is read are mixed from."""
+        """Seed that random draws while it is read are mixed from."""
         return self._dataset.seed if isinstance(self._dataset, OwnStream) else 0
 
     @property
@@ -384,7 +384,7 @@ class StreamFeed:
 
     def _slices(
         self,
-        items: Iterator[tuple[Tree, Share]],
+        items: Iterator[tuple[Tree, BatchShare]],
         generators: PrivateGenerators,
         *,
         epoch: int,
@@ -441,7 +441,7 @@ class _Tail(IterableDataset[Any]):
         num_read = sum(1 for _ in itertools.islice(samples, self._num_skipped))
         if num_read:
             waited_s = time.monotonic() - began
-            happenings.tell("stream read again", num_samples=num_read, seconds=round(waited_s, 3))
+            events.tell("stream read again", num_samples=num_read, seconds=round(waited_s, 3))
             if jobs.rank() == 0:
                 print(
                     f"shoal: this is a stream, so its first {num_read:,} samples were read again to go on behind them, in "
@@ -475,20 +475,20 @@ class _CutCollate:
         self._seed, self._position = seed, position
         self._generators = PrivateGenerators(seed)
 
-    def __call__(self, read: Any) -> tuple[Tree, Share]:
+    def __call__(self, read: Any) -> tuple[Tree, BatchShare]:
         with self._generators:
             self._generators.reseed(mix(self._seed, self._position, self._rank))
             batch, share = self._cut_batch(read) if self._items_are_batches else self._cut_samples(read)
         self._position += share.num_global
         return batch, share
 
-    def _cut_samples(self, samples: list[Any]) -> tuple[Tree, Share]:
-        share = Share.of(0, len(samples), self._rank, self._num_workers, self._sharding)
+    def _cut_samples(self, samples: list[Any]) -> tuple[Tree, BatchShare]:
+        share = BatchShare.of(0, len(samples), self._rank, self._num_workers, self._sharding)
         return self._collate(samples[share.begin : share.end]), share
 
-    def _cut_batch(self, item: Any) -> tuple[Tree, Share]:
+    def _cut_batch(self, item: Any) -> tuple[Tree, BatchShare]:
         batch = self._collate(item)
-        share = Share.of(0, _num_rows(batch), self._rank, self._num_workers, self._sharding)
+        share = BatchShare.of(0, _num_rows(batch), self._rank, self._num_workers, self._sharding)
         return map_tensors(lambda tensor: tensor[share.begin : share.end], batch), share
 
 
@@ -505,7 +505,11 @@ def _num_rows(batch: Tree) -> int:
 
 
 class GeneratorStream(OwnStream):
-    """One pass over what the function returns is one epoch."""
+    """Samples of a user's generator function: one pass over what it returns is one epoch.
+
+    There is no way to the middle of a generator but through its beginning, so
+    a resumed epoch is read again up to its position, with a message.
+    """
 
     def __init__(self, fn: Any, *, num_samples: int | None, seed: int) -> None:
         if not callable(fn):
@@ -576,7 +580,7 @@ def _is_iterable(thing: Any) -> bool:
 
 
 def _takes_epoch(fn: Callable[..., Any]) -> bool:
-    """Whether it has a parameter that must be given, or one named epoch."""
+    """True where it has a parameter that must be given, or one named epoch."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # some that are written in C tell nothing

@@ -1,4 +1,4 @@
-"""One value per sample that a stage decides by: a column, an array, or what a function makes of each sample.
+"""Values by which a stage decides, one per sample: a column, an array, or a function of each sample.
 
 Labels to stratify by, groups, times, weights. An array is taken as it is; a
 column or a function needs one pass over the data, when the values are first
@@ -29,7 +29,7 @@ NUM_READ_AT_ONCE = 4096
 
 
 class Values:
-    """What `by` says of each position of a dataset's first epoch."""
+    """The value of `by` at each position of a dataset's first epoch."""
 
     def __init__(self, source: Source, order: Order, by: By, *, caller: str) -> None:
         """`caller` names who asks, as in "split(stratify=)"."""
@@ -56,12 +56,12 @@ class Values:
 
     @property
     def is_read(self) -> bool:
-        """Whether the values are at hand."""
+        """True where the values are at hand."""
         return self._array is not None
 
     @property
     def is_checkable(self) -> bool:
-        """Whether they can be looked at without reading a sample."""
+        """True where they can be looked at without reading a sample."""
         return self.is_read and self._order.is_counted
 
     def array(self) -> NDArray[Any]:

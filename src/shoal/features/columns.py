@@ -1,4 +1,4 @@
-"""The columns of a batch as numpy sees them: numbers, or tokens (strings or whole numbers), and which are missing.
+"""Columns of a batch as numpy arrays: numbers, or tokens (strings or whole numbers), and which are missing.
 
 Batches come from tables (tensors, arrays of str), from torch's collate
 (tensors, lists of str) and from whoever serves a model (lists of anything).

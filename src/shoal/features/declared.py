@@ -1,4 +1,4 @@
-"""What a feature is, as it is declared: plain settings, refused at birth where they cannot be meant.
+"""Feature declarations: plain settings, refused at birth where they cannot be meant.
 
     numeric                                  numbers, into the dense part of the input
     bucketized, categorical, hashed, crossed ids, one per row: a one-hot, or rows of a table
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from shoal.data.arguments import whole_number
 from shoal.errors import ConfigError
 
 Table: TypeAlias = Literal["auto", "embedding", "hash"]
@@ -35,7 +36,7 @@ class Numeric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucketized:
-    """Which stretch of the number line; see `bucketized`."""
+    """The bucket of a number; see `bucketized`."""
 
     name: str
     column: str
@@ -138,7 +139,7 @@ def numeric(
         normalize=normalize,
         missing=missing if isinstance(missing, str) else float(missing),
         indicator=bool(indicator),
-        num_quantiles=_count("numeric(num_quantiles=)", num_quantiles, at_least=2),
+        num_quantiles=whole_number("numeric(num_quantiles=)", num_quantiles, at_least=2),
     )
 
 
@@ -150,7 +151,7 @@ def bucketized(
     missing: Literal["own", "raise"] = "own",
     name: str | None = None,
 ) -> Bucketized:
-    """Which bucket a number falls into: of given boundaries, or of so many that hold about as many rows each.
+    """The bucket a number falls into: of given boundaries, or of so many that hold about as many rows each.
 
     n boundaries make n + 1 buckets; a number at a boundary belongs to the one
     above it. NaN has a bucket of its own, unless `missing="raise"`.
@@ -172,7 +173,9 @@ def bucketized(
         name=_name(name, f"{column}_bucket"),
         column=_name(column),
         boundaries=bounds,
-        quantiles=None if quantiles is None else _count("bucketized(quantiles=)", quantiles, at_least=2),
+        quantiles=None
+        if quantiles is None
+        else whole_number("bucketized(quantiles=)", quantiles, at_least=2),
         missing=_choice("bucketized(missing=)", missing, ("own", "raise")),
     )
 
@@ -205,15 +208,15 @@ def categorical(
             raise ConfigError(
                 f"categorical('{column}', vocabulary=) takes strings, or whole numbers, each once; got {list(known)[:8]}"
             )
-    unknown = _count("categorical(num_unknown=)", num_unknown, at_least=0)
+    unknown = whole_number("categorical(num_unknown=)", num_unknown, at_least=0)
     if missing == "unknown" and unknown == 0:
         missing = "raise"
     return Categorical(
         name=_name(name, column),
         column=_name(column),
         vocabulary=known,
-        max_size=None if max_size is None else _count("categorical(max_size=)", max_size, at_least=1),
-        min_count=_count("categorical(min_count=)", min_count, at_least=1),
+        max_size=None if max_size is None else whole_number("categorical(max_size=)", max_size, at_least=1),
+        min_count=whole_number("categorical(min_count=)", min_count, at_least=1),
         num_unknown=unknown,
         missing=_choice("categorical(missing=)", missing, ("own", "unknown", "raise")),
         missing_value=missing_value,
@@ -231,8 +234,8 @@ def hashed(column: str, buckets: int | None = None, *, seed: int = 0, name: str 
     return Hashed(
         name=_name(name, column),
         column=_name(column),
-        buckets=None if buckets is None else _count("hashed(buckets=)", buckets, at_least=1),
-        seed=_count("hashed(seed=)", seed, at_least=0),
+        buckets=None if buckets is None else whole_number("hashed(buckets=)", buckets, at_least=1),
+        seed=whole_number("hashed(seed=)", seed, at_least=0),
     )
 
 
@@ -256,8 +259,8 @@ def crossed(
     return Crossed(
         name=_name(name, "_x_".join(names)),
         of=parts,
-        buckets=_count("crossed(buckets=)", buckets, at_least=1),
-        seed=_count("crossed(seed=)", seed, at_least=0),
+        buckets=whole_number("crossed(buckets=)", buckets, at_least=1),
+        seed=whole_number("crossed(seed=)", seed, at_least=0),
     )
 
 
@@ -282,7 +285,7 @@ def embedding(
     return Embedding(
         name=_name(name, of if isinstance(of, str) else of.name),
         of=of,
-        dim=_count("embedding(dim=)", dim, at_least=1),
+        dim=whole_number("embedding(dim=)", dim, at_least=1),
         table=_choice("embedding(table=)", table, ("auto", "embedding", "hash")),
         sparse=bool(sparse),
     )
@@ -336,7 +339,7 @@ def bag(
         name=own,
         column=_name(column),
         weights=None if weights is None else _name(weights),
-        dim=_count("bag(dim=)", dim, at_least=1),
+        dim=whole_number("bag(dim=)", dim, at_least=1),
         combine=_choice("bag(combine=)", combine, ("mean", "sum", "sqrtn")),
         ids=ids,
         table=_choice("bag(table=)", table, ("auto", "embedding", "hash")),
@@ -349,12 +352,6 @@ def _name(given: str | None, default: str | None = None) -> str:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"features and columns are named by a text, got {name!r}")
     return name
-
-
-def _count(what: str, value: Any, *, at_least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigError(f"{what} takes a whole number of at least {at_least}, got {value!r}")
-    return value
 
 
 def _choice(what: str, value: Any, known: tuple[Any, ...]) -> Any:

@@ -34,7 +34,7 @@ from shoal.features.declared import (
     Numeric,
     Table,
 )
-from shoal.features.input_layer import STATE, BagOfRows, Dense, InputLayer, OneHot, Part, Rows
+from shoal.features.input_layer import STATE, BagOfRows, Dense, EmbeddingRows, InputLayer, InputPart, OneHot
 from shoal.features.statistics import Collect, Scale, Statistics, conclude, merge, needs_fit, parts_of
 from shoal.features.transform import DENSE, WEIGHTS, Transform
 
@@ -70,7 +70,7 @@ def encode(features: tuple[Feature, ...], statistics: Statistics | None) -> byte
 
 
 def decode(data: bytes, where: str) -> tuple[tuple[Feature, ...], Statistics | None]:
-    """What `encode` was given; refused where it is something else."""
+    """The features and statistics behind such bytes; refused where they are something else."""
     try:
         content = json.loads(data.decode("utf-8", "surrogatepass"))
         if content["format"] != _FORMAT:
@@ -111,7 +111,7 @@ _ID_KINDS = (Bucketized, Categorical, Hashed, Crossed)
 
 
 class FeatureSet:
-    """What of a table's columns a model sees, and how.
+    """Columns of a table as a model sees them.
 
     Call it with a batch, and it makes the tensors of the input layer of it.
     Ids that no `embedding` refers to become a one-hot where they are 32 or
@@ -130,7 +130,7 @@ class FeatureSet:
     def __init__(self, features: Iterable[Feature]) -> None:
         self.features = tuple(features)
         self.statistics: Statistics | None = None
-        """What fit has found out."""
+        """Statistics of the data, from fit."""
         _check(self.features)
         parts = parts_of(self.features)
         self._parts: dict[str, IdFeature] = {part.name: part for part in parts if isinstance(part, _ID_KINDS)}
@@ -191,7 +191,7 @@ class FeatureSet:
     def input_layer(self) -> InputLayer:
         """A new layer that takes what this makes of a batch. Its `out_features` are what the next layer takes."""
         transform = self._fitted("input_layer()")
-        parts: dict[str, Part] = {}
+        parts: dict[str, InputPart] = {}
         if self._numerics:
             parts[DENSE] = Dense(DENSE, sum(map(transform.width, self._numerics)))
         embedded = {self._ids_of(one).name for one in self.features if isinstance(one, Embedding)}
@@ -293,11 +293,11 @@ class FeatureSet:
             return feature
         return self._parts[feature.of] if isinstance(feature.of, str) else feature.of
 
-    def _rows(self, ids: IdFeature, dim: int, table: Table, *, sparse: bool, by: str) -> Part:
+    def _rows(self, ids: IdFeature, dim: int, table: Table, *, sparse: bool, by: str) -> InputPart:
         num_ids = _table_size(self._fitted(by).num_ids(ids), table, by)
-        return Rows(ids.name, num_ids, dim, sparse=sparse, seed=_seed(ids.name))
+        return EmbeddingRows(ids.name, num_ids, dim, sparse=sparse, seed=_seed(ids.name))
 
-    def _by_default(self, feature: IdFeature) -> Part:
+    def _by_default(self, feature: IdFeature) -> InputPart:
         num_ids = self._fitted("input_layer()").num_ids(feature)
         if num_ids is None:
             raise ConfigError(
@@ -359,7 +359,7 @@ def _table_size(num_ids: int | None, table: Table, by: str) -> int | None:
     return num_ids
 
 
-def _free(name: str, taken: dict[str, Part]) -> str:
+def _free(name: str, taken: dict[str, InputPart]) -> str:
     return (
         name
         if name not in taken

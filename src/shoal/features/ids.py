@@ -16,6 +16,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from shoal.data.order.permutation import GOLDEN, splitmix64
 from shoal.errors import DataError
 from shoal.features.columns import Tokens
 from shoal.features.declared import Categorical, Token
@@ -24,7 +25,6 @@ from shoal.runtime.kernel_cache import kernel, matrix, mixed, vector
 Hashes = NDArray[np.uint64]
 
 _START, _STEP = 0xCBF29CE484222325, 0x100000001B3  # FNV-1a's
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def hash_text(texts: NDArray[np.str_], seed: int) -> Hashes:
@@ -37,27 +37,20 @@ def hash_text(texts: NDArray[np.str_], seed: int) -> Hashes:
 
 
 def hash_ints(numbers: NDArray[np.int64], seed: int) -> Hashes:
-    return _mix(numbers.astype(np.int64).view(np.uint64) + _mix(np.array([seed], np.uint64) + _GOLDEN))
+    return splitmix64(
+        numbers.astype(np.int64).view(np.uint64) + splitmix64(np.array([seed], np.uint64) + GOLDEN)
+    )
 
 
 def hash_together(parts: Sequence[Hashes], seed: int) -> Hashes:
     total = np.full_like(parts[0], seed)
     for part in parts:
-        total = _mix((total + _GOLDEN) ^ part)
+        total = splitmix64((total + GOLDEN) ^ part)
     return total
 
 
 def bucket_of(hashes: Hashes, buckets: int) -> NDArray[np.int64]:
     return (hashes % np.uint64(buckets)).astype(np.int64)
-
-
-def _mix(words: Hashes) -> Hashes:
-    """64 bits well mixed, as `shoal.runtime.kernel_cache.mixed`; wraps."""
-    words = words ^ (words >> np.uint64(30))
-    words = words * np.uint64(0xBF58476D1CE4E5B9)
-    words = words ^ (words >> np.uint64(27))
-    words = words * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
 
 
 @kernel((matrix(types.uint32), types.uint64, vector(types.uint64, written=True)))

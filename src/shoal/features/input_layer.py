@@ -22,8 +22,8 @@ STATE = "feature_set"
 """Name of the bytes in the state_dict."""
 
 
-class Part(Protocol):
-    """How some of the tensors of a batch become columns of the input."""
+class InputPart(Protocol):
+    """Columns of the input, made of some of the tensors of a batch."""
 
     width: int
 
@@ -37,7 +37,7 @@ class InputLayer(nn.Module):
     feature_set: Tensor
     _like: Tensor
 
-    def __init__(self, state: bytes, parts: Mapping[str, Part]) -> None:
+    def __init__(self, state: bytes, parts: Mapping[str, InputPart]) -> None:
         super().__init__()
         self.register_buffer(STATE, torch.frombuffer(bytearray(state), dtype=torch.uint8).clone())
         self.register_buffer("_like", torch.zeros(0), persistent=False)
@@ -75,7 +75,7 @@ class InputLayer(nn.Module):
         return torch.cat(columns, dim=1)
 
     def extra_repr(self) -> str:
-        """What is shown in print(model)."""
+        """For print(model)."""
         columns = ", ".join(f"{name}: {part.width}" for name, part in self._parts.items())
         return f"out_features={self.out_features}, {columns}"
 
@@ -100,7 +100,7 @@ class OneHot:
         return F.one_hot(inputs[self._name], self.width).to(like.dtype)
 
 
-class Rows(nn.Module):
+class EmbeddingRows(nn.Module):
     """A row of a table per id."""
 
     def __init__(self, name: str, num_ids: int | None, dim: int, *, sparse: bool, seed: int) -> None:

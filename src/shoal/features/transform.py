@@ -1,4 +1,4 @@
-"""From the columns of a batch to the tensors of the input layer. Pure: the same batch gives the same tensors.
+"""Transform of the columns of a batch to the tensors of the input layer. Pure: the same batch gives the same tensors.
 
 dense              float32 [rows, numbers]: all numeric features, in their order
 <name>             int64 [rows]: ids of a feature

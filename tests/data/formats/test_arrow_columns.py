@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from shoal.data.formats.arrow import Fill, decoded
 from shoal.data.formats.schema import arrow_type, column_of, columns_of
-from shoal.data.formats.table import Ragged, Rows
+from shoal.data.formats.table import DecodedRows, Ragged
 from shoal.errors import ConfigError, DataError
 
 
-def rows_of(fill: dict[str, Any] | None = None, **columns: Any) -> Rows:
+def rows_of(fill: dict[str, Any] | None = None, **columns: Any) -> DecodedRows:
     table = pa.table(columns)
     described = columns_of(table.schema, "a.parquet")
     return decoded(

@@ -106,11 +106,3 @@ def test_blocks_are_as_long_as_asked_and_end_with_a_row() -> None:
 def test_an_open_quote_names_its_line() -> None:
     with pytest.raises(DataError, match="the quote that opens in line 3 is never closed"):
         rows_of(b'a,b\n1,2\n"x,4\n5,6\n', CSV)
-
-
-def test_line_ends_within_quotes_are_noticed() -> None:
-    scanner = LineScanner(CSV)
-    scanner.feed(b'1,"a b"\n')
-    assert not scanner.has_quoted_line_ends
-    scanner.feed(b'2,"a\nb"\n')
-    assert scanner.has_quoted_line_ends

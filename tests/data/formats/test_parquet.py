@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data.dataset import Dataset
-from shoal.data.formats.parquet import ParquetTable, Predicate, Statistics, open_parquet, runs
+from shoal.data.formats.parquet import ColumnBounds, ParquetTable, Predicate, open_parquet, runs
 from shoal.data.skipping import SkipSamples
 from shoal.errors import BadSample, ConfigError, FileDamaged, FileLost, NoFiles, NoSuchColumn, SchemasDiffer
 
@@ -160,7 +160,7 @@ def test_what_statistics_decide_is_what_the_rows_say(rows: list[int | None], whe
     table = pa.table({"x": pa.array(rows, pa.int64())})
     predicate = Predicate(where, {"x": pa.int64()}, "a")
     there = [value for value in rows if value is not None]
-    known = {"x": Statistics(min(there), max(there), len(there) < len(rows))} if there else {}
+    known = {"x": ColumnBounds(min(there), max(there), len(there) < len(rows))} if there else {}
     mask, decision = predicate.mask(table), predicate.decide(known)
     assert decision is None or mask.tolist() == [decision] * len(rows)
     assert all(not kept or value is not None for kept, value in zip(mask, rows, strict=True))
@@ -168,10 +168,10 @@ def test_what_statistics_decide_is_what_the_rows_say(rows: list[int | None], whe
 
 def test_statistics_of_floats_and_strings_never_promise_too_much() -> None:
     floats = Predicate([("x", ">", 0.0)], {"x": pa.float32()}, "a")
-    assert floats.decide({"x": Statistics(1.0, 2.0, False)}) is None  # a NaN is in no statistics
-    assert floats.decide({"x": Statistics(-2.0, -1.0, False)}) is False
+    assert floats.decide({"x": ColumnBounds(1.0, 2.0, False)}) is None  # a NaN is in no statistics
+    assert floats.decide({"x": ColumnBounds(-2.0, -1.0, False)}) is False
     cut_short = Predicate([("s", "!=", "ab")], {"s": pa.string()}, "a")
-    assert cut_short.decide({"s": Statistics("ab", "ab", False)}) is None
+    assert cut_short.decide({"s": ColumnBounds("ab", "ab", False)}) is None
 
 
 @pytest.mark.parametrize(

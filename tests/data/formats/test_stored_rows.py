@@ -16,7 +16,7 @@ from shoal.data import Dataset
 from shoal.data.cache import CacheConfig
 from shoal.data.cache import cache_plan as available
 from shoal.data.cache.table_cache import PassingBlocks, StoredRows, open_storage
-from shoal.data.formats.table import Block, Column, Ragged, Rows
+from shoal.data.formats.table import Column, DecodedRows, Ragged, TableBlock
 from shoal.data.formats.table_source import TableSource
 from shoal.errors import BadSample, CacheFull, ConfigError
 from shoal.runtime import events as happenings
@@ -40,13 +40,14 @@ class Invented:
     ) -> None:
         self.columns, self.identity, self.is_bad = columns, f"invented {sizes}", is_bad
         self.blocks = tuple(
-            Block(size, size * 60, f"invented.tab, rows {number}", 0) for number, size in enumerate(sizes)
+            TableBlock(size, size * 60, f"invented.tab, rows {number}", 0)
+            for number, size in enumerate(sizes)
         )
         self._bounds = np.cumsum([0, *sizes])
         self.num_reads: Counter[int] = Counter()
         self.lock = threading.Lock()
 
-    def read(self, block: int) -> Rows:
+    def read(self, block: int) -> DecodedRows:
         with self.lock:
             self.num_reads[block] += 1
         numbers = np.arange(self._bounds[block], self._bounds[block + 1])
@@ -63,7 +64,7 @@ class Invented:
             for row, number in enumerate(numbers.tolist())
             if self.is_bad and number % 7 == 3
         }
-        return Rows(len(numbers), {column.name: made[column.name] for column in self.columns}, bad)
+        return DecodedRows(len(numbers), {column.name: made[column.name] for column in self.columns}, bad)
 
     def describe(self) -> dict[str, Any]:
         return {"format": "invented"}
@@ -209,7 +210,7 @@ def test_forked_readers_share_what_one_of_them_decoded() -> None:
 
 def test_an_error_of_decoding_reaches_whoever_asks_and_the_rest_can_be_read() -> None:
     class Broken(Invented):
-        def read(self, block: int) -> Rows:
+        def read(self, block: int) -> DecodedRows:
             if block == 1:
                 raise ConfigError("no")
             return super().read(block)

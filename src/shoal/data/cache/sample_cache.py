@@ -29,7 +29,7 @@ from shoal.data.collate import collate, to_tensor
 from shoal.data.order.order import Indices, integers
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.slice import Weighted
-from shoal.data.sources.source import Derived, Source
+from shoal.data.sources.source import DerivedSource, Source
 from shoal.data.tree import Tree
 from shoal.errors import ConfigError
 from shoal.runtime import scratch, serialization
@@ -47,7 +47,7 @@ def cached(
     return Cached(source, CacheConfig(where=where, ram_bytes=ram_bytes, directory=folder))  # type: ignore[arg-type]  # checked there
 
 
-class Cached(Derived):
+class Cached(DerivedSource):
     """Another source whose samples are kept."""
 
     name = "cache"

@@ -24,7 +24,7 @@ from shoal.data.cache import cache_plan as available
 from shoal.data.cache.cache_plan import piece_bytes, place, say_where
 from shoal.data.cache.row_file import Field, RowLayout
 from shoal.data.cache.row_store import UNLIMITED, Lists, RowsAhead, RowSpec, RowStore
-from shoal.data.formats.table import Column, Ragged, Rows, Table
+from shoal.data.formats.table import Column, DecodedRows, Ragged, Table
 from shoal.errors import BadSample, CacheFull
 
 _PASSING_BYTES = 256 << 20
@@ -110,7 +110,7 @@ class PassingBlocks:
         return {"cache": None, **self._blocks.figures()}
 
     def _decode(self, block: int) -> dict[str, Any]:
-        decoded: Rows = self._table.read(block)
+        decoded: DecodedRows = self._table.read(block)
         self._bad[block] = decoded.bad
         return {
             name: tuple(column) if isinstance(column, Ragged) else column

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shoal.data.files import FileInfo, Files
 from shoal.data.formats.schema import storage_type
-from shoal.data.formats.table import Column, Ragged, Rows, pack_lists
+from shoal.data.formats.table import Column, DecodedRows, Ragged, pack_lists
 from shoal.errors import BadSample, ConfigError
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ MISSING = "the value is missing, and fill={'%s': ...} does not say what stands f
 
 
 class BadRows(Mapping[int, BadSample]):
-    """What is wrong with some rows of a block. The errors are made when they are asked for: there may be many."""
+    """Errors of the bad rows of a block, made when they are asked for: there may be many."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._found: dict[int, tuple[str | None, str]] = {}
 
     def add(self, row: int, column: str | None, reason: str) -> None:
-        """The first thing that is wrong with a row is the one that is told."""
+        """Record an error of a row; the first one of a row is the one reported."""
         self._found.setdefault(row, (column, reason))
 
     def __getitem__(self, row: int) -> BadSample:
@@ -57,7 +57,7 @@ class BadRows(Mapping[int, BadSample]):
 
 
 class Fill:
-    """What stands for missing values, by column; refuses at birth what a column cannot hold."""
+    """Values that stand for missing ones, by column; refuses at birth what a column cannot hold."""
 
     def __init__(self, values: Mapping[str, Any] | None, columns: Sequence[Column]) -> None:
         import pyarrow as pa
@@ -92,7 +92,7 @@ class Fill:
 
 def decoded(
     table: pa.Table | pa.RecordBatch, columns: Sequence[Column], fill: Fill, address: Address | BadRows
-) -> Rows:
+) -> DecodedRows:
     """The rows of an Arrow table that has these columns, of whatever types they were made from.
 
     Given rows that are known to be bad, instead of an address, it adds to them.
@@ -102,7 +102,7 @@ def decoded(
         column.name: decode_column(_in_one_piece(table.column(column.name)), column, fill, bad)
         for column in columns
     }
-    return Rows(table.num_rows, arrays, bad)
+    return DecodedRows(table.num_rows, arrays, bad)
 
 
 def decode_column(array: ArrowArray, column: Column, fill: Fill, bad: BadRows) -> NDArray[Any] | Ragged:
@@ -147,7 +147,7 @@ def _null_rows(array: ArrowArray) -> list[int]:
 
 
 def _without_nulls(array: ArrowArray, scalar: Any) -> ArrowArray:
-    """As `fill` says, or with what lies there, which has no meaning."""
+    """The array with nulls filled by `scalar`, or left with whatever bytes lie there."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -199,7 +199,7 @@ def _target(column: Column, kind: pa.DataType) -> str:
 
 
 def _failing(array: ArrowArray, kind: pa.DataType, begin: int, end: int) -> Iterator[int]:
-    """Which values cannot be cast, by halving: a few among many are found with few casts."""
+    """Values that cannot be cast, found by halving: a few among many take few casts."""
     import pyarrow as pa
 
     try:
@@ -315,7 +315,7 @@ def _text_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> Ragged:
 def _list_bounds(
     array: Any, column: Column, fill: Fill, bad: BadRows
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Where the lists lie in the array's values, and which are missing: bad ones, unless there is a fill."""
+    """Bounds of the lists in the array's values, and which are missing: bad ones, unless there is a fill."""
     missing = as_numpy(array.is_null(), np.bool_) if array.null_count else np.zeros(len(array), bool)
     if fill.get(column.name) is None:
         for row in np.flatnonzero(missing).tolist():
@@ -366,7 +366,7 @@ def _elements(
     *,
     is_known: NDArray[np.bool_],
 ) -> ArrowArray:
-    """What is inside lists, in the column's type, nothing missing; element i belongs to row of_row[i]."""
+    """Elements of lists in the column's type, none missing; element i belongs to row of_row[i]."""
     if values.null_count and scalar is None:
         for row in np.unique(of_row[_null_rows(values)]).tolist():
             if not is_known[row]:
@@ -419,6 +419,6 @@ def as_file(text: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as it is told, cut short where it is long."""
+    """A value for a message, cut short where it is long."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...{text[-1]}"

@@ -15,21 +15,15 @@ import numpy as np
 
 from shoal.data.arguments import OnError, by_name, flag, skipping
 from shoal.data.arguments import names as list_of_names
-from shoal.data.cache.disk_cache import identity_of
-from shoal.data.files import Where, in_threads
+from shoal.data.files import Where
 from shoal.data.formats.arrow import ArrowArray, BadRows, Fill, as_file, as_indices, decoded, shown
 from shoal.data.formats.lines import (
     COMPRESSED,
     LineAddress,
     RowRules,
+    TextFiles,
     TextHead,
     TextPlace,
-    TextTable,
-    UnpackedFiles,
-    first_texts,
-    is_compressed,
-    open_text_stream,
-    read_head,
     rows_of,
 )
 from shoal.data.formats.schema import (
@@ -42,7 +36,7 @@ from shoal.data.formats.schema import (
     readable_type,
     wrong_value,
 )
-from shoal.data.formats.table import Rows
+from shoal.data.formats.table import DecodedRows
 from shoal.data.formats.table_source import TableSource
 from shoal.data.remote.copies import CopiedFiles
 from shoal.data.remote.located_files import files_at
@@ -53,12 +47,12 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MISSING_VALUES = ("", "NA", "N/A", "#N/A", "null", "NULL", "None")
-"""What stands for no value in a column that is not text; "nan" is a float."""
+"""Spellings of a missing value in a column that is not text; "nan" is a float."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CsvConfig:
-    """How the text is written."""
+    """Dialect of the text."""
 
     delimiter: str = ","
     """Between fields."""
@@ -214,28 +208,28 @@ def open_csv(
         has_header=names is None if header is None else flag("header=", header),
         names=None if names is None else tuple(list_of_names("names=", names)),
     )
-    parser, rules, urls = CsvParser(config), config.rules, [info.url for info in infos]
-    description = {"format": "csv", "delimiter": delimiter}
-    asked: dict[str, Any] = {"columns": columns, "needed": label_names(label), "schema": schema, "fill": fill}
-    if any(is_compressed(url) for url in urls):
-        unpacked = UnpackedFiles(files, infos, rules, has_header=config.has_header)
-        heads = in_threads(unpacked.head, range(len(infos)))
-        named = parser.names_of_files(urls, heads, unpacked.first_texts())
-        decoder = CsvDecoder(parser, named, urls, unpacked.first_texts(), **asked)
-        return open_text_stream(
-            unpacked,
-            decoder,
-            description,
-            label=label,
-            on_error=on_error,
-            max_skips=max_skips,
-        )
-    heads = in_threads(lambda info: read_head(files, info, rules, has_header=config.has_header), infos)
-    named = parser.names_of_files(urls, heads, first_texts(files, infos, heads, rules))
-    decoder = CsvDecoder(parser, named, urls, first_texts(files, infos, heads, rules), **asked)
-    identity = identity_of(infos, **description, types=decoder.describe(), fill=fill, names=named)
-    table = TextTable(files, infos, heads, rules, decoder, identity=identity, description=description)
-    return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
+    parser, urls = CsvParser(config), [info.url for info in infos]
+    text = TextFiles(files, infos, config.rules, has_header=config.has_header)
+    named = parser.names_of_files(urls, text.heads, text.first_texts())
+    decoder = CsvDecoder(
+        parser,
+        named,
+        urls,
+        text.first_texts(),
+        columns=columns,
+        needed=label_names(label),
+        schema=schema,
+        fill=fill,
+    )
+    return text.source(
+        decoder,
+        {"format": "csv", "delimiter": delimiter},
+        {"fill": fill, "names": named},
+        label=label,
+        cache=cache,
+        on_error=on_error,
+        max_skips=max_skips,
+    )
 
 
 class CsvDecoder:
@@ -280,7 +274,7 @@ class CsvDecoder:
             )
         self._fill = Fill(fill, self.columns)
 
-    def decode(self, text: bytes, num_rows: int, place: TextPlace) -> Rows:
+    def decode(self, text: bytes, num_rows: int, place: TextPlace) -> DecodedRows:
         import pyarrow as pa
 
         names = self._named[place.file]
@@ -314,7 +308,7 @@ class CsvDecoder:
     def _find_types(
         self, given: Mapping[str, pa.DataType], urls: Sequence[str], texts: Iterable[tuple[int, bytes]]
     ) -> dict[str, pa.DataType]:
-        """Given ones, and what Arrow finds in the first rows where something stands."""
+        """The given types, and those Arrow infers from the first rows that have a value."""
         import pyarrow as pa
 
         types = {name: kind for name, kind in given.items() if not pa.types.is_timestamp(kind)}
@@ -354,7 +348,11 @@ def careful_columns(
     bad: BadRows,
     explain: Callable[[str, str], str] | None,
 ) -> pa.Table:
-    """All rows of a text; bad ones are told to `bad` and are null. Columns without a type are inferred."""
+    """All rows of a text that Arrow refuses; bad ones are added to `bad` and are null.
+
+    Slow and exact: values are judged by the converter that refused them.
+    Columns without a type are inferred.
+    """
     import pyarrow as pa
     import pyarrow.csv
 
@@ -422,7 +420,7 @@ def _as_text(column: ArrowArray) -> tuple[ArrowArray, Any]:
 
 
 def _failing(parser: Any, column: ArrowArray, kind: pa.DataType, begin: int, end: int) -> Iterator[int]:
-    """Which values are not of a type, by halving."""
+    """Values that are not of a type, found by halving."""
     import pyarrow as pa
 
     if begin == end:

@@ -48,7 +48,7 @@ class Feature:
     """Of one record's values: () one, (k,) always k, also of more dimensions; None: any number."""
 
     default: Any = None
-    """Where a record lacks the feature: one number, or as many as the shape has. Without it such a record is bad."""
+    """Value of a record that lacks the feature: one number, or as many as the shape has. Without it such a record is bad."""
 
     key: str | None = None
     """Its name in the record, where that is another than the column's."""
@@ -246,7 +246,7 @@ def _as_bytes(name: str, item: Any) -> bytes:
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """A field that says its length."""
+    """A length-delimited field."""
     return bytes([number << 3 | 2]) + _varint(len(content)) + content
 
 
@@ -269,7 +269,7 @@ def list_features(example: bytes) -> str:
 
 
 def feature_in(example: bytes, name: str) -> str:
-    """What one Example holds under a name, for people."""
+    """The feature that one Example holds under a name, for messages."""
     return _shape_of(_features(example).get(name, b""))
 
 
@@ -298,7 +298,7 @@ def _shape_of(feature: bytes) -> str:
 
 
 def _contents(message: bytes, number: int) -> Iterator[bytes]:
-    """What stands in the fields of this number that say their length."""
+    """Contents of the length-delimited fields of this number."""
     at = 0
     while at < len(message):
         tag, at = _read_varint(message, at)
@@ -356,7 +356,9 @@ class TFRecordWriter:
     and booleans an int64 list, strings and bytes a bytes list; a value may be
     one of them, or an array, tensor or list. Bytes instead of a dict are
     written as they are. A name that ends in `.gz` is compressed, and then
-    can only be read from its beginning.
+    can only be read from its beginning. A local file has its name only once it
+    is whole: until then it lies beside it under another, and it is removed
+    where writing fails.
 
         with TFRecordWriter("clicks.tfrecord") as out:
             out.write({"price": 1.5, "ids": [3, 7], "label": 1})

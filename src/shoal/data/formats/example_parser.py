@@ -32,7 +32,7 @@ ABSENT, BYTES, FLOATS, INTS = 0, 1, 2, 3
 """Kinds of a list; the last three are the numbers of their fields."""
 
 NOT_THERE, FOUND, OTHER_KIND, OTHER_COUNT, BROKEN = 0, 1, 2, 3, 4
-"""What `locate` says of a feature in a record."""
+"""States of a feature in a record, as `locate` finds them."""
 
 ANY = -1
 """Number of values of a list of any length."""
@@ -69,7 +69,7 @@ def _span(data: Any, at: int, end: int) -> tuple[Any, Any]:
 
 @inlined
 def _skip(data: Any, tag: Any, at: int, end: int) -> int:
-    """Where the field behind a tag ends; _END where it is none or passes the end."""
+    """End of the field behind a tag; _END where it is none or passes the end."""
     kind = tag & np.uint64(7)
     if kind == np.uint64(0):
         _, at = _varint(data, at, end)
@@ -126,7 +126,7 @@ def place_names(names: Any, name_ends: Any, places: Any) -> None:
 
 @inlined
 def _num_varints(data: Any, begin: int, end: int) -> Any:
-    """How many there are; far below zero where one has more than ten bytes or does not end."""
+    """Number of varints; far below zero where one has more than ten bytes or does not end."""
     count, num_bytes = 0, 0
     for at in range(begin, end):
         num_bytes += 1
@@ -425,7 +425,7 @@ Where = NDArray[np.bool_]
 
 
 class _Read(NamedTuple):
-    """What the walk over a stretch of records left of one feature."""
+    """One feature of a span of records, as the walk over them left it."""
 
     data: NDArray[np.uint8]
     is_found: Where

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's `datasets`: their Arrow tables are read as ours.
+"""Hugging Face `datasets`: their Arrow tables, read like any other table.
 
 What has columns that no tensor holds (images, nested records), or a transform
 of its own, is asked row by row, the way its owner would. An IterableDataset is
@@ -15,8 +15,8 @@ import numpy as np
 from shoal.data.arguments import OnError, skipping
 from shoal.data.cache.disk_cache import identity_of
 from shoal.data.formats.arrow import Fill, decoded
-from shoal.data.formats.schema import check_names, chosen, columns_of, label_names
-from shoal.data.formats.table import Block, Column, Rows
+from shoal.data.formats.schema import check_names, chosen, columns_of, label_names, split_label
+from shoal.data.formats.table import Column, DecodedRows, TableBlock
 from shoal.data.formats.table_source import TableSource
 from shoal.data.order.order import Indices
 from shoal.data.sources.source import Source
@@ -96,11 +96,11 @@ class HuggingfaceTable:
         begins = range(0, self._length, _BLOCK_ROWS)
         ends = [min(begin + _BLOCK_ROWS, self._length) for begin in begins]
         self.blocks = tuple(
-            Block(end - begin, (end - begin) * row_bytes, f"the data set, rows {begin} to {end}", begin)
+            TableBlock(end - begin, (end - begin) * row_bytes, f"the data set, rows {begin} to {end}", begin)
             for begin, end in zip(begins, ends, strict=True)
         )
 
-    def read(self, block: int) -> Rows:
+    def read(self, block: int) -> DecodedRows:
         first = self.blocks[block].first_row
         table: pa.Table = self._dataset[first : first + self.blocks[block].num_rows]
         return decoded(
@@ -123,7 +123,7 @@ class RowsByDatasets(Source):
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
         wanted = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
-        return [_arranged(dict(row), self._label) for row in self._dataset.__getitems__(wanted)]
+        return [split_label(dict(row), self._label) for row in self._dataset.__getitems__(wanted)]
 
     def describe(self) -> list[dict[str, Any]]:
         stage = {"source": "huggingface", "num_samples": self.num_samples, "by_row_because": self._why}
@@ -145,7 +145,7 @@ class HuggingfaceStream(OwnStream):
             missing = [name for name in wanted if name not in row]
             if missing:
                 raise NoSuchColumn(asked=missing, there=list(row), where="the data set", asked_by="label=")
-            yield _arranged(dict(row), self._label)
+            yield split_label(dict(row), self._label)
 
     def describe(self) -> dict[str, Any]:
         described = {"source": "stream", "format": "huggingface", "label": label_names(self._label)}
@@ -203,10 +203,3 @@ def _schema(dataset: Any, names: Sequence[str]) -> pa.Schema:
 
     schema = dataset.features.arrow_schema
     return pa.schema([schema.field(name) for name in names])
-
-
-def _arranged(row: dict[str, Any], label: str | Sequence[str] | None) -> Any:
-    labels = {name: row.pop(name) for name in label_names(label)}
-    if label is None:
-        return row
-    return row, labels[label] if isinstance(label, str) else labels

@@ -12,20 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.data.arguments import OnError, by_name, names, skipping
-from shoal.data.cache.disk_cache import identity_of
-from shoal.data.files import Where, in_threads
+from shoal.data.files import Where
 from shoal.data.formats.arrow import ArrowArray, BadRows, Fill, as_file, decoded, shown
 from shoal.data.formats.lines import (
     COMPRESSED,
     LineAddress,
     RowRules,
+    TextFiles,
     TextPlace,
-    TextTable,
-    UnpackedFiles,
-    first_texts,
-    is_compressed,
-    open_text_stream,
-    read_head,
 )
 from shoal.data.formats.schema import (
     arrow_type,
@@ -38,7 +32,7 @@ from shoal.data.formats.schema import (
     readable_type,
     wrong_value,
 )
-from shoal.data.formats.table import Rows
+from shoal.data.formats.table import DecodedRows
 from shoal.data.formats.table_source import TableSource
 from shoal.data.remote.copies import CopiedFiles
 from shoal.data.remote.located_files import files_at
@@ -84,24 +78,24 @@ def open_jsonl(
     files, where = files_at(path, location, spread)
     on_error, max_skips = skipping("", on_error, max_skips)
     infos = files.expand(where, ENDINGS)
-    description = {"format": "jsonl"}
-    asked: dict[str, Any] = {"columns": columns, "needed": label_names(label), "schema": schema, "fill": fill}
-    if any(is_compressed(info.url) for info in infos):
-        unpacked = UnpackedFiles(files, infos, RULES, has_header=False)
-        decoder = JsonDecoder(infos[0].url, unpacked.first_texts(), **asked)
-        return open_text_stream(
-            unpacked,
-            decoder,
-            description,
-            label=label,
-            on_error=on_error,
-            max_skips=max_skips,
-        )
-    heads = in_threads(lambda info: read_head(files, info, RULES, has_header=False), infos)
-    decoder = JsonDecoder(infos[0].url, first_texts(files, infos, heads, RULES), **asked)
-    identity = identity_of(infos, **description, types=decoder.describe(), fill=fill)
-    table = TextTable(files, infos, heads, RULES, decoder, identity=identity, description=description)
-    return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
+    text = TextFiles(files, infos, RULES, has_header=False)
+    decoder = JsonDecoder(
+        infos[0].url,
+        text.first_texts(),
+        columns=columns,
+        needed=label_names(label),
+        schema=schema,
+        fill=fill,
+    )
+    return text.source(
+        decoder,
+        {"format": "jsonl"},
+        {"fill": fill},
+        label=label,
+        cache=cache,
+        on_error=on_error,
+        max_skips=max_skips,
+    )
 
 
 class JsonDecoder:
@@ -132,7 +126,7 @@ class JsonDecoder:
         self._readable = pa.schema([(name, readable_type(kind)) for name, kind in self._types.items()])
         self._fill = Fill(fill, self.columns)
 
-    def decode(self, text: bytes, num_rows: int, place: TextPlace) -> Rows:
+    def decode(self, text: bytes, num_rows: int, place: TextPlace) -> DecodedRows:
         import pyarrow as pa
 
         bad = BadRows(LineAddress(text, place, RULES))
@@ -158,7 +152,7 @@ class JsonDecoder:
         wanted: Sequence[str] | None,
         texts: Iterable[tuple[int, bytes]],
     ) -> dict[str, pa.DataType]:
-        """Of all columns, or at least of those wanted: given ones, and what Arrow finds in the first rows."""
+        """Types of all columns, or at least of those wanted: the given ones, and those Arrow infers from the first rows."""
         import pyarrow as pa
 
         found: dict[str, pa.DataType] = {}  # in the order of the file, types that nobody knows yet among them
@@ -221,7 +215,7 @@ def careful_columns(
     explain: Callable[[str, str], str] | None,
     spelled: Collection[str] = (),
 ) -> pa.Table:
-    """All lines of a text; bad ones are told to `bad` and are null. Without a schema, types are inferred from the good.
+    """All lines of a text; bad ones are added to `bad` and are null. Without a schema, types are inferred from the good.
 
     Numbers in columns that are to be `spelled` are taken as their text.
     """

@@ -9,10 +9,11 @@ the text of a row is up to a `TextDecoder`, of CSV or of JSON.
 from __future__ import annotations
 
 import bz2
+import functools
 import gzip
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, Protocol
 
@@ -20,10 +21,11 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from shoal.data.arguments import OnError
 from shoal.data.cache.disk_cache import identity_of, remembered
 from shoal.data.files import FileInfo, Files, in_threads
-from shoal.data.formats.table import Block, Column, Rows
-from shoal.data.formats.table_source import RowStream, open_row_stream
+from shoal.data.formats.table import Column, DecodedRows, TableBlock
+from shoal.data.formats.table_source import RowStream, TableSource, open_row_stream
 from shoal.data.stream import Stream
 from shoal.errors import DataError, FileDamaged
 from shoal.runtime.kernel_cache import INT, kernel, matrix, vector
@@ -35,7 +37,7 @@ _CHUNK_BYTES = 4 << 20
 _LF, _CR = 10, 13
 
 # Places of the kernel's state:
-_MODE, _CONTENT, _AFTER_CR, _ROWS, _BEGIN, _LINES, _FIRST_LINE, _QUOTE_LINE, _QUOTED_ENDS = range(9)
+_MODE, _CONTENT, _AFTER_CR, _ROWS, _BEGIN, _LINES, _FIRST_LINE, _QUOTE_LINE = range(8)
 _FIELD_START, _IN_FIELD, _IN_QUOTES, _AFTER_QUOTE = range(4)
 
 
@@ -50,7 +52,7 @@ class LineSpan(NamedTuple):
 
 
 class RowRules(NamedTuple):
-    """What ends a row."""
+    """Rules by which a row ends."""
 
     delimiter: int = -1
     quote: int = -1
@@ -70,14 +72,9 @@ class LineScanner:
         self, rules: RowRules, *, begin: int = 0, first_line: int = 1, block_bytes: int = BLOCK_BYTES
     ) -> None:
         self._rules, self._block_bytes = rules, block_bytes
-        self._state = np.zeros(9, dtype=np.int64)
+        self._state = np.zeros(8, dtype=np.int64)
         self._state[[_BEGIN, _LINES, _FIRST_LINE]] = begin, first_line - 1, first_line
         self._at = begin
-
-    @property
-    def has_quoted_line_ends(self) -> bool:
-        """Whether a line end was seen that ends no row."""
-        return bool(self._state[_QUOTED_ENDS])
 
     def feed(self, chunk: bytes) -> list[LineSpan]:
         """The spans that end in the next chunk."""
@@ -186,7 +183,7 @@ def _num_line_ends(data: _Array) -> Any:
 
 @kernel((vector(types.uint8), INT, INT))
 def _is_odd(data: _Array, quote: int, blanks_are_empty: int) -> bool:
-    """Whether there is a quote, an empty line, or a carriage return without a line feed. Without branches: it is fast."""
+    """True where there is a quote, an empty line, or a carriage return without a line feed. Without branches: it is fast."""
     found: Any = 0
     for i in range(len(data) - 1):
         byte, after = np.int64(data[i]), np.int64(data[i + 1])
@@ -236,9 +233,6 @@ def _scan(
                 mode = 3
             elif byte == 10:
                 lines += 1
-                state[8] = 1
-            elif byte == 13:
-                state[8] = 1
             continue
         elif mode == 3:
             if byte == quote:
@@ -288,7 +282,7 @@ _ROW_BYTES_LIMIT = 64 << 20  # a first row longer than this is taken for no row 
 
 
 class TextPlace(NamedTuple):
-    """Where a text is from."""
+    """Origin of a text: file, row and line."""
 
     file: int
     url: str
@@ -297,7 +291,7 @@ class TextPlace(NamedTuple):
 
 
 class TextHead(NamedTuple):
-    """Where the rows of a file begin: behind a byte order mark and a header."""
+    """Begin of the rows of a file, behind a byte order mark and a header."""
 
     begin: int
     first_line: int
@@ -312,12 +306,15 @@ class TextDecoder(Protocol):
     def columns(self) -> tuple[Column, ...]:
         """The schema."""
 
-    def decode(self, text: bytes, num_rows: int, place: TextPlace) -> Rows:
+    def decode(self, text: bytes, num_rows: int, place: TextPlace) -> DecodedRows:
         """The rows of a text that holds so many."""
+
+    def describe(self) -> dict[str, str]:
+        """The types."""
 
 
 class LineAddress:
-    """Where the rows of a text are; their lines are looked for when the first is asked for."""
+    """Addresses of the rows of a text; lines are counted when the first is asked for."""
 
     def __init__(self, text: bytes, place: TextPlace, rules: RowRules) -> None:
         self._text, self._place, self._rules = text, place, rules
@@ -351,7 +348,7 @@ class TextTable:
         found = scan_files(files, infos, heads, rules)
         row_bytes = sum(column.dtype.itemsize for column in self.columns if not column.is_ragged)
         self._parts: list[tuple[int, LineSpan, int]] = []
-        blocks: list[Block] = []
+        blocks: list[TableBlock] = []
         for file, (info, parts) in enumerate(zip(infos, found, strict=True)):
             first_row = 0
             for part in parts:
@@ -359,11 +356,11 @@ class TextTable:
                 where = f"{info.url}, bytes {part.begin} to {part.end}"
                 is_ragged = any(column.is_ragged for column in self.columns)
                 num_bytes = part.num_rows * row_bytes + (part.end - part.begin if is_ragged else 0)
-                blocks.append(Block(part.num_rows, num_bytes, where, first_row))
+                blocks.append(TableBlock(part.num_rows, num_bytes, where, first_row))
                 first_row += part.num_rows
         self.blocks = tuple(blocks)
 
-    def read(self, block: int) -> Rows:
+    def read(self, block: int) -> DecodedRows:
         file, part, first_row = self._parts[block]
         url = self._infos[file].url
         text = self._files.read(url, part.begin, part.end)
@@ -398,7 +395,7 @@ def scan_files(
 
 
 def read_head(files: Files, info: FileInfo, rules: RowRules, *, has_header: bool) -> TextHead:
-    """Where the rows of a file begin. Refuses what is no text in UTF-8 or ASCII."""
+    """The head of a file. Refuses what is no text in UTF-8 or ASCII."""
     size = 64 << 10
     while True:
         text = files.read(info.url, 0, min(size, info.num_bytes))
@@ -461,7 +458,7 @@ _UNPACKED_BYTES = 1 << 20
 
 
 def is_compressed(url: str) -> bool:
-    """Whether a file can only be read from its beginning."""
+    """True for a file that can only be read from its beginning."""
     return url.lower().endswith(COMPRESSED)
 
 
@@ -472,7 +469,7 @@ class UnpackedFiles:
         self._files, self.infos, self._rules, self._has_header = files, infos, rules, has_header
 
     def head(self, file: int) -> TextHead:
-        """Where the rows of a file begin."""
+        """The head of one file."""
         for head, _ in self._begun(file):
             return head
         raise AssertionError("a head is found, or an error raised")
@@ -543,7 +540,7 @@ class TextStream(RowStream):
         self._files, self._decoder, self._description = files, decoder, description
         self.columns = decoder.columns
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[DecodedRows]:
         for file in range(len(self._files.infos)):
             for text, num_rows, place in self._files.texts(file):
                 yield self._decoder.decode(text, num_rows, place)
@@ -558,24 +555,57 @@ class TextStream(RowStream):
         }
 
 
-def open_text_stream(
-    files: UnpackedFiles,
-    decoder: TextDecoder,
-    description: dict[str, Any],
-    *,
-    label: str | Sequence[str] | None,
-    on_error: str,
-    max_skips: int | None,
-) -> Stream:
-    return open_row_stream(
-        TextStream(files, decoder, description),
-        format=description["format"],
-        files=files.infos,
-        is_compressed=lambda info: is_compressed(info.url),
-        label=label,
-        on_error=on_error,
-        max_skips=max_skips,
-    )
+class TextFiles:
+    """Files of lines to be opened: plain ones are read by range, any compressed one makes all of them a stream."""
+
+    def __init__(self, files: Files, infos: Sequence[FileInfo], rules: RowRules, *, has_header: bool) -> None:
+        self._files, self._infos, self._rules, self._has_header = files, infos, rules, has_header
+        self._unpacked: UnpackedFiles | None = None
+        if any(is_compressed(info.url) for info in infos):
+            self._unpacked = UnpackedFiles(files, infos, rules, has_header=has_header)
+
+    @functools.cached_property
+    def heads(self) -> list[TextHead]:
+        """The head of each file."""
+        if self._unpacked:
+            return in_threads(self._unpacked.head, range(len(self._infos)))
+        return in_threads(
+            lambda info: read_head(self._files, info, self._rules, has_header=self._has_header), self._infos
+        )
+
+    def first_texts(self) -> Iterator[tuple[int, bytes]]:
+        """(file, text) of whole rows from the beginnings of the files, for guessing types."""
+        if self._unpacked:
+            return self._unpacked.first_texts()
+        return first_texts(self._files, self._infos, self.heads, self._rules)
+
+    def source(
+        self,
+        decoder: TextDecoder,
+        description: dict[str, Any],
+        identity: Mapping[str, Any],
+        *,
+        label: str | Sequence[str] | None,
+        cache: Any,
+        on_error: OnError,
+        max_skips: int | None,
+    ) -> TableSource | Stream:
+        """The rows by index, or as a stream. `identity` is what else the decoded rows depend on."""
+        if self._unpacked:
+            return open_row_stream(
+                TextStream(self._unpacked, decoder, description),
+                format=description["format"],
+                files=self._infos,
+                is_compressed=lambda info: is_compressed(info.url),
+                label=label,
+                on_error=on_error,
+                max_skips=max_skips,
+            )
+        name = identity_of(self._infos, **description, types=decoder.describe(), **identity)
+        table = TextTable(
+            self._files, self._infos, self.heads, self._rules, decoder, identity=name, description=description
+        )
+        return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
 
 
 def _unpacked(url: str, packed: Any) -> Any:

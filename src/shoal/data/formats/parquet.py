@@ -18,7 +18,7 @@ from shoal.data.cache.disk_cache import identity_of, remembered
 from shoal.data.files import FileInfo, Files, SharedFiles, Where, in_threads
 from shoal.data.formats.arrow import BadRows, Fill, as_indices, as_numpy, decoded, file_of
 from shoal.data.formats.schema import check_names, chosen, columns_of, label_names
-from shoal.data.formats.table import Block, Column, Rows, empty_rows, joined_rows
+from shoal.data.formats.table import Column, DecodedRows, TableBlock, empty_rows, joined_rows
 from shoal.data.formats.table_source import TableSource
 from shoal.data.remote.copies import CopiedFiles
 from shoal.data.remote.located_files import files_at
@@ -40,8 +40,8 @@ _FUNCTIONS = {
 }
 
 
-class Statistics(NamedTuple):
-    """What is known of a column in a stretch of rows without reading it."""
+class ColumnBounds(NamedTuple):
+    """Statistics of a column in a row group, known without reading it."""
 
     smallest: Any
     largest: Any
@@ -58,8 +58,8 @@ class Condition(NamedTuple):
     is_exact: bool
     """Of a type whose statistics are its values: no NaN beside them, no long string cut short."""
 
-    def decide(self, known: Statistics | None) -> bool | None:
-        """Whether all rows fulfil it (True), or none (False); None where only reading them tells."""
+    def decide(self, known: ColumnBounds | None) -> bool | None:
+        """True where all rows fulfil it, False where none does, None where only reading them tells."""
         if known is None:
             return None
         low, high = known.smallest, known.largest
@@ -95,7 +95,7 @@ class Condition(NamedTuple):
                 return bool(low >= value), bool(high < value)
 
     def mask(self, table: pa.Table) -> NDArray[np.bool_]:
-        """Which rows fulfil it."""
+        """The rows that fulfil it."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -110,15 +110,19 @@ class Condition(NamedTuple):
 
 
 class Predicate:
-    """Any of several lists of conditions, each list as a whole."""
+    """`where=`: any of several lists of conditions, each list as a whole. A missing value fulfils no condition.
+
+    Statistics are judged here and not by pyarrow's own pruning, which drops
+    rows with NaN: `x != 5.0` over [5.0, NaN] gives it no row group (26.0).
+    """
 
     def __init__(self, where: Any, types: Mapping[str, pa.DataType], file: str) -> None:
         """`types` are those of the columns that `file` has; refuses what cannot be compared."""
         self._any_of = [[_condition(one, types, file) for one in group] for group in _normal(where)]
         self.columns = sorted({one.column for group in self._any_of for one in group})
 
-    def decide(self, known: Mapping[str, Statistics]) -> bool | None:
-        """Whether all rows are kept (True), or none (False); None where only reading them tells."""
+    def decide(self, known: Mapping[str, ColumnBounds]) -> bool | None:
+        """True where all rows are kept, False where none is, None where only reading them tells."""
         decisions = []
         for group in self._any_of:
             each = [one.decide(known.get(one.column)) for one in group]
@@ -126,7 +130,7 @@ class Predicate:
         return True if True in decisions else None if None in decisions else False
 
     def mask(self, table: pa.Table) -> NDArray[np.bool_]:
-        """Which rows of a table with these columns are kept."""
+        """The rows of a table with these columns that are kept."""
         kept = np.zeros(table.num_rows, dtype=bool)
         for group in self._any_of:
             kept |= np.logical_and.reduce([one.mask(table) for one in group])
@@ -289,7 +293,7 @@ class ParquetTable:
         for file, info in enumerate(self._infos):
             self._files.narrow(info.url, self._wanted_ranges(file))
 
-    def read(self, block: int) -> Rows:
+    def read(self, block: int) -> DecodedRows:
         import pyarrow as pa
 
         part = self._parts[block]
@@ -317,7 +321,7 @@ class ParquetTable:
                     ranges.append((begin, begin + column.total_compressed_size))
         return ranges
 
-    def _read(self, file: int, groups: Sequence[int]) -> Rows:
+    def _read(self, file: int, groups: Sequence[int]) -> DecodedRows:
         table = self._open(file).read_row_groups(list(groups), columns=self._read_names, use_threads=True)
         kept: NDArray[np.int64] | None = None
         if self._predicate:
@@ -330,7 +334,7 @@ class ParquetTable:
 
         return decoded(table, self.columns, self._fill, address)
 
-    def _read_or_bad(self, file: int, group: int) -> Rows:
+    def _read_or_bad(self, file: int, group: int) -> DecodedRows:
         """A row group, or one of which each row is a bad sample."""
         import pyarrow as pa
 
@@ -399,7 +403,7 @@ class ParquetTable:
             if differences:
                 raise SchemasDiffer(first=self._infos[0].url, other=info.url, differences=differences)
 
-    def _plan(self) -> tuple[Block, ...]:
+    def _plan(self) -> tuple[TableBlock, ...]:
         """Blocks of the row groups that have rows to give, small ones joined."""
         blocks = []
         for file, footer in enumerate(self._footers):
@@ -411,7 +415,9 @@ class ParquetTable:
                 self._parts.append(_Part(file, groups))
                 num_rows = sum(counts[group] for group in groups)
                 num_bytes = sum(sizes[group] for group in groups)
-                blocks.append(Block(num_rows, num_bytes, self._where(file, groups), first_rows[groups[0]]))
+                blocks.append(
+                    TableBlock(num_rows, num_bytes, self._where(file, groups), first_rows[groups[0]])
+                )
         return tuple(blocks)
 
     def _where(self, file: int, groups: Sequence[int]) -> str:
@@ -459,11 +465,7 @@ class ParquetTable:
         return int(self._predicate.mask(table).sum())
 
     def _decoded_bytes(self, group: Any) -> int:
-        fixed = sum(
-            column.dtype.itemsize * int(np.prod(column.shape))
-            for column in self.columns
-            if not column.is_ragged
-        )
+        fixed = sum(column.row_bytes for column in self.columns if not column.is_ragged)
         ragged = {column.name for column in self.columns if column.is_ragged}
         chunks = (group.column(number) for number in range(group.num_columns)) if ragged else ()
         sizes = [chunk.total_uncompressed_size for chunk in chunks if _belongs(chunk.path_in_schema, ragged)]
@@ -471,7 +473,7 @@ class ParquetTable:
 
 
 def _belongs(path: str, names: Collection[str]) -> bool:
-    """Whether a leaf of the file is of one of these columns: lists have theirs below them, and names may have points."""
+    """True where a leaf of the file is of one of these columns: lists have theirs below them, and names may have points."""
     return path in names or any(path.startswith(f"{name}.") for name in names)
 
 
@@ -499,14 +501,14 @@ def pa_subset(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
     return pa.schema([schema.field(name) for name in names])
 
 
-def _statistics(group: Any, names: Sequence[str]) -> dict[str, Statistics]:
+def _statistics(group: Any, names: Sequence[str]) -> dict[str, ColumnBounds]:
     known = {}
     for number in range(group.num_columns):
         chunk = group.column(number)
         if chunk.path_in_schema in names and chunk.is_stats_set and chunk.statistics.has_min_max:
             found = chunk.statistics
             has_nulls = not found.has_null_count or found.null_count > 0
-            known[chunk.path_in_schema] = Statistics(found.min, found.max, has_nulls)
+            known[chunk.path_in_schema] = ColumnBounds(found.min, found.max, has_nulls)
     return known
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shoal.data.formats.sql import BadValue, ConnectionGone, SqlColumn, SqlKey
+from shoal.data.formats.sql import BadValue, ConnectionGone, SqlColumn, SqlKey, quoted, short_query
 from shoal.errors import ConfigError, QueryRefused
 
 if TYPE_CHECKING:
@@ -82,10 +82,6 @@ class PostgresDatabase:
         """Nothing tells without reading."""
         return ""
 
-    def quoted(self, name: str) -> str:
-        doubled = name.replace('"', '""')
-        return f'"{doubled}"'
-
     def literal_of(self, expression: str) -> str:
         """Every type that has an order can be written as text; a literal takes the type it is compared with."""
         return f"quote_literal({expression}::text)"
@@ -106,7 +102,7 @@ class PostgresSession:
     def columns(self, relation: str) -> list[SqlColumn]:
         """By the types that the server tells; what ADBC has no type for is asked for as text."""
         schema = self._table(f"SELECT * FROM {relation} LIMIT 0").schema
-        asked = [f"{self._asked(field)} AS {self._database.quoted(field.name)}" for field in schema]
+        asked = [f"{self._asked(field)} AS {quoted(field.name)}" for field in schema]
         arriving = self._table(f"SELECT {', '.join(asked)} FROM {relation} LIMIT 0").schema
         return [
             SqlColumn(field.name, arrived.type, self._asked(field))
@@ -114,7 +110,7 @@ class PostgresSession:
         ]
 
     def _asked(self, field: Any) -> str:
-        name = self._database.quoted(field.name)
+        name = quoted(field.name)
         kind = (field.metadata or {}).get(b"POSTGRESQL:type", b"").decode()
         if kind in _NATIVE or (kind.startswith("_") and kind[1:] in _NATIVE):
             return name
@@ -130,7 +126,7 @@ class PostgresSession:
         )
         if len(found) != 1:
             return None
-        return SqlKey(self._database.quoted(found[0][0]), True, found[0][0])
+        return SqlKey(quoted(found[0][0]), True, found[0][0])
 
     def values(self, sql: str) -> list[tuple[Any, ...]]:
         table = self._table(sql)
@@ -172,7 +168,7 @@ class PostgresSession:
             # Classes of SQLSTATE: connection, resources, the operator; 40 is a conflict with somebody's change.
             if state[:2] in ("08", "53", "57", "40") or (is_gone and not state):
                 raise ConnectionGone(self._database.scrubbed(_said(error))) from None
-            asked = self._database.scrubbed(_short(what))
+            asked = self._database.scrubbed(short_query(what))
             raise QueryRefused(
                 place=self._database.place,
                 what=f"the query {asked}",
@@ -197,8 +193,3 @@ def _said(error: Any) -> str:
     text = re.sub(r"^[A-Z_]+: (\[libpq\] )?", "", text)
     lines = [line for line in text.splitlines() if not line.startswith("\t")]  # without libpq's guesses
     return " ".join(" ".join(lines).split()).rstrip(".")
-
-
-def _short(text: str) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= 200 else f"{flat[:197]}..."

@@ -142,7 +142,7 @@ def readable_type(kind: pa.DataType) -> pa.DataType:
 def wrong_value(
     name: str, value: str, kind: pa.DataType, num_looked_at: int | None, *, text: str = "text in UTF-8"
 ) -> str:
-    """What to say of a value that is not of its column's type, found in so many rows or said by the user."""
+    """Message about a value that is not of its column's type, inferred from so many rows or given by the user."""
     import pyarrow as pa
 
     names = {
@@ -212,6 +212,14 @@ def label_names(label: str | Sequence[str] | None) -> list[str]:
     return arguments.names("label=", label)
 
 
+def split_label(columns: dict[str, Any], label: str | Sequence[str] | None) -> Any:
+    """The columns as they are, or (inputs, label)."""
+    if label is None:
+        return columns
+    target = columns.pop(label) if isinstance(label, str) else {name: columns.pop(name) for name in label}
+    return columns, target
+
+
 def check_names(asked_by: str, asked: Mapping[str, Any] | None, there: Sequence[str], where: str) -> None:
     """Refuse keys of `schema=` or `fill=` that are no columns."""
     missing = [name for name in arguments.by_name(asked_by, asked) if name not in there]
@@ -220,7 +228,7 @@ def check_names(asked_by: str, asked: Mapping[str, Any] | None, there: Sequence[
 
 
 def _item_of(kind: Any) -> pa.DataType | None:
-    """What a list holds; None where it is no list."""
+    """Type of the items of a list; None where it is no list."""
     import pyarrow as pa
 
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):

@@ -19,13 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
 from shoal.data.arguments import OnError, above_zero, by_name, skipping, whole_number
 from shoal.data.cache.disk_cache import identity_of, remembered
 from shoal.data.formats.arrow import BadRows, Fill, decoded
 from shoal.data.formats.schema import arrow_type, check_names, chosen, column_of, label_names
-from shoal.data.formats.table import Block, Column, Rows
+from shoal.data.formats.table import Column, DecodedRows, TableBlock
 from shoal.data.formats.table_source import TableSource
 from shoal.errors import (
     ConfigError,
@@ -36,7 +34,7 @@ from shoal.errors import (
     QueryRefused,
     TableChanged,
 )
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,10 +53,10 @@ class SqlColumn(NamedTuple):
     """As it arrives."""
 
     expression: str
-    """How to ask for it: its name, quoted, perhaps in a cast."""
+    """SQL for it: its name, quoted, perhaps in a cast."""
 
     as_text: str = ""
-    """How to ask for it as text, where its values may be of several types and only all of them as text are of one."""
+    """SQL for it as text, where its values may be of several types and only text is common to all."""
 
 
 class SqlKey(NamedTuple):
@@ -84,10 +82,10 @@ class Session(Protocol):
     """One connection, in one transaction that only reads and sees one state of the data."""
 
     def columns(self, relation: str) -> list[SqlColumn]:
-        """What `SELECT * FROM relation` gives, in order."""
+        """Columns of `SELECT * FROM relation`, in order."""
 
     def default_key(self, table: str) -> SqlKey | None:
-        """What orders the rows of a table without being asked: its primary key; None where there is none of one column."""
+        """The primary key of a table; None where there is none of one column."""
 
     def values(self, sql: str) -> list[tuple[Any, ...]]:
         """A few rows, as Python has them."""
@@ -103,7 +101,7 @@ class Session(Protocol):
 
 
 class Database(Protocol):
-    """Where sessions come from. Methods of sessions raise `ConnectionGone` or `QueryRefused`."""
+    """A dialect: opens sessions, whose methods raise `ConnectionGone` or `QueryRefused`."""
 
     place: str
     """For people: a URL without its password."""
@@ -114,11 +112,20 @@ class Database(Protocol):
     def stamp(self) -> str:
         """Changes with the data, as far as that can be told without reading it."""
 
-    def quoted(self, name: str) -> str:
-        """A name as SQL has it."""
-
     def literal_of(self, expression: str) -> str:
         """SQL that gives, as text, SQL for the value of an expression, exactly."""
+
+
+def quoted(name: str) -> str:
+    """A name as SQL has it, in both dialects."""
+    doubled = name.replace('"', '""')
+    return f'"{doubled}"'
+
+
+def short_query(text: str) -> str:
+    """A query on one line, cut short where it is long."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= 200 else f"{flat[:197]}..."
 
 
 class ConnectionGone(Exception):
@@ -127,7 +134,7 @@ class ConnectionGone(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReconnectConfig:
-    """How long a database that went away is waited for."""
+    """Retries of a database that went away."""
 
     timeout_s: float = 30.0
     """From the first failure on, until a read of one range succeeds."""
@@ -148,14 +155,14 @@ class Sessions:
         self._close = weakref.finalize(self, _close_all, self._idle, self._owner)
 
     def first(self, read: Callable[[Session], Result]) -> Result:
-        """Read for the first time: what fails is told at once, for it is likelier a wrong name than an accident."""
+        """The first read: a failure is raised at once, as it is likelier a wrong name than an accident."""
         try:
             return self._once(read)
         except ConnectionGone as gone:
             raise DatabaseRefused(place=self.database.place, reason=str(gone)) from None
 
     def again(self, read: Callable[[Session], Result], *, what: str) -> Result:
-        """Read what was there before: where the connection breaks, with a new one, until the time is over."""
+        """A later read: retried with a new connection where one breaks, until the time is over."""
         first_failed_at: float | None = None
         pause_s = _FIRST_PAUSE_S
         num_attempts = 0
@@ -166,7 +173,7 @@ class Sessions:
             except ConnectionGone as gone:
                 now = time.monotonic()
                 first_failed_at = now if first_failed_at is None else first_failed_at
-                happenings.tell(
+                events.tell(
                     "database connection lost",
                     database=self.database.place,
                     reading=what,
@@ -216,7 +223,7 @@ class Sessions:
                     session.close()
 
     def _own(self) -> None:
-        """In a forked child: leave what is the parent's. To close a connection would say goodbye in the parent's name."""
+        """Leave the parent's connections alone in a forked child: closing one would end the parent's session."""
         if self._owner == os.getpid():
             return
         self._lock, self._free = threading.Lock(), threading.BoundedSemaphore(_MOST_AT_ONCE)
@@ -262,7 +269,7 @@ class KeyRange(NamedTuple):
 
     high: str | None = None
     is_null: bool | None = None
-    """Whether they are rows without a key, or with one; None where there is no key at all."""
+    """True for rows without a key, False for rows with one; None where there is no key at all."""
 
     def condition(self, key: str) -> str:
         """SQL for which rows they are; "" for all."""
@@ -279,7 +286,7 @@ class KeyRange(NamedTuple):
 
 
 def rows_per_range(num_rows: int, row_bytes: int, partitions: int | None) -> int:
-    """How many rows a range should have: as `partitions` says, or a few MiB."""
+    """Rows of a range: as `partitions` says, or a few MiB."""
     if partitions is not None:
         return max(-(-num_rows // partitions), 1)
     return max(min(_TARGET_BYTES // max(row_bytes, 1), _MOST_ROWS), _FEWEST_ROWS)
@@ -301,7 +308,11 @@ def cuts_query(relation: str, key: str, literal: str, step: int) -> str:
 
 
 def ranges_between(cuts: Sequence[tuple[str, int]], *, num_keyed: int, num_null: int) -> list[KeyRange]:
-    """The ranges from cut to cut; the first cut is the smallest key there is."""
+    """The ranges from cut to cut; the first cut is the smallest key there is.
+
+    The outermost ranges are open, so that a row that comes later falls into
+    one of them and is noticed; rows without a key are a range of their own.
+    """
     limits = [None, *(value for value, _ in cuts[1:]), None]
     starts = [*(int(start) for _, start in cuts), num_keyed]
     ranges = [
@@ -360,7 +371,7 @@ def open_sql(
     timeout_s = above_zero("from_sql(timeout_s=)", timeout_s, "seconds")
     sessions = Sessions(database_of(connection), ReconnectConfig(timeout_s=timeout_s))
     wish = _Wish(key, partitions, columns, tuple(label_names(label)), by_name("schema=", schema), fill)
-    table = SqlTable(sessions, relation_of(query, sessions.database), wish)
+    table = SqlTable(sessions, relation_of(query), wish)
     return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
 
 
@@ -395,7 +406,7 @@ def database_of(connection: str | os.PathLike[str]) -> Database:
 
 
 class Relation(NamedTuple):
-    """What stands behind FROM."""
+    """The relation behind FROM."""
 
     sql: str
     is_table: bool
@@ -403,7 +414,7 @@ class Relation(NamedTuple):
     """For people."""
 
 
-def relation_of(query: str, database: Database) -> Relation:
+def relation_of(query: str) -> Relation:
     """A table where the text is a name (perhaps with its schema), else a query."""
     text = query.strip().rstrip(";").strip() if isinstance(query, str) else ""
     if not text:
@@ -411,7 +422,7 @@ def relation_of(query: str, database: Database) -> Relation:
     if _NAME.fullmatch(text):
         if text.startswith('"'):
             return Relation(text, True, f"the table {text}")
-        name = ".".join(database.quoted(part) for part in text.split("."))
+        name = ".".join(quoted(part) for part in text.split("."))
         return Relation(name, True, f"the table '{text}'")
     flat = " ".join(text.split())
     shown = flat if len(flat) <= 80 else f"{flat[:77]}..."
@@ -420,7 +431,7 @@ def relation_of(query: str, database: Database) -> Relation:
 
 
 class _Wish(NamedTuple):
-    """What the user said about a table."""
+    """Options of the user for a table."""
 
     key: str | None
     partitions: int | None
@@ -431,7 +442,7 @@ class _Wish(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """What one transaction found."""
+    """Schema, key and ranges, found in one transaction."""
 
     columns: list[SqlColumn]
     key: SqlKey | None
@@ -455,12 +466,14 @@ class SqlTable:
             raise QueryRefused(place=place, what=relation.shown, reason=refused.reason) from None
         self.columns: tuple[Column, ...] = self._columns(self._asked)
         self._fill = Fill(wish.fill, self.columns)
-        row_bytes = sum(_row_bytes(column) for column in self.columns)
+        row_bytes = sum(_TEXT_BYTES if column.is_ragged else column.row_bytes for column in self.columns)
         blocks, first_row = [], 0
         for part in self._ranges:
-            blocks.append(Block(part.num_rows, part.num_rows * row_bytes, self._address(part), first_row))
+            blocks.append(
+                TableBlock(part.num_rows, part.num_rows * row_bytes, self._address(part), first_row)
+            )
             first_row += part.num_rows
-        self.blocks: tuple[Block, ...] = tuple(blocks)
+        self.blocks: tuple[TableBlock, ...] = tuple(blocks)
         self._unread = set(range(len(blocks)))
         if not first_row:
             sessions.close()
@@ -471,7 +484,7 @@ class SqlTable:
         """Of the relation, its key, and the number of rows in each range."""
         return identity_of([], stamp=self._sessions.database.stamp(), **self.describe(), fill=self._wish.fill)
 
-    def read(self, block: int) -> Rows:
+    def read(self, block: int) -> DecodedRows:
         part = self._ranges[block]
         sql = self._select(part)
 
@@ -507,7 +520,7 @@ class SqlTable:
         for row in decoded_rows.bad:
             found = decoded_rows.bad[row]
             bad.add(row, found.column, found.reason)
-        return Rows(decoded_rows.num_rows, decoded_rows.columns, bad)
+        return DecodedRows(decoded_rows.num_rows, decoded_rows.columns, bad)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -520,7 +533,7 @@ class SqlTable:
         }
 
     def _was_read(self, block: int) -> None:
-        """Once every range was read, its rows are in somebody's store: no connection is kept for nothing."""
+        """Close connections once every range was read: its rows are in a cache by then."""
         self._unread.discard(block)
         if not self._unread:
             self._unread = set(range(len(self.blocks)))
@@ -535,7 +548,9 @@ class SqlTable:
         by_name = {column.name: column for column in there}
         asked = [self._as_said(by_name[name]) for name in wanted]
         key = self._find_key(session, names)
-        row_bytes = sum(_row_bytes(column) for column in self._columns(asked))
+        row_bytes = sum(
+            _TEXT_BYTES if column.is_ragged else column.row_bytes for column in self._columns(asked)
+        )
         ranges = remembered(self._question(key, asked), lambda: self._count(session, key, row_bytes))
         return _Opened(asked, key, [KeyRange(*part) for part in ranges])
 
@@ -567,7 +582,7 @@ class SqlTable:
             return identity_of([], format="sql", asked=text, number=_times_asked[text])
 
     def _count(self, session: Session, key: SqlKey | None, row_bytes: int) -> list[KeyRange]:
-        """In one state of the data: how many rows there are, and where the key is cut."""
+        """Number of rows and cuts of the key, in one state of the data."""
         relation, database = self._relation.sql, self._sessions.database
         if key is None:
             [(num_rows,)] = session.values(f"SELECT count(*) AS num_rows FROM {relation}")
@@ -594,7 +609,7 @@ class SqlTable:
             return known
         if asked not in names:
             raise NoSuchColumn(asked=[asked], there=names, where=self._where, asked_by="key=")
-        return SqlKey(self._sessions.database.quoted(asked), False, asked)
+        return SqlKey(quoted(asked), False, asked)
 
     def _columns(self, asked: Sequence[SqlColumn]) -> tuple[Column, ...]:
         schema = self._wish.schema or {}
@@ -608,8 +623,7 @@ class SqlTable:
         )
 
     def _select(self, part: KeyRange) -> str:
-        database = self._sessions.database
-        outputs = [f"{column.expression} AS {database.quoted(column.name)}" for column in self._asked]
+        outputs = [f"{column.expression} AS {quoted(column.name)}" for column in self._asked]
         # Rows that share a key are told apart by what is read of them; where nothing differs, nothing matters.
         order = [str(number + 1) for number in range(len(outputs))]
         condition = ""
@@ -621,9 +635,3 @@ class SqlTable:
 
     def _address(self, part: KeyRange) -> str:
         return f"{self._relation.shown}, {part.shown(self._key.shown if self._key else '')}"
-
-
-def _row_bytes(column: Column) -> int:
-    if column.is_ragged:
-        return _TEXT_BYTES
-    return column.dtype.itemsize * int(np.prod(column.shape))

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shoal.data.formats.sql import BadValue, ConnectionGone, SqlColumn, SqlKey
+from shoal.data.formats.sql import BadValue, ConnectionGone, SqlColumn, SqlKey, quoted, short_query
 from shoal.errors import ConfigError, FileDamaged, QueryRefused
 
 if TYPE_CHECKING:
@@ -60,10 +60,6 @@ class SqliteDatabase:
                 stamps.append(f"{found.st_size}.{found.st_mtime_ns}")
         return "-".join(stamps)
 
-    def quoted(self, name: str) -> str:
-        doubled = name.replace('"', '""')
-        return f'"{doubled}"'
-
     def literal_of(self, expression: str) -> str:
         """SQLite's own function for that, but for infinities, which it writes as no version reads them, and text behind a NUL."""
         infinite = " ".join(f"WHEN {expression} = {number} THEN '{number}'" for number in ("9e999", "-9e999"))
@@ -95,8 +91,8 @@ class SqliteSession:
             SqlColumn(
                 name,
                 _arrow_type(kind or seen[name]),
-                _quoted(name),
-                as_text=f"CAST({_quoted(name)} AS TEXT)",
+                quoted(name),
+                as_text=f"CAST({quoted(name)} AS TEXT)",
             )
             for name, kind in declared.items()
         ]
@@ -104,7 +100,7 @@ class SqliteSession:
     def _seen(self, relation: str, names: list[str]) -> dict[str, str]:
         """The type that most values of a column have."""
         kinds = ("integer", "real", "text", "blob")
-        sums = [f"total(typeof({_quoted(name)}) = '{kind}')" for name in names for kind in kinds]
+        sums = [f"total(typeof({quoted(name)}) = '{kind}')" for name in names for kind in kinds]
         [counts] = self._execute(f"SELECT {', '.join(sums)} FROM {relation}").fetchall()
         found = {}
         for number, name in enumerate(names):
@@ -121,7 +117,7 @@ class SqliteSession:
             described = self._execute(f"PRAGMA {schema + '.' if schema else ''}table_info({name})").fetchall()
             keys = [str(column) for _, column, _, _, _, place in described if place]
             if len(keys) == 1:
-                return SqlKey(_quoted(keys[0]), True, keys[0])
+                return SqlKey(quoted(keys[0]), True, keys[0])
             try:
                 self._connection.execute(f"SELECT rowid FROM {table} LIMIT 0").close()
             except sqlite3.OperationalError:  # a view, or a table without it
@@ -170,7 +166,7 @@ class SqliteSession:
             if any(name.startswith(damaged) for damaged in _DAMAGED):
                 raise FileDamaged(url=self._place, problem=_said(error)) from None
             raise QueryRefused(
-                place=self._place, what=f"the query {_short(what)}", reason=_said(error)
+                place=self._place, what=f"the query {short_query(what)}", reason=_said(error)
             ) from None
 
 
@@ -212,22 +208,12 @@ def _array(column: SqlColumn, values: Sequence[Any], bad: list[BadValue]) -> pa.
             except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError, UnicodeError):
                 kept.append(None)
                 reason = (
-                    f"{_short(repr(value))} is no {column.kind}, as the others are; choose one type in the "
+                    f"{short_query(repr(value))} is no {column.kind}, as the others are; choose one type in the "
                     f"query, or read all as text: schema={{'{column.name}': 'str'}}"
                 )
                 bad.append(BadValue(row, column.name, reason))
         return pa.array(kept, type=column.kind)
 
 
-def _quoted(name: str) -> str:
-    doubled = name.replace('"', '""')
-    return f'"{doubled}"'
-
-
 def _said(error: Exception) -> str:
     return f"SQLite says '{error}'"
-
-
-def _short(text: str) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= 200 else f"{flat[:197]}..."

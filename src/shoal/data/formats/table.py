@@ -7,6 +7,7 @@ the number of strings and the length of each, as uint32, then the strings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -60,6 +61,11 @@ class Column:
             return f"list of {self.dtype}"
         return f"{self.dtype}{list(self.shape)}" if self.shape else str(self.dtype)
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one row in memory, where rows are of one size."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
     def describe(self) -> dict[str, Any]:
         return {"at": self.name, "dtype": self.type_name, "shape": list(self.shape)}
 
@@ -99,8 +105,8 @@ class Ragged(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """What is read in one piece: a row group, a stretch of lines, a range of keys."""
+class TableBlock:
+    """Rows that are read in one piece: a row group, a span of lines, a range of keys."""
 
     num_rows: int
     num_bytes: int
@@ -114,7 +120,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DecodedRows:
     """The decoded rows of a block. Arrays may be read-only views of what was read."""
 
     num_rows: int
@@ -133,15 +139,15 @@ class Table(Protocol):
         """The schema."""
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[TableBlock, ...]:
         """In the order of the rows."""
 
     @property
     def identity(self) -> str:
         """Changes when the data does (paths, sizes, times, options): the key of caches."""
 
-    def read(self, block: int) -> Rows:
-        """Decode one block. A row that cannot be decoded is in `Rows.bad`; what concerns a whole file raises."""
+    def read(self, block: int) -> DecodedRows:
+        """Decode one block. A row that cannot be decoded is in `DecodedRows.bad`; what concerns a whole file raises."""
 
     def describe(self) -> dict[str, Any]:
         """Format, files, sizes and columns, fit for JSON."""
@@ -152,13 +158,13 @@ class StagedTable(Protocol):
     """A table of files, which may have to come from elsewhere."""
 
     def stage(self) -> None:
-        """Have all of them at this host."""
+        """Copy all of them to this host."""
 
     def is_here(self, block: int) -> bool:
-        """Whether this host has the file of a block itself."""
+        """True where this host has the file of a block itself."""
 
 
-def empty_rows(columns: Sequence[Column], num_rows: int, bad: Mapping[int, BadSample]) -> Rows:
+def empty_rows(columns: Sequence[Column], num_rows: int, bad: Mapping[int, BadSample]) -> DecodedRows:
     """Rows of the right types and no meaning, for a block of which every row is bad."""
     made: dict[str, NDArray[Any] | Ragged] = {}
     for column in columns:
@@ -166,10 +172,10 @@ def empty_rows(columns: Sequence[Column], num_rows: int, bad: Mapping[int, BadSa
             made[column.name] = Ragged(np.zeros(0, column.dtype), np.zeros(num_rows + 1, dtype=np.int64))
         else:
             made[column.name] = np.zeros((num_rows, *column.shape), column.dtype)
-    return Rows(num_rows, made, bad)
+    return DecodedRows(num_rows, made, bad)
 
 
-def joined_rows(parts: Sequence[Rows]) -> Rows:
+def joined_rows(parts: Sequence[DecodedRows]) -> DecodedRows:
     """Rows one behind the other."""
     columns: dict[str, NDArray[Any] | Ragged] = {}
     for name in parts[0].columns:
@@ -182,7 +188,7 @@ def joined_rows(parts: Sequence[Rows]) -> Rows:
     for part in parts:
         bad |= {num_rows + row: part.bad[row] for row in part.bad}
         num_rows += part.num_rows
-    return Rows(num_rows, columns, bad)
+    return DecodedRows(num_rows, columns, bad)
 
 
 def joined_ragged(pieces: Sequence[Ragged]) -> Ragged:

@@ -23,15 +23,15 @@ from shoal.data.arguments import OnError, skipping
 from shoal.data.cache.table_cache import open_storage
 from shoal.data.collate import as_objects
 from shoal.data.files import FileInfo
-from shoal.data.formats.schema import label_names
-from shoal.data.formats.table import Column, Ragged, Rows, StagedTable, Table, unpack_list
+from shoal.data.formats.schema import label_names, split_label
+from shoal.data.formats.table import Column, DecodedRows, Ragged, StagedTable, Table, unpack_list
 from shoal.data.order.order import Indices
 from shoal.data.skipping import SkipLog, Skipped, SkipSamples
 from shoal.data.sources.source import Source
 from shoal.data.stream import Open, OwnStream, Stream
 from shoal.data.tree import Tree
 from shoal.errors import ConfigError, DataError, NoSuchColumn
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 from shoal.runtime.user_frames import UserLine, calling_line
 
 
@@ -80,7 +80,7 @@ class TableSource(Source):
         columns = self._gather(indices)
         rows = {name: column_samples(self._columns[name], column) for name, column in columns.items()}
         return [
-            self._arranged({name: values[row] for name, values in rows.items()})
+            split_label({name: values[row] for name, values in rows.items()}, self._label)
             for row in range(len(indices))
         ]
 
@@ -88,7 +88,7 @@ class TableSource(Source):
         columns: dict[str, Any] = self._gather(indices)
         for column in self._ragged:
             columns[column.name] = _batch(column, columns[column.name])
-        return self._arranged(columns)
+        return split_label(columns, self._label)
 
     @property
     def looks_ahead(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
@@ -139,15 +139,9 @@ class TableSource(Source):
             raise next(iter(bad.values()))
         return gathered.columns
 
-    def _arranged(self, columns: dict[str, Any]) -> Tree:
-        if self._label is None:
-            return columns
-        labels = {name: columns.pop(name) for name in self._labels}
-        return columns, labels[self._label] if isinstance(self._label, str) else labels
-
 
 def padding_of(dtype: np.dtype[Any]) -> Any:
-    """What stands behind the end of a shorter list."""
+    """Padding behind the end of a shorter list."""
     return -1 if dtype.kind == "i" else 0
 
 
@@ -193,7 +187,7 @@ class RowStream(OwnStream):
     columns: tuple[Column, ...]
 
     @abstractmethod
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[DecodedRows]:
         """From the beginning."""
 
 
@@ -207,7 +201,7 @@ def open_row_stream(
     on_error: str,
     max_skips: int | None,
 ) -> Stream:
-    """The stream of these rows, and a word about it: there is less that it can do than files that are not compressed."""
+    """The stream of these rows, with a message to the user: it can do less than files that are not compressed."""
     names = [column.name for column in rows.columns]
     missing = [name for name in label_names(label) if name not in names]
     if missing:
@@ -219,7 +213,7 @@ def open_row_stream(
         f"{'is' if len(packed) == 1 else 'are'} compressed ({megabytes:,.1f} MB)"
     )
     consequence = "every worker reads all of it, and a resumed epoch is read again up to its position"
-    happenings.tell(
+    events.tell(
         "read as a stream",
         format=format,
         files=[info.url for info in packed[:10]],
@@ -263,21 +257,15 @@ class _Samples:
                         raise bad
                     skips.record([Skipped(epoch, number + row, bad, "source", self.max_skips)])
                     continue
-                yield self._arranged({name: values[row] for name, values in columns.items()})
+                yield split_label({name: values[row] for name, values in columns.items()}, self.label)
             number += rows.num_rows
 
     def describe(self) -> dict[str, Any]:
         return {"stage": "samples", "label": label_names(self.label)}
 
-    def _values(self, column: Column, rows: Rows) -> Sequence[Any]:
+    def _values(self, column: Column, rows: DecodedRows) -> Sequence[Any]:
         values = rows.columns[column.name]
         if isinstance(values, np.ndarray):
             # A copy: a sample may be written, and what was read may not.
             return column_samples(column, torch.from_numpy(values.copy()))
         return column_samples(column, values)
-
-    def _arranged(self, sample: dict[str, Any]) -> Any:
-        labels = {name: sample.pop(name) for name in label_names(self.label)}
-        if self.label is None:
-            return sample
-        return sample, labels[self.label] if isinstance(self.label, str) else labels

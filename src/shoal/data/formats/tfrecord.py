@@ -30,7 +30,7 @@ from shoal.data.files import FileInfo, Files, Where
 from shoal.data.formats.arrow import BadRows
 from shoal.data.formats.example import Wanted, masked_crc, wanted_features
 from shoal.data.formats.example_parser import ExampleParser
-from shoal.data.formats.table import Block, Column, Rows, empty_rows
+from shoal.data.formats.table import Column, DecodedRows, TableBlock, empty_rows
 from shoal.data.formats.table_source import RowStream, TableSource, open_row_stream
 from shoal.data.remote.copies import CopiedFiles
 from shoal.data.remote.located_files import files_at
@@ -46,7 +46,7 @@ FRAME = 16
 """Bytes of a record that are not data."""
 
 WHOLE, WRONG, UNCHECKED = 0, 1, 2
-"""What `frames` says of a record's data."""
+"""States of a record's data, as `frames` finds them."""
 
 _POLYNOMIAL = 0x82F63B78
 _MASK = 0xA282EAD8
@@ -189,7 +189,7 @@ class RecordSpan(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """What stands at the end of a damaged file: from here on, no record can be found."""
+    """Damaged end of a file: from here on, no record can be found."""
 
     begin: int
     record: int
@@ -197,7 +197,7 @@ class Tail(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What one pass over a file found. Fit for JSON."""
+    """Result of one pass over a file. Fit for JSON."""
 
     stretches: list[RecordSpan]
     tail: Tail | None
@@ -235,7 +235,7 @@ def prepare() -> None:
 
 
 def is_gzip(files: Files, info: FileInfo) -> bool:
-    """Whether the file is compressed: by its first bytes, whatever it is called."""
+    """True for a compressed file, judged by its first bytes, whatever it is called."""
     head = files.read(info.url, 0, min(HEAD, info.num_bytes))
     if not head.startswith(GZIP):
         return False
@@ -303,7 +303,7 @@ def read_stretch(files: Files, file: RecordFile, stretch: RecordSpan) -> Records
 
 
 def checksum_reason(records: Records, number: int) -> str:
-    """What is wrong with a record whose data does not match its checksum."""
+    """Message about a record whose data does not match its checksum."""
     begin, end = int(records.begins[number]), int(records.ends[number])
     written = int.from_bytes(records.data[end : end + 4].tobytes(), "little")
     found = masked_crc(records.data[begin:end].tobytes())
@@ -388,20 +388,21 @@ class TFRecordTable:
         self.identity = identity_of(found, format="tfrecord", features=described, tail=keeps_damaged_tail)
         self._places: list[tuple[RecordFile, RecordSpan | None]] = []
         blocks = []
-        row_bytes = sum(_row_bytes(column) for column in self.columns)
+        # Values of ragged columns are counted by what they take in the file.
+        row_bytes = sum(8 if column.is_ragged else column.row_bytes for column in self.columns)
         for file in self._scanned:
             for stretch in file.stretches:
                 self._places.append((file, stretch))
                 num_bytes = row_bytes * stretch.num_records + stretch.end - stretch.begin
-                blocks.append(Block(stretch.num_records, num_bytes, file.info.url, stretch.first_record))
+                blocks.append(TableBlock(stretch.num_records, num_bytes, file.info.url, stretch.first_record))
             if file.tail is not None:
                 if not keeps_damaged_tail:
                     raise FileDamaged(url=file.info.url, problem=file.tail.problem)
                 self._places.append((file, None))
-                blocks.append(Block(1, row_bytes, file.info.url, file.tail.record))
-        self.blocks: tuple[Block, ...] = tuple(blocks)
+                blocks.append(TableBlock(1, row_bytes, file.info.url, file.tail.record))
+        self.blocks: tuple[TableBlock, ...] = tuple(blocks)
 
-    def read(self, block: int) -> Rows:
+    def read(self, block: int) -> DecodedRows:
         file, stretch = self._places[block]
         if stretch is None:
             return self._damaged_tail(file)
@@ -409,7 +410,7 @@ class TFRecordTable:
         bad = BadRows(partial(_address, file.info.url, stretch, records.begins))
         for row in np.flatnonzero(records.wrong).tolist():
             bad.add(row, None, checksum_reason(records, row))
-        return Rows(stretch.num_records, self._parser.parse(*records, bad), bad)
+        return DecodedRows(stretch.num_records, self._parser.parse(*records, bad), bad)
 
     def is_here(self, block: int) -> bool:
         return self._files.is_here(self._places[block][0].info.url)
@@ -424,7 +425,7 @@ class TFRecordTable:
             "features": [feature.describe() for feature in self._features],
         }
 
-    def _damaged_tail(self, file: RecordFile) -> Rows:
+    def _damaged_tail(self, file: RecordFile) -> DecodedRows:
         tail = file.tail
         assert tail is not None
         bad = BadRows(lambda row: {"where": file.info.url, "row": tail.record + 1, "offset": tail.begin})
@@ -433,14 +434,9 @@ class TFRecordTable:
 
 
 def _address(url: str, stretch: RecordSpan, begins: NDArray[np.int64], row: int) -> dict[str, Any]:
-    """Where a record is: its number, and the byte at which its frame begins."""
+    """Address of a record: its number, and the byte at which its frame begins."""
     offset = stretch.begin + int(begins[row]) - 12
     return {"where": url, "row": stretch.first_record + row + 1, "offset": offset}
-
-
-def _row_bytes(column: Column) -> int:
-    """Of a fixed number of values; those of others are counted by what they take in the file."""
-    return 8 if column.is_ragged else column.dtype.itemsize * int(np.prod(column.shape))
 
 
 _CHUNK_BYTES = 1 << 20
@@ -474,7 +470,7 @@ class RecordStream(RowStream):
         self._parser = ExampleParser(features)
         self.columns = tuple(feature.column for feature in features)
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[DecodedRows]:
         for info in self._found:
             with self._files.open(info.url) as raw:
                 if is_gzip(self._files, info):
@@ -492,7 +488,7 @@ class RecordStream(RowStream):
             "features": described,
         }
 
-    def _rows(self, info: FileInfo, file: BinaryIO) -> Iterator[Rows]:
+    def _rows(self, info: FileInfo, file: BinaryIO) -> Iterator[DecodedRows]:
         """Stretches of whole records, as they come."""
         data, first_record, offset, num_wanted = b"", 0, 0, _CHUNK_BYTES
         while chunk := _next_chunk(info, file, num_wanted):
@@ -519,7 +515,7 @@ class RecordStream(RowStream):
                 f"ends at byte {offset + len(data):,}",
             )
 
-    def _parsed(self, info: FileInfo, data: bytes, count: int, first_record: int, offset: int) -> Rows:
+    def _parsed(self, info: FileInfo, data: bytes, count: int, first_record: int, offset: int) -> DecodedRows:
         records, _ = split_records(data, count)
 
         def address(row: int) -> dict[str, Any]:
@@ -529,7 +525,7 @@ class RecordStream(RowStream):
         bad = BadRows(address)
         for row in np.flatnonzero(records.wrong).tolist():
             bad.add(row, None, checksum_reason(records, row))
-        return Rows(count, self._parser.parse(*records, bad), bad)
+        return DecodedRows(count, self._parser.parse(*records, bad), bad)
 
 
 def _next_chunk(info: FileInfo, file: BinaryIO, num_bytes: int) -> bytes:

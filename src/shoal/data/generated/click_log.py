@@ -41,7 +41,7 @@ _Inputs = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClickConfig:
-    """Which click log. Two logs of equal configuration are equal, whatever part of them is looked at."""
+    """Parameters of a click log. Two logs of equal configuration are equal in every part."""
 
     seed: int = 0
     """Another seed is another world: other samples, and other weights behind the labels."""
@@ -203,7 +203,7 @@ def _coprime_near(size: int, wish: float) -> int:
 
 
 def _intercept(logits: Floats, rate: float) -> float:
-    """What to add to the logits so that the mean probability is `rate` (bisection: the mean grows with it)."""
+    """Offset of the logits that makes the mean probability `rate` (bisection: the mean grows with it)."""
     low, high = -100.0, 100.0
     for _ in range(64):
         middle = (low + high) / 2

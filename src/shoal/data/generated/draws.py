@@ -12,13 +12,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.order.permutation import GOLDEN, splitmix64
+
 Bits = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def bits(key: int, *coordinates: Ints) -> Bits:
@@ -28,10 +26,7 @@ def bits(key: int, *coordinates: Ints) -> Bits:
     """
     state = np.array([key], dtype=np.uint64)
     for coordinate in coordinates:
-        state = state + coordinate.astype(np.uint64) + _STEP
-        state = (state ^ (state >> np.uint64(30))) * _MIX_1
-        state = (state ^ (state >> np.uint64(27))) * _MIX_2
-        state = state ^ (state >> np.uint64(31))
+        state = splitmix64(state + coordinate.astype(np.uint64) + GOLDEN)
     return state
 
 

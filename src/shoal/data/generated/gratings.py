@@ -25,7 +25,7 @@ _BLOCK = 64  # pictures made at a time: what they need stays in a core's cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageConfig:
-    """Which pictures."""
+    """Parameters of the pictures."""
 
     seed: int = 0
     """Another seed gives other pictures of the same classes."""

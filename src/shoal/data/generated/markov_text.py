@@ -64,7 +64,7 @@ class MarkovRule:
         """P(next | before, last), [before, last, next]."""
 
         self.pairs: Floats = _stationary(self.following)
-        """How often each pair (before, last) is met in an endless text."""
+        """Frequency of each pair (before, last) in an endless text."""
 
         after_one = np.einsum("ab,abc->bc", self.pairs, self.following)  # joint (last, next)
         self.entropy_after_one = _entropy(after_one) - _entropy(after_one.sum(axis=1))

@@ -38,7 +38,7 @@ from shoal.data.mapreduce.spill import (
     merged_in_memory,
 )
 from shoal.data.order.order import Order, Shuffled
-from shoal.data.reader import Reader, Request
+from shoal.data.reader import Reader, ReadRequest
 from shoal.data.skipping import SkipLog
 from shoal.data.sources.source import name_of
 from shoal.data.stream import Stream
@@ -338,7 +338,7 @@ class Indexed:
         """What to map, of the samples at positions begin..end-1."""
         for first in range(begin, end, self.at_once):
             last = min(first + self.at_once, end)
-            reading = self._reader.read(Request(self._order.indices(range(first, last), 0), 0, first))
+            reading = self._reader.read(ReadRequest(self._order.indices(range(first, last), 0), 0, first))
             self._skips.record(reading.skipped)
             if not len(reading.request.indices):
                 continue

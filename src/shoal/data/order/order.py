@@ -79,10 +79,10 @@ Positions = range | NDArray[np.int64]
 """Places in an epoch: a range where they are contiguous, which lets a source read them without a gather."""
 
 Indices = range | NDArray[np.int64] | list[Any]
-"""What a source is asked for; a list where a foreign sampler names its samples by something else than integers."""
+"""Indices of a source; a list where a foreign sampler names its samples by something else than integers."""
 
 ENDLESS = 1 << 62
-"""How many samples an epoch without an end has: more than anybody will read."""
+"""Samples of an epoch without an end: more than anybody will read."""
 
 _SPLIT = 0x53504C4954  # keeps split(seed=0) and shuffle(seed=0) from being one permutation
 
@@ -149,7 +149,7 @@ class Order(ABC):
         """The stages from the source on, fit for JSON."""
 
     def names(self) -> list[str]:
-        """What the stages are called. Reads nothing."""
+        """Names of the stages. Reads nothing."""
         return [self.name] if self.name else []
 
 
@@ -199,7 +199,7 @@ class DerivedOrder(Order):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What makes this stage differ from another of its kind, fit for JSON."""
+        """Settings by which this stage differs from another of its kind, fit for JSON."""
 
 
 class Shuffled(DerivedOrder):
@@ -256,7 +256,7 @@ class SplitPart(DerivedOrder):
 
 
 class SplitRest(SplitPart):
-    """What a part leaves of the whole: the training side of a fold."""
+    """The whole without one part: the training side of a fold."""
 
     name = "folds"
 
@@ -348,7 +348,13 @@ _MANY = 8  # repetitions whose shuffles are better computed together than one by
 
 
 class Repeated(DerivedOrder):
-    """Another order, k times."""
+    """Another order, k times or without end.
+
+    Repetition r of epoch e is epoch e·k + r of what is repeated: a shuffle
+    before it is another one in each repetition, and so is an augmentation.
+    Each repetition has indices of its own (r·n + index), so whatever comes
+    after can tell them apart.
+    """
 
     name = "repeat"
 

@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 
 from shoal.runtime.seeds import mix
 
-_MULTIPLIERS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93))
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 divided by the golden ratio: the step of splitmix64."""
+
+_MULTIPLIERS = (GOLDEN, np.uint64(0xD6E8FEB86659FD93))
 _HALF = np.uint64(32)
 
 # Rounds are even, so that the two halves end where they began. Measured: with 6 rounds the orders of 5 or 6
@@ -93,11 +96,15 @@ class Permutation:
 def mix_arrays(*parts: Any) -> NDArray[np.uint64]:
     """`shoal.runtime.seeds.mix`, of arrays or single numbers of 64 bits."""
     with np.errstate(over="ignore"):
-        state = np.uint64(0x9E3779B97F4A7C15)
+        state: Any = GOLDEN
         for part in parts:
-            state = state + part + np.uint64(0x9E3779B97F4A7C15)
-            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            state = state ^ (state >> np.uint64(31))
+            state = splitmix64(state + part + GOLDEN)
         mixed: NDArray[np.uint64] = np.asarray(state >> np.uint64(1))
     return mixed
+
+
+def splitmix64(words: Any) -> Any:
+    """64 bits well mixed, the finalizer of splitmix64; wraps."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

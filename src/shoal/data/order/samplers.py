@@ -1,4 +1,4 @@
-"""What a torch sampler means for shoal: an order of the whole data, the same on every rank.
+"""Orders of torch samplers: an order of the whole data, the same on every rank.
 
 torch's own simple samplers become computed orders. Any other is asked once per
 epoch for its indices, under seeds that are a function of (seed, epoch), so all
@@ -49,11 +49,11 @@ def seed_with(seed: int, generator: torch.Generator | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """What a sampler gave."""
+    """Indices that a sampler gave for one epoch."""
 
     indices: Indices
     ends: list[int]
-    """Where each of its batches ends; empty for a sampler of single samples."""
+    """End of each of its batches; empty for a sampler of single samples."""
 
 
 class Drawn(Order):
@@ -76,7 +76,7 @@ class Drawn(Order):
 
     @property
     def num_samples(self) -> int:
-        """What the sampler says, or what it gives in the first epoch."""
+        """The sampler's own length, or the number of indices it gives in the first epoch."""
         if not self._in_batches and hasattr(self.sampler, "__len__"):
             return len(self.sampler)
         return self.length(0)
@@ -94,7 +94,7 @@ class Drawn(Order):
         return [{"stage": "sampler", "sampler": type(self.sampler).__qualname__, "seed": self.seed}]
 
     def drawn(self, epoch: int) -> _Epoch:
-        """What the sampler gives in this epoch."""
+        """Indices of this epoch, drawn once."""
         if epoch not in self._epochs:
             for other in [kept for kept in self._epochs if kept != 0]:
                 del self._epochs[other]  # epoch 0 stays: sizes are asked of it
@@ -115,7 +115,7 @@ class DrawnCut:
         self._order = order
 
     def batch_size(self, num_workers: int) -> int:
-        """What the sampler says, or its largest batch in the first epoch."""
+        """The sampler's own batch size, or its largest batch in the first epoch."""
         size = getattr(self._order.sampler, "batch_size", None)
         if isinstance(size, int):
             return size

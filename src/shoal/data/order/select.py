@@ -28,7 +28,7 @@ from shoal.data.order.order import (
     as_array,
     integers,
 )
-from shoal.data.order.permutation import Permutation
+from shoal.data.order.permutation import GOLDEN, Permutation, splitmix64
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.skipping import SkipSamples
 from shoal.data.sources.source import Source, blame, name_of
@@ -39,8 +39,8 @@ from shoal.runtime.seeds import mix
 NUM_READ_AT_ONCE = 4096
 
 
-class Filter:
-    """What a function says of the samples of a source, remembered in a bit each.
+class SampleFilter:
+    """Verdicts of a function on the samples of a source, remembered in a bit each.
 
     Reads in the order of the source, whatever the order of the dataset.
     """
@@ -212,22 +212,20 @@ def _list(parts: Sequence[object]) -> str:
 
 
 _DRAW = 0x44524157  # keeps sample(seed=0) and shuffle(seed=0) apart
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 def uniform(numbers: NDArray[np.int64], key: int) -> NDArray[np.float64]:
     """A number in (0, 1) for each of `numbers`, by hash (splitmix64): never 0, never 1."""
-    state = numbers.astype(np.uint64) * _STEP + np.uint64(key)
-    state = (state ^ (state >> _SHIFTS[0])) * _MULTIPLIERS[0]
-    state = (state ^ (state >> _SHIFTS[1])) * _MULTIPLIERS[1]
-    state ^= state >> _SHIFTS[2]
+    state = splitmix64(numbers.astype(np.uint64) * GOLDEN + np.uint64(key))
     return ((state >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 class Sampled(DerivedOrder):
-    """Positions of another order drawn with replacement."""
+    """Positions of another order drawn with replacement.
+
+    A draw is a hash of (seed, epoch, position), so any position can be asked
+    first.
+    """
 
     name = "sample"
 
@@ -261,7 +259,11 @@ class Sampled(DerivedOrder):
 
 
 class SampledOnce(Sampled):
-    """Positions of another order drawn by weight without replacement, in the order in which they are drawn."""
+    """Positions of another order drawn by weight without replacement, in the order in which they are drawn.
+
+    The order of an epoch follows from one random key per sample (Efraimidis
+    and Spirakis: the smallest of -ln(u)/w come first), sorted once per epoch.
+    """
 
     def __init__(self, parent: Order, *, num_samples: int | None, weights: Values, seed: int) -> None:
         super().__init__(parent, num_samples=num_samples, weights=weights, seed=seed)
@@ -334,7 +336,7 @@ def filtered(source: Source, order: Order, fn: Callable[[Any], Any], *, batched:
             f"filter({name_of(fn)}) decides once for all epochs, and a stage before it (augment, or a shuffled dataset in a "
             "zip) gives other samples in each. Call filter before that stage."
         )
-    choose = Filter(source, order, fn, batched=batched)
+    choose = SampleFilter(source, order, fn, batched=batched)
     return Kept(order, choose, name="filter", settings={"fn": name_of(fn)})
 
 
@@ -456,7 +458,7 @@ class InTime(DerivedOrder):
 
 
 class Assignment:
-    """Which part each sample is in, by strata or groups; decided when the first part is asked."""
+    """Assignment of samples to parts, by strata or groups; decided when the first part is asked for."""
 
     def __init__(self, values: Values, sizes: Sequence[int], seed: int, *, kind: str) -> None:
         self._values, self._sizes, self._seed, self._kind = values, list(sizes), seed, kind

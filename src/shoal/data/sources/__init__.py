@@ -1,1 +1,1 @@
-"""Where samples come from, one file per kind."""
+"""Sources: samples by index, from memory, from functions, or from other sources."""

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,15 +14,25 @@ from numpy.typing import NDArray
 
 from shoal.data.order.order import ENDLESS, Indices, InOrder, Order, inner_epoch, integers
 from shoal.data.skipping import SkipSamples
-from shoal.data.sources.source import Derived, Source
+from shoal.data.sources.source import DerivedSource, Source
 from shoal.data.tree import Tree
 from shoal.errors import DataError
+
+Read = TypeVar("Read")
 
 
 def groups(keys: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """(key, the rows that have it), for each key that is there."""
     for key in np.unique(keys).tolist():
         yield key, np.flatnonzero(keys == key)
+
+
+def _read_as(asked: Indices, read: Callable[[Indices, int], Read], inner: Indices, epoch: int) -> Read:
+    """`read(inner, epoch)`, with bad samples named by the indices that the stage itself was asked for."""
+    try:
+        return read(inner, epoch)
+    except SkipSamples as found:
+        raise found.renamed(asked, inner) from None
 
 
 def gather_samples(keys: NDArray[np.int64], read: Callable[[int, NDArray[np.int64]], list[Any]]) -> list[Any]:
@@ -120,7 +130,13 @@ class _Stretch:
 
 
 class Interleaving:
-    """Round-robin over datasets of these lengths."""
+    """Round-robin over datasets of these lengths: position -> (which, position there).
+
+    Each gives `block` samples, then the next; who has fewer left gives those,
+    and who has none left is passed over. Rounds differ only where a dataset
+    gives its last, so there are few kinds of rounds, and a position is found
+    by arithmetic within its kind.
+    """
 
     def __init__(self, lengths: Sequence[int], block: int) -> None:
         self.num_samples, self._block = sum(lengths), block
@@ -136,7 +152,7 @@ class Interleaving:
         self._begins = np.array([stretch.first_position for stretch in self._stretches], dtype=np.int64)
 
     def __call__(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which dataset, and which position of it, for each position; they must lie in [0, num_samples)."""
+        """(dataset, position in it) of each position; positions must lie in [0, num_samples)."""
         which = np.empty(len(positions), dtype=np.int64)
         place = np.empty(len(positions), dtype=np.int64)
         kinds = np.searchsorted(self._begins, positions, side="right") - 1
@@ -150,7 +166,7 @@ class Interleaving:
         return which, place
 
 
-class Interleaved(Derived):
+class Interleaved(DerivedSource):
     """The samples of all sources, in turns."""
 
     def __init__(self, sources: Sequence[Source], block: int) -> None:
@@ -164,26 +180,18 @@ class Interleaved(Derived):
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
         asked = integers(indices)
         which, places = self._turns(asked)
-
-        def read(number: int, rows: NDArray[np.int64]) -> list[Any]:
-            try:
-                return self._sources[number].samples(places[rows], epoch)
-            except SkipSamples as found:
-                raise found.renamed(asked[rows], places[rows]) from None
-
-        return gather_samples(which, read)
+        return gather_samples(
+            which,
+            lambda number, rows: _read_as(asked[rows], self._sources[number].samples, places[rows], epoch),
+        )
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
         asked = integers(indices)
         which, places = self._turns(asked)
-
-        def read(number: int, rows: NDArray[np.int64]) -> Tree:
-            try:
-                return self._sources[number].batch(places[rows], epoch)
-            except SkipSamples as found:
-                raise found.renamed(asked[rows], places[rows]) from None
-
-        return gather_batch(which, read)
+        return gather_batch(
+            which,
+            lambda number, rows: _read_as(asked[rows], self._sources[number].batch, places[rows], epoch),
+        )
 
     def will_need(self, indices: Indices, epoch: int = 0) -> None:
         which, places = self._turns(integers(indices))
@@ -202,7 +210,7 @@ class Interleaved(Derived):
         return Interleaving([source.num_samples for source in self._sources], self._block)
 
 
-class Zipped(Derived):
+class Zipped(DerivedSource):
     """Tuples of one sample of each source; as many as the shortest has."""
 
     def __init__(self, *sources: Source) -> None:
@@ -232,7 +240,7 @@ def as_source(source: Source, order: Order) -> Source:
     return source if isinstance(order, InOrder) else Ordered(source, order)
 
 
-class Ordered(Derived):
+class Ordered(DerivedSource):
     """Another source in a given order."""
 
     def __init__(self, source: Source, order: Order) -> None:
@@ -246,18 +254,10 @@ class Ordered(Derived):
         return self.order.num_samples
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
-        inner = self._inner(indices, epoch)
-        try:
-            return self._source.samples(inner, epoch)
-        except SkipSamples as found:
-            raise found.renamed(indices, inner) from None
+        return _read_as(indices, self._source.samples, self._inner(indices, epoch), epoch)
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
-        inner = self._inner(indices, epoch)
-        try:
-            return self._source.batch(inner, epoch)
-        except SkipSamples as found:
-            raise found.renamed(indices, inner) from None
+        return _read_as(indices, self._source.batch, self._inner(indices, epoch), epoch)
 
     def will_need(self, indices: Indices, epoch: int = 0) -> None:
         self._source.will_need(self._inner(indices, epoch), epoch)
@@ -272,7 +272,7 @@ class Ordered(Derived):
         return self.order.indices(integers(indices) if isinstance(indices, list) else indices, epoch)
 
 
-class RepeatedSource(Derived):
+class RepeatedSource(DerivedSource):
     """Another source, as often as wanted, each time as in an epoch of its own."""
 
     def __init__(self, source: Source, times: int | None) -> None:
@@ -286,19 +286,24 @@ class RepeatedSource(Derived):
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
         repetitions, inner = self._located(indices)
         asked = integers(indices)
+        read = self._source.samples
         return gather_samples(
-            repetitions, lambda number, rows: self._samples(asked[rows], inner[rows], epoch, number)
+            repetitions,
+            lambda number, rows: _read_as(asked[rows], read, inner[rows], self._epoch(epoch, number)),
         )
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
         if isinstance(indices, range):
             number, first = divmod(indices.start, self._source.num_samples)
             if first + len(indices) <= self._source.num_samples:  # a stretch of one repetition stays one
-                return self._batch(indices, range(first, first + len(indices)), epoch, number)
+                inner_range = range(first, first + len(indices))
+                return _read_as(indices, self._source.batch, inner_range, self._epoch(epoch, number))
         repetitions, inner = self._located(indices)
         asked = integers(indices)
+        read = self._source.batch
         return gather_batch(
-            repetitions, lambda number, rows: self._batch(asked[rows], inner[rows], epoch, number)
+            repetitions,
+            lambda number, rows: _read_as(asked[rows], read, inner[rows], self._epoch(epoch, number)),
         )
 
     def will_need(self, indices: Indices, epoch: int = 0) -> None:
@@ -313,14 +318,5 @@ class RepeatedSource(Derived):
         # Where the epoch makes no difference, all repetitions are read as one.
         return repetitions if self._source.uses_epoch else np.zeros_like(repetitions), inner
 
-    def _samples(self, asked: Indices, inner: Indices, epoch: int, number: int) -> list[Any]:
-        try:
-            return self._source.samples(inner, inner_epoch(epoch, number, self._times))
-        except SkipSamples as found:
-            raise found.renamed(asked, inner) from None
-
-    def _batch(self, asked: Indices, inner: Indices, epoch: int, number: int) -> Tree:
-        try:
-            return self._source.batch(inner, inner_epoch(epoch, number, self._times))
-        except SkipSamples as found:
-            raise found.renamed(asked, inner) from None
+    def _epoch(self, epoch: int, repetition: int) -> int:
+        return inner_epoch(epoch, repetition, self._times)

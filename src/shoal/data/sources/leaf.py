@@ -94,7 +94,7 @@ class FunctionSource(Source):
         return uncollate(self.batch(indices, epoch), len(indices))
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
-        """What the function gives, arrays as tensors, checked to have one row per index."""
+        """The function's batch, arrays as tensors, checked to have one row per index."""
         wanted = np.asarray(indices, dtype=np.int64) if isinstance(indices, list) else as_array(indices)
 
         def check(path: str, leaf: Any) -> Any:

@@ -13,7 +13,7 @@ from shoal.data.order.order import Indices, integers
 from shoal.data.order.select import checked_weights
 from shoal.data.skipping import SkipSamples
 from shoal.data.slice import Weighted, keep_weights, split_target
-from shoal.data.sources.source import Derived, Source, bad_sample, blame, name_of
+from shoal.data.sources.source import DerivedSource, Source, bad_sample, blame, name_of
 from shoal.data.tree import Tree, map_leaves
 from shoal.data.values import Values, find_column, label_of
 from shoal.errors import BadSample, ConfigError, DataError
@@ -33,8 +33,8 @@ def mapped(
     return kind(source, fn, on_error=on_error, max_skips=max_skips)
 
 
-class _Applied(Derived):
-    """What both have in common: a function, and what to do when it raises."""
+class _Applied(DerivedSource):
+    """Common part of `map` in both kinds: a function, and what to do when it raises."""
 
     name = "map"
 
@@ -144,7 +144,7 @@ _AUGMENT = 0x4155474D454E54  # keeps augment(seed=0) and shuffle(seed=0) apart
 Augment = Callable[[Any, torch.Generator], Any]
 
 
-class Augmented(Derived):
+class Augmented(DerivedSource):
     """Another source with a function of (sample, generator) applied to each sample."""
 
     name = "augment"
@@ -172,14 +172,14 @@ class Augmented(Derived):
 
 
 def augment_seed(seed: int, epoch: int, index: int) -> int:
-    """What the generator for one sample is seeded with."""
+    """Seed of the generator for one sample."""
     return mix(_AUGMENT, seed, epoch, index)
 
 
 WeightBy = str | Callable[[Any], Any] | Values
 
 
-class WeightedSource(Derived):
+class WeightedSource(DerivedSource):
     """Another source whose samples (inputs, target) get a weight.
 
     A column that is the weight is no input any more.

@@ -35,10 +35,10 @@ class Source(ABC):
     """True where an index stands for another sample in another epoch: a shuffled dataset inside a zip."""
 
     num_processes: int = 0
-    """How many processes shall read it (`map(fn, workers=4)`); 0: the one that asks."""
+    """Processes that read it (`map(fn, workers=4)`); 0: the one that asks."""
 
     timeout_s: float = 0.0
-    """How long one of them may take over a batch."""
+    """Time-out of one of them for a batch."""
 
     looks_ahead: bool = False
     """True where reading is slow and `will_need` helps: what is on disk."""
@@ -60,7 +60,7 @@ class Source(ABC):
         return  # only a hint
 
     def share(self) -> None:
-        """Make what processes that are forked from now on shall have in common."""
+        """Prepare memory that processes forked from now on will share."""
         return  # nothing, for most
 
     def here(self) -> NDArray[np.bool_] | None:
@@ -68,15 +68,15 @@ class Source(ABC):
         return None
 
     def stage(self) -> None:
-        """Have at this host what will be read, before anything is."""
+        """Copy what will be read to this host, before anything is read."""
         return  # nothing to do where it is at hand
 
     def names(self) -> list[str]:
-        """What source and stages are called. Reads nothing."""
+        """Names of source and stages. Reads nothing."""
         return [str(stage.get("source") or stage.get("stage")) for stage in self.describe()]
 
 
-class Derived(Source):
+class DerivedSource(Source):
     """Other sources with something done to their samples. How many there are is asked when somebody wants to know."""
 
     name = ""

@@ -16,10 +16,10 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from shoal.data.collate import Collate
-from shoal.data.feed import Cut, EvenCut, Feed, IndexedFeed, Share, even_cut, make_slice
+from shoal.data.feed import BatchCut, BatchShare, EvenCut, Feed, IndexedFeed, even_cut, make_slice
 from shoal.data.order.order import Order
 from shoal.data.order.samplers import Drawn, DrawnCut, order_of, seed_with
-from shoal.data.reader import Reader, Request
+from shoal.data.reader import Reader, ReadRequest
 from shoal.data.sharding import ShardPlan
 from shoal.data.slice import Slice
 from shoal.data.sources.leaf import torch_source
@@ -57,7 +57,7 @@ def feed_of(loader: DataLoader[Any], *, default_seed: int) -> Feed:
             description=[{"source": "stream", "dataset": type(loader.dataset).__qualname__}],
         )
     order: Order
-    cut: Cut
+    cut: BatchCut
     if type(batch_sampler) is BatchSampler:
         sampler = batch_sampler.sampler
         order = order_of(sampler, seed=seed)
@@ -75,7 +75,9 @@ def feed_of(loader: DataLoader[Any], *, default_seed: int) -> Feed:
 class LoaderFeed(IndexedFeed):
     """Reads in the processes of a DataLoader."""
 
-    def __init__(self, reader: Reader, order: Order, cut: Cut, options: LoaderOptions, dataset: Any) -> None:
+    def __init__(
+        self, reader: Reader, order: Order, cut: BatchCut, options: LoaderOptions, dataset: Any
+    ) -> None:
         super().__init__(reader, order, cut)
         self._options, self._dataset = options, dataset
         self._kept: tuple[DataLoader[Any], _Requests] | None = None
@@ -87,7 +89,7 @@ class LoaderFeed(IndexedFeed):
         feed._kept = None
         return feed
 
-    def _read(self, requests: Iterable[tuple[Share, Request]]) -> Iterator[Slice]:
+    def _read(self, requests: Iterable[tuple[BatchShare, ReadRequest]]) -> Iterator[Slice]:
         loader, outbox = self._kept or self._open()
         if self._options.persistent:
             self._kept = loader, outbox
@@ -95,7 +97,7 @@ class LoaderFeed(IndexedFeed):
         return self._receive(start_pass(loader), outbox, waiting)
 
     def _receive(
-        self, batches: Iterator[Tree], outbox: _Requests, waiting: deque[tuple[Share, Request]]
+        self, batches: Iterator[Tree], outbox: _Requests, waiting: deque[tuple[BatchShare, ReadRequest]]
     ) -> Iterator[Slice]:
         while True:
             if outbox.waiting is not waiting:
@@ -130,15 +132,17 @@ class _Requests:
     """The inner loader's sampler: requests go out ahead, and what they were for waits for the batches to return."""
 
     def __init__(self) -> None:
-        self._requests: Iterable[tuple[Share, Request]] = ()
-        self.waiting: deque[tuple[Share, Request]] = deque()
+        self._requests: Iterable[tuple[BatchShare, ReadRequest]] = ()
+        self.waiting: deque[tuple[BatchShare, ReadRequest]] = deque()
 
-    def send(self, requests: Iterable[tuple[Share, Request]]) -> deque[tuple[Share, Request]]:
+    def send(
+        self, requests: Iterable[tuple[BatchShare, ReadRequest]]
+    ) -> deque[tuple[BatchShare, ReadRequest]]:
         """What the next pass asks for; returns where its shares wait."""
         self._requests, self.waiting = requests, deque()
         return self.waiting
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ReadRequest]:
         waiting = self.waiting
         for share, request in self._requests:
             waiting.append((share, request))
@@ -151,5 +155,5 @@ class _ByRequest(TorchDataset[Tree]):
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
-    def __getitem__(self, request: Request) -> Tree:
+    def __getitem__(self, request: ReadRequest) -> Tree:
         return self._reader(request)

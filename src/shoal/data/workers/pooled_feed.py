@@ -15,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from shoal.data.feed import Cut, IndexedFeed, Share
+from shoal.data.feed import BatchCut, BatchShare, IndexedFeed
 from shoal.data.order.order import Order
-from shoal.data.reader import Reader, Reading, Request
+from shoal.data.reader import Reader, Reading, ReadRequest
 from shoal.data.sharding import ShardPlan
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
@@ -37,7 +37,7 @@ class PooledFeed(IndexedFeed):
 
     _announces = False
 
-    def __init__(self, reader: Reader, order: Order, cut: Cut, config: PoolConfig) -> None:
+    def __init__(self, reader: Reader, order: Order, cut: BatchCut, config: PoolConfig) -> None:
         super().__init__(reader, order, cut)
         self._config = config
         self._idle: ProcessPool | None = None
@@ -70,7 +70,7 @@ class PooledFeed(IndexedFeed):
         else:
             pool.close()
 
-    def _read(self, requests: Iterable[tuple[Share, Request]]) -> Iterator[Slice]:
+    def _read(self, requests: Iterable[tuple[BatchShare, ReadRequest]]) -> Iterator[Slice]:
         pool, self._idle = self._idle, None
         return _Pass(self, pool or self._open(), requests)
 
@@ -78,7 +78,7 @@ class PooledFeed(IndexedFeed):
         self._reader.source.share()
         return ProcessPool(partial(_read, self._reader), self._config, describe=self._describe_request)
 
-    def _describe_request(self, request: Request) -> tuple[str, list[Any]]:
+    def _describe_request(self, request: ReadRequest) -> tuple[str, list[Any]]:
         indices = (
             request.indices.tolist() if isinstance(request.indices, np.ndarray) else list(request.indices)
         )
@@ -94,11 +94,11 @@ class _Pass:
     """One pass over a pool. Not a generator: one that was never started would not give the pool back."""
 
     def __init__(
-        self, feed: PooledFeed, pool: ProcessPool, requests: Iterable[tuple[Share, Request]]
+        self, feed: PooledFeed, pool: ProcessPool, requests: Iterable[tuple[BatchShare, ReadRequest]]
     ) -> None:
         self._feed = feed
         self._pool: ProcessPool | None = pool
-        self._asked: deque[tuple[Share, Request]] = deque()
+        self._asked: deque[tuple[BatchShare, ReadRequest]] = deque()
         try:
             self._read: Iterator[Reading | Tree] = pool.run(_tasks(requests, self._asked))
         except BaseException:
@@ -139,15 +139,15 @@ class _Pass:
 
 
 def _tasks(
-    requests: Iterable[tuple[Share, Request]], asked: deque[tuple[Share, Request]]
-) -> Iterator[Request]:
+    requests: Iterable[tuple[BatchShare, ReadRequest]], asked: deque[tuple[BatchShare, ReadRequest]]
+) -> Iterator[ReadRequest]:
     """The requests alone; what they are for waits. Not a method: the pool must not keep the pass alive."""
     for share, request in requests:
         asked.append((share, request))
         yield request
 
 
-def _read(reader: Reader, request: Request) -> Reading | Tree:
+def _read(reader: Reader, request: ReadRequest) -> Reading | Tree:
     """In a process: what was read; the batch alone where that is all there is to say."""
     reading = reader.read(request)
     return reading if reading.skipped else reading.batch
