@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import epoch_of, numbers, read, seen
 
+from pipelines import epoch_of, numbers, read, seen
 from shoal.data import Dataset
 from shoal.errors import ConfigError, DataError, EmptyDataset
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pipelines import epoch_of, numbers, read, seen
 
+from pipelines import epoch_of, numbers, read, seen
 from shoal.data import Dataset
 from shoal.errors import ConfigError
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import epoch_of, numbers
 
+from pipelines import epoch_of, numbers
 from shoal.data import Dataset
 from shoal.data.order.select import part_sizes
 from shoal.errors import ConfigError

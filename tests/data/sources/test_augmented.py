@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipelines import epoch_of, numbers, read, seen
 
+from pipelines import epoch_of, numbers, read, seen
 from shoal.data import Dataset
 from shoal.errors import ConfigError
 

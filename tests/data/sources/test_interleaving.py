@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import epoch_of, numbers
 
+from pipelines import epoch_of, numbers
 from shoal.data import Dataset
 from shoal.data.sources.combined import Interleaving
 from shoal.errors import DataError

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import epoch_of, numbers, read, seen
 
+from pipelines import epoch_of, numbers, read, seen
 from shoal.data import Dataset
 from shoal.errors import BadSample, ConfigError, DataError, TooManySkipped
 from shoal.runtime import events as happenings
