@@ -103,7 +103,7 @@ def mix_arrays(*parts: Any) -> NDArray[np.uint64]:
     return mixed
 
 
-def splitmix64(words: Any) -> Any:
+def splitmix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """64 bits well mixed, the finalizer of splitmix64; wraps."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
