@@ -54,7 +54,7 @@ def test_batches_of_a_killed_worker_are_not_those_of_whoever_finished_its_lease(
         ]
     )
     for fact in (began(), finished(1, (0, 40)), ENDED):
-        ledger.take(1, fact)
+        ledger.apply(1, fact)
     ledger.close()
     (epoch,) = ledger.epochs.values()
     assert epoch.is_exact
@@ -65,7 +65,7 @@ def test_batches_of_a_killed_worker_are_not_those_of_whoever_finished_its_lease(
 def test_a_push_that_did_not_count_is_no_part_of_it() -> None:
     ledger = Ledger(trained=[entry(0, 0, 10, PUSHED), entry(1, 0, 40, COUNTED)])
     for fact in (began(), finished(1, (0, 40)), ENDED):
-        ledger.take(1, fact)
+        ledger.apply(1, fact)
     ledger.close()
     (epoch,) = ledger.epochs.values()
     assert epoch.by_rank == {1: RankTotals(4, 40)}
@@ -82,10 +82,10 @@ def test_what_a_checkpoint_has_stays_and_only_the_rest_is_trained_again() -> Non
             entry(0, 30, 40, COUNTED, launch=2),
         ]
     )
-    ledger.take(1, began())
-    ledger.take(2, began(start=10, kept=((0, 20, 30),)))
+    ledger.apply(1, began())
+    ledger.apply(2, began(start=10, kept=((0, 20, 30),)))
     for fact in (finished(0, (0, 20)), finished(0, (20, 40)), ENDED):
-        ledger.take(2, fact)
+        ledger.apply(2, fact)
     ledger.close()
     (epoch,) = ledger.epochs.values()
     assert epoch.is_exact
@@ -106,11 +106,11 @@ def test_a_job_that_goes_back_within_a_launch_is_told_apart_by_its_workers() -> 
         trained=[entry(0, 0, 30, COUNTED, incarnation=1), entry(0, 0, 40, COUNTED, incarnation=2)]
     )
     ledger.joined(1, 0, 1)
-    ledger.take(1, began())
+    ledger.apply(1, began())
     ledger.joined(1, 0, 2)
-    ledger.take(1, began())
-    ledger.take(1, finished(0, (0, 40)))
-    ledger.take(1, ENDED)
+    ledger.apply(1, began())
+    ledger.apply(1, finished(0, (0, 40)))
+    ledger.apply(1, ENDED)
     ledger.close()
     (epoch,) = ledger.epochs.values()
     assert epoch.is_exact
@@ -124,7 +124,7 @@ def test_everything_computed_counted_or_did_not_or_was_lost(seed: int, num_launc
     trained, by_whom, num_computed = list[Trained](), dict[int, tuple[int, int]](), 0
     ledger = Ledger(trained=trained)
     for launch in range(1, num_launches + 1):
-        ledger.take(launch, began(kept=tuple((0, 10 * batch, 10 * batch + 10) for batch in sorted(by_whom))))
+        ledger.apply(launch, began(kept=tuple((0, 10 * batch, 10 * batch + 10) for batch in sorted(by_whom))))
         saved = dict(by_whom)
         for rank in range(3):
             for batch in draw.sample(range(4), draw.randint(1, 4)):
@@ -140,7 +140,7 @@ def test_everything_computed_counted_or_did_not_or_was_lost(seed: int, num_launc
                 saved = dict(by_whom)
         if launch < num_launches:
             by_whom = saved
-    ledger.take(num_launches, finished(0, *((10 * batch, 10 * batch + 10) for batch in by_whom)))
+    ledger.apply(num_launches, finished(0, *((10 * batch, 10 * batch + 10) for batch in by_whom)))
     ledger.close()
     (epoch,) = ledger.epochs.values()
     assert not epoch.doubled

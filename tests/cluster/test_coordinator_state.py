@@ -52,7 +52,7 @@ class Conversation:
         for action in actions:
             match action:
                 case Persist(entry):
-                    self.written.take(entry)
+                    self.written.apply(entry)
                     assert not has_answered or not isinstance(entry, Granted | ViewFormed | Join)
                 case Answer(client, message):
                     answers[client], has_answered = message, True
@@ -238,5 +238,5 @@ def test_a_promise_that_was_written_twice_was_made_once() -> None:
     memory = JournalState()
     entries: list[Entry] = [Granted(1, ("fit", "")), StoreChanged({"a": b"1"}, {}), Granted(1, ("fit", ""))]
     for entry in entries:
-        memory.take(entry)
+        memory.apply(entry)
     assert memory.calls == [("fit", "")]

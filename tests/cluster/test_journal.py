@@ -43,7 +43,7 @@ ENTRIES: list[Entry] = [
 def remembered(entries: list[Entry]) -> JournalState:
     memory = JournalState()
     for entry in entries:
-        memory.take(entry)
+        memory.apply(entry)
     return memory
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cluster.coordinator.journal import FILE_NAME, Journal, begin_launch
 from shoal.cluster.coordinator.journal_entries import LeaseAsked
-from shoal.cluster.coordinator.journal_reader import desk_of, ledger_of, read_launches
+from shoal.cluster.coordinator.journal_reader import leases_of, ledger_of, read_launches
 from shoal.cluster.ledger import entries as ledger_facts
 from shoal.cluster.ledger.entries import RangesTrained, TrainedStretch, TrainingBegan, TrainingReached
 from shoal.runtime.transport.messages.supervisor import Noted
@@ -89,7 +89,7 @@ def test_who_holds_what_is_left_is_known_from_the_journal(tmp_path: Path) -> Non
     journal.write([LeaseAsked(1.0, ASK)])
     journal.close()
     (launch,) = read_launches(tmp_path)
-    held = desk_of(launch).holdings
+    held = leases_of(launch).holdings
     assert held is not None
     assert held[1:] == ({1: [0, 1]}, 2)
 

@@ -40,7 +40,7 @@ def trained(rank: int, *ranges: tuple[int, int], epoch: int = 0) -> RangesTraine
 def ledger(*facts: tuple[int, LedgerFact]) -> Ledger:
     made = Ledger()
     for launch, fact in facts:
-        made.take(launch, decode(encode(fact)) or fact)
+        made.apply(launch, decode(encode(fact)) or fact)
     made.close()
     return made
 
@@ -206,14 +206,14 @@ def test_however_often_it_is_killed_an_epoch_comes_out_exact(
     made, kept = Ledger(), 0
     stretch: TrainedStretch | None = None
     for launch, (num_workers, num_run, num_saved, is_told) in enumerate(story, start=1):
-        made.take(launch, began(start=kept, num_workers=num_workers, before=stretch))
+        made.apply(launch, began(start=kept, num_workers=num_workers, before=stretch))
         stop = min(kept + 10 * num_run, 90)
         if stop > kept and is_told:
-            made.take(launch, _told(kept, stop, num_workers))
+            made.apply(launch, _told(kept, stop, num_workers))
         saved = min(kept + 10 * num_saved, stop)
         stretch, kept = _told(kept, saved, num_workers).stretch, saved
-    made.take(9, began(start=kept, num_workers=num_last, before=stretch))
-    made.take(9, _told(kept, 100, num_last, is_end=True))
+    made.apply(9, began(start=kept, num_workers=num_last, before=stretch))
+    made.apply(9, _told(kept, 100, num_last, is_end=True))
     (epoch,) = made.epochs.values()
     assert epoch.is_exact
     assert sum(had.samples for had in epoch.by_rank.values()) == 100

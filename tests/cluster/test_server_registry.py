@@ -79,7 +79,7 @@ class Conversation:
         for action in actions:
             match action:
                 case Persist(entry):
-                    self.memory.take(entry)
+                    self.memory.apply(entry)
                 case Answer(client, message):
                     said.setdefault(client, []).append(message)
                 case DropClient(client):
@@ -303,9 +303,9 @@ def test_the_next_coordinator_knows_what_was_handed_out_twice(talk: Conversation
 def test_a_worker_that_only_looks_whether_it_still_has_its_leases_leaves_no_trace(talk: Conversation) -> None:
     talk.rank(0)
     asks(talk, 0)
-    before = len(talk.memory.serving)
+    before = len(talk.memory.server_facts)
     assert asks(talk, 0) == [Leases([(0, 0, 0, 10)], 0)]
-    assert len(talk.memory.serving) == before
+    assert len(talk.memory.server_facts) == before
 
 
 def test_a_drained_worker_is_told_of_with_its_figures_and_again_to_the_next_who_watches() -> None:

@@ -24,5 +24,5 @@ class Disk:
         """What the next coordinator begins with; None where there is nothing to go on from."""
         memory = JournalState()
         for entry in self.entries:
-            memory.take(entry)
+            memory.apply(entry)
         return memory if self.entries else None

@@ -83,7 +83,7 @@ class Leasing:
         self.done_by: dict[int, int] = {}  # lease -> the rank that finished it
         self.trained: list[Trained] = []
         self.ledger = Ledger(trained=self.trained)
-        self.ledger.take(1, _began(self.config, self.num_workers))
+        self.ledger.apply(1, _began(self.config, self.num_workers))
         self.deaths = Random(seed)  # apart: schedules of seeds stay as they were
         self.ended: list[int] = []
         self.counts: Counter[str] = Counter()
@@ -164,7 +164,7 @@ class Leasing:
                 )
             self.done_by[lease.number] = finished.by.rank
             ranges = [(lease.start, lease.stop)]
-            self.ledger.take(
+            self.ledger.apply(
                 1, RangesTrained(call=1, rank=finished.by.rank, epoch=lease.epoch, ranges=ranges)
             )
 
@@ -176,7 +176,7 @@ class Leasing:
             if not all(self.applied[number, batch] for batch in range(num_batches(self.config, number))):
                 raise Violated(f"epoch {epoch} ends and lease {number} is not done")
         self.ended.append(epoch)
-        self.ledger.take(1, EpochLeased(call=1, epoch=epoch, num_samples_twice=0))
+        self.ledger.apply(1, EpochLeased(call=1, epoch=epoch, num_samples_twice=0))
 
     def _is_over(self) -> bool:
         return all(worker.is_done for worker in self.workers.values())

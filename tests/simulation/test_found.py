@@ -42,7 +42,7 @@ class Desk:
         actions: list[Action] = self.core.hear(client, message, 0.0)
         for action in actions:
             if isinstance(action, Persist):
-                self.memory.take(action.entry)
+                self.memory.apply(action.entry)
         return [
             (each.client, each.message) for each in actions if isinstance(each, Answer) and each.client < 1000
         ]

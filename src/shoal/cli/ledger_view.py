@@ -20,7 +20,7 @@ MAX_RANGES = 4
 
 def read(path: Path, *, is_alive: bool) -> dict[str, Any]:
     """A run's ledger in plain values; empty where nothing is in it."""
-    from shoal.cluster.coordinator.journal_reader import desk_of, ledger_of, read_launches
+    from shoal.cluster.coordinator.journal_reader import leases_of, ledger_of, read_launches
     from shoal.cluster.ledger import trained_file
 
     launches = read_launches(path)
@@ -37,7 +37,7 @@ def read(path: Path, *, is_alive: bool) -> dict[str, Any]:
         ],
         "launch": launches[-1].number,
         "epochs": [{**_epoch(epoch), "trainer": numbers.index(epoch.trainer)} for epoch in epochs],
-        "remainder": _remainder(current, desk_of(launches[-1])) if is_alive else None,
+        "remainder": _remainder(current, leases_of(launches[-1])) if is_alive else None,
         "replaced": [
             {"launch": launch, "rank": rank, "incarnation": incarnation}
             for launch, rank, incarnation in ledger.replaced

@@ -1,4 +1,4 @@
-"""Which job this process belongs to, and who it is in it.
+"""The job of this process, and its rank in it.
 
 A worker's launcher calls `enter` before the script starts; under plain
 `python train.py` nobody does, and the process is rank 0 of 1.
@@ -19,7 +19,7 @@ from shoal.config.strategy import Axes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyPlan:
-    """What `shoal verify` asks of a run: a few steps, in a given precision, and the weights written down."""
+    """Run of `shoal verify`: a few steps, in a given precision, with the weights written to disk."""
 
     dtype: str
     """"float64" or "float32": model and floating inputs are cast to it."""
@@ -45,7 +45,7 @@ class VerifyPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(ParallelOptions):
-    """What a process knows of its job from birth."""
+    """Everything a process is told of its job at birth."""
 
     name: str
     """The run's name; also in the process title."""
@@ -114,12 +114,12 @@ class Job(ParallelOptions):
 
     @property
     def data_rank(self) -> int:
-        """Which of them is this worker's."""
+        """This worker's part of them."""
         return self._axes.data_rank(self.rank) if self._axes else self.rank
 
     @property
     def batch_ranks(self) -> list[int]:
-        """The workers over which this one's batches are spread, each with the same layers; itself among them."""
+        """Workers over which this one's batches are spread, each with the same layers; itself among them."""
         axes = self._axes
         if axes is None:
             return list(range(self.num_workers))
@@ -137,7 +137,7 @@ class Job(ParallelOptions):
 
     @property
     def host(self) -> int:
-        """Which host this worker is on: ranks fill one host after the other."""
+        """Number of this worker's host: ranks fill one host after the other."""
         return self.rank * self.num_hosts // self.num_workers
 
 

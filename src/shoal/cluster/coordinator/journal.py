@@ -74,17 +74,17 @@ class Journal:
             raise JournalFailed(path=str(path), problem=_words(error)) from None
 
     def load(self) -> JournalState:
-        memory = JournalState()
+        state = JournalState()
         try:
             rows = self._db.execute("SELECT fact FROM facts WHERE launch = ? ORDER BY number", (self.launch,))
             for (fact,) in rows:
-                memory.take(_facts.decode(fact))
-            memory.store = dict(self._db.execute("SELECT key, value FROM store"))
+                state.apply(_facts.decode(fact))
+            state.store = dict(self._db.execute("SELECT key, value FROM store"))
             for client, serial, answer in self._db.execute("SELECT client, serial, answer FROM answers"):
-                memory.answers[client] = (serial, _answers.decode(answer))
+                state.answers[client] = (serial, _answers.decode(answer))
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise JournalFailed(path=str(self.path), problem=_words(error)) from None
-        return memory
+        return state
 
     def write(self, entries: Sequence[Entry]) -> None:
         """Write entries, all or none; once it returns, a kill cannot undo them."""
@@ -158,7 +158,7 @@ class _Unusable(Exception):
 def _open(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
     try:
-        # One user at a time, so no shared memory beside the file either: that would not work on network file systems.
+        # One user at a time, so no shared state beside the file either: that would not work on network file systems.
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         application = db.execute("PRAGMA application_id").fetchone()[0]
         version = db.execute("PRAGMA user_version").fetchone()[0]

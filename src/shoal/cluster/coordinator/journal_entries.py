@@ -21,7 +21,11 @@ from shoal.runtime.transport.messages.supervisor import Noted, Reaped, ReapedSer
 from shoal.runtime.transport.messages.worker_coordinator import AskLease, Join, ViewFormed
 
 
-class Granted(msgspec.Struct, frozen=True, tag="granted", tag_field="type", forbid_unknown_fields=True):
+class _Entry(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
+    pass
+
+
+class Granted(_Entry, frozen=True, tag="granted"):
     """All ranks make this call; or, without one, all have reached the end of the script."""
 
     number: Count
@@ -36,9 +40,7 @@ class StoreChanged:
     answers: dict[int, tuple[int, Message]]  # by client: its newest serial, and what was answered
 
 
-class ServerFilled(
-    msgspec.Struct, frozen=True, tag="server-filled", tag_field="type", forbid_unknown_fields=True
-):
+class ServerFilled(_Entry, frozen=True, tag="server-filled"):
     """A server has these slots and follows their updates."""
 
     number: Count
@@ -47,9 +49,7 @@ class ServerFilled(
     slots: list[Count]
 
 
-class ServerLostStep(
-    msgspec.Struct, frozen=True, tag="server-lost-step", tag_field="type", forbid_unknown_fields=True
-):
+class ServerLostStep(_Entry, frozen=True, tag="server-lost-step"):
     """A step that counts elsewhere can never count on this server: a rank's part in it is gone."""
 
     number: Count
@@ -58,26 +58,20 @@ class ServerLostStep(
     rank: Count
 
 
-class LeaseAsked(
-    msgspec.Struct, frozen=True, tag="lease-asked", tag_field="type", forbid_unknown_fields=True
-):
+class LeaseAsked(_Entry, frozen=True, tag="lease-asked"):
     """A worker has asked for leases; `at` is this host's clock, which outlives a coordinator."""
 
     at: float
     ask: AskLease
 
 
-class LeaseTicked(
-    msgspec.Struct, frozen=True, tag="lease-ticked", tag_field="type", forbid_unknown_fields=True
-):
+class LeaseTicked(_Entry, frozen=True, tag="lease-ticked"):
     """Time has passed, and a lease was handed out because of it."""
 
     at: float
 
 
-class LeaseReturned(
-    msgspec.Struct, frozen=True, tag="lease-returned", tag_field="type", forbid_unknown_fields=True
-):
+class LeaseReturned(_Entry, frozen=True, tag="lease-returned"):
     """Leases of this rank's incarnations below this one went back."""
 
     rank: Count
@@ -85,18 +79,14 @@ class LeaseReturned(
     at: float
 
 
-class LeaseGaveUp(
-    msgspec.Struct, frozen=True, tag="lease-gave-up", tag_field="type", forbid_unknown_fields=True
-):
+class LeaseGaveUp(_Entry, frozen=True, tag="lease-gave-up"):
     """A worker no longer waits for a lease."""
 
     rank: Count
     incarnation: Count
 
 
-class LeasesStand(
-    msgspec.Struct, frozen=True, tag="leases-stand", tag_field="type", forbid_unknown_fields=True
-):
+class LeasesStand(_Entry, frozen=True, tag="leases-stand"):
     """Snapshot of all leases, replacing the lease entries before it; `asked` tells how the epochs are cut."""
 
     asked: AskLease
@@ -148,7 +138,7 @@ class JournalState:
     """What was granted, in order; None at the end of the script."""
 
     checkpoint: Saved | None = None
-    serving: list[ServerFact] = field(default_factory=list)
+    server_facts: list[ServerFact] = field(default_factory=list)
     """What happened to servers and leases, in order, as far as it still matters."""
 
     num_noted: int = 0
@@ -157,21 +147,23 @@ class JournalState:
     store: dict[str, bytes] = field(default_factory=dict)
     answers: dict[int, tuple[int, Message]] = field(default_factory=dict)
 
-    def take(self, entry: Entry) -> None:
+    def apply(self, entry: Entry) -> None:
         match entry:
             case Join():
                 self.joins[entry.rank] = entry
             case Reaped():
                 self.deaths[entry.rank] = entry
             case JoinServer() | ReapedServer() | ServerFilled() | ServerLostStep() | ScaleServers():
-                self.serving.append(entry)
+                self.server_facts.append(entry)
             case LeaseAsked() | LeaseTicked() | LeaseReturned() | LeaseGaveUp():
-                self.serving.append(entry)
+                self.server_facts.append(entry)
             case Noted():
                 self.num_noted = max(self.num_noted, entry.serial)
             case LeasesStand():
-                self.serving = [each for each in self.serving if not isinstance(each, _ABOUT_LEASES)]
-                self.serving.append(entry)
+                self.server_facts = [
+                    each for each in self.server_facts if not isinstance(each, _ABOUT_LEASES)
+                ]
+                self.server_facts.append(entry)
             case ViewFormed():
                 self.view = entry
             case Granted(number, call):

@@ -73,23 +73,23 @@ def ledger_of(launches: list[Launch], trained: list[Trained]) -> Ledger:
                 case Noted(fact=text):
                     noted = ledger_facts.decode(text)
                     if noted is not None:
-                        ledger.take(launch.number, noted)
+                        ledger.apply(launch.number, noted)
                 case Join(rank, incarnation):
                     ledger.joined(launch.number, rank, incarnation)
                 case _ if isinstance(fact, LedgerFact):
-                    ledger.take(launch.number, fact)
+                    ledger.apply(launch.number, fact)
     ledger.close()
     return ledger
 
 
-def desk_of(launch: Launch) -> LeaseService:
+def leases_of(launch: Launch) -> LeaseService:
     """Leases at the end of a launch's entries."""
-    memory = JournalState()
+    state = JournalState()
     for _, fact in launch.facts:
-        memory.take(fact)
-    serving = ServerRegistry(ServersConfig(), LivenessConfig(), now=0.0, grace_s=0.0)
-    serving.recall(memory.serving)
-    return serving.desk
+        state.apply(fact)
+    servers = ServerRegistry(ServersConfig(), LivenessConfig(), now=0.0, grace_s=0.0)
+    servers.replay(state.server_facts)
+    return servers.leases
 
 
 def _copied(path: Path, copy: Path) -> bool:

@@ -70,14 +70,14 @@ class Coordinator:
         listener: socket.socket,
         config: CoordinationConfig,
         *,
-        memory: JournalState | None = None,
+        journaled: JournalState | None = None,
         write: Callable[[Sequence[Entry]], None] | None = None,
         supervisor: int = 0,
     ) -> None:
         """`write` is the journal's; without one nothing is kept. `supervisor` is the pid that may watch."""
         self.num_refused, self.last_refusal = 0, ""
         self._config, self._write, self._supervisor = config, write, supervisor
-        self._coordination = Coordination(config, memory, now=time.monotonic())
+        self._coordination = Coordination(config, journaled, now=time.monotonic())
         self._due: deque[Action] = deque()  # decided in this turn, not yet done
         self._connections: dict[int, _Connection] = {}
         self._num_accepted = 0
@@ -281,7 +281,7 @@ def _serve(told: CoordinatorSpec, listener: socket.socket, stop: socket.socket) 
     coordinator = Coordinator(
         listener,
         told.config,
-        memory=journal.load() if journal else None,
+        journaled=journal.load() if journal else None,
         write=journal.write if journal else None,
         supervisor=told.supervisor,
     )

@@ -107,7 +107,7 @@ class ServerRegistry:
             num_copies=config.num_copies,
             max_servers=max(config.max_servers, config.num_servers),
         )
-        self.desk = LeaseService()
+        self.leases = LeaseService()
         self._has_servers = config.num_servers > 0
         self._lines: dict[int, _ServerConnection] = {}  # by client
         self._waiting: dict[int, _ViewWaiter] = {}  # by client
@@ -120,7 +120,7 @@ class ServerRegistry:
 
     # ---- remembering ----------------------------------------------------------------------------
 
-    def recall(self, facts: list[ServerFact]) -> None:
+    def replay(self, facts: list[ServerFact]) -> None:
         """Apply the journal entries of a coordinator that died."""
         for fact in facts:
             match fact:
@@ -137,15 +137,15 @@ class ServerRegistry:
                 case ScaleServers(num_servers):
                     self._about(self._group.handle(server_group.ScaleTo(num_servers)))
                 case LeaseReturned(rank, incarnation, at):
-                    self.desk.replaced(rank, incarnation, at)
+                    self.leases.replaced(rank, incarnation, at)
                 case LeaseAsked(at, ask):
-                    self.desk.ask(0, ask, at)
+                    self.leases.ask(0, ask, at)
                 case LeaseTicked(at):
-                    self.desk.hand_out(at)
+                    self.leases.hand_out(at)
                 case LeaseGaveUp(rank, incarnation):
-                    self.desk.gave_up(rank, incarnation)
+                    self.leases.gave_up(rank, incarnation)
                 case LeasesStand():
-                    self.desk.restore(fact)
+                    self.leases.restore(fact)
 
     # ---- who speaks -----------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class ServerRegistry:
             # It will be killed in a moment; what it knows of the epoch is not what the checkpoint knows.
             reason = f"the servers of view {ask.view} are lost, and the job begins anew"
             return [Answer(client, LeaseRefused(reason))]
-        return [*self.desk.ask(client, ask, now)]
+        return [*self.leases.ask(client, ask, now)]
 
     def hear_supervisor(self, client: int, message: ReapedServer | ScaleServers, now: float) -> list[Action]:
         if isinstance(message, ReapedServer):
@@ -248,7 +248,7 @@ class ServerRegistry:
         """Messages for a supervisor that begins to watch."""
         if not self._has_servers:
             return []
-        news: list[Message] = [ScaleBegun(self._group.num_servers), *self.desk.drained]
+        news: list[Message] = [ScaleBegun(self._group.num_servers), *self.leases.drained]
         if self._loss is not None:
             news.append(self._loss)
         if self._group.newest is not None:
@@ -265,13 +265,13 @@ class ServerRegistry:
         if self._ranks.get(rank, incarnation) <= incarnation:
             self._ranks.pop(rank, None)
         told: list[Action] = [Answer(client, RankDead(rank, incarnation)) for client in self._lines]
-        return [*told, *self.desk.replaced(rank, incarnation + 1, now)]
+        return [*told, *self.leases.replaced(rank, incarnation + 1, now)]
 
     def gone(self, client: int) -> list[Action]:
         """A connection is closed. Its server may live: only the supervisor reports deaths."""
         self._lines.pop(client, None)
         self._waiting.pop(client, None)
-        return [*self.desk.gone(client)]
+        return [*self.leases.gone(client)]
 
     # ---- time -----------------------------------------------------------------------------------
 
@@ -280,12 +280,12 @@ class ServerRegistry:
         times = [each.expires_at for each in self._waiting.values()]
         if self._has_servers:
             times.append(self._heartbeats.sent_at + self._liveness.server_heartbeat_s)
-        if self.desk.deadline is not None:
-            times.append(self.desk.deadline)
+        if self.leases.deadline is not None:
+            times.append(self.leases.deadline)
         return min(times, default=None)
 
     def tick(self, now: float) -> list[Action]:
-        actions: list[Action] = [*self.desk.tick(now)]
+        actions: list[Action] = [*self.leases.tick(now)]
         for client, waiting in list(self._waiting.items()):
             if now >= waiting.expires_at:
                 del self._waiting[client]
@@ -334,7 +334,7 @@ class ServerRegistry:
                 case server_group.LoseSlots(number, view_lost, slots, servers, rank):
                     self._loss = SlotsLost(number, view_lost, len(slots), list(servers), rank)
                     self._lost_view = view_lost
-                    self.desk.clear()
+                    self.leases.clear()
                     actions.append(NotifySupervisor(self._loss))
                 case server_group.Settle(settled, num_servers):
                     actions.append(NotifySupervisor(ServersScaled(settled, num_servers)))

@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from shoal.cluster.coordinator import calls, store_table, views
-from shoal.cluster.coordinator import server_registry as serving
+from shoal.cluster.coordinator import calls, server_registry, store_table, views
 from shoal.cluster.coordinator.actions import Answer, DropClient, NotifySupervisor, Tick
 from shoal.cluster.coordinator.calls import Calls
 from shoal.cluster.coordinator.journal_entries import Granted, JournalState, Persist, StoreChanged
@@ -91,54 +90,54 @@ class Coordination:
     """All state of a coordinator. Every method applies one event and returns the actions that follow, in order."""
 
     def __init__(
-        self, config: CoordinationConfig, memory: JournalState | None = None, *, now: float = 0.0
+        self, config: CoordinationConfig, journaled: JournalState | None = None, *, now: float = 0.0
     ) -> None:
-        """`memory` is what the journal holds where another coordinator was killed."""
-        memory = memory or JournalState()
+        """`journaled` is what the journal holds where another coordinator was killed."""
+        journaled = journaled or JournalState()
         self._clients: dict[int, _Client] = {}
         self._callers: dict[int, int] = {}  # rank -> the client on which it makes its calls
         self._enterers: dict[int, int] = {}  # rank -> the client on which it entered a view
         self._suspects: dict[int, Suspect] = {}
         self._can_recover = config.can_recover
         liveness = config.liveness
-        grace_s = liveness.coordinator_grace_s if memory.joins else 0.0
+        grace_s = liveness.coordinator_grace_s if journaled.joins else 0.0
         self._membership = Membership(num_workers=config.num_workers, not_before=now + grace_s)
-        for join in memory.joins.values():
+        for join in journaled.joins.values():
             self._membership.admit(join, now)
-        for death in memory.deaths.values():
+        for death in journaled.deaths.values():
             self._membership.reaped(death.rank, death.incarnation, death.code, now)
         self._views = Views(
             self._membership,
             patience_s=liveness.step_timeout_s,
             can_recover=config.can_recover,
-            formed=_formed(memory.view) if memory.view else None,
+            formed=_formed(journaled.view) if journaled.view else None,
         )
         self._calls = Calls(
             num_workers=config.num_workers,
             # Whoever is still in an exchange first has step_timeout_s to find out that nobody comes to it.
             timeout_s=liveness.join_timeout_s + (liveness.step_timeout_s if config.can_recover else 0.0),
             membership=self._membership if config.can_recover else None,
-            record=memory.calls,
+            record=journaled.calls,
         )
-        self._num_remembered, self._num_noted = len(memory.calls), memory.num_noted
-        self._store = StoreTable(memory.store, memory.answers)
-        self._serving = ServerRegistry(
+        self._num_remembered, self._num_noted = len(journaled.calls), journaled.num_noted
+        self._store = StoreTable(journaled.store, journaled.answers)
+        self._servers = ServerRegistry(
             config.servers,
             liveness,
             now=now,
             grace_s=grace_s,
         )
-        self._serving.recall(memory.serving)
-        for join in memory.joins.values():
+        self._servers.replay(journaled.server_facts)
+        for join in journaled.joins.values():
             if not self._membership.is_fenced(join.rank, join.incarnation):
-                self._serving.rank_joined(join.rank, join.incarnation)
-        if memory.view is not None:
-            self._membership.form(memory.view.view, memory.view.incarnations)
-            self._store.handle(store_table.ViewClosed(memory.view.view - 1))
+                self._servers.rank_joined(join.rank, join.incarnation)
+        if journaled.view is not None:
+            self._membership.form(journaled.view.view, journaled.view.incarnations)
+            self._store.handle(store_table.ViewClosed(journaled.view.view - 1))
 
     @property
     def deadline(self) -> float | None:
-        parts = (self._calls, self._store, self._views, self._serving)
+        parts = (self._calls, self._store, self._views, self._servers)
         deadlines = [part.deadline for part in parts]
         return min((each for each in deadlines if each is not None), default=None)
 
@@ -148,7 +147,7 @@ class Coordination:
 
     def has_introduced_itself(self, client: int) -> bool:
         me = self._clients.get(client)
-        return me is None or me.rank >= 0 or me.is_watching or self._serving.is_server(client)
+        return me is None or me.rank >= 0 or me.is_watching or self._servers.is_server(client)
 
     def hear(self, client: int, message: Message, now: float) -> list[Action]:
         me = self._clients.get(client)
@@ -158,14 +157,14 @@ class Coordination:
             return [DropClient(client, "it asks before it was answered")]
         if isinstance(message, Watch | Reaped | Saved | Noted | ReapedServer | ScaleServers):
             return self._hear_supervisor(client, me, message, now)
-        if self._serving.is_server(client):
+        if self._servers.is_server(client):
             if isinstance(message, SlotsFilled | StepLost | ServerAlive):
-                return self._about_serving(self._serving.hear_server(client, message, now))
+                return self._about_servers(self._servers.hear_server(client, message, now))
             return [DropClient(client, f"a server says {type(message).__name__}, which is not for it to say")]
         if isinstance(message, JoinServer):
             if me.rank >= 0 or me.is_watching:
                 return [DropClient(client, f"rank {me.rank} joins a second time, as server {message.number}")]
-            return self._about_serving(self._serving.join_server(client, message, now))
+            return self._about_servers(self._servers.join_server(client, message, now))
         me.has_asked = True
         match message:
             case Join():
@@ -189,9 +188,9 @@ class Coordination:
                 self._membership.spoke(me.rank, now)
                 return self._about_views(self._views.handle(_entered(message, now)))
             case AskServers():
-                return self._about_serving(self._serving.ask_servers(client, message, now))
+                return self._about_servers(self._servers.ask_servers(client, message, now))
             case AskLease() if (message.rank, message.incarnation) == (me.rank, me.incarnation):
-                return self._about_serving(self._serving.ask_lease(client, message, now))
+                return self._about_servers(self._servers.ask_lease(client, message, now))
             case Late():
                 return [*self._look_at(me.rank, message, now), self._answer(client, LateHeard())]
             case _ if isinstance(message, store_table.Request):
@@ -203,7 +202,7 @@ class Coordination:
         if me is None:
             return []
         self._store.handle(store_table.StoreClientGone(client))
-        served = self._about_serving(self._serving.gone(client))
+        served = self._about_servers(self._servers.gone(client))
         if self._callers.get(me.rank) == client:
             del self._callers[me.rank]
             self._calls.handle(calls.CallerGone(me.rank))
@@ -220,7 +219,7 @@ class Coordination:
             *self._about_calls(self._calls.handle(Tick(now))),
             *self._about_views(self._views.handle(Tick(now))),
             *self._about_store(self._store.handle(Tick(now))),
-            *self._about_serving(self._serving.tick(now)),
+            *self._about_servers(self._servers.tick(now)),
         ]
 
     # ---- who speaks -----------------------------------------------------------------------------
@@ -248,7 +247,7 @@ class Coordination:
             Persist(join),
             *self._drop_fenced(),
             self._answer(client, Joined(self._membership.view)),
-            *self._about_serving(self._serving.rank_joined(join.rank, join.incarnation)),
+            *self._about_servers(self._servers.rank_joined(join.rank, join.incarnation)),
         ]
 
     def _hear_supervisor(self, client: int, me: _Client, message: Message, now: float) -> list[Action]:
@@ -258,7 +257,7 @@ class Coordination:
             case Reaped(rank, incarnation, code):
                 if not self._membership.reaped(rank, incarnation, code, now):
                     return []
-                freed = self._about_serving(self._serving.rank_dead(rank, incarnation, now))
+                freed = self._about_servers(self._servers.rank_dead(rank, incarnation, now))
                 return [Persist(message), *self._drop_fenced(), *freed]
             case Saved():
                 return [Persist(message)]
@@ -266,8 +265,8 @@ class Coordination:
                 is_new, self._num_noted = serial > self._num_noted, max(serial, self._num_noted)
                 return [Persist(message)] if is_new else []
             case ReapedServer() | ScaleServers():
-                return self._about_serving(self._serving.hear_supervisor(client, message, now))
-        news = () if me.is_watching else self._serving.news_for_watcher()
+                return self._about_servers(self._servers.hear_supervisor(client, message, now))
+        news = () if me.is_watching else self._servers.news_for_watcher()
         me.is_watching = True
         said = (Watching(self._membership.view, self._num_noted), *self._suspects.values(), *news)
         return [Answer(client, each) for each in said]
@@ -335,7 +334,7 @@ class Coordination:
         changes = [Persist(StoreChanged(values, answered))] if values or answered else []
         return [*changes, *(self._answer(each.client, each.message) for each in answers)]
 
-    def _about_serving(self, decided: list[serving.Action]) -> list[Action]:
+    def _about_servers(self, decided: list[server_registry.Action]) -> list[Action]:
         actions: list[Action] = []
         for each in decided:
             match each:

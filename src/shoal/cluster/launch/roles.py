@@ -65,7 +65,7 @@ PRELOAD_WITH_MESH = "shoal.parallel.mesh"
 
 
 def preload_for(script: str, *, with_servers: bool = False, with_mesh: bool = False) -> tuple[str, ...]:
-    """What else to import before forking for this script. A wrong guess costs time, nothing else."""
+    """Additional modules to import before forking for this script. A wrong guess costs time, nothing else."""
     modules: tuple[str, ...] = PRELOAD_WITH_SERVERS if with_servers else ()
     modules += (PRELOAD_WITH_MESH,) if with_mesh else ()
     try:
@@ -77,7 +77,6 @@ def preload_for(script: str, *, with_servers: bool = False, with_mesh: bool = Fa
 
 
 def entry(role: str) -> Entry:
-    """The function a child of this role runs."""
     module, _, function = ROLES[role].partition(":")
     found: Entry = getattr(importlib.import_module(module), function)
     return found
@@ -88,7 +87,7 @@ MAX_SERVERS = 16
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All a server is told."""
+    """Everything a server is started with."""
 
     job: str  # the run's name
     number: int
@@ -110,12 +109,10 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_spec(spec: ServerSpec) -> bytes:
-    """A spec as bytes, for the fork."""
     return msgspec.msgpack.encode(spec)
 
 
 def decode_spec(spec: bytes) -> ServerSpec:
-    """What `encode_spec` made."""
     return msgspec.msgpack.decode(spec, type=ServerSpec)
 
 
@@ -128,7 +125,7 @@ _SPECS: tuple[type, ...] = (WorkerSpec, CoordinatorSpec, ServerSpec, Job)
 
 
 def protocol_version() -> int:
-    """The same where every message, and every spec that a child is started with, has the same fields."""
+    """Equal in two processes where every message, and every spec of a child, has the same fields."""
     fields = [
         (each.__name__, getattr(each, "__annotations__", {}))
         for kind in (*MESSAGES, *_SPECS)

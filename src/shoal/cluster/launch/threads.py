@@ -1,15 +1,15 @@
-"""How many threads a worker computes with: its share of the cores, never more.
+"""Threads of a worker: its share of the cores, never more.
 
-Decides the number and puts it into torch and the BLAS libraries. The warm
-parent loaded them all with one thread, so setting the share here is what
-makes a worker use its cores.
+Computes the number and sets it in torch and the BLAS libraries. The fork server
+loaded them all with one thread, so setting the share here is what makes a
+worker use its cores.
 
 MKL chooses the code of its vector functions at their first call in a process.
 Where two threads make that call together, one may be given less exact code for
 it: on an Intel server with two threads, 25 of 3829 fresh processes computed half
 of their first sqrt, exp, log or tanh with errors of 1e-4, and so, in 2 of 222
 jobs, one rank's first step of Adam differed from the other's. After a call in
-one thread it was 0 of 3994. So the warm parent makes the first calls.
+one thread it was 0 of 3994. So the fork server makes the first calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def threads_per_worker(num_workers: int, *, cores: int, env: Mapping[str, str]) 
 
 
 def choose_vector_code() -> None:
-    """Make the first call of every vector function, in this thread alone; children inherit what was chosen."""
+    """Make the first call of every vector function, in this thread alone; children inherit MKL's choice."""
     import torch
 
     for dtype in (torch.float32, torch.float64):
@@ -56,7 +56,7 @@ def choose_vector_code() -> None:
 
 
 def use(num_threads: int) -> None:
-    """Let torch, OpenMP and numpy's BLAS compute with so many threads in this process and those it starts."""
+    """Set the number of threads of torch, OpenMP and numpy's BLAS in this process and those it starts."""
     import torch
 
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):

@@ -345,7 +345,7 @@ class Ledger:
             self._settle(life, None, None)
         self._lives.clear()
 
-    def take(self, launch: int, fact: LedgerFact) -> None:
+    def apply(self, launch: int, fact: LedgerFact) -> None:
         match fact:
             case TrainingBegan():
                 self._begin(launch, fact)

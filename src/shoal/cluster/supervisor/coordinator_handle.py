@@ -1,8 +1,8 @@
-"""Keeps a job's coordinator at work: its socket, its log, and a line over which it and the supervisor tell news.
+"""Coordinator as its supervisor sees it: process, listening socket, log, heartbeat and messages both ways.
 
-The socket is the keeper's, so a coordinator that is killed is started again
-at the same address, and nobody who connects meanwhile is turned away. Whether
-it is started again is decided in `fate.py`.
+The listening socket is the supervisor's, so a restarted coordinator serves the
+same address, and no client is turned away meanwhile. `job_lifecycle.py` decides
+whether it is restarted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CONNECT_TIMEOUT_S = 1.0
 
 
 class CoordinatorHandle:
-    """One coordinator after the other, at one address. Use it as a context manager."""
+    """One coordinator after the other, at one address."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class CoordinatorHandle:
         self._heard_at = self._heartbeat_at = 0.0
 
     def start(self) -> int:
-        """Fork it, and begin to watch it; its pid."""
+        """Fork it and begin to watch it; returns its pid."""
         ours, theirs = os.pipe()
         self._pipe = Pipe(ours, self._log)
         try:
@@ -85,7 +85,7 @@ class CoordinatorHandle:
         return self.pid
 
     def exited(self) -> list[str]:
-        """It is gone; the last lines it wrote."""
+        """Close what belongs to the exited process; returns the last lines of its log."""
         self.pid = None
         self._hang_up()
         if self._pipe is not None:
@@ -96,7 +96,7 @@ class CoordinatorHandle:
         return self._log.last_lines()
 
     def tell(self, fact: Reaped | Saved | ReapedServer) -> None:
-        """Let it know, now and, should it be started again, once more."""
+        """Send a fact, now and again to every coordinator that is started later."""
         match fact:
             case Reaped(rank):
                 self._facts[("reaped", rank)] = fact
@@ -107,18 +107,18 @@ class CoordinatorHandle:
         self._say(fact)
 
     def note(self, note: Noted) -> None:
-        """Have something written into the ledger, whoever lives to do it."""
+        """Have an entry written into the ledger, also if the coordinator dies before it is written."""
         self._num_notes += 1
         self._notes.append(msgspec.structs.replace(note, serial=self._num_notes))
         self._say(self._notes[-1])
 
     def ask_to_scale(self, num_servers: int) -> bool:
-        """Ask for more or fewer servers; False where nobody hears it at present."""
+        """Ask for another number of servers; False where there is no connection at present."""
         self._say(ScaleServers(num_servers))
         return self._line is not None
 
     def hear(self) -> list[Message]:
-        """What it has said."""
+        """Messages received since the last call."""
         received: list[Message] = []
         try:
             while self._line is not None:
@@ -138,7 +138,7 @@ class CoordinatorHandle:
         return received
 
     def tick(self) -> float | None:
-        """See that it is there; returns after how many seconds to come again, None for never."""
+        """Send the heartbeat that is due, kill a silent coordinator; returns the seconds until the next call."""
         if self.pid is None:
             return None
         now = time.monotonic()
@@ -154,12 +154,11 @@ class CoordinatorHandle:
         return max(0.0, self._heartbeat_at + self._liveness.heartbeat_interval_s - now)
 
     def signal(self, signum: signal.Signals) -> None:
-        """Signal it, if it lives."""
         if self.pid is not None:
             self._warm.signal(self.pid, signum)
 
     def close(self) -> None:
-        """Let go of everything. It must be gone."""
+        """Close everything. The coordinator must have exited."""
         self.exited()
         self._write_notes()
         self._log.close()
@@ -175,7 +174,7 @@ class CoordinatorHandle:
         self.close()
 
     def _write_notes(self) -> None:
-        """What it had no time to write down, now that nobody else has the journal."""
+        """Write what the coordinator did not, now that nobody else has the journal."""
         if not self._notes or not self._spec.journal:
             return
         with contextlib.suppress(JournalFailed):  # as on a full disk: the job has ended all the same

@@ -53,7 +53,7 @@ LEASES_EVERY_S = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class ServerHandle:
-    """A living server."""
+    """A running server process."""
 
     number: int
     incarnation: int
@@ -63,16 +63,15 @@ class ServerHandle:
 
     @property
     def name(self) -> str:
-        """As faults call it."""
+        """Name of the process in faults."""
         return f"server-{self.number}"
 
     def is_stopped(self) -> bool:
-        """Whether somebody stopped it (SIGSTOP, a debugger)."""
         return is_stopped(self.pid)
 
 
 class ServerProcesses:
-    """The servers of one job, and an address for every one there may be. Use it as a context manager.
+    """Server processes of one job, and a listening socket for each server there may be.
 
     `spec` is server 0's; the others differ in their number alone.
     """
@@ -102,11 +101,10 @@ class ServerProcesses:
 
     @property
     def ways_in(self) -> dict[str, int]:
-        """Descriptors that lead to the servers, by the names under which they are handed on."""
+        """Descriptors that lead to the servers, by the names under which children inherit them."""
         return {way_in(number): fd for number, fd in enumerate(self._ways_in)}
 
     def start(self, number: int, incarnation: int, *, coordinator: int) -> ServerHandle:
-        """Fork a server. `coordinator` leads to the coordinator."""
         log = Log(self._run.path / "logs" / f"server-{number}.log")
         (our_out, their_out), (our_err, their_err) = os.pipe(), os.pipe()
         prefix = LineCutter(f"[server {number}] ".encode())
@@ -138,11 +136,10 @@ class ServerProcesses:
         return server
 
     def next_incarnation(self, number: int) -> int:
-        """The one that was not started yet."""
         return self._newest.get(number, -1) + 1
 
     def exited(self, pid: int) -> ServerHandle | None:
-        """A process is gone; the server it was, if it was one. All it wrote has been handed on."""
+        """Close the handle of a process that exited; None where it was no server."""
         server = self.living.pop(pid, None)
         if server is not None:
             for pipe in server.pipes:
@@ -152,11 +149,11 @@ class ServerProcesses:
         return server
 
     def of(self, number: int) -> ServerHandle | None:
-        """The living server of this number."""
+        """Running server of this number."""
         return next((each for each in self.living.values() if each.number == number), None)
 
     def close(self) -> None:
-        """Let go of everything. The servers must be gone."""
+        """Close all sockets. The servers must have exited."""
         for pid in list(self.living):
             self.exited(pid)
         for fd in self._ways_in:
@@ -175,7 +172,7 @@ class ServerProcesses:
 
 
 class ServerSupervision:
-    """The servers of one job, under one supervisor. Use it as a context manager."""
+    """Servers of one job, under one supervisor."""
 
     def __init__(
         self,
@@ -204,37 +201,35 @@ class ServerSupervision:
 
     @property
     def living(self) -> dict[int, ServerHandle]:
-        """Those that live, by pid."""
+        """Running servers by pid."""
         return self._processes.living
 
     @property
     def ways_in(self) -> dict[str, int]:
-        """Descriptors that lead to the servers, by name."""
         return self._processes.ways_in
 
     def start_all(self) -> None:
-        """Start the servers the job was launched with, and listen to who wants others."""
+        """Start the servers the job was launched with, and the control socket."""
         for number in range(self._num_servers):
             self.start(number)
         if self._num_servers:
             self._control = Control(self._run.path, self._selector)
 
     def start(self, number: int, incarnation: int = 0) -> None:
-        """Start a server."""
         server = self._processes.start(number, incarnation, coordinator=self._coordinator.way_in)
         kind = "server-replaced" if incarnation else "server-started"
         self._run.event(kind, server=number, pid=server.pid, incarnation=incarnation)
         self._feed(fate_events.ServerStarted(number, incarnation))
 
     def start_anew(self, incarnations: dict[int, int]) -> None:
-        """Start the servers that are still wanted of those that were ended together."""
+        """Restart the servers that are still wanted, of those that were killed together."""
         self._anew = dict(incarnations)
         for number, incarnation in sorted(incarnations.items()):
             if number < self._num_servers:
                 self.start(number, incarnation)
 
     def _was_ended_with(self, view: int) -> bool:
-        """Whether all servers of this view were ended when the job last began anew.
+        """True where all servers of this view were killed when the job last restarted.
 
         One that was on its way then may have joined in time to be lost once more.
         """
@@ -246,13 +241,12 @@ class ServerSupervision:
         )
 
     def kill(self, numbers: tuple[int, ...]) -> None:
-        """End these servers."""
         for server in self.living.values():
             if server.number in numbers:
                 self._warm.signal(server.pid, signal.SIGKILL)
 
     def exited(self, pid: int, code: int) -> bool:
-        """A process is gone; whether it was a server."""
+        """Handle the exit of a process; False where it was no server."""
         server = self._processes.exited(pid)
         if server is None:
             return False
@@ -264,7 +258,7 @@ class ServerSupervision:
         return True
 
     def told(self, message: Message) -> None:
-        """The coordinator says something about servers."""
+        """Handle a message of the coordinator about servers."""
         match message:
             case ServerView(view):
                 self._run.event("server-view", view=view, servers=notes.slots_by_server(message))
@@ -305,7 +299,7 @@ class ServerSupervision:
                 self.note_leases(every_s=LEASES_EVERY_S)
 
     def asked(self, control: Control, *, is_running: bool) -> None:
-        """Somebody outside has a wish."""
+        """Handle requests on the control socket."""
         for message in control.hear():
             if not is_running or not isinstance(message, ScaleServers):
                 control.answer(ScaleRefused("the job is about to end"), is_last=True)
@@ -315,7 +309,7 @@ class ServerSupervision:
                 control.answer(ScaleRefused("its coordinator is being started again"), is_last=True)
 
     def note_leases(self, *, every_s: float = 0.0) -> None:
-        """Write down how leases stand."""
+        """Write the lease counts into events.jsonl."""
         if self._outcome.leases and time.monotonic() >= self._leases_noted_at + every_s:
             self._leases_noted_at = time.monotonic()
             self._run.event("leases", by_rank=self._outcome.leases)
@@ -333,7 +327,7 @@ class ServerSupervision:
         )
 
     def close(self) -> None:
-        """Let go of everything. The servers must be gone."""
+        """Close all sockets. The servers must have exited."""
         if self._control is not None:
             self._control.close()
         self._processes.close()
@@ -364,7 +358,7 @@ class ServerSupervision:
 
 
 def spec_for(worker: WorkerSpec) -> ServerSpec:
-    """What server 0 is told, in the job of these workers."""
+    """Spec of server 0 in the job of these workers."""
     job = worker.job
     return ServerSpec(
         job=job.name,
@@ -383,7 +377,7 @@ def spec_for(worker: WorkerSpec) -> ServerSpec:
 
 
 def max_servers(num_servers: int) -> int:
-    """To how many servers a group launched with so many can grow."""
+    """Number of servers to which a group launched with so many can grow."""
     return max(MAX_SERVERS, num_servers) if num_servers else 0
 
 

@@ -31,7 +31,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 def listen_unnamed(name: str) -> tuple[socket.socket, int]:
-    """A socket to listen on, and a descriptor that leads there; `name` is how it shows among open files.
+    """A listening socket without a name, and a descriptor that leads to it; `name` shows among open files.
 
     Its name is gone before anybody uses it, so nothing is left in the file
     system however the job ends; `/proc/self/fd/N` still leads to it, for
@@ -47,7 +47,7 @@ def listen_unnamed(name: str) -> tuple[socket.socket, int]:
 
 
 class Control:
-    """The supervisor's end. Use it as a context manager; it registers what it opens with the selector, as itself.
+    """The supervisor's end of the control socket, registered with its selector.
 
     Whoever asked hears every answer until it is the last; one that hangs up is forgotten.
     """
@@ -69,7 +69,7 @@ class Control:
         selector.register(listener, selectors.EVENT_READ, self)
 
     def hear(self) -> list[Message]:
-        """What was asked since the last look."""
+        """Requests received since the last call."""
         self._accept()
         asked: list[Message] = []
         for sock, decoder in list(self._asking.items()):
@@ -86,7 +86,7 @@ class Control:
         return asked
 
     def answer(self, message: Message, *, is_last: bool) -> None:
-        """Tell everybody who has asked."""
+        """Send `message` to every client that has asked."""
         for sock in list(self._asking):
             with contextlib.suppress(OSError):
                 sock.send(b"".join(encode(message)))
@@ -94,7 +94,6 @@ class Control:
                 self._forget(sock)
 
     def close(self) -> None:
-        """Hang up, and listen no more."""
         for sock in list(self._asking):
             self._forget(sock)
         if self._listener is not None:
@@ -131,7 +130,7 @@ class Control:
 
 
 def ask(run: Path, message: Message, *, timeout_s: float) -> Iterator[Message]:
-    """Ask the supervisor of a live run; yields its answers until it hangs up. Each must come within `timeout_s`."""
+    """Ask the supervisor of a running job; yields its answers until it hangs up. Each must come within `timeout_s`."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(CONNECT_TIMEOUT_S)
         try:

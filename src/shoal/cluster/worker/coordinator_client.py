@@ -54,7 +54,7 @@ A = TypeVar("A", bound=Message)
 
 
 class Regrouping(Exception):
-    """Not an error: somebody waits to enter a view. Leave `view`, enter the next one, and ask again."""
+    """Not an error: a view is being formed. Leave `view`, enter the next one, and ask again."""
 
     def __init__(self, view: int) -> None:
         self.view = view
@@ -66,7 +66,7 @@ class JobOver(Exception):
 
 
 class CoordinatorClient:
-    """One conversation, joined at birth. Threads may share it; their questions queue up.
+    """One connection, joined at birth. Threads may share it; their requests queue up.
 
     A coordinator that is killed comes back at the same address, with all it
     has promised: so where the connection breaks, another one is made and the
@@ -119,7 +119,7 @@ class CoordinatorClient:
                     continue
 
     def _exchange(self, packet: bytes, timeout_s: float | None) -> Message:
-        """Say it and hear the answer, whole; else the connection is gone."""
+        """Send and receive; on any failure the connection is dropped."""
         assert self._sock is not None
         try:
             self._sock.settimeout(timeout_s)
@@ -132,7 +132,7 @@ class CoordinatorClient:
             raise
 
     def _connect(self, operation: str, timeout_s: float) -> None:
-        """Connect and join; try again for `timeout_s` if the one at the other end is killed meanwhile."""
+        """Connect and join; retry for `timeout_s` while the coordinator is being restarted."""
         deadline = time.monotonic() + timeout_s
         join = b"".join(encode(Join(self.rank, self.incarnation, os.getpid(), self.num_workers)))
         while True:
@@ -183,7 +183,7 @@ class CoordinatorClient:
         return self._wait(enter, ViewFormed)
 
     def close(self) -> None:
-        """Leave the conversation; a thread that waits for an answer is woken by it. Closing twice is fine."""
+        """Close the connection and wake a thread that waits for an answer. Closing twice is safe."""
         self._is_closed = True
         sock = self._sock
         if sock is not None:
@@ -202,7 +202,7 @@ class CoordinatorClient:
 
 
 class _Garbled(Exception):
-    """The answer was no message; what comes after it on that connection has no meaning either."""
+    """The answer was no message; nothing after it on that connection can be trusted."""
 
 
 def _plain(answer: Message, operation: str, join_timeout_s: float) -> Message:
@@ -221,7 +221,7 @@ def _plain(answer: Message, operation: str, join_timeout_s: float) -> Message:
 
 
 class LeaseClient:
-    """A worker's lines to the coordinator, made when they are first used."""
+    """A worker's connections for servers and leases, opened when they are first used."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -258,7 +258,7 @@ class LeaseClient:
         num_workers: int = 0,
         **how: Any,
     ) -> Leases | NoMoreLeases:
-        """Tell which leases are finished (all their pushes acknowledged), and get all that this worker holds now.
+        """Report finished leases (all their pushes acknowledged), and return all leases that this worker holds now.
 
         Ask for the servers first: who knows only a view that was lost is not heard.
 
@@ -298,11 +298,11 @@ class LeaseClient:
         return answer if isinstance(answer, NoMoreLeases) else _expect(answer, Leases)
 
     def tell_late(self, ranks: Sequence[int], waited_s: float) -> None:
-        """Have the coordinator look at ranks for whom this worker waits."""
+        """Report ranks that this worker waits for."""
         self._client("late").request(Late(list(ranks), waited_s, "a step or an exchange"), None)
 
     def close(self) -> None:
-        """End both lines; a thread that waits on one is woken. Closing twice is fine."""
+        """Close all connections and wake their threads. Closing twice is safe."""
         self._is_closed = True
         for client in list(self._clients.values()):
             client.close()

@@ -1,9 +1,9 @@
-"""A worker's line to its job: calls that are counted, progress that is told, wishes that are heard.
+"""A worker's session: numbered calls, progress reports, events, and the request to stop.
 
 The Trainer uses it without asking whether there is a job: in a plain process
-the calls are only counted, nobody asks to leave, and progress goes to the
-sink that `listen` was given, if any. Nothing here blocks training: progress
-that does not fit into the socket is dropped, only the newest counts anyway.
+calls are only counted, nobody requests a stop, and progress goes to the sink
+given to `listen`, if any. Nothing here blocks training: progress that does not
+fit into the socket is dropped, only the newest counts anyway.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _session = _Session()
 
 
 def attach(*, rank: int, status: socket.socket, live_output: tuple[int, int] | None = None) -> None:
-    """Speak to the supervisor through `status` from now on. Called once, by the launcher.
+    """Send to the supervisor through `status` from now on. Called once, by the launcher.
 
     `live_output` is given to a replacement: where its stdout and stderr lead once it has caught up.
     """
@@ -94,12 +94,12 @@ def attach(*, rank: int, status: socket.socket, live_output: tuple[int, int] | N
 
 
 def agree_through(client: CoordinatorClient) -> None:
-    """Let the coordinator compare every numbered call with the other ranks'. Called once, by the launcher."""
+    """Compare every numbered call with the other ranks' through `client`. Called once, by the launcher."""
     _session.client = client
 
 
 def regroup_through(regroup: Callable[[], None] | None) -> None:
-    """Call `regroup` where a wait for the others is cut short because somebody waits to enter a view.
+    """Call `regroup` where a wait for the others is interrupted because a view is being formed.
 
     It leaves this process's group, enters the next view (`enter_view`), and
     returns when what a view needs is done; the wait then begins again.
@@ -108,7 +108,7 @@ def regroup_through(regroup: Callable[[], None] | None) -> None:
 
 
 def listen(sink: Callable[[Progress], None] | None) -> None:
-    """In a plain process: give progress to `sink` from now on; None to nobody. A launched worker keeps its supervisor."""
+    """In a plain process: give progress to `sink`, None to nobody. A launched worker keeps its supervisor."""
     if _session.status is None:
         _session.sink = sink
 
@@ -134,7 +134,7 @@ def end_script() -> None:
 
 
 def at_end(act: Callable[[], None]) -> None:
-    """Do this when the script has ended, before the others are waited for."""
+    """Call `act` when the script has ended, before waiting for the other ranks."""
     _session.at_end.append(act)
 
 
@@ -157,12 +157,12 @@ def enter_view(*, view_left: int, finished: int, waited_s: float = 0.0, waited_i
 
 
 def is_live() -> bool:
-    """False in a replacement that has not caught up: what it does was done before."""
+    """False in a replacement that has not caught up: it replays work that was done before."""
     return _session.is_live
 
 
 def live() -> None:
-    """A replacement has caught up: from here on it is heard and seen like the others. Calling it twice is fine."""
+    """A replacement has caught up: show its output from here on. Calling it twice is safe."""
     if _session.is_live:
         return
     _session.is_live = True
@@ -194,12 +194,11 @@ def _through_regroups(wait: Callable[[], None]) -> None:
 
 
 def is_inside_call() -> bool:
-    """Whether somebody may look at `stop_requested`: not before the first call, nor while waiting for other ranks."""
+    """True where `stop_requested` will be read: not before the first call, nor while waiting for other ranks."""
     return _session.num_begun > 0 and not _session.is_waiting
 
 
 def num_calls() -> int:
-    """How many calls the script has made."""
     return _session.num_calls
 
 
@@ -216,7 +215,7 @@ def report(
     samples_per_s: float,
     eta_s: float | None,
 ) -> None:
-    """Tell where this rank is, if it is time to."""
+    """Report progress, at most every REPORT_EVERY_S."""
     sink = _session.sink
     if sink is None or not _session.is_live:
         return
@@ -243,12 +242,12 @@ def report(
 
 
 def saved(path: str, step: int) -> None:
-    """Tell that the checkpoint of this step is whole."""
+    """Report a complete checkpoint."""
     _send(Saved(rank=_session.rank, path=path, step=step))
 
 
 def note(fact: LedgerFact) -> None:
-    """Have a fact written into the journal's ledger."""
+    """Write an entry into the journal's ledger."""
     if _session.status is not None:
         _send(Noted(_session.rank, ledger_facts.encode(fact)))
 
@@ -262,24 +261,23 @@ def summary(*, metrics: Mapping[str, float], samples: int, seconds: float, steps
 
 
 def bent(*, staleness: Mapping[int, int], num_late: int, num_missed: int) -> None:
-    """Add to what a relaxed strategy has counted: pulls by their staleness, contributions late, steps missed."""
+    """Add to the counts of a relaxed strategy: pulls by their staleness, contributions late, steps missed."""
     _session.staleness.update(staleness)
     _session.num_late += num_late
     _session.num_missed += num_missed
 
 
 def shared(num_bytes: int) -> None:
-    """So much memory is reserved for what is exchanged with servers; the most there was is told at the end."""
+    """Report memory reserved for exchange with servers; the maximum is in the final report."""
     _session.exchange_bytes = max(_session.exchange_bytes, num_bytes)
 
 
 def failed(failure: Failed) -> None:
-    """Tell why this worker cannot go on."""
     _send(failure)
 
 
 def finished() -> None:
-    """Tell that the script is done, with the totals."""
+    """Report that the script is done, with the totals."""
     _send(
         Finished(
             rank=_session.rank,
@@ -296,12 +294,11 @@ def finished() -> None:
 
 
 def request_stop(signal_name: str) -> None:
-    """Wish to leave; whoever asks `stop_requested` next acts on it."""
     _session.stop = signal_name
 
 
 def stop_requested() -> str | None:
-    """The signal that asked this process to leave: finish the step, save, and leave."""
+    """Signal that asked this process to finish the step, save, and leave; None if none did."""
     return _session.stop
 
 
