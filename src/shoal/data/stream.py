@@ -32,7 +32,7 @@ from shoal.data.sharding import UNSAID, Sharding, ShardPlan
 from shoal.data.skipping import SkipLog, Skipped
 from shoal.data.slice import Slice, keep_weights
 from shoal.data.sources.mapped import augment_seed, checked_weight, weighted
-from shoal.data.sources.source import bad_sample, blame, line_of, name_of
+from shoal.data.sources.source import bad_sample, blame, call_user, line_of, name_of
 from shoal.data.tree import Tree, map_tensors, tensors
 from shoal.data.values import find_column
 from shoal.data.workers.loader_options import LoaderOptions, start_pass
@@ -91,12 +91,7 @@ class FilterStream:
 
     def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
         for number, sample in enumerate(before(epoch)):
-            try:
-                passes = self._fn(sample)
-            except Exception as error:
-                blame("filter", self._fn, error, number, epoch)
-                raise
-            if passes:
+            if call_user("filter", self._fn, number, epoch, sample):
                 yield sample
 
     def describe(self) -> dict[str, Any]:
@@ -135,11 +130,7 @@ class WeightStream:
             if isinstance(self._by, str):
                 weight = find_column(sample, self._by, None, "with_weights")
             else:
-                try:
-                    weight = self._by(sample)
-                except Exception as error:
-                    blame("with_weights", self._by, error, number, epoch)
-                    raise
+                weight = call_user("with_weights", self._by, number, epoch, sample)
             column = self._by if isinstance(self._by, str) else None
             yield weighted(sample, checked_weight(weight, number), column=column)
 

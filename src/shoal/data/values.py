@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shoal.data.order.order import Order, integers
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.skipping import SkipSamples
-from shoal.data.sources.source import Source, blame, name_of
+from shoal.data.sources.source import Source, call_user, name_of
 from shoal.data.tree import Tree
 from shoal.errors import ConfigError, DataError, NoSuchColumn
 
@@ -124,13 +124,10 @@ class Values:
     def _of(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         if isinstance(self._by, str):
             return _as_array(column_of(self._source, self._by, indices, self.caller), self.caller)
-        values = []
-        for index, sample in zip(indices, self._source.samples(indices), strict=True):
-            try:
-                values.append(_plain(self._by(sample)))  # type: ignore[operator]  # an array is not read
-            except Exception as error:
-                blame(self.caller, self._by, error, index, 0)
-                raise
+        values = [
+            _plain(call_user(self.caller, self._by, index, 0, sample))
+            for index, sample in zip(indices, self._source.samples(indices), strict=True)
+        ]
         return _as_array(values, self.caller)
 
 

@@ -37,7 +37,7 @@ class Column:
     """Text is a ragged column of UTF-8; bytes are what they are."""
 
     is_list: bool = False
-    """Of text and bytes: rows are lists of them, packed as `text_lists.py` says."""
+    """Of text and bytes: rows are lists of them, packed by `pack_lists`."""
 
     @classmethod
     def text(cls, name: str, *, is_list: bool = False) -> Column:

@@ -13,7 +13,7 @@ from shoal.data.order.order import Indices, integers
 from shoal.data.order.select import checked_weights
 from shoal.data.skipping import SkipSamples
 from shoal.data.slice import Weighted, keep_weights, split_target
-from shoal.data.sources.source import DerivedSource, Source, bad_sample, blame, name_of
+from shoal.data.sources.source import DerivedSource, Source, bad_sample, blame, call_user, name_of
 from shoal.data.tree import Tree, map_leaves
 from shoal.data.values import Values, find_column, label_of
 from shoal.errors import BadSample, ConfigError, DataError
@@ -201,13 +201,10 @@ class WeightedSource(DerivedSource):
         elif isinstance(self._by, str):
             weights = [find_column(sample, self._by, self._label, "with_weights") for sample in samples]
         else:
-            weights = []
-            for index, sample in zip(indices, samples, strict=True):
-                try:
-                    weights.append(self._by(sample))
-                except Exception as error:
-                    blame("with_weights", self._by, error, index, epoch)
-                    raise
+            weights = [
+                call_user("with_weights", self._by, index, epoch, sample)
+                for index, sample in zip(indices, samples, strict=True)
+            ]
         made = [
             self._weighted(sample, checked_weight(weight, index))
             for index, sample, weight in zip(indices, samples, weights, strict=True)

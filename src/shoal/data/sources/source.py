@@ -125,6 +125,15 @@ def name_of(fn: Any) -> str:
     return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
 
 
+def call_user(stage: str, fn: Any, index: Any, epoch: int, *args: Any) -> Any:
+    """`fn(*args)`; an error of the function names the sample it was called for."""
+    try:
+        return fn(*args)
+    except Exception as error:
+        blame(stage, fn, error, index, epoch)
+        raise
+
+
 def blame(stage: str, fn: Any, error: Exception, index: Any, epoch: int, extra: str = "") -> None:
     """Note on an error of `fn` for which sample it was raised, and where."""
     where = f" at {place}" if (place := line_of(error, fn)) else ""
