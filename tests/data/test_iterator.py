@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import epoch_of, numbers
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from pipelines import epoch_of, numbers
 from shoal.data import Dataset
 from shoal.errors import DataError
 

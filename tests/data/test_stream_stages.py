@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import read, seen
 from torch.utils.data import IterableDataset
 
+from pipelines import read, seen
 from shoal.data import Dataset
 from shoal.data.slice import Weighted
 from shoal.errors import ConfigError
