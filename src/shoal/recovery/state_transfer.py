@@ -7,8 +7,6 @@ Nothing here decides who gives to whom; `together.py` does.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +16,8 @@ from torch import Tensor
 
 from shoal.collectives.reducer import Reducer
 from shoal.errors import ClusterError
-
-_DTYPES = {str(dtype): dtype for dtype in (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)}  # fmt: skip
+from shoal.runtime import serialization
+from shoal.runtime.serialization import NotSerializable
 
 _RESULT_TYPES: dict[str, type[Any]] = {}
 """Dataclasses that results of exchanges may hold, by name; filled by `register_result_type`."""
@@ -75,16 +70,18 @@ def send(native: Reducer, heritage: Heritage, rank: int) -> None:
     fields["parts"] = {
         owner: {"plain": part.plain, "tensors": part.tensors} for owner, part in heritage.parts.items()
     }
-    packed, tensors = _pack(fields)
-    header = json.dumps(
-        {"plain": packed, "tensors": [[str(t.dtype), list(t.shape)] for t in tensors]}
-    ).encode()
+    try:
+        header, leaves = serialization.pack(fields, _hook)
+    except NotSerializable as error:
+        raise _cannot_hand_over(error) from None
     with native.during("handing state over"):
         dist.send(torch.tensor([len(header)], dtype=torch.int64), rank)
         dist.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), rank)
-        for tensor in tensors:
-            if tensor.numel():
-                dist.send(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8), rank)
+        for leaf in leaves:
+            raw = serialization.raw_bytes(leaf)
+            if raw:
+                # torch wants memory that may be written, which long strings of bytes are not.
+                dist.send(torch.frombuffer(bytearray(raw) if raw.readonly else raw, dtype=torch.uint8), rank)
 
 
 def receive(native: Reducer, donor: int) -> Heritage:
@@ -94,18 +91,14 @@ def receive(native: Reducer, donor: int) -> Heritage:
         dist.recv(length, donor)
         raw = torch.zeros(int(length), dtype=torch.uint8)
         dist.recv(raw, donor)
-        header = json.loads(raw.numpy().tobytes())
-        tensors = []
-        for dtype, shape in header["tensors"]:
-            tensor = torch.empty(shape, dtype=_DTYPES[dtype])
-            if tensor.numel():
-                flat = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+        header, leaves = raw.numpy().tobytes(), []
+        for spec in serialization.leaf_specs(header):
+            flat = torch.empty(spec.num_bytes, dtype=torch.uint8)
+            if spec.num_bytes:
                 dist.recv(flat, donor)
-                tensor = flat.view(_DTYPES[dtype]).reshape(shape)
-            tensors.append(tensor)
-    plain = _unpack(header["plain"], tensors)
-    plain["parts"] = {int(owner): Part(**part) for owner, part in plain["parts"].items()}
-    plain["log"] = {int(number): result for number, result in plain["log"].items()}
+            leaves.append(spec.leaf(flat.numpy().data))
+    plain = serialization.unpack(header, leaves, _unhook)
+    plain["parts"] = {owner: Part(**part) for owner, part in plain["parts"].items()}
     return Heritage(**plain)
 
 
@@ -121,73 +114,32 @@ def num_bytes(value: Any) -> int:
 
 
 def to_bytes(value: Any) -> bytes:
-    """Plain values and tensors in one piece of memory."""
-    packed, tensors = _pack(value)
-    header = json.dumps(
-        {"plain": packed, "tensors": [[str(t.dtype), list(t.shape)] for t in tensors]}
-    ).encode()
-    raw = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
-    return b"".join([len(header).to_bytes(8, "little"), header, *raw])
+    """Plain values, tensors and results in one piece of memory."""
+    try:
+        return serialization.dumps(value, _hook)
+    except NotSerializable as error:
+        raise _cannot_hand_over(error) from None
 
 
 def from_bytes(raw: bytes | bytearray | memoryview) -> Any:
     """What `to_bytes` was given."""
-    memory = memoryview(raw)
-    at = 8 + int.from_bytes(memory[:8], "little")
-    header = json.loads(bytes(memory[8:at]))
-    tensors = []
-    for dtype, shape in header["tensors"]:
-        size = math.prod(shape) * _DTYPES[dtype].itemsize
-        flat = (
-            torch.frombuffer(bytearray(memory[at : at + size]), dtype=torch.uint8) if size else torch.empty(0)
-        )
-        tensors.append(
-            flat.view(_DTYPES[dtype]).reshape(shape) if size else torch.empty(shape, dtype=_DTYPES[dtype])
-        )
-        at += size
-    return _unpack(header["plain"], tensors)
+    return serialization.loads(raw, _unhook)
 
 
-def _pack(value: Any) -> tuple[Any, list[Tensor]]:
-    tensors: list[Tensor] = []
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            return {"~": "tensor", "at": len(tensors) - 1}
-        if type(value) in _RESULT_TYPES.values():
-            return {
-                "~": "result",
-                "type": type(value).__name__,
-                "fields": walk({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}),
-            }
-        if isinstance(value, tuple):
-            return {"~": "tuple", "items": [walk(item) for item in value]}
-        if isinstance(value, list):
-            return [walk(item) for item in value]
-        if isinstance(value, dict):
-            return {str(key): walk(item) for key, item in value.items()}
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise ClusterError(
-            f"a result of the script holds a {type(value).__name__}, which cannot be handed to a replaced worker. "
-            "Return tensors, numbers, strings, and dicts, lists or tuples of them."
-        )
-
-    return walk(value), tensors
+def _hook(value: Any) -> tuple[str, Any] | None:
+    if type(value) in _RESULT_TYPES.values():
+        return type(value).__name__, {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "tuple", list(value)
+    return None
 
 
-def _unpack(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_unpack(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    match value.get("~"):
-        case "tensor":
-            return tensors[value["at"]]
-        case "tuple":
-            return tuple(_unpack(item, tensors) for item in value["items"])
-        case "result":
-            return _RESULT_TYPES[value["type"]](**_unpack(value["fields"], tensors))
-        case _:
-            return {key: _unpack(item, tensors) for key, item in value.items()}
+def _unhook(tag: str, parts: Any) -> Any:
+    return tuple(parts) if tag == "tuple" else _RESULT_TYPES[tag](**parts)
+
+
+def _cannot_hand_over(error: NotSerializable) -> ClusterError:
+    return ClusterError(
+        f"a result of the script holds {error.what}, which cannot be handed to a replaced worker. "
+        "Return tensors, numbers, strings, and dicts, lists or tuples of them."
+    )

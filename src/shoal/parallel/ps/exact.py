@@ -32,7 +32,6 @@ from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdi
 from shoal.parallel.ps import embedding_placement as takeover
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import Served, served
-from shoal.parallel.ps.tensor_bytes import from_bytes, raw_bytes, to_bytes
 from shoal.parallel.state import load_state, state_pieces
 from shoal.parallel.step_result import contribution, decide
 from shoal.parallel.update import clip_factor, gradient_norm
@@ -42,6 +41,7 @@ from shoal.ps.layout import check_optimizer
 from shoal.recovery.replay_log import Timeline
 from shoal.recovery.state_transfer import Part
 from shoal.runtime.failpoints import failpoint
+from shoal.runtime.serialization import decode, encode, raw_bytes
 from shoal.runtime.transport.messages.client_server import StepEnd
 
 
@@ -333,8 +333,8 @@ class Ps:
 
     def gather(self, value: Tensor | None) -> list[Tensor]:
         """Every rank's tensor, in rank order."""
-        contributions = self._served.exchange(to_bytes(value))
-        tensors = [from_bytes(raw) for raw in contributions]
+        contributions = self._served.exchange(b"" if value is None else encode(value))
+        tensors = [decode(raw) if raw else None for raw in contributions]
         known = next((tensor for tensor in tensors if tensor is not None), torch.empty(0))
         empty = torch.empty([0, *known.shape[1:]], dtype=known.dtype)
         return [tensor if tensor is not None else empty for tensor in tensors]
