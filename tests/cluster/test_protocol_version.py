@@ -7,7 +7,7 @@ import pytest
 from shoal.cluster.launch import roles
 from shoal.cluster.supervisor.warm_parent import check_same_files
 from shoal.errors import ClusterError
-from shoal.runtime.forkserver.messages import Ready
+from shoal.runtime.forkserver.messages import ServerReady
 from shoal.runtime.transport.messages import MESSAGES
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import Finished
@@ -28,5 +28,5 @@ def test_one_field_more_in_one_message_is_another_dialect(monkeypatch: pytest.Mo
 
 def test_a_warm_parent_with_other_files_than_ours_is_refused_before_anything_is_started() -> None:
     with pytest.raises(ClusterError, match=r"were replaced while the job started.*start the job again"):
-        check_same_files(Ready(1.0, roles.protocol_version() ^ 1))
-    check_same_files(Ready(1.0, roles.protocol_version()))
+        check_same_files(ServerReady(1.0, roles.protocol_version() ^ 1))
+    check_same_files(ServerReady(1.0, roles.protocol_version()))

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from shoal.errors import WireError
 from shoal.runtime.forkserver import messages
 from shoal.runtime.forkserver.client import ForkedServer, ForkServerGone
-from shoal.runtime.forkserver.messages import Close, Exited, Fork, Forked, NotForked, Ready, Signal
+from shoal.runtime.forkserver.messages import ChildExited, Close, Fork, Forked, NotForked, ServerReady, Signal
 from shoal.runtime.forkserver.server import ForkServer, is_readable
 
 MESSAGES = [
     Fork("worker", "shoal worker 0 [x]", ["spec", "stdout"]),
     Signal(12, signal.SIGTERM),
     Close(1.5),
-    Ready(2.5, 7),
+    ServerReady(2.5, 7),
     Forked(12),
     NotForked("no"),
-    Exited(12, -9),
+    ChildExited(12, -9),
 ]
 
 

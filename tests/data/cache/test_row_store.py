@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from shoal.data.cache import anon_file as nameless
 from shoal.data.cache import stats
 from shoal.data.cache.row_file import Field, RowLayout
-from shoal.data.cache.row_store import Lists, RowsAhead, RowSpec, RowStore
+from shoal.data.cache.row_store import Lists, RowPrefetch, RowSpec, RowStore
 from shoal.errors import BlockDamaged, CacheFull
 from waiting import wait_until
 
@@ -287,7 +287,7 @@ class Counted:
         return torch.from_numpy(np.asarray(rows)).reshape(-1, 1).clone()
 
 
-def taken(ahead: RowsAhead, rows: Any) -> list[int] | None:
+def taken(ahead: RowPrefetch, rows: Any) -> list[int] | None:
     found = ahead.take(np.asarray(rows))
     return None if found is None else found[:, 0].tolist()
 
@@ -304,7 +304,7 @@ def test_announced_rows_come_in_the_order_of_the_announcement(
 ) -> None:
     rows = np.random.default_rng(seed).permutation(sum(sizes))
     source = Counted()
-    ahead = RowsAhead(source.take, row_bytes=8, piece_bytes=8 * piece)
+    ahead = RowPrefetch(source.take, row_bytes=8, piece_bytes=8 * piece)
     for window in np.array_split(rows, windows):
         ahead.announce(window)
     at = 0
@@ -316,7 +316,7 @@ def test_announced_rows_come_in_the_order_of_the_announcement(
 
 def test_what_was_not_announced_is_the_callers_to_read() -> None:
     source = Counted()
-    ahead = RowsAhead(source.take, row_bytes=8, piece_bytes=80)
+    ahead = RowPrefetch(source.take, row_bytes=8, piece_bytes=80)
     assert taken(ahead, [1, 2]) is None
     ahead.announce(np.arange(100))
     assert taken(ahead, [5, 7]) is None
@@ -327,7 +327,7 @@ def test_what_was_not_announced_is_the_callers_to_read() -> None:
 
 def test_only_a_few_pieces_are_in_memory() -> None:
     source = Counted()
-    ahead = RowsAhead(source.take, row_bytes=8, piece_bytes=80)
+    ahead = RowPrefetch(source.take, row_bytes=8, piece_bytes=80)
     ahead.announce(np.arange(1000))
     wait_until(lambda: ahead._errands.is_idle)
     assert len(source.asked) == 30
@@ -337,7 +337,7 @@ def test_an_error_while_reading_ahead_is_met_by_whoever_reads() -> None:
     def fail(rows: Any) -> torch.Tensor:
         raise OSError
 
-    ahead = RowsAhead(fail, row_bytes=8, piece_bytes=80)
+    ahead = RowPrefetch(fail, row_bytes=8, piece_bytes=80)
     ahead.announce(np.arange(20))
     assert taken(ahead, range(5)) is None
 

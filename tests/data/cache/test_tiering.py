@@ -11,22 +11,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from shoal.data.cache.eviction import POLICIES
 from shoal.data.cache.tiering import (
+    ActionFailed,
+    ActionFinished,
     Changed,
     Discard,
-    Drop,
+    DropCopy,
     Enough,
-    Failed,
-    Finished,
     Flush,
     Full,
     Limits,
-    Load,
+    LoadBlock,
     Move,
     NotKept,
     Offer,
     Read,
-    Ready,
     Release,
+    Settled,
     Store,
     Tier,
     Tiering,
@@ -70,12 +70,12 @@ class Simulated(RuleBasedStateMachine):
             if action.tier == Tier.DISK:
                 in_use = sum(size for _, size in self.tiers[Tier.DISK].values())
                 if in_use + action.num_bytes > self.disk_takes:
-                    self.report(Failed(action))
+                    self.report(ActionFailed(action))
                     return False
                 self.tiers[Tier.DISK][action.key, action.version] = (value[0], action.num_bytes)
             else:
                 self.tiers[action.tier][action.key] = (value[0], action.num_bytes)
-        self.report(Finished(action))
+        self.report(ActionFinished(action))
         return True
 
     def report(self, event: Any) -> None:
@@ -83,12 +83,12 @@ class Simulated(RuleBasedStateMachine):
             self.drop(drop)
 
     def drop(self, drop: Any) -> None:
-        assert isinstance(drop, Drop)
+        assert isinstance(drop, DropCopy)
         del self.tiers[drop.tier][(drop.key, drop.version) if drop.tier == Tier.DISK else drop.key]
 
     def ask(self, request: Any) -> Any:
         for outcome in self.tiering.handle(request):
-            if isinstance(outcome, Drop):
+            if isinstance(outcome, DropCopy):
                 self.drop(outcome)
         return outcome
 
@@ -102,7 +102,7 @@ class Simulated(RuleBasedStateMachine):
                     return "full"
                 case NotKept():
                     return "not kept"
-                case Ready():
+                case Settled():
                     return "kept"
                 case Store() as store:
                     if self.do(store, (value, size)):
@@ -128,7 +128,7 @@ class Simulated(RuleBasedStateMachine):
         expected = self.written.get(key, f"{key}: loaded")
         for _ in range(200):
             match self.ask(Want(key, tier, ahead)):
-                case Ready():
+                case Settled():
                     if ahead:
                         return
                     assert self.tiers[tier][key][0] == expected
@@ -139,9 +139,9 @@ class Simulated(RuleBasedStateMachine):
                 case Wait():
                     assert not ahead or self.pending
                     self.settle()
-                case Load():
+                case LoadBlock():
                     assert key not in self.written, "loaded again, and what was written is lost"
-                    self.report(Finished(Load(key)))
+                    self.report(ActionFinished(LoadBlock(key)))
                     self.offer(key, expected, self.sizes.get(key, size), tier, is_new=False)
                     return
                 case Read() as read:
@@ -185,7 +185,7 @@ class Simulated(RuleBasedStateMachine):
     def release(self, key: int) -> None:
         for _ in range(200):
             match self.ask(Release(key)):
-                case Ready() | Full():
+                case Settled() | Full():
                     return
                 case Wait():
                     self.settle()
@@ -198,7 +198,7 @@ class Simulated(RuleBasedStateMachine):
         if key not in self.held:
             if isinstance(self.ask(Discard(key)), Wait):
                 self.settle()
-                assert isinstance(self.ask(Discard(key)), Ready)
+                assert isinstance(self.ask(Discard(key)), Settled)
             self.written.pop(key, None)
             self.sizes.pop(key, None)
 
@@ -213,12 +213,12 @@ class Simulated(RuleBasedStateMachine):
                 elif isinstance(outcome, Move):
                     if not self.do(outcome):
                         return
-                elif not isinstance(outcome, Drop):
-                    assert isinstance(outcome, (Ready, Full))
+                elif not isinstance(outcome, DropCopy):
+                    assert isinstance(outcome, (Settled, Full))
                     break
             else:
                 raise AssertionError("it never came to an end")
-            if isinstance(outcome, Ready):
+            if isinstance(outcome, Settled):
                 assert key not in self.tiering.blocks or not self.tiering.is_dirty(key)
 
     @rule(key=KEYS, tier=TIERS, flushes=st.booleans())
@@ -285,14 +285,14 @@ def stored(tiering: Tiering, key: str, size: int, *, is_new: bool = False) -> li
     """Offer until it is kept; what was done on the way."""
     done: list[Any] = []
     if not is_new:
-        assert tiering.handle(Want(key, Tier.RAM)) == [Load(key)]
+        assert tiering.handle(Want(key, Tier.RAM)) == [LoadBlock(key)]
     while not isinstance(done[-1] if done else None, Store):
         [outcome] = tiering.handle(Offer(key, size, Tier.RAM, is_new))
         done.append(outcome)
         if isinstance(outcome, (Full, NotKept)):
             return done
-        if not isinstance(outcome, Drop):
-            tiering.handle(Finished(outcome))  # type: ignore[arg-type]  # only slow ones are left
+        if not isinstance(outcome, DropCopy):
+            tiering.handle(ActionFinished(outcome))  # type: ignore[arg-type]  # only slow ones are left
     return done[:-1]
 
 
@@ -300,14 +300,14 @@ def test_the_least_recently_used_makes_room() -> None:
     tiering = Tiering(Limits(ram_bytes=30, disk_bytes=0))
     for key in "abc":
         assert stored(tiering, key, 10) == []
-    assert tiering.handle(Want("a", Tier.RAM)) == [Ready()]
-    assert stored(tiering, "d", 10) == [Drop("b", Tier.RAM, 1)]
+    assert tiering.handle(Want("a", Tier.RAM)) == [Settled()]
+    assert stored(tiering, "d", 10) == [DropCopy("b", Tier.RAM, 1)]
 
 
 def test_what_can_be_loaded_again_goes_to_disk_too_for_that_is_cheaper() -> None:
     tiering = Tiering(Limits(ram_bytes=10))
     stored(tiering, "a", 10)
-    assert stored(tiering, "b", 10) == [Move("a", Tier.RAM, Tier.DISK, 1, 10), Drop("a", Tier.RAM, 1)]
+    assert stored(tiering, "b", 10) == [Move("a", Tier.RAM, Tier.DISK, 1, 10), DropCopy("a", Tier.RAM, 1)]
     # Back again, and its copy on disk stays good: leaving costs nothing then.
     [demotion] = tiering.handle(Want("a", Tier.RAM))
     assert demotion == Move("b", Tier.RAM, Tier.DISK, 1, 10)
@@ -319,7 +319,7 @@ def test_a_changed_block_reaches_the_next_tier_before_it_leaves() -> None:
     tiering.handle(Changed("a", Tier.RAM))
     assert tiering.is_dirty("a")
     [move, drop] = stored(tiering, "b", 10)
-    assert (move, drop) == (Move("a", Tier.RAM, Tier.DISK, 2, 10), Drop("a", Tier.RAM, 2))
+    assert (move, drop) == (Move("a", Tier.RAM, Tier.DISK, 2, 10), DropCopy("a", Tier.RAM, 2))
     assert not tiering.is_dirty("a")
 
 
@@ -328,7 +328,7 @@ def test_a_block_written_to_while_it_is_copied_stays_dirty() -> None:
     stored(tiering, "a", 10, is_new=True)
     [move] = tiering.handle(Flush("a"))
     tiering.handle(Changed("a", Tier.RAM))
-    assert tiering.handle(Finished(move)) == [Drop("a", Tier.DISK, 1)]  # type: ignore[arg-type]  # a Move
+    assert tiering.handle(ActionFinished(move)) == [DropCopy("a", Tier.DISK, 1)]  # type: ignore[arg-type]  # a Move
     assert tiering.is_dirty("a")
 
 
@@ -337,7 +337,7 @@ def test_without_room_for_what_was_changed_a_new_block_is_refused_and_nothing_mo
     stored(tiering, "a", 10, is_new=True)
     assert stored(tiering, "b", 10, is_new=True) == [Full()]
     assert stored(tiering, "c", 10) == [NotKept()]
-    assert tiering.handle(Want("a", Tier.RAM)) == [Ready()]
+    assert tiering.handle(Want("a", Tier.RAM)) == [Settled()]
 
 
 def test_held_blocks_stay() -> None:
@@ -345,9 +345,9 @@ def test_held_blocks_stay() -> None:
     stored(tiering, "a", 10)
     stored(tiering, "b", 10)
     tiering.hold("a")
-    assert stored(tiering, "c", 10) == [Drop("b", Tier.RAM, 1)]
+    assert stored(tiering, "c", 10) == [DropCopy("b", Tier.RAM, 1)]
     tiering.let_go("a")
-    assert stored(tiering, "d", 10) == [Drop("a", Tier.RAM, 1)]
+    assert stored(tiering, "d", 10) == [DropCopy("a", Tier.RAM, 1)]
 
 
 def test_freed_blocks_stay_usable_until_a_request_for_memory_releases_the_coldest_of_them() -> None:
@@ -355,12 +355,12 @@ def test_freed_blocks_stay_usable_until_a_request_for_memory_releases_the_coldes
     for key in "abcde":
         stored(tiering, key, 10)
     for key in "ab":
-        assert tiering.handle(Release(key)) == [Ready()]
+        assert tiering.handle(Release(key)) == [Settled()]
     assert stored(tiering, "f", 10) == []  # below the threshold nothing is marked
     tiering.handle(Release("c"))  # 30 bytes are freed: the sweep marks the coldest until 12 are left
-    assert tiering.handle(Want("a", Tier.RAM)) == [Ready()]  # marked and still usable: it is in use again
+    assert tiering.handle(Want("a", Tier.RAM)) == [Settled()]  # marked and still usable: it is in use again
     assert stored(tiering, "g", 10) == [
-        Drop("b", Tier.RAM, 1)
+        DropCopy("b", Tier.RAM, 1)
     ]  # there was room enough: the marked go all the same
     assert "c" in tiering.blocks
 
@@ -372,7 +372,7 @@ def test_a_block_that_was_asked_for_less_often_does_not_displace_a_hot_one() -> 
         tiering.handle(Want("hot", Tier.RAM))
     for _ in range(3):
         assert stored(tiering, "cold", 10) == [NotKept()]
-    assert stored(tiering, "cold", 10) == [Drop("hot", Tier.RAM, 1)]  # as hot by now
+    assert stored(tiering, "cold", 10) == [DropCopy("hot", Tier.RAM, 1)]  # as hot by now
 
 
 def test_lfu_forgets_how_hot_a_block_was_long_ago() -> None:
@@ -383,18 +383,18 @@ def test_lfu_forgets_how_hot_a_block_was_long_ago() -> None:
     stored(tiering, "now", 10)
     for _ in range(250):
         tiering.handle(Want("now", Tier.RAM))
-    assert stored(tiering, "new", 10) == [Drop("once", Tier.RAM, 1)]
+    assert stored(tiering, "new", 10) == [DropCopy("once", Tier.RAM, 1)]
 
 
 def test_reading_ahead_fills_half_a_tier_at_most() -> None:
     tiering = Tiering(Limits(ram_bytes=40, disk_bytes=0))
     for key in "ab":
-        assert tiering.handle(Want(key, Tier.RAM, ahead=True)) == [Load(key)]
+        assert tiering.handle(Want(key, Tier.RAM, ahead=True)) == [LoadBlock(key)]
         [store] = tiering.handle(Offer(key, 10, Tier.RAM, is_new=False))
-        tiering.handle(Finished(store))  # type: ignore[arg-type]  # a Store
+        tiering.handle(ActionFinished(store))  # type: ignore[arg-type]  # a Store
     assert tiering.handle(Want("c", Tier.RAM, ahead=True)) == [Enough()]
-    assert tiering.handle(Want("a", Tier.RAM)) == [Ready()]
-    assert tiering.handle(Want("c", Tier.RAM, ahead=True)) == [Load("c")]
+    assert tiering.handle(Want("a", Tier.RAM)) == [Settled()]
+    assert tiering.handle(Want("c", Tier.RAM, ahead=True)) == [LoadBlock("c")]
 
 
 def test_a_disk_that_is_full_is_not_tried_again_until_something_left_it_or_somebody_flushes() -> None:
@@ -402,7 +402,7 @@ def test_a_disk_that_is_full_is_not_tried_again_until_something_left_it_or_someb
     stored(tiering, "a", 10, is_new=True)
     [move] = tiering.handle(Offer("b", 10, Tier.RAM, True))
     assert isinstance(move, Move)
-    assert tiering.handle(Failed(move)) == []
+    assert tiering.handle(ActionFailed(move)) == []
     assert tiering.handle(Offer("b", 10, Tier.RAM, True)) == [Full()]
     tiering.try_again()
     assert isinstance(tiering.handle(Flush("a"))[0], Move)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shoal.data.mapreduce import keys
 from shoal.data.mapreduce import spill as combining
 from shoal.data.mapreduce import spill as records
-from shoal.data.mapreduce.spill import Buffer, RunFile, RunWriter, merged
+from shoal.data.mapreduce.spill import RunFile, RunWriter, SpillBuffer, merged
 from shoal.errors import DataError
 from shoal.runtime.serialization import decode
 
@@ -27,7 +27,9 @@ def written(
 ) -> tuple[dict[Any, Any], int]:
     """Results by (type, key), and how often was spilled; checks what every file of runs must be."""
     with tempfile.TemporaryDirectory() as folder:
-        buffer = Buffer(Path(folder), "t", combine=combine, num_partitions=partitions, max_bytes=max_bytes)
+        buffer = SpillBuffer(
+            Path(folder), "t", combine=combine, num_partitions=partitions, max_bytes=max_bytes
+        )
         for key, value in pairs:
             buffer.add(key, value)
         buffer.write(Path(folder) / "out")
@@ -78,7 +80,7 @@ def test_more_spills_than_files_may_be_open_are_merged_on_the_way(monkeypatch: p
 
 
 def test_memory_stays_within_the_buffer_while_keys_are_few(tmp_path: Path) -> None:
-    buffer = Buffer(
+    buffer = SpillBuffer(
         tmp_path, "t", combine=lambda key, listed: sum(listed), num_partitions=1, max_bytes=20_000
     )
     for number in range(20_000):

@@ -30,7 +30,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(keeper, "FETCH_TIMEOUT_S", 2.0)
     monkeypatch.setattr(located_files, "_STALLED_S", 20.0)
     yield
-    electing.close_keepers()
+    electing.close_block_servers()
 
 
 def contents(name: str, num_bytes: int) -> bytes:
@@ -67,8 +67,8 @@ class Cluster:
         for files in self.files:
             files.close()
 
-    def keeper(self, host: int) -> keeper.Keeper:
-        return electing._keepers[self.files[host]._hosts.folder()][0]
+    def keeper(self, host: int) -> keeper.BlockServer:
+        return electing._servers[self.files[host]._hosts.folder()][0]
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_block_that_is_held_or_not_needed_is_not_sent(cluster: Any, tmp_path: 
         coming.result()
     receiver.stage()
     assert wait_until(lambda: hosts.keeper(0).sent_bytes == 5000)
-    assert not receiver._cache.has(blocks.Block(info.url, info.stamp, 7))
+    assert not receiver._cache.has(blocks.FileBlock(info.url, info.stamp, 7))
 
 
 def test_each_host_brings_what_it_has(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_a_dead_link_of_the_chain_is_passed_over(
     hosts = cluster(4, spread="chain")
     where = str(tmp_path / "data" / "a.bin")
     hosts.expand(where)
-    electing.close_keeper(hosts.files[2]._hosts.folder())
+    electing.close_block_server(hosts.files[2]._hosts.folder())
     monkeypatch.setattr(located_files, "_STALLED_S", 0.1)
     hosts.stage()
     for files in hosts.files:
@@ -208,7 +208,7 @@ def test_a_keeper_that_dies_is_followed_by_the_next_who_needs_it(cluster: Any, t
     where = str(tmp_path / "data" / "a.bin")
     hosts.expand(where)
     hosts.files[1].read(where, 0, 1000)
-    electing.close_keepers()  # both hosts'
+    electing.close_block_servers()  # both hosts'
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(hosts.files[1].read, where, 0, 5000)
         hosts.files[0].expand(where)  # the replacement's script comes to the same line

@@ -23,7 +23,7 @@ import shoal
 from shoal.cluster.launch import roles
 from shoal.errors import ClusterError, WaitTimedOut
 from shoal.runtime.forkserver.client import ForkClient, ForkRefused, ForkServerGone
-from shoal.runtime.forkserver.messages import Exited, Ready, memfd_with
+from shoal.runtime.forkserver.messages import ChildExited, ServerReady, memfd_with
 
 START_TIMEOUT_S = 300.0
 """Kernels are compiled the first time on a machine: some 20 s of one core, and a minute where it is busy."""
@@ -107,7 +107,7 @@ class WarmParent:
         with self._errors_told():
             while not self.is_ready:
                 heard = self._server.hear(self.seconds_to_start())
-                if isinstance(heard, Ready):
+                if isinstance(heard, ServerReady):
                     check_same_files(heard)
 
     def fork(self, role: str, *, title: str, spec: bytes, fds: Mapping[str, int]) -> int:
@@ -133,7 +133,7 @@ class WarmParent:
         with contextlib.suppress(ForkServerGone):
             self._server.signal(pid, signum)
 
-    def exits(self) -> list[Exited]:
+    def exits(self) -> list[ChildExited]:
         """Deaths since the last look, in order. ClusterError when the warm parent itself is gone."""
         was_ready = self.is_ready
         with self._errors_told():
@@ -186,7 +186,7 @@ class WarmParent:
         )
 
 
-def check_same_files(ready: Ready) -> None:
+def check_same_files(ready: ServerReady) -> None:
     """Refuse a warm parent that imported other files of shoal than this process."""
     if ready.dialect == roles.protocol_version():
         return

@@ -21,7 +21,7 @@ from types import FrameType
 from setproctitle import setproctitle
 
 from shoal.cluster.launch import roles, threads
-from shoal.runtime.forkserver.messages import Ready, send
+from shoal.runtime.forkserver.messages import ServerReady, send
 from shoal.runtime.forkserver.server import ForkServer, die_with_parent
 
 
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     _leave_with(supervisor=int(argv[2]))
     setproctitle(f"shoal warm-parent [{argv[3]}]" if argv[3] else "shoal warm-parent")
     import_s = _import_everything(argv[4:])
-    send(commands, Ready(import_s, roles.protocol_version()))
+    send(commands, ServerReady(import_s, roles.protocol_version()))
     ForkServer(commands, run_role, own_sessions=True, allow_threads=False).serve()
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 
-class Errands:
+class BackgroundJobs:
     """Runs one job after the other in the background, and keeps no thread when there is none left.
 
     So whoever has one needs no `close`, and a process that ends waits for

@@ -23,28 +23,28 @@ from typing import Any
 import torch
 
 from shoal.data.cache import statistics as figures
-from shoal.data.cache.background import Errands
+from shoal.data.cache.background import BackgroundJobs
 from shoal.data.cache.eviction import Key
 from shoal.data.cache.statistics import Stats, TierStats
 from shoal.data.cache.tiering import (
+    ActionFailed,
+    ActionFinished,
     Changed,
     Discard,
-    Drop,
+    DropCopy,
     Enough,
     Event,
-    Failed,
-    Finished,
     Flush,
     Full,
     Limits,
-    Load,
+    LoadBlock,
     Move,
     NotKept,
     Offer,
     Read,
-    Ready,
     Release,
     Request,
+    Settled,
     Slow,
     Store,
     Tier,
@@ -93,7 +93,7 @@ class BlockStore:
         self._stats = Stats({tier: TierStats(limit_bytes=limits.of(tier)) for tier in Tier})
         self._changed = threading.Condition(threading.Lock())
         self._ahead: list[tuple[Key, Loader | None, Tier]] = []
-        self._errands = Errands("shoal-read-ahead")
+        self._errands = BackgroundJobs("shoal-read-ahead")
         self._pid = os.getpid()
         figures.watch(self)
 
@@ -183,7 +183,7 @@ class BlockStore:
         with self._entered():
             self._tiering.try_again()
             for key in list(self._tiering.blocks):
-                while not isinstance(answer := self._ask(Flush(key)), Ready):
+                while not isinstance(answer := self._ask(Flush(key)), Settled):
                     if isinstance(answer, (Full, OSError)):
                         raise self._full(key, answer if isinstance(answer, OSError) else None)
                     if isinstance(answer, Wait):
@@ -192,7 +192,7 @@ class BlockStore:
     def release(self, key: Key) -> None:
         """Nobody needs the block at the moment: it leaves memory, or with policy="delayed" may leave it later."""
         with self._entered():
-            while not isinstance(answer := self._ask(Release(key)), (Ready, Full)):
+            while not isinstance(answer := self._ask(Release(key)), (Settled, Full)):
                 if isinstance(answer, Wait):
                     self._changed.wait()
 
@@ -245,14 +245,14 @@ class BlockStore:
         while True:
             outcome = self._next(Want(key, tier, must_stay=is_held))
             match outcome:
-                case Ready():
+                case Settled():
                     if is_held:
                         self._tiering.hold(key)
                     version = self._tiering.blocks[key].copies[tier].version
                     return self._contents.read(key, tier, version, self._outside)
                 case Wait():
                     self._changed.wait()
-                case Load():
+                case LoadBlock():
                     kept, tree = self._load(outcome, load, tier, must_stay=is_held)
                     if not is_held:
                         return tree
@@ -272,7 +272,7 @@ class BlockStore:
                         return self._contents.as_in(tier, tree)
 
     def _load(
-        self, action: Load, load: Loader | None, tier: Tier, *, must_stay: bool = False
+        self, action: LoadBlock, load: Loader | None, tier: Tier, *, must_stay: bool = False
     ) -> tuple[bool, Tree]:
         try:
             if load is None:
@@ -282,7 +282,7 @@ class BlockStore:
                 self._check(tree)
                 tree = self._contents.as_in(tier, tree)
         except BaseException:
-            self._report(Failed(action))
+            self._report(ActionFailed(action))
             raise
         self._stats.num_loads += 1
         self._stats.bytes_loaded += serialization.num_bytes(tree)
@@ -295,7 +295,7 @@ class BlockStore:
             match outcome:
                 case Wait():
                     self._changed.wait()
-                case Ready():
+                case Settled():
                     return True  # somebody put it meanwhile
                 case NotKept():
                     self._changed.notify_all()
@@ -316,7 +316,7 @@ class BlockStore:
     def _ask(self, request: Request) -> Any:
         """The next answer to a request, with one action carried out on the way; an OSError where that failed."""
         outcome = self._next(request)
-        if isinstance(outcome, (Load, Store, Move, Read)):
+        if isinstance(outcome, (LoadBlock, Store, Move, Read)):
             try:
                 self._carry_out(outcome)
             except OSError as error:
@@ -327,7 +327,7 @@ class BlockStore:
         """The last of what must be done; drops before it are done."""
         last = None
         for last in self._tiering.handle(request):
-            if isinstance(last, Drop):
+            if isinstance(last, DropCopy):
                 self._contents.drop(last.key, last.tier, last.version)
         return last
 
@@ -346,23 +346,23 @@ class BlockStore:
                 case Read(key, source, _, version):
                     tree = self._contents.read(key, source, version, self._outside)
         except torch.OutOfMemoryError as error:
-            self._report(Failed(action))
+            self._report(ActionFailed(action))
             raise OSError(str(error)) from error
         except BlockDamaged as error:
             can_load = self._tiering.blocks[action.key].can_load
-            self._report(Failed(action, source_is_bad=True))
+            self._report(ActionFailed(action, source_is_bad=True))
             if not can_load:
                 raise
             raise OSError(str(error)) from error
         except BaseException:
-            self._report(Failed(action))
+            self._report(ActionFailed(action))
             raise
-        self._report(Finished(action))
+        self._report(ActionFinished(action))
         return tree
 
     def _report(self, event: Event) -> None:
         for drop in self._tiering.handle(event):
-            if isinstance(drop, Drop):
+            if isinstance(drop, DropCopy):
                 self._contents.drop(drop.key, drop.tier, drop.version)
         self._changed.notify_all()
 
@@ -382,14 +382,14 @@ class BlockStore:
                 if isinstance(outcome, (Enough, Wait)):
                     return  # the next `get` sends us again
                 try:
-                    if isinstance(outcome, Load):
+                    if isinstance(outcome, LoadBlock):
                         self._load(outcome, load, tier)
                     elif isinstance(outcome, Move):
                         self._carry_out(outcome)
                 except Exception:
                     # Whoever gets the block meets the same error, with somebody there to see it.
-                    outcome = Ready()
-                is_there = isinstance(outcome, (Ready, Load)) or (
+                    outcome = Settled()
+                is_there = isinstance(outcome, (Settled, LoadBlock)) or (
                     isinstance(outcome, Move) and outcome.key == key
                 )
                 if is_there and self._ahead and self._ahead[-1][0] == key:
@@ -427,7 +427,7 @@ class BlockStore:
             self._changed, self._pid = threading.Condition(threading.Lock()), os.getpid()
             for block in list(self._tiering.blocks.values()):
                 if block.busy is not None:
-                    self._tiering.handle(Failed(block.busy))
+                    self._tiering.handle(ActionFailed(block.busy))
             self._tiering.try_again()
         with self._changed:
             yield

@@ -48,7 +48,7 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class CachePlacement:
     """How many of the rows, from the first on, are in RAM."""
 
     num_ram_rows: int
@@ -60,16 +60,16 @@ class Placement:
 
 def place(
     num_rows: int, bytes_per_row: float, config: CacheConfig, *, budget_bytes: int, num_sharers: int = 1
-) -> Placement:
+) -> CachePlacement:
     """Cut the rows: as many as fit from the first on in RAM.
 
     A cut, and not the rows in use: a shuffled epoch uses all of them alike,
     and whatever was moved in would only move others out.
     """
 
-    def cut(num_ram_rows: int, why: str) -> Placement:
+    def cut(num_ram_rows: int, why: str) -> CachePlacement:
         total, in_ram = round(num_rows * bytes_per_row), round(num_ram_rows * bytes_per_row)
-        return Placement(num_ram_rows=num_ram_rows, ram_bytes=in_ram, disk_bytes=total - in_ram, why=why)
+        return CachePlacement(num_ram_rows=num_ram_rows, ram_bytes=in_ram, disk_bytes=total - in_ram, why=why)
 
     if config.where == "disk":
         return cut(0, "cache='disk'")
@@ -100,7 +100,7 @@ def piece_bytes(limit: int) -> int:
     return min(32 << 20, limit // 16)
 
 
-def say_where(what: str, placed: Placement, directory: Any) -> None:
+def say_where(what: str, placed: CachePlacement, directory: Any) -> None:
     """Write down which part of a cache lies where, and why; on the screen too, if a part is on disk."""
     if not placed.disk_bytes:
         where = "in RAM"

@@ -27,7 +27,7 @@ from shoal.data.cache import anon_file as nameless
 from shoal.data.cache import anon_file as sharing
 from shoal.data.cache import cache_plan as available
 from shoal.data.cache import statistics as figures
-from shoal.data.cache.background import Errands
+from shoal.data.cache.background import BackgroundJobs
 from shoal.data.cache.cache_plan import NUM_AHEAD
 from shoal.data.cache.row_file import Field, Heap, RowFile, RowLayout, buffer
 from shoal.errors import BlockDamaged, CacheFull
@@ -430,7 +430,7 @@ class _Piece:
         return None
 
 
-class RowsAhead:
+class RowPrefetch:
     """Rows that were announced, in pieces of at most `piece_bytes`."""
 
     def __init__(
@@ -438,7 +438,7 @@ class RowsAhead:
     ) -> None:
         self._take = take
         self._piece_rows = max(1, piece_bytes // row_bytes)
-        self._errands = Errands("shoal-rows-ahead")
+        self._errands = BackgroundJobs("shoal-rows-ahead")
         self._begin()
 
     def announce(self, rows: NDArray[np.int64]) -> None:

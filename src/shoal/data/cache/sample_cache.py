@@ -24,7 +24,7 @@ from shoal.data.cache import cache_plan as available
 from shoal.data.cache.block_store import cannot_keep
 from shoal.data.cache.cache_plan import piece_bytes, place, say_where
 from shoal.data.cache.row_file import Field, RowLayout
-from shoal.data.cache.row_store import UNLIMITED, Lists, RowsAhead, RowSpec, RowStore
+from shoal.data.cache.row_store import UNLIMITED, Lists, RowPrefetch, RowSpec, RowStore
 from shoal.data.collate import collate, to_tensor
 from shoal.data.order.order import Indices, integers
 from shoal.data.randomness import PrivateGenerators
@@ -167,7 +167,7 @@ class SampleStore:
         self._finalizer = weakref.finalize(self, nameless.close_all, self._owned)
         self._plan: _Plan | None = None
         self._regular: RowStore | None = None
-        self._ahead: RowsAhead | None = None
+        self._ahead: RowPrefetch | None = None
         self._lock = threading.Lock()
         self.flags = self._odd.flags
         """MISSING, REGULAR or ODD, by index."""
@@ -279,7 +279,7 @@ class SampleStore:
         )
         del self._owned[1:]  # they are the store's from now on
         if not store.is_all_in_ram:
-            self._ahead = RowsAhead(
+            self._ahead = RowPrefetch(
                 store.take, row_bytes=store.row_bytes, piece_bytes=piece_bytes(self._budget)
             )
         self._regular = store

@@ -23,7 +23,7 @@ from shoal.data.cache import BlockStore, CacheConfig, Limits
 from shoal.data.cache import cache_plan as available
 from shoal.data.cache.cache_plan import piece_bytes, place, say_where
 from shoal.data.cache.row_file import Field, RowLayout
-from shoal.data.cache.row_store import UNLIMITED, Lists, RowsAhead, RowSpec, RowStore
+from shoal.data.cache.row_store import UNLIMITED, Lists, RowPrefetch, RowSpec, RowStore
 from shoal.data.formats.table import Column, DecodedRows, Ragged, Table
 from shoal.errors import BadSample, CacheFull
 
@@ -173,7 +173,7 @@ class StoredRows:
             shared_as=table.identity if job.launched else None,
             granted_bytes=self._placement.ram_bytes,
         )
-        self._ahead = RowsAhead(self._take, row_bytes=row_bytes, piece_bytes=piece_bytes(self._limit))
+        self._ahead = RowPrefetch(self._take, row_bytes=row_bytes, piece_bytes=piece_bytes(self._limit))
 
     @property
     def looks_ahead(self) -> bool:

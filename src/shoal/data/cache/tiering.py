@@ -59,7 +59,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """There is a content to keep: what a `Load` gave, or, `is_new`, something nobody could load again."""
+    """There is a content to keep: what a `LoadBlock` gave, or, `is_new`, something nobody could load again."""
 
     key: Key
     num_bytes: int
@@ -98,14 +98,14 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class ActionFinished:
     """A slow action was done."""
 
     action: Slow
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ActionFailed:
     """A slow action could not be done; `source_is_bad`: because what it reads is damaged or gone."""
 
     action: Slow
@@ -113,14 +113,14 @@ class Failed:
 
 
 Request: TypeAlias = Want | Offer | Flush | Release | Discard
-Event: TypeAlias = Request | Changed | Finished | Failed
+Event: TypeAlias = Request | Changed | ActionFinished | ActionFailed
 
 # ---- actions -----------------------------------------------------------------------------------------
 # Slow ones are reported with Finished or Failed; then the request is made again, until it is answered.
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadBlock:
     """Get the block from where it comes from, and offer it."""
 
     key: Key
@@ -159,7 +159,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropCopy:
     """Forget the copy of a version in a tier. At once, and without a report."""
 
     key: Key
@@ -167,14 +167,14 @@ class Drop:
     version: int
 
 
-Slow: TypeAlias = Load | Store | Move | Read
-Action: TypeAlias = Slow | Drop
+Slow: TypeAlias = LoadBlock | Store | Move | Read
+Action: TypeAlias = Slow | DropCopy
 
 # ---- answers -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Settled:
     """The block is in the tier asked for; or whatever else was asked has been done."""
 
 
@@ -198,7 +198,7 @@ class Full:
     """No tier can take what was offered without losing something. Nothing was changed."""
 
 
-Answer: TypeAlias = Ready | Wait | Enough | NotKept | Full
+Answer: TypeAlias = Settled | Wait | Enough | NotKept | Full
 Outcome: TypeAlias = Action | Answer
 
 
@@ -210,7 +210,7 @@ class Copy(NamedTuple):
 
 
 @dataclass(slots=True)
-class Block:
+class BlockState:
     """What is known of one block. All of its copies are its newest content."""
 
     version: int = 0
@@ -232,7 +232,7 @@ class Tiering:
     """The blocks of a store over its tiers."""
 
     def __init__(self, limits: Limits, policy: str = "lru") -> None:
-        self.blocks: dict[Key, Block] = {}
+        self.blocks: dict[Key, BlockState] = {}
         self.used = dict.fromkeys(Tier, 0)
         """Bytes in each tier, with those under way to it."""
         self._limits = {tier: limits.of(tier) for tier in Tier}
@@ -256,9 +256,9 @@ class Tiering:
                 return self._discard(key)
             case Changed(key, tier):
                 return self._changed(key, tier)
-            case Finished(action):
+            case ActionFinished(action):
                 return self._finished(action)
-            case Failed(action, source_is_bad):
+            case ActionFailed(action, source_is_bad):
                 return self._failed(action, source_is_bad)
 
     def hold(self, key: Key) -> None:
@@ -298,15 +298,15 @@ class Tiering:
         if block is None:
             if event.ahead and self._is_enough_ahead(tier, 1):
                 return Enough()
-            self.blocks[key] = Block(busy=Load(key), is_ahead=event.ahead)
-            return Load(key)
+            self.blocks[key] = BlockState(busy=LoadBlock(key), is_ahead=event.ahead)
+            return LoadBlock(key)
         if tier in block.copies:
             if not event.ahead:
                 block.is_ahead = False
                 self._policies[tier].used(key)
-            return Ready()
+            return Settled()
         if block.busy is not None:
-            return Ready() if event.ahead else Wait()
+            return Settled() if event.ahead else Wait()
         source, copy = min(block.copies.items())
         if event.ahead and self._is_enough_ahead(tier, copy.num_bytes):
             return Enough()
@@ -314,7 +314,7 @@ class Tiering:
         if self._limits[tier] != 0 and (event.must_stay or self._policies[tier].admits(key)):
             room = self._make_room(tier, copy.num_bytes, (key,))
         match room:
-            case Ready():
+            case Settled():
                 block.is_ahead = event.ahead
                 return self._begin(block, Move(key, source, tier, *copy))
             case Full():
@@ -325,10 +325,10 @@ class Tiering:
     def _offer(self, event: Offer) -> Outcome:
         key, num_bytes = event.key, event.num_bytes
         block = self.blocks.get(key)
-        if block is not None and block.busy is not None and (event.is_new or block.busy != Load(key)):
+        if block is not None and block.busy is not None and (event.is_new or block.busy != LoadBlock(key)):
             return Wait()
         if block is not None and block.copies and not event.is_new:
-            return Ready()  # somebody put it meanwhile
+            return Settled()  # somebody put it meanwhile
         for tier in self._tiers_from(event.tier):
             limit = self.limit(tier)
             if limit is not None and num_bytes > limit:
@@ -336,8 +336,8 @@ class Tiering:
             if not event.is_new and not event.must_stay and not self._policies[tier].admits(key):
                 continue
             room = self._make_room(tier, num_bytes - self._replaced(block, tier), (key,))
-            if isinstance(room, Ready):
-                block = self.blocks.setdefault(key, Block())
+            if isinstance(room, Settled):
+                block = self.blocks.setdefault(key, BlockState())
                 store = Store(key, tier, block.version + 1, num_bytes, event.is_new)
                 return self._begin(block, store, replaces=self._replaced(block, tier))
             if not isinstance(room, Full):
@@ -351,19 +351,19 @@ class Tiering:
     def _flush(self, key: Key) -> Outcome:
         block = self.blocks.get(key)
         if block is None or not self.is_dirty(key):
-            return Ready()
+            return Settled()
         if block.busy is not None:
             return Wait()
         source, copy = max(block.copies.items())
         room = self._make_room(self.slowest, copy.num_bytes, (key,))
-        if isinstance(room, Ready):
+        if isinstance(room, Settled):
             return self._begin(block, Move(key, source, self.slowest, *copy))
         return room
 
     def _release(self, key: Key) -> Outcome:
         block = self.blocks.get(key)
         if block is None:
-            return Ready()
+            return Settled()
         block.is_ahead = False
         for tier in (Tier.DEVICE, Tier.RAM):
             if tier not in block.copies:
@@ -376,17 +376,17 @@ class Tiering:
                 step = self._evict(key, tier, ())
                 if not isinstance(step, Full):  # else it stays: nothing else has a place for it
                     return step
-        return Ready()
+        return Settled()
 
     def _discard(self, key: Key) -> list[Outcome]:
         block = self.blocks.get(key)
         if block is None:
-            return [Ready()]
+            return [Settled()]
         if block.busy is not None:
             return [Wait()]
         drops = self._drop(key, list(block.copies))
         del self.blocks[key]
-        return [*drops, Ready()]
+        return [*drops, Settled()]
 
     def _changed(self, key: Key, tier: Tier) -> list[Outcome]:
         block = self.blocks[key]
@@ -409,7 +409,7 @@ class Tiering:
                     return step
         limit = self.limit(tier)
         if limit is None or self.used[tier] + num_bytes <= limit:
-            return Ready()
+            return Settled()
         if num_bytes > limit:
             return Full()
         # Else blocks that can leave would go for nothing, and come back as soon as others need their place.
@@ -433,7 +433,7 @@ class Tiering:
             copy = block.copies[tier]
             for below in self._tiers_from(Tier(tier + 1)) if tier != Tier.DISK else ():
                 room = self._make_room(below, copy.num_bytes, (key, *kept))
-                if isinstance(room, Ready):
+                if isinstance(room, Settled):
                     return self._begin(block, Move(key, tier, below, *copy))
                 if not isinstance(room, Full):
                     return room
@@ -485,14 +485,14 @@ class Tiering:
 
     # ---- what becomes of actions -------------------------------------------------------------------
 
-    def _begin(self, block: Block, action: Slow, *, replaces: int = 0) -> Slow:
+    def _begin(self, block: BlockState, action: Slow, *, replaces: int = 0) -> Slow:
         block.busy = action
         if isinstance(action, (Move, Store)):
             self.used[action.tier] += action.num_bytes - replaces
         return action
 
     def _finished(self, action: Slow) -> list[Outcome]:
-        if isinstance(action, Load):
+        if isinstance(action, LoadBlock):
             return []  # it stays busy until what was loaded has been offered
         block = self.blocks[action.key]
         block.busy = None
@@ -540,7 +540,7 @@ class Tiering:
             copy = block.copies.pop(tier)
             self.used[tier] -= copy.num_bytes
             self._policies[tier].left(key)
-            drops.append(Drop(key, tier, copy.version))
+            drops.append(DropCopy(key, tier, copy.version))
         return list(drops)
 
     def _pass_by(self, key: Key, begin: Tier, end: Tier | None = None) -> None:
@@ -548,7 +548,7 @@ class Tiering:
             if end is None or tier < end:
                 self._policies[tier].passed(key)
 
-    def _replaced(self, block: Block | None, tier: Tier) -> int:
+    def _replaced(self, block: BlockState | None, tier: Tier) -> int:
         """Bytes that a Store takes the place of: in memory at once; on disk the old file stays until the new is whole."""
         if block is None or tier == Tier.DISK or tier not in block.copies:
             return 0

@@ -209,7 +209,7 @@ _MAX_RUNS = 64  # files of one task that are open at once
 _KEY_BYTES = 120  # an entry of a dict, a list, and what holds a key
 
 
-class Buffer:
+class SpillBuffer:
     """The pairs of one map task, in at most about `max_bytes` of memory."""
 
     def __init__(

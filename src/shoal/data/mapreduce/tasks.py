@@ -27,11 +27,11 @@ from shoal.data.collate import Collate, collate
 from shoal.data.mapreduce import keys
 from shoal.data.mapreduce.claims import Claim, Claims
 from shoal.data.mapreduce.spill import (
-    Buffer,
     Combine,
     Record,
     RunFile,
     RunWriter,
+    SpillBuffer,
     combined,
     encode_value,
     merged,
@@ -61,7 +61,7 @@ class Readable(Protocol):
     num_samples: int
     at_once: int
 
-    def pieces(self, begin: int, end: int) -> Iterator[Piece]:
+    def pieces(self, begin: int, end: int) -> Iterator[MapInput]:
         """What to map, of the samples at positions begin..end-1."""
 
 
@@ -125,9 +125,9 @@ class Tasks:
             if path.name.startswith(("map-", ".")):
                 path.unlink(missing_ok=True)
 
-    def watch(self) -> Watch:
+    def watch(self) -> StallWatch:
         """A look at the tasks that are left, from outside."""
-        return Watch(self._claims, self._timeout_s)
+        return StallWatch(self._claims, self._timeout_s)
 
     def left(self) -> list[str]:
         """Tasks whose output is missing."""
@@ -203,7 +203,7 @@ class Tasks:
 
     def _map(self, number: int, claim: Claim) -> None:
         plan, name = self.plan, self.map_names[number]
-        buffer = Buffer(
+        buffer = SpillBuffer(
             self.directory,
             f"{name}.{os.getpid()}",
             combine=plan.combine,
@@ -264,7 +264,7 @@ class Tasks:
                 yield encoded, result
 
 
-class Watch:
+class StallWatch:
     """Notices when nothing has moved for too long."""
 
     def __init__(self, claims: Claims, timeout_s: float) -> None:
@@ -310,7 +310,7 @@ _AT_ONCE = 256
 """Samples asked for at once where they are mapped one by one; with it, how much a task holds at least."""
 
 
-class Piece(NamedTuple):
+class MapInput(NamedTuple):
     """What the map function is given once."""
 
     what: str
@@ -334,7 +334,7 @@ class Indexed:
         self.num_samples = order.length(0)
         self.at_once = batch_size or _AT_ONCE
 
-    def pieces(self, begin: int, end: int) -> Iterator[Piece]:
+    def pieces(self, begin: int, end: int) -> Iterator[MapInput]:
         """What to map, of the samples at positions begin..end-1."""
         for first in range(begin, end, self.at_once):
             last = min(first + self.at_once, end)
@@ -343,10 +343,10 @@ class Indexed:
             if not len(reading.request.indices):
                 continue
             if self._batch_size is not None:
-                yield Piece(f"the batch of samples {first} to {last - 1}", reading.batch)
+                yield MapInput(f"the batch of samples {first} to {last - 1}", reading.batch)
                 continue
             for index, sample in zip(reading.request.indices, reading.batch, strict=True):
-                yield Piece(f"the sample with index {index}", sample)
+                yield MapInput(f"the sample with index {index}", sample)
 
 
 def _as_they_are(samples: list[Any]) -> list[Any]:
@@ -362,13 +362,13 @@ class Streamed:
         self._stream, self._batch_size = stream, batch_size
         self.at_once = 1
 
-    def pieces(self, begin: int, end: int) -> Iterator[Piece]:
+    def pieces(self, begin: int, end: int) -> Iterator[MapInput]:
         """What to map: everything."""
         if self._batch_size is None:
             for number, sample in enumerate(self._stream):
-                yield Piece(f"sample {number} of the stream", sample)
+                yield MapInput(f"sample {number} of the stream", sample)
             return
         samples, first = iter(self._stream), 0
         while batch := list(itertools.islice(samples, self._batch_size)):
-            yield Piece(f"samples {first} to {first + len(batch) - 1} of the stream", collate(batch))
+            yield MapInput(f"samples {first} to {first + len(batch) - 1} of the stream", collate(batch))
             first += len(batch)

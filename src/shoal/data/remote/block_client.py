@@ -23,7 +23,7 @@ ANSWER_TIMEOUT_S = 60.0
 """For one block between two hosts. A keeper that is busy for longer is asked again, or another is."""
 
 
-class Line:
+class BlockConnection:
     """A connection to a keeper. Not for two threads at once."""
 
     def __init__(self, address: tuple[str, int]) -> None:
@@ -50,7 +50,7 @@ class Line:
         """Hang up."""
         self._socket.close()
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> BlockConnection:
         return self
 
     def __exit__(
@@ -59,11 +59,11 @@ class Line:
         self.close()
 
 
-class Lines:
+class ConnectionPool:
     """Lines to other hosts, kept for the next question. For several threads."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[str, int], list[Line]] = {}
+        self._idle: dict[tuple[str, int], list[BlockConnection]] = {}
         self._is_closed = False
 
     def ask(
@@ -79,7 +79,7 @@ class Lines:
                 return answer
             except OSError:
                 line.close()  # it may only have been idle for too long; a fresh one tells
-        line = Line(address)
+        line = BlockConnection(address)
         try:
             answer = line.ask(message, frame)
         except BaseException:
@@ -88,7 +88,7 @@ class Lines:
         self._keep(line, idle)
         return answer
 
-    def _keep(self, line: Line, idle: list[Line]) -> None:
+    def _keep(self, line: BlockConnection, idle: list[BlockConnection]) -> None:
         if self._is_closed:
             line.close()  # whoever asked outlived us
         else:

@@ -21,8 +21,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from shoal.data.files import FileInfo, SharedFiles
-from shoal.data.remote.block_client import LIMITS, Hosts, Line, Lines
-from shoal.data.remote.blocks import BLOCK_BYTES, Block, HostCache, num_blocks, routes
+from shoal.data.remote.block_client import LIMITS, BlockConnection, ConnectionPool, Hosts
+from shoal.data.remote.blocks import BLOCK_BYTES, FileBlock, HostCache, num_blocks, routes
 from shoal.errors import DataError, FileLost, ShoalError, WireError
 from shoal.runtime import events as happenings
 from shoal.runtime.transport import framing as codec
@@ -57,7 +57,7 @@ _COMING_TIMEOUT_S = 10.0  # two hosts that send each other for one block end it 
 _RELAYS = 8  # blocks that wait to be given on; more make the sender wait
 
 
-class Keeper:
+class BlockServer:
     """Serves until it is closed. All methods but `close` run in its own threads."""
 
     def __init__(self, hosts: Hosts, cache: HostCache) -> None:
@@ -66,12 +66,12 @@ class Keeper:
         self._shared: dict[str, list[FileInfo]] = {}
         self._own: dict[tuple[str, str], FileInfo] = {}  # by url and stamp: what may be read from here
         self._needed: dict[tuple[str, str], set[int]] = {}
-        self._given: dict[Block, list[int]] = {}  # to which hosts, the newest last
-        self._coming: dict[Block, Future[str]] = {}
+        self._given: dict[FileBlock, list[int]] = {}  # to which hosts, the newest last
+        self._coming: dict[FileBlock, Future[str]] = {}
         self._spread: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
-        self._lines = Lines()
-        self._relays: queue.Queue[tuple[Block, Bytes, list[int]] | None] = queue.Queue(_RELAYS)
+        self._lines = ConnectionPool()
+        self._relays: queue.Queue[tuple[FileBlock, Bytes, list[int]] | None] = queue.Queue(_RELAYS)
         self._is_closed = False
         self._connections: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -148,13 +148,13 @@ class Keeper:
                     self._needed[url, stamp] = set(numbers)
                     return BlocksNoted(), None
                 case FetchBlock(url, stamp, number, sources):
-                    return BlockKept(self._fetch(Block(url, stamp, number), sources)), None
+                    return BlockKept(self._fetch(FileBlock(url, stamp, number), sources)), None
                 case AskBlock():
                     return self._give(message)
                 case WhichBlocks(url, stamp, first, last):
                     return WantBlocks(self._wanted(url, stamp, first, last)), None
                 case TakeBlock(url, stamp, number, route):
-                    self._take(Block(url, stamp, number), frame, list(route))
+                    self._take(FileBlock(url, stamp, number), frame, list(route))
                     return BlocksNoted(), None
                 case SpreadFiles(how, where):
                     self._begin_spreading(how, where)
@@ -172,7 +172,7 @@ class Keeper:
                 self._files.remember(info)
 
     def _give(self, ask: AskBlock) -> tuple[Message, Bytes | None]:
-        block = Block(ask.url, ask.stamp, ask.number)
+        block = FileBlock(ask.url, ask.stamp, ask.number)
         with self._lock:
             given = self._given.setdefault(block, [])
             others = [host for host in given if host != ask.asker]
@@ -197,12 +197,12 @@ class Keeper:
             ), None
         return BlockIs(), data
 
-    def _read(self, block: Block) -> bytes:
+    def _read(self, block: FileBlock) -> bytes:
         info = self._own[block.url, block.stamp]
         begin = block.number * BLOCK_BYTES
         return self._files.read(block.url, begin, min(begin + BLOCK_BYTES, info.num_bytes))
 
-    def _fetch(self, block: Block, sources: Sequence[int]) -> str:
+    def _fetch(self, block: FileBlock, sources: Sequence[int]) -> str:
         """Have the block in the cache; returns where it was. Several who ask at once wait for one answer."""
         with self._lock:
             coming = self._coming.get(block)
@@ -225,7 +225,7 @@ class Keeper:
             with self._lock:
                 del self._coming[block]
 
-    def _get(self, block: Block, sources: Sequence[int]) -> tuple[Bytes, str]:
+    def _get(self, block: FileBlock, sources: Sequence[int]) -> tuple[Bytes, str]:
         deadline, pause_s = time.monotonic() + FETCH_TIMEOUT_S, 0.01
         while True:
             reasons = []
@@ -241,7 +241,7 @@ class Keeper:
             time.sleep(pause_s)  # a host's keeper may have died, and a new one come
             pause_s = min(2 * pause_s, 0.5)
 
-    def _get_from(self, source: int, block: Block) -> tuple[Bytes | None, str]:
+    def _get_from(self, source: int, block: FileBlock) -> tuple[Bytes | None, str]:
         """The block and who gave it; or None and why not."""
         answer, data = self._ask(source, AskBlock(self._hosts.mine, *block))
         match answer:
@@ -272,10 +272,10 @@ class Keeper:
         return [
             number
             for number in range(first, last + 1)
-            if (needed is None or number in needed) and not self._cache.has(Block(url, stamp, number))
+            if (needed is None or number in needed) and not self._cache.has(FileBlock(url, stamp, number))
         ]
 
-    def _take(self, block: Block, data: Bytes, route: list[int]) -> None:
+    def _take(self, block: FileBlock, data: Bytes, route: list[int]) -> None:
         if not self._cache.has(block):
             self._cache.keep(block, data)
         if route:
@@ -285,7 +285,7 @@ class Keeper:
         while (relay := self._relays.get()) is not None:
             self._send_along(*relay)
 
-    def _send_along(self, block: Block, data: Bytes, route: list[int]) -> None:
+    def _send_along(self, block: FileBlock, data: Bytes, route: list[int]) -> None:
         """To the first on the route that takes it. Whoever is left out asks for it when it needs it."""
         while route and not self._is_closed:
             answer, _ = self._ask(route[0], TakeBlock(*block, route[1:]), data)
@@ -308,7 +308,7 @@ class Keeper:
                 last = min(first + WINDOW, total) - 1
                 wanted = {host: self._ask_wanted(host, info, first, last) for host in self._hosts.others}
                 for number, ways in routes(how, wanted):
-                    block = Block(info.url, info.stamp, number)
+                    block = FileBlock(info.url, info.stamp, number)
                     for way in ways:
                         if self._is_closed:
                             return
@@ -327,22 +327,22 @@ class Keeper:
         return ()
 
 
-_keepers: dict[
-    Path, tuple[Keeper, int]
+_servers: dict[
+    Path, tuple[BlockServer, int]
 ] = {}  # of this process, by their host's folder: the keeper and its lock
 
 
-def line_to_keeper(hosts: Hosts, cache: HostCache, *, timeout_s: float) -> Line:
+def connect_block_server(hosts: Hosts, cache: HostCache, *, timeout_s: float) -> BlockConnection:
     """A line to my host's keeper, which may become this process."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.001
     while True:
         address = hosts.address(hosts.mine)
         if address is not None:
             try:
-                return Line(address)
+                return BlockConnection(address)
             except (OSError, WireError):
                 pass  # it died; its lock is free
-        if not _become_keeper(hosts, cache):
+        if not _become_block_server(hosts, cache):
             if time.monotonic() > deadline:
                 raise DataError(
                     f"host {hosts.mine} has a keeper of its data that has not listened for {timeout_s:g} s, and nobody can "
@@ -353,22 +353,22 @@ def line_to_keeper(hosts: Hosts, cache: HostCache, *, timeout_s: float) -> Line:
             pause_s = min(2 * pause_s, 0.1)
 
 
-def close_keepers() -> None:
+def close_block_servers() -> None:
     """End the keepers of this process. At exit, and in tests."""
-    for folder in list(_keepers):
-        close_keeper(folder)
+    for folder in list(_servers):
+        close_block_server(folder)
 
 
-def close_keeper(folder: Path) -> None:
+def close_block_server(folder: Path) -> None:
     """End one of them, and let another process take its place."""
-    keeper, lock = _keepers.pop(folder)
+    keeper, lock = _servers.pop(folder)
     keeper.close()
     os.close(lock)
 
 
-def _become_keeper(hosts: Hosts, cache: HostCache) -> bool:
+def _become_block_server(hosts: Hosts, cache: HostCache) -> bool:
     folder = hosts.folder()
-    if folder in _keepers:
+    if folder in _servers:
         return False  # it is starting, or closing
     lock = os.open(folder / "keeper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -376,17 +376,17 @@ def _become_keeper(hosts: Hosts, cache: HostCache) -> bool:
     except BlockingIOError:
         os.close(lock)
         return False
-    _keepers[folder] = Keeper(hosts, cache), lock
+    _servers[folder] = BlockServer(hosts, cache), lock
     return True
 
 
-def _forget_in_child() -> None:
+def _close_in_child() -> None:
     # A lock that a child inherits would outlive its parent, and so would a socket nobody serves.
-    for keeper, lock in _keepers.values():
+    for keeper, lock in _servers.values():
         keeper.release_after_fork()
         os.close(lock)
-    _keepers.clear()
+    _servers.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
-atexit.register(close_keepers)
+os.register_at_fork(after_in_child=_close_in_child)
+atexit.register(close_block_servers)

@@ -18,7 +18,7 @@ BLOCK_BYTES = 4 << 20
 """Of a block, but for the last one of a file. Large enough that a request costs little beside its bytes."""
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """One block of one version of a file."""
 
     url: str
@@ -32,7 +32,7 @@ class Block(NamedTuple):
         return f"{digest}-{self.number}"
 
 
-class Piece(NamedTuple):
+class BlockRange(NamedTuple):
     """A part of a block: bytes begin..end-1 of it."""
 
     number: int
@@ -45,13 +45,13 @@ def num_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES)
 
 
-def pieces(begin: int, end: int) -> Iterator[Piece]:
+def pieces(begin: int, end: int) -> Iterator[BlockRange]:
     """What makes up bytes begin..end-1 of a file, in order."""
     while begin < end:
         number = begin // BLOCK_BYTES
         first = number * BLOCK_BYTES
         stop = min(end, first + BLOCK_BYTES)
-        yield Piece(number, begin - first, stop - first)
+        yield BlockRange(number, begin - first, stop - first)
         begin = stop
 
 
@@ -72,7 +72,7 @@ def routes(how: str, wanted: dict[int, Sequence[int]]) -> Iterator[tuple[int, li
         yield number, [hosts] if how == "chain" else [[host] for host in hosts]
 
 
-class BlockFile(io.RawIOBase):
+class BlockReader(io.RawIOBase):
     """`read(url, begin, end)` as a file."""
 
     def __init__(self, read: Callable[[str, int, int], bytes], url: str, num_bytes: int) -> None:
@@ -121,11 +121,11 @@ class HostCache:
         self._sizes: dict[str, int] | None = None  # by name, the one read longest ago first
         self._lock = threading.Lock()
 
-    def has(self, block: Block) -> bool:
+    def has(self, block: FileBlock) -> bool:
         """Whether it is here now."""
         return (self._directory / block.name).exists()
 
-    def read(self, block: Block, begin: int, end: int) -> bytes | None:
+    def read(self, block: FileBlock, begin: int, end: int) -> bytes | None:
         """Bytes begin..end-1 of a block; None where it is not here."""
         try:
             descriptor = os.open(self._directory / block.name, os.O_RDONLY | os.O_CLOEXEC)
@@ -136,7 +136,7 @@ class HostCache:
         finally:
             os.close(descriptor)
 
-    def read_all(self, block: Block) -> bytes | None:
+    def read_all(self, block: FileBlock) -> bytes | None:
         """All of a block; None where it is not here."""
         try:
             data = (self._directory / block.name).read_bytes()
@@ -148,7 +148,7 @@ class HostCache:
                 sizes[block.name] = sizes.pop(block.name)
         return data
 
-    def keep(self, block: Block, data: bytes | bytearray | memoryview) -> None:
+    def keep(self, block: FileBlock, data: bytes | bytearray | memoryview) -> None:
         """Put a block in. By the host's keeper alone."""
         path = self._directory / block.name
         half = path.with_name(f"{block.name}.half-{threading.get_ident()}")

@@ -23,7 +23,7 @@ import msgspec
 from shoal.data.arguments import directory, paths
 from shoal.data.files import FileInfo, SharedFiles, Where
 from shoal.data.remote import blocks
-from shoal.data.remote.blocks import BlockFile
+from shoal.data.remote.blocks import BlockReader
 from shoal.errors import ConfigError, FileLost, NoFiles
 from shoal.runtime import events as happenings
 from shoal.runtime import scratch
@@ -142,7 +142,7 @@ class CopiedFiles:
     def open(self, url: str) -> BinaryIO:
         """A file to read and seek in."""
         num_bytes = self._hashes[url].num_bytes if url in self._hashes else os.stat(url).st_size
-        return io.BufferedReader(BlockFile(self.read, url, num_bytes), blocks.BLOCK_BYTES)
+        return io.BufferedReader(BlockReader(self.read, url, num_bytes), blocks.BLOCK_BYTES)
 
     def narrow(self, url: str, ranges: Iterable[tuple[int, int]]) -> None:
         """A copy is whole, whatever is read of it."""

@@ -20,9 +20,9 @@ from typing import BinaryIO, Literal
 from shoal.config import job as jobs
 from shoal.data.files import FileInfo, Files, SharedFiles, Where
 from shoal.data.remote import blocks
-from shoal.data.remote.block_client import Hosts, Line
-from shoal.data.remote.block_server import line_to_keeper
-from shoal.data.remote.blocks import Block, BlockFile, HostCache
+from shoal.data.remote.block_client import BlockConnection, Hosts
+from shoal.data.remote.block_server import connect_block_server
+from shoal.data.remote.blocks import BlockReader, FileBlock, HostCache
 from shoal.data.remote.copies import CopiedFiles
 from shoal.errors import ConfigError, DataError, FileLost, NoFiles
 from shoal.runtime.transport.framing import Bytes
@@ -82,7 +82,7 @@ class LocatedFiles:
         self._wheres: list[str] = []
         self._introductions: dict[tuple[str, str], Message] = {}  # told again to a keeper that took over
         self._needed: dict[str, list[int]] = {}
-        self._line: tuple[int, Line] | None = None  # with the process that made it
+        self._line: tuple[int, BlockConnection] | None = None  # with the process that made it
         self._lock = threading.Lock()
         self.origins: Counter[str] = Counter()
         """Where the blocks that this process asked for came from: the cache, another host, the source."""
@@ -127,7 +127,7 @@ class LocatedFiles:
         """A file to read and seek in."""
         if self.is_here(url):
             return self._local.open(url)
-        return io.BufferedReader(BlockFile(self.read, url, self._infos[url].num_bytes), blocks.BLOCK_BYTES)
+        return io.BufferedReader(BlockReader(self.read, url, self._infos[url].num_bytes), blocks.BLOCK_BYTES)
 
     def is_here(self, url: str) -> bool:
         """Whether this host has the file itself."""
@@ -190,7 +190,7 @@ class LocatedFiles:
             address = self._hosts.address(host)
             if address is not None:
                 try:
-                    with Line(address) as line:
+                    with BlockConnection(address) as line:
                         answer, _ = line.ask(AskFiles(key))
                 except OSError as error:
                     answer = BlockRefused(str(error))
@@ -211,13 +211,13 @@ class LocatedFiles:
         ):
             self._introduce(("spread", key), SpreadFiles(self._config.spread, key))
 
-    def _blocks(self, url: str) -> list[Block]:
+    def _blocks(self, url: str) -> list[FileBlock]:
         info = self._infos[url]
         numbers = self._needed.get(url, range(blocks.num_blocks(info.num_bytes)))
-        return [Block(url, info.stamp, number) for number in numbers]
+        return [FileBlock(url, info.stamp, number) for number in numbers]
 
     def _read_piece(self, url: str, number: int, begin: int, end: int) -> bytes:
-        block = Block(url, self._infos[url].stamp, number)
+        block = FileBlock(url, self._infos[url].stamp, number)
         for _ in range(10):
             data = self._cache.read(block, begin, end)
             if data is not None:
@@ -228,7 +228,7 @@ class LocatedFiles:
             reason=f"the host's cache of {self._cache.max_bytes} bytes is too small to hold a block until it is read",
         )
 
-    def _fetch(self, block: Block) -> None:
+    def _fetch(self, block: FileBlock) -> None:
         answer, _ = self._ask(FetchBlock(*block, self._holders[block.url]))
         if not isinstance(answer, BlockKept):
             reason = answer.reason if isinstance(answer, BlockRefused) else f"its keeper said {answer}"
@@ -255,9 +255,9 @@ class LocatedFiles:
                             reason=f"the keeper of this host does not answer: {error}",
                         ) from error
 
-    def _keeper(self) -> Line:
+    def _keeper(self) -> BlockConnection:
         if self._line is None or self._line[0] != os.getpid():
-            line = line_to_keeper(self._hosts, self._cache, timeout_s=self._config.timeout_s)
+            line = connect_block_server(self._hosts, self._cache, timeout_s=self._config.timeout_s)
             self._line = os.getpid(), line
             for message in self._introductions.values():
                 line.ask(message)

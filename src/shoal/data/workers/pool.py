@@ -26,10 +26,10 @@ from shoal.data.workers.reader_process import (
     ASKS_FOR_STACK,
     AT,
     Delivery,
-    Order,
-    Outcome,
-    order_packet,
+    ReadOutcome,
+    ReadTask,
     serve,
+    task_packet,
 )
 from shoal.data.workers.segments import Receiver
 from shoal.data.workers.task_queue import TaskQueue
@@ -71,7 +71,7 @@ class PoolConfig:
             raise ConfigError(f"timeout_s must be positive, got {self.timeout_s}: nothing is read in no time")
 
 
-class _Reader(NamedTuple):
+class _ReaderProcess(NamedTuple):
     """A reader process as its owner holds it. Three descriptors, the holder's to close."""
 
     number: int
@@ -105,7 +105,7 @@ class _Processes:
     """Processes to be ended, however a pool ends."""
 
     server: ForkedServer | None
-    readers: dict[int, _Reader]
+    readers: dict[int, _ReaderProcess]
     grace_s: float
     owner_pid: int
 
@@ -138,7 +138,7 @@ class ProcessPool:
         self._work, self._config, self._describe = work, config, describe
         self._processes = _Processes(None, {}, config.grace_s, os.getpid())
         self._receivers: dict[int, Receiver] = {}
-        self._queue: TaskQueue[Any, Outcome] | None = None
+        self._queue: TaskQueue[Any, ReadOutcome] | None = None
         self._next_number = 0
         self._num_lost = 0
         self._poll = select.poll()
@@ -176,7 +176,7 @@ class ProcessPool:
         self._queue = None
         self._receivers.clear()
 
-    def _next(self, queue: TaskQueue[Any, Outcome]) -> Any:
+    def _next(self, queue: TaskQueue[Any, ReadOutcome]) -> Any:
         if queue is not self._queue:
             raise RuntimeError("a pass over a pool was read on after another had begun")
         self._listen(0.0)
@@ -209,8 +209,8 @@ class ProcessPool:
     def _hand_out(self) -> None:
         assert self._queue is not None
         for process, number, task in self._queue.hand_out():
-            order = Order(number, task, self._next_number, self._receivers[process].releases())
-            data, fd = order_packet(order)
+            order = ReadTask(number, task, self._next_number, self._receivers[process].releases())
+            data, fd = task_packet(order)
             child = self._processes.readers[process]
             try:
                 send_packet(child.line, data, [] if fd is None else [fd], flags=socket.MSG_DONTWAIT)
@@ -259,7 +259,7 @@ class ProcessPool:
             if self._queue is not None:
                 self._queue.finish(process, delivery.number, outcome)
 
-    def _replace(self, child: _Reader) -> None:
+    def _replace(self, child: _ReaderProcess) -> None:
         server, at = self._processes.server, child.at
         assert server is not None
         self._forget(child)
@@ -274,7 +274,7 @@ class ProcessPool:
             error = SampleEndsReader(what=what, indices=indices, how=how, num_deaths=suspect.num_deaths)
             assert self._queue is not None
             assert at is not None
-            self._queue.settle(at, Outcome(None, error))  # what comes before it is delivered first
+            self._queue.settle(at, ReadOutcome(None, error))  # what comes before it is delivered first
         self._count_loss(how)
         try:
             self._fork(server, child.number)
@@ -314,7 +314,7 @@ class ProcessPool:
             if isinstance(error, ForkRefused):
                 raise _refused(error) from None
             raise
-        self._join(_Reader(number, process.pid, line, process.pidfd, notes))
+        self._join(_ReaderProcess(number, process.pid, line, process.pidfd, notes))
 
     def _start_anew(self) -> None:
         """The parent of the processes was killed, and they with it: nobody's fault, so no task is blamed."""
@@ -329,7 +329,7 @@ class ProcessPool:
         self._count_loss("was lost with the process that starts readers")
         self._start()
 
-    def _join(self, child: _Reader) -> None:
+    def _join(self, child: _ReaderProcess) -> None:
         self._processes.readers[child.number] = child
         self._receivers[child.number] = Receiver()
         for fd in (child.line.fileno(), child.pidfd):
@@ -338,7 +338,7 @@ class ProcessPool:
         if self._queue is not None:
             self._queue.join(child.number)
 
-    def _forget(self, child: _Reader) -> None:
+    def _forget(self, child: _ReaderProcess) -> None:
         del self._processes.readers[child.number]
         for fd in (child.line.fileno(), child.pidfd):
             self._poll.unregister(fd)
@@ -377,7 +377,7 @@ def _refused(why: object) -> ClusterError:
     )
 
 
-def _stack_of(child: _Reader) -> list[str]:
+def _stack_of(child: _ReaderProcess) -> list[str]:
     """Where a process stands in the user's code, innermost first; empty where it does not say."""
     child.send_signal(ASKS_FOR_STACK)
     deadline = time.monotonic() + _STACK_WITHIN_S

@@ -41,7 +41,7 @@ _DELIVERY = struct.Struct("=5q")
 _PACKET_BYTES = INLINE_BYTES + 4096
 
 
-class Order(NamedTuple):
+class ReadTask(NamedTuple):
     """Owner to reader: do this, unless it is called off."""
 
     number: int
@@ -74,7 +74,7 @@ class Delivery(NamedTuple):
         return cls(number, Parcel(segment, num_bytes, begin, end, tuple(dropped)))
 
 
-class Outcome(NamedTuple):
+class ReadOutcome(NamedTuple):
     """What came of a task."""
 
     value: Any
@@ -100,7 +100,7 @@ class Outcome(NamedTuple):
             del self, cause  # else the error would keep every frame it passed, and those keep it
 
 
-def order_packet(order: Order) -> tuple[bytes, int | None]:
+def task_packet(order: ReadTask) -> tuple[bytes, int | None]:
     """What to send, and a file beside it, the caller's to close."""
     data = bytes(ForkingPickler.dumps(order))
     if len(data) <= INLINE_BYTES:
@@ -135,13 +135,13 @@ class _Inbox:
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
-        self._waiting: deque[Order] = deque()
+        self._waiting: deque[ReadTask] = deque()
         self._watch = select.poll()  # not select: that knows descriptors below 1024 only
         self._watch.register(line, select.POLLIN)
         self._valid_from = 0
         self.sender = Sender()
 
-    def next(self) -> Order:
+    def next(self) -> ReadTask:
         """The next order that is not called off; EOFError when there will be none."""
         while True:
             while not self._waiting or self._watch.poll(0):
@@ -162,14 +162,14 @@ class _Inbox:
         self._waiting.append(order)
 
 
-def _do(work: Callable[[Any], Any], task: Any) -> Outcome:
+def _do(work: Callable[[Any], Any], task: Any) -> ReadOutcome:
     try:
-        return Outcome(work(task))
+        return ReadOutcome(work(task))
     except BaseException as error:
         return _failed(error)
 
 
-def _deliver(line: socket.socket, sender: Sender, number: int, outcome: Outcome) -> None:
+def _deliver(line: socket.socket, sender: Sender, number: int, outcome: ReadOutcome) -> None:
     try:
         parcel, fd = sender.send(outcome)
     except Exception as error:
@@ -185,7 +185,7 @@ def _deliver(line: socket.socket, sender: Sender, number: int, outcome: Outcome)
         os.close(fd)
 
 
-def _failed(error: BaseException) -> Outcome:
+def _failed(error: BaseException) -> ReadOutcome:
     if "CUDA in forked subprocess" in str(
         error
     ):  # what torch says then does not fit: nobody asked for a fork
@@ -202,4 +202,4 @@ def _failed(error: BaseException) -> Outcome:
             f"reading failed with {type(error).__name__}: {error}. That error cannot leave the process that read; its "
             "traceback is above. Nothing of that batch was used."
         )
-    return Outcome(None, error, text)
+    return ReadOutcome(None, error, text)

@@ -25,7 +25,7 @@ class Ticket(NamedTuple, Generic[Task]):
     task: Task
 
 
-class Suspect(NamedTuple, Generic[Task]):
+class SuspectTask(NamedTuple, Generic[Task]):
     """What a process was at when it died."""
 
     task: Task
@@ -79,7 +79,7 @@ class TaskQueue(Generic[Task, Result]):
         self._results[number] = result
         return True
 
-    def lose(self, process: int, *, at: int | None = None) -> Suspect[Task] | None:
+    def lose(self, process: int, *, at: int | None = None) -> SuspectTask[Task] | None:
         """A process is gone and its tasks are to be handed out again; the one it was `at` may have ended it."""
         held = self._held.pop(process, deque())
         for number in held:
@@ -87,7 +87,7 @@ class TaskQueue(Generic[Task, Result]):
         if at is None or at not in held:  # it had not begun, or it was through with it
             return None
         self._deaths[at] = self._deaths.get(at, 0) + 1
-        return Suspect(self._open[at], self._deaths[at])
+        return SuspectTask(self._open[at], self._deaths[at])
 
     def settle(self, number: int, result: Result) -> None:
         """A task that nobody holds is not handed out again; this stands in the place of its result."""

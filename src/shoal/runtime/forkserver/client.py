@@ -24,12 +24,12 @@ from typing import NamedTuple
 from setproctitle import setproctitle
 
 from shoal.runtime.forkserver.messages import (
+    ChildExited,
     Close,
-    Exited,
     Fork,
     Forked,
     NotForked,
-    Ready,
+    ServerReady,
     Signal,
     receive_report,
     send,
@@ -70,8 +70,8 @@ class ForkClient:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._exited: deque[Exited] = deque()
-        self.ready: Ready | None = None
+        self._exited: deque[ChildExited] = deque()
+        self.ready: ServerReady | None = None
 
     def fileno(self) -> int:
         """For a selector: readable when there is something for `exits`, or when the server is gone."""
@@ -100,7 +100,7 @@ class ForkClient:
         """Signal one child; one that is gone is no error."""
         self._send(Signal(pid, signum))
 
-    def exits(self) -> list[Exited]:
+    def exits(self) -> list[ChildExited]:
         """Deaths since the last look, in order."""
         while heard := self.hear(0.0):
             if isinstance(heard, ForkedProcess):
@@ -121,7 +121,7 @@ class ForkClient:
             self._exited.remove(exited)
         return found[0].code if found else None
 
-    def hear(self, timeout_s: float) -> Ready | ForkedProcess | NotForked | Exited | None:
+    def hear(self, timeout_s: float) -> ServerReady | ForkedProcess | NotForked | ChildExited | None:
         """The next report, deaths and readiness noted; None where none came in time."""
         if not is_readable(self._sock.fileno(), timeout_s):
             return None
@@ -132,9 +132,9 @@ class ForkClient:
         match report:
             case Forked(pid):
                 return ForkedProcess(pid, *fds)
-            case Exited():
+            case ChildExited():
                 self._exited.append(report)
-            case Ready():
+            case ServerReady():
                 self.ready = report
         return report
 

@@ -49,7 +49,7 @@ class Close(msgspec.Struct, tag="close", forbid_unknown_fields=True, frozen=True
 Command = Fork | Signal | Close
 
 
-class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True, frozen=True):
+class ServerReady(msgspec.Struct, tag="ready", forbid_unknown_fields=True, frozen=True):
     """ "I have imported everything and can fork." Said once, by a server that is started as a program."""
 
     import_s: float
@@ -68,14 +68,14 @@ class NotForked(msgspec.Struct, tag="not-forked", forbid_unknown_fields=True, fr
     reason: str
 
 
-class Exited(msgspec.Struct, tag="exited", forbid_unknown_fields=True, frozen=True):
+class ChildExited(msgspec.Struct, tag="exited", forbid_unknown_fields=True, frozen=True):
     """A child ended and was reaped; so was everything left in its process group, where it had its own."""
 
     pid: int
     code: int  # as `os.waitstatus_to_exitcode` has it: minus the signal for a killed process
 
 
-Report = Ready | Forked | NotForked | Exited
+Report = ServerReady | Forked | NotForked | ChildExited
 
 _commands = msgspec.json.Decoder(Command)
 _reports = msgspec.json.Decoder(Report)

@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterator
 from setproctitle import setproctitle
 
 from shoal.runtime.forkserver.messages import (
+    ChildExited,
     Close,
-    Exited,
     Fork,
     Forked,
     NotForked,
@@ -139,7 +139,7 @@ class ForkServer:
         _, status = os.waitpid(pid, 0)
         # The owner may be gone by now; the next turn of the loop sees that.
         with contextlib.suppress(OSError):
-            send(self._commands, Exited(pid, os.waitstatus_to_exitcode(status)))
+            send(self._commands, ChildExited(pid, os.waitstatus_to_exitcode(status)))
 
     def _end_children(self) -> None:
         deadline = time.monotonic() + self._grace_s
