@@ -19,7 +19,7 @@ from shoal.data.cache.sample_cache import Template, cached
 from shoal.data.collate import collate
 from shoal.data.sources.source import Source
 from shoal.errors import CacheFull, ConfigError
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 
 
 class Made(Source):
@@ -263,11 +263,11 @@ def test_a_disk_that_is_full_is_said_in_a_paragraph(tmp_path: Path, monkeypatch:
 
 
 def test_where_it_lies_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    happenings.told.clear()
+    events.emitted.clear()
     kept = cached(Made(regular, 100), ram_bytes=1000, directory=tmp_path)
     kept.samples(range(10))
     kept.samples(range(100))
-    [(kind, facts)] = happenings.told
+    [(kind, facts)] = events.emitted
     assert kind == "cache placed"
     assert facts["ram_bytes"] <= 1000 < facts["disk_bytes"]
     assert "because it is" in capsys.readouterr().err

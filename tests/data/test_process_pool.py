@@ -21,7 +21,7 @@ import torch
 
 from shoal.data.workers.pool import PoolConfig, ProcessPool
 from shoal.errors import ConfigError, DataError, ReadersLost, ReaderStuck, SampleEndsReader
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 from waiting import wait_until
 
 
@@ -150,7 +150,7 @@ def test_processes_killed_at_any_moment_are_replaced_and_nothing_is_lost(
             time.sleep(draws.random() * 0.004)
     assert found == SQUARES
     assert ("reader restarted", "was killed by SIGKILL") in [
-        (kind, facts.get("how")) for kind, facts in happenings.told
+        (kind, facts.get("how")) for kind, facts in events.emitted
     ]
 
 
@@ -338,12 +338,12 @@ def test_tasks_may_be_large(start: Start) -> None:
 
 def test_what_happens_in_a_process_is_written_down_by_its_owner(start: Start) -> None:
     def skip(number: int) -> int:
-        happenings.tell("sample skipped", index=number)
+        events.emit("sample skipped", index=number)
         return number
 
-    happenings.told.clear()
+    events.emitted.clear()
     assert list(start(skip, 2).run(iter(range(6)))) == list(range(6))
-    assert list(happenings.told) == [("sample skipped", {"index": number}) for number in range(6)]
+    assert list(events.emitted) == [("sample skipped", {"index": number}) for number in range(6)]
 
 
 def test_a_pool_that_is_dropped_ends_its_processes_in_the_middle_of_their_work() -> None:

@@ -16,7 +16,7 @@ from shoal.cluster.worker import session
 from shoal.config import job as jobs
 from shoal.recovery.exchange_log import ExchangeLog
 from shoal.recovery.state_transfer import Heritage, Part, num_bytes
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 from shoal.runtime.events import RESULTS_LET_GO
 from shoal.runtime.failpoints import failpoint
 
@@ -166,7 +166,7 @@ class Timeline:
 
     def _let_go(self) -> None:
         """From here on a death takes everybody back to the script's begin: one that came later could not pass."""
-        happenings.tell(RESULTS_LET_GO, num_bytes=self._num_kept_bytes)  # before anything is gone
+        events.emit(RESULTS_LET_GO, num_bytes=self._num_kept_bytes)  # before anything is gone
         self._has_let_go = True
         self._results.clear()
         self._counted.clear()

@@ -1,7 +1,7 @@
-"""Things worth writing down that happen deep inside: a sample skipped, a file read from its copy.
+"""Events of a process that are worth a line in events.jsonl: a sample skipped, a file read from its copy.
 
-Whoever notices one tells it here and goes on. In a launched job it becomes a
-line of events.jsonl; in a plain process, of this list, which forgets its oldest.
+Whoever notices one emits it here and goes on. In a launched job the sink sends
+it to the supervisor; a plain process keeps the newest in `emitted`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Callable
 from typing import Any
 
 RESULTS_LET_GO = "results-let-go"
-"""A worker keeps no longer what a replacement of another would need."""
+"""A worker no longer keeps the results that a replacement of another would need."""
 
-_KEPT = 10_000
+_MAX_KEPT = 10_000
 
-told: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_KEPT)
-"""What this process has told, oldest first."""
+emitted: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_MAX_KEPT)
+"""Events of this process, oldest first."""
 
 _sink: Callable[[str, dict[str, Any]], None] | None = None
 
 
-def tell(kind: str, /, **facts: Any) -> None:
-    """Something happened; `facts` are fit for JSON. From any thread."""
-    told.append((kind, facts))
+def emit(kind: str, /, **facts: Any) -> None:
+    """Record an event; `facts` are fit for JSON. From any thread."""
+    emitted.append((kind, facts))
     if _sink is not None:
         _sink(kind, facts)
 
 
-def send_to(sink: Callable[[str, dict[str, Any]], None] | None) -> None:
-    """Hand what is told from now on to `sink` as well. Called by the launcher."""
+def set_sink(sink: Callable[[str, dict[str, Any]], None] | None) -> None:
+    """Hand events from now on to `sink` as well. Called by the launcher and in reader processes."""
     global _sink
     _sink = sink

@@ -22,7 +22,7 @@ from shoal.data.sharding import ByCost, BySpeed, DynamicRanges
 from shoal.data.slice import Slice
 from shoal.errors import ConfigError, TrainingError
 from shoal.parallel.protocol import LossSum
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
@@ -96,7 +96,7 @@ class Sharing:
                     file=sys.stderr,
                     flush=True,
                 )
-                happenings.tell(
+                events.emit(
                     "sharding",
                     how=sharding.describe(),
                     max_over_mean=round(mine.max_over_mean, 4),
@@ -142,7 +142,7 @@ class Sharing:
         weights = next_weights(agreed, position.weights)
         if weights != position.weights and trainer.rank == 0:
             rates = [round(speed, 2) for speed in agreed]
-            happenings.tell("shares-agreed", step=position.step, weights=weights, samples_per_s=rates)
+            events.emit("shares-agreed", step=position.step, weights=weights, samples_per_s=rates)
         position.weights, position.weights_at = weights, position.step
         self._pace_s = []
 

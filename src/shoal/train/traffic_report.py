@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shoal.cluster.supervisor import progress_text
 from shoal.collectives.compression.compressor import Traffic
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
@@ -45,7 +45,7 @@ class TrafficNotes:
             "ratio": round(raw / num_sums * num_steps / sent, 2),
             "loss_curve": "metrics.jsonl",
         }
-        happenings.tell("exchanged", **facts)
+        events.emit("exchanged", **facts)
         if facts["ratio"] != 1:
             print(f"note: {progress_text.exchanged(facts)}", file=sys.stderr, flush=True)
 

@@ -11,7 +11,7 @@ from shoal.data.cache import CacheConfig
 from shoal.data.cache import cache_plan as available
 from shoal.data.cache.cache_plan import NUM_AHEAD, amount, piece_bytes, place, say_where
 from shoal.errors import ConfigError
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 
 
 @given(num_rows=st.integers(0, 500), size=st.integers(1, 50), budget=st.integers(0, 20_000))
@@ -36,7 +36,7 @@ def test_the_users_word_counts() -> None:
 
 
 def test_it_says_which_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    happenings.told.clear()
+    events.emitted.clear()
     placed = place(400_000, 1000, CacheConfig(), budget_bytes=250_000_000, num_sharers=2)
     say_where("clicks.parquet", placed, Path("/tmp/x"))
     said = capsys.readouterr().err
@@ -44,12 +44,12 @@ def test_it_says_which_and_why(capsys: pytest.CaptureFixture[str]) -> None:
         "shoal: the cache of clicks.parquet is 203 MB in RAM, 197 MB on disk (/tmp/x), because it is 400 MB and half of the "
         "free memory is 250 MB for each of 2 workers\n"
     )
-    [(kind, facts)] = happenings.told
+    [(kind, facts)] = events.emitted
     assert kind == "cache placed"
     assert facts["ram_bytes"] + facts["disk_bytes"] == 4 * 10**8
     say_where("small.csv", place(1, 10, CacheConfig(), budget_bytes=100), Path("/tmp/x"))
     assert capsys.readouterr().err == "", "what is in RAM as everybody expects is only written down"
-    assert happenings.told[-1][1]["because"] == "it is 10 bytes and half of the free memory is 100 bytes"
+    assert events.emitted[-1][1]["because"] == "it is 10 bytes and half of the free memory is 100 bytes"
 
 
 def test_amounts_are_readable() -> None:

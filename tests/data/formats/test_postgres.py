@@ -28,7 +28,7 @@ from shoal.errors import (
     QueryRefused,
     TableChanged,
 )
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 from waiting import wait_until
 
 
@@ -153,7 +153,7 @@ def backends(server: PostgresServer) -> list[int]:
 
 def test_a_connection_that_the_server_ends_is_replaced_in_mid_epoch(people: PostgresServer) -> None:
     table = table_of(people, partitions=10)
-    happenings.told.clear()
+    events.emitted.clear()
     seen: list[int] = []
     for block in range(10):
         seen += table.read(block).columns["id"].tolist()
@@ -163,7 +163,7 @@ def test_a_connection_that_the_server_ends_is_replaced_in_mid_epoch(people: Post
             people.run(*(f"SELECT pg_terminate_backend({pid})" for pid in pids))
             assert wait_until(lambda pids=pids: not set(pids) & set(backends(people)), timeout_s=20.0)
     assert seen == list(range(0, 7000, 7))
-    told = [facts for kind, facts in happenings.told if kind == "database connection lost"]
+    told = [facts for kind, facts in events.emitted if kind == "database connection lost"]
     assert len(told) == 2
     assert told[0]["database"] == people.place
     assert "terminating connection due to administrator command" in told[0]["reason"]
@@ -173,7 +173,7 @@ def test_a_connection_that_the_server_ends_is_replaced_in_mid_epoch(people: Post
 def test_a_connection_that_ends_in_the_middle_of_an_answer_is_replaced(people: PostgresServer) -> None:
     slow = "SELECT id, (SELECT 1 FROM pg_sleep(0.02 + 0 * id)) AS one FROM people WHERE id < 350"
     data = Dataset.from_sql(slow, people.url, key="id", partitions=1)
-    happenings.told.clear()
+    events.emitted.clear()
     ended = threading.Event()
     session = PostgresDatabase(people.url).connect()  # before, for the answer takes only a second
 
@@ -194,7 +194,7 @@ def test_a_connection_that_ends_in_the_middle_of_an_answer_is_replaced(people: P
     thread.join()
     assert ended.is_set()
     assert found == list(range(0, 350, 7))
-    assert [kind for kind, _ in happenings.told if kind != "cache placed"] == ["database connection lost"]
+    assert [kind for kind, _ in events.emitted if kind != "cache placed"] == ["database connection lost"]
 
 
 def test_a_server_that_is_shut_down_is_waited_for_and_then_given_up(people: PostgresServer) -> None:
@@ -209,9 +209,9 @@ def test_a_server_that_is_shut_down_is_waited_for_and_then_given_up(people: Post
             Dataset.from_sql("people", people.url)
         found_again: list[int] = []
         reader = threading.Thread(target=lambda: found_again.append(patient.read(3).columns["id"][-1]))
-        happenings.told.clear()
+        events.emitted.clear()
         reader.start()
-        assert wait_until(lambda: len(happenings.told) > 1, timeout_s=20.0), "it tries again"
+        assert wait_until(lambda: len(events.emitted) > 1, timeout_s=20.0), "it tries again"
     finally:
         people.go_on()
     reader.join()
@@ -238,9 +238,9 @@ def test_a_forked_child_reads_by_a_connection_of_its_own(people: PostgresServer)
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    happenings.told.clear()
+    events.emitted.clear()
     assert table.read(2).columns["id"][0] == 3500
-    assert not happenings.told, "the parent's connection was not hurt"
+    assert not events.emitted, "the parent's connection was not hurt"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from shoal.data.formats import sql as databases
 from shoal.data.formats.sql import ConnectionGone, ReconnectConfig, Sessions
 from shoal.errors import DatabaseLost, DatabaseRefused, QueryRefused
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 
 
 class FakeSession:
@@ -46,7 +46,7 @@ class FakeDatabase:
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(databases, "_FIRST_PAUSE_S", 0.001)
-    happenings.told.clear()
+    events.emitted.clear()
 
 
 def sessions(database: FakeDatabase, timeout_s: float = 10.0) -> Sessions:
@@ -77,8 +77,8 @@ def test_a_broken_one_is_replaced_and_that_is_told() -> None:
     database = FakeDatabase(failing_connects=(3, 4))
     kept = sessions(database)
     assert kept.again(breaking(1, 2), what="rows 1 to 9") == "read by 5"
-    assert [facts["attempt"] for _, facts in happenings.told] == [1, 2, 3, 4]
-    kind, facts = happenings.told[0]
+    assert [facts["attempt"] for _, facts in events.emitted] == [1, 2, 3, 4]
+    kind, facts = events.emitted[0]
     assert kind == "database connection lost"
     assert facts == {
         "database": "fake://me@here",
@@ -107,7 +107,7 @@ def test_the_first_time_a_failure_is_told_at_once() -> None:
     with pytest.raises(DatabaseRefused, match="the database fake://me@here cannot be read: it is away"):
         sessions(database).first(breaking())
     assert database.num_connects == 1
-    assert not happenings.told
+    assert not events.emitted
 
 
 def test_a_refused_query_leaves_a_good_connection() -> None:

@@ -19,7 +19,7 @@ from shoal.data.cache.table_cache import PassingBlocks, StoredRows, open_storage
 from shoal.data.formats.table import Column, DecodedRows, Ragged, TableBlock
 from shoal.data.formats.table_source import TableSource
 from shoal.errors import BadSample, CacheFull, ConfigError
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 
 COLUMNS = (
     Column("id", np.dtype(np.int64)),
@@ -236,12 +236,12 @@ def test_a_disk_too_small_for_the_rest_is_said_before_anything_is_decoded(
 
 
 def test_where_it_lies_is_written_down_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    happenings.told.clear()
+    events.emitted.clear()
     storage = open_storage(Invented([10, 10]), cache=CacheConfig(where="disk", directory=str(tmp_path)))
-    assert list(happenings.told) == [], "nothing is kept before anything is read"
+    assert list(events.emitted) == [], "nothing is kept before anything is read"
     storage.gather(range(5))
     storage.gather(range(20))
-    [(kind, facts)] = happenings.told
+    [(kind, facts)] = events.emitted
     assert (kind, facts["what"], facts["ram_bytes"]) == ("cache placed", "invented.tab", 0)
     assert "the cache of invented.tab is on disk" in capsys.readouterr().err
 

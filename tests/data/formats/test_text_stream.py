@@ -15,7 +15,7 @@ import pytest
 from shoal.data.dataset import Dataset
 from shoal.data.formats import lines
 from shoal.errors import BadSample, ConfigError, FileDamaged, NoFiles, NoSuchColumn, TooManySkipped
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 
 TEXT = "n,s\n" + "".join(f'{number},"s{number}\nx"\n' for number in range(1000))
 
@@ -83,7 +83,7 @@ def test_it_says_that_it_is_a_stream_and_refuses_what_streams_cannot(
     assert capsys.readouterr().err.startswith(
         f"shoal: 1 of 1 file is compressed (0.0 MB), {tmp_path}/a.csv.gz the first of them"
     )
-    kind, facts = happenings.told[-1]
+    kind, facts = events.emitted[-1]
     assert (kind, facts["format"], facts["reason"]) == (
         "read as a stream",
         "csv",

@@ -15,7 +15,7 @@ from shoal.data import Dataset, Feature, TFRecordWriter, write_tfrecord
 from shoal.data.formats import tfrecord as record_files
 from shoal.data.formats.example import example_bytes, frame
 from shoal.errors import BadSample, ConfigError, FileDamaged, NoFiles, NoSuchColumn, TooManySkipped
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 
 SCHEMA = {
     "x": Feature("float32", (4,)),
@@ -154,10 +154,10 @@ def test_a_record_that_is_not_as_declared_is_told_with_its_column(tmp_path: Path
 def test_compressed_files_are_a_stream_and_say_so(tmp_path: Path) -> None:
     write_tfrecord(tmp_path / "a.tfrecord.gz", rows(30))
     write_tfrecord(tmp_path / "b.tfrecord", rows(30, first=30))
-    happenings.told.clear()
+    events.emitted.clear()
     data = Dataset.from_tfrecord(tmp_path, NUMBERS, label="y")
     assert "a stream" in repr(data)
-    [(kind, facts)] = happenings.told
+    [(kind, facts)] = events.emitted
     assert kind == "read as a stream"
     assert facts["files"] == [str(tmp_path / "a.tfrecord.gz")]
     assert "read again up to its position" in facts["consequence"]

@@ -19,7 +19,7 @@ import shoal
 from shoal.data.mapreduce import tasks
 from shoal.data.mapreduce.claims import Claims
 from shoal.errors import ConfigError, DataError, MapReduceFailed, MapReduceStalled
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 
 
 @pytest.fixture(autouse=True)
@@ -162,14 +162,14 @@ def test_samples_that_may_be_skipped_are_left_out_and_written_down() -> None:
             raise ValueError("seven")
         return number
 
-    happenings.told.clear()
+    events.emitted.clear()
     data = shoal.Dataset.from_torch(list(range(1000))).map(strict, on_error="skip")
     for batched in (False, 64):
         found = data.map_reduce(
             lambda some: [("sum", int(np.sum(np.asarray(some))))], add, batched=batched, key=f"{batched}"
         )
         assert dict(found) == {"sum": sum(range(1000)) - sum(range(7, 1000, 100))}
-    assert sum(kind == "sample skipped" for kind, _ in happenings.told) == 20
+    assert sum(kind == "sample skipped" for kind, _ in events.emitted) == 20
 
 
 def test_a_filtered_and_repeated_dataset_is_mapped_as_it_is() -> None:
@@ -285,9 +285,9 @@ def test_a_function_that_fails_for_the_systems_sake_is_run_again(monkeypatch: py
             raise failures.pop()
         return [(0, number)]
 
-    happenings.told.clear()
+    events.emitted.clear()
     assert dict(shoal.Dataset.from_torch(list(range(10))).map_reduce(flaky, add)) == {0: 45}
-    assert [facts["task"] for kind, facts in happenings.told if "run again" in kind] == ["map-00000"] * 2
+    assert [facts["task"] for kind, facts in events.emitted if "run again" in kind] == ["map-00000"] * 2
 
 
 def test_a_task_that_somebody_holds_for_too_long_is_said_with_its_holder(tmp_path: Path) -> None:

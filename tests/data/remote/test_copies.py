@@ -12,7 +12,7 @@ import pytest
 from shoal.data.remote import blocks
 from shoal.data.remote.copies import CopiedFiles, copies
 from shoal.errors import ConfigError, FileLost, NoFiles
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 
 DATA = bytes(number % 253 for number in range(5500))
 
@@ -77,11 +77,11 @@ def test_a_harmed_file_is_read_from_its_copy(
     files = opened()
     assert files.read(str(original), 0, 2500) == DATA[:2500]
     harm(original)
-    happenings.told.clear()
+    events.emitted.clear()
     assert files.read(str(original), 3500, 5500) == DATA[3500:]
     with files.open(str(original)) as file:
         assert file.read() == DATA
-    [(kind, facts)] = happenings.told
+    [(kind, facts)] = events.emitted
     assert kind == "file-lost"
     assert reason in facts["reason"]
     assert facts["read_from"].startswith(str(original.parent.parent / "copies-1"))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipelines import epoch_of, numbers, read, seen
 from shoal.data import Dataset
 from shoal.errors import BadSample, ConfigError, DataError, TooManySkipped
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 
 
 def fragile(sample: torch.Tensor) -> torch.Tensor:
@@ -121,12 +121,12 @@ def test_skipped_samples_are_left_out_at_any_number_of_workers(
 
 
 def test_each_skip_is_written_down() -> None:
-    before = len(happenings.told)
+    before = len(events.emitted)
     batches = numbers(12).map(fragile, on_error="skip").batch(4)
     list(batches)
     list(batches)
     assert [(one.epoch, one.index) for one in batches.skipped] == [(0, 2), (0, 7), (1, 2), (1, 7)]
-    kind, facts = list(happenings.told)[before]
+    kind, facts = list(events.emitted)[before]
     assert kind == "sample skipped"
     assert (facts["epoch"], facts["index"], facts["where"]) == (0, 2, "map(fragile)")
     assert "ValueError: no good: 2" in facts["reason"]

@@ -24,7 +24,7 @@ import msgspec
 from shoal.cluster.ledger import entries as ledger_facts
 from shoal.cluster.ledger.entries import LedgerFact
 from shoal.cluster.worker.coordinator_client import CoordinatorClient, Regrouping
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport import framing as codec
 from shoal.runtime.transport.messages.message import Message
@@ -90,7 +90,7 @@ def attach(*, rank: int, status: socket.socket, live_output: tuple[int, int] | N
         live_output=live_output,
         sink=lambda progress: _send(progress, wait=False),
     )
-    happenings.send_to(_write_down)
+    events.set_sink(_write_down)
 
 
 def agree_through(client: CoordinatorClient) -> None:

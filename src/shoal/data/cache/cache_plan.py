@@ -13,7 +13,7 @@ import psutil
 
 from shoal.config import job as jobs
 from shoal.errors import ConfigError
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 from shoal.runtime.memory import available_bytes
 
 NUM_AHEAD = 3
@@ -108,7 +108,7 @@ def say_where(what: str, placed: CachePlacement, directory: Any) -> None:
         where = f"on disk ({directory})"
     else:
         where = f"{amount(placed.ram_bytes)} in RAM, {amount(placed.disk_bytes)} on disk ({directory})"
-    happenings.tell(
+    events.emit(
         "cache placed",
         what=what,
         ram_bytes=placed.ram_bytes,

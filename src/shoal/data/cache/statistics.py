@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from shoal.data.cache.tiering import Tier
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ def tell_figures(**about: Any) -> None:
     """Write the figures of stores and caches down, where there are any: hit rates and bytes moved so far."""
     stores = stats()
     if stores:
-        happenings.tell("memory figures", stores=stores, **about)
+        events.emit("memory figures", stores=stores, **about)
 
 
 def stats() -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ from shoal.data.skipping import SkipLog
 from shoal.data.sources.source import name_of
 from shoal.data.stream import Stream
 from shoal.errors import DataError, MapReduceStalled, TaskKeepsDying
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 from shoal.runtime.serialization import decode
 
 MAX_MAP_TASKS = 32
@@ -169,7 +169,7 @@ class Tasks:
     def _attempt(self, name: str, number: int, claim: Claim, run: Callable[[int, Claim], None]) -> None:
         """Run a task; again where the system failed it, not where a function of the user's is wrong."""
         if claim.attempts:
-            happenings.tell(
+            events.emit(
                 "map-reduce task run again", task=name, after=[attempt.who for attempt in claim.attempts]
             )
         if len(claim.attempts) >= _MAX_ATTEMPTS:
@@ -188,7 +188,7 @@ class Tasks:
                     ) from error
                 if pause_s is None:
                     raise
-                happenings.tell("map-reduce task run again", task=name, after=[repr(error)])
+                events.emit("map-reduce task run again", task=name, after=[repr(error)])
                 time.sleep(pause_s)
 
     def _described(self, name: str, number: int) -> str:

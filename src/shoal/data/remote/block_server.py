@@ -24,7 +24,7 @@ from shoal.data.files import FileInfo, SharedFiles
 from shoal.data.remote.block_client import LIMITS, BlockConnection, ConnectionPool, Hosts
 from shoal.data.remote.blocks import BLOCK_BYTES, FileBlock, HostCache, num_blocks, routes
 from shoal.errors import DataError, FileLost, ShoalError, WireError
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 from shoal.runtime.transport import framing as codec
 from shoal.runtime.transport import tcp
 from shoal.runtime.transport.framing import Bytes
@@ -315,7 +315,7 @@ class BlockServer:
                         with self._lock:
                             self._given.setdefault(block, []).extend(way)
                         self._send_along(block, self._read(block), way)
-        happenings.tell("files-spread", how=how, num_files=len(files), sent_bytes=self.sent_bytes)
+        events.emit("files-spread", how=how, num_files=len(files), sent_bytes=self.sent_bytes)
 
     def _ask_wanted(self, host: int, info: FileInfo, first: int, last: int) -> Sequence[int]:
         deadline = time.monotonic() + FETCH_TIMEOUT_S

@@ -25,8 +25,7 @@ from shoal.data.files import FileInfo, SharedFiles, Where
 from shoal.data.remote import blocks
 from shoal.data.remote.blocks import BlockReader
 from shoal.errors import ConfigError, FileLost, NoFiles
-from shoal.runtime import events as happenings
-from shoal.runtime import scratch
+from shoal.runtime import events, scratch
 
 
 class _Hashes(msgspec.Struct, frozen=True):
@@ -161,7 +160,7 @@ class CopiedFiles:
         left = next((each for each in self._paths(url) if each not in self._lost), None)
         if left is None:
             return
-        happenings.tell("file-lost", file=path, reason=self._lost[path], read_from=left)
+        events.emit("file-lost", file=path, reason=self._lost[path], read_from=left)
         print(
             f"shoal: {path} cannot be read any more ({self._lost[path]}); from now on its copy is: {left}",
             file=sys.stderr,

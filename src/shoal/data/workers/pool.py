@@ -34,7 +34,7 @@ from shoal.data.workers.reader_process import (
 from shoal.data.workers.segments import Receiver
 from shoal.data.workers.task_queue import TaskQueue
 from shoal.errors import ClusterError, ConfigError, ReadersLost, ReaderStuck, SampleEndsReader
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 from shoal.runtime.forkserver.client import ForkedServer, ForkRefused
 from shoal.runtime.forkserver.messages import receive_packet, send_packet
 from shoal.runtime.user_frames import is_ours
@@ -269,7 +269,7 @@ class ProcessPool:
         how = _how(server.exit_code(child.pid))
         suspect = self._queue.lose(child.number, at=at) if self._queue is not None else None
         what, indices = ("", []) if suspect is None else self._describe(suspect.task)
-        happenings.tell("reader restarted", reader=child.number, how=how, indices=indices[:8])
+        events.emit("reader restarted", reader=child.number, how=how, indices=indices[:8])
         if suspect is not None and suspect.num_deaths >= self._config.max_deaths:
             error = SampleEndsReader(what=what, indices=indices, how=how, num_deaths=suspect.num_deaths)
             assert self._queue is not None
@@ -325,7 +325,7 @@ class ProcessPool:
             if self._queue is not None:
                 self._queue.lose(process)
         self._processes.close()
-        happenings.tell("readers restarted", num_readers=self._config.num_processes)
+        events.emit("readers restarted", num_readers=self._config.num_processes)
         self._count_loss("was lost with the process that starts readers")
         self._start()
 

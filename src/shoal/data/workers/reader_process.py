@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from shoal.data import randomness
 from shoal.data.workers.segments import Parcel, Sender
 from shoal.errors import DataError
-from shoal.runtime import events as happenings
+from shoal.runtime import events
 from shoal.runtime.forkserver.messages import receive_packet, send_packet
 from shoal.runtime.forkserver.server import flush
 from shoal.runtime.user_frames import Elsewhere, hide_ours
@@ -88,7 +88,7 @@ class ReadOutcome(NamedTuple):
     def get(self) -> Any:
         """The value, or the error raised."""
         for kind, facts in self.told:
-            happenings.tell(kind, **facts)
+            events.emit(kind, **facts)
         if self.error is None:
             return self.value
         cause = Elsewhere(self.traceback) if self.traceback else None
@@ -116,7 +116,7 @@ def serve(work: Callable[[Any], Any], line: socket.socket, notes: int) -> None:
     faulthandler.register(ASKS_FOR_STACK, file=notes, all_threads=False, chain=False)
     randomness.own_the_generators()
     told: list[tuple[str, dict[str, Any]]] = []
-    happenings.send_to(lambda kind, facts: told.append((kind, facts)))
+    events.set_sink(lambda kind, facts: told.append((kind, facts)))
     inbox = _Inbox(line)
     with contextlib.suppress(EOFError, ConnectionError):  # its owner has closed the line
         while True:

@@ -13,11 +13,11 @@ def test_what_a_worker_tells_is_written_down_and_its_scratch_is_gone(
     done = launch_script(
         """
         import threading, shoal
-        from shoal.runtime import events as happenings; from shoal.runtime import scratch
+        from shoal.runtime import events; from shoal.runtime import scratch
 
         (scratch.directory("things") / f"of-{shoal.rank()}").write_text("x")
         threads = [
-            threading.Thread(target=happenings.tell, args=("noticed",), kwargs={"number": number, "kind": "odd"})
+            threading.Thread(target=events.emit, args=("noticed",), kwargs={"number": number, "kind": "odd"})
             for number in range(20)
         ]
         for thread in threads:
