@@ -99,7 +99,7 @@ class SkipLog:
             self.num_skipped += 1
             if len(self.skipped) < _NUM_KEPT:
                 self.skipped.append(one)
-            events.tell("sample skipped", **one.facts())
+            events.emit("sample skipped", **one.facts())
             if one.max_skips is None:
                 continue
             num_seen = self._budget(one.stage, one.max_skips).add(one.index)

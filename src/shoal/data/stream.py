@@ -432,7 +432,7 @@ class _Tail(IterableDataset[Any]):
         num_read = sum(1 for _ in itertools.islice(samples, self._num_skipped))
         if num_read:
             waited_s = time.monotonic() - began
-            events.tell("stream read again", num_samples=num_read, seconds=round(waited_s, 3))
+            events.emit("stream read again", num_samples=num_read, seconds=round(waited_s, 3))
             if jobs.rank() == 0:
                 print(
                     f"shoal: this is a stream, so its first {num_read:,} samples were read again to go on behind them, in "

@@ -173,7 +173,7 @@ class Sessions:
             except ConnectionGone as gone:
                 now = time.monotonic()
                 first_failed_at = now if first_failed_at is None else first_failed_at
-                events.tell(
+                events.emit(
                     "database connection lost",
                     database=self.database.place,
                     reading=what,

@@ -213,7 +213,7 @@ def open_row_stream(
         f"{'is' if len(packed) == 1 else 'are'} compressed ({megabytes:,.1f} MB)"
     )
     consequence = "every worker reads all of it, and a resumed epoch is read again up to its position"
-    events.tell(
+    events.emit(
         "read as a stream",
         format=format,
         files=[info.url for info in packed[:10]],
