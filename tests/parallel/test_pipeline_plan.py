@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, ShapeDecides
-from shoal.parallel.pipeline.partition import Flow, find_flow, parts_of
-from shoal.parallel.pipeline.plan import Cut, balance, costs_by_size, find_cut, measure
-from shoal.parallel.pipeline.stage import refuse_wrong
+from shoal.parallel.pipeline.partition import Partition, find_partition, segments_of
+from shoal.parallel.pipeline.plan import PipelineCut, balance, costs_by_size, find_cut, measure
+from shoal.parallel.pipeline.stage import refuse_different_results
 from shoal.parallel.pipeline.trace import expect
 
 
@@ -44,14 +44,14 @@ X = torch.randn(5, 4)
 
 def cut_of(
     model: nn.Module, num_stages: int, user_cut: list[str] | None = None, inputs: object = X
-) -> tuple[Flow, Cut]:
-    flow = find_flow(model, inputs, num_stages, user_cut or ())
-    cut = find_cut(flow, num_stages, costs_by_size(flow), user_cut)
-    refuse_wrong(flow, cut, inputs)
-    return flow, cut
+) -> tuple[Partition, PipelineCut]:
+    partition = find_partition(model, inputs, num_stages, user_cut or ())
+    cut = find_cut(partition, num_stages, costs_by_size(partition), user_cut)
+    refuse_different_results(partition, cut, inputs)
+    return partition, cut
 
 
-def names(cut: Cut) -> list[list[str]]:
+def names(cut: PipelineCut) -> list[list[str]]:
     ends = [*cut.begins[1:], len(cut.layers)]
     return [
         [layer.name for layer in cut.layers[begin:end]] for begin, end in zip(cut.begins, ends, strict=True)
@@ -106,14 +106,14 @@ class Net(nn.Module):
 def test_a_forward_of_the_users_own_is_followed_through_all_it_does() -> None:
     inputs = (X, torch.rand(5, 4) - 0.5)
     for num_stages in (2, 4):
-        flow, _ = cut_of(Net(), num_stages, inputs=inputs)
-        assert flow.draws
-        assert not flow.draws_in_evaluation
-        assert flow.mixes  # by the shift
+        partition, _ = cut_of(Net(), num_stages, inputs=inputs)
+        assert partition.draws
+        assert not partition.draws_in_evaluation
+        assert partition.is_batch_dependent  # by the shift
     # What follows from the inputs alone is not sent.
-    flow, cut = cut_of(Net(), 2, ["blocks.1.second"], inputs)
+    partition, cut = cut_of(Net(), 2, ["blocks.1.second"], inputs)
     begins = [cut.layers[begin].begin for begin in cut.begins]
-    first, second = parts_of(flow.train, begins, training=True)
+    first, second = segments_of(partition.train, begins, training=True)
     assert first.gives == ("add_1", "randn_1", "blocks_1_act")
     assert first.gives == second.takes
     assert second.inputs == (0, 1)
@@ -138,7 +138,9 @@ def test_a_decision_by_a_shape_is_checked_with_the_line_that_takes_it() -> None:
         ShapeDecides, match=r"decides by the shape of a batch \(line 3 of net.py\): .* was 5 .* is 7"
     ):
         expect(7, 5, " (line 3 of net.py)")
-    found = [node.args[2] for node in find_flow(Net(), (X, X), 2).train.graph.nodes if node.target is expect]
+    found = [
+        node.args[2] for node in find_partition(Net(), (X, X), 2).train.graph.nodes if node.target is expect
+    ]
     assert found
     assert all("of test_pipeline_plan.py" in str(line) for line in found)
 
@@ -175,9 +177,9 @@ class Around(nn.Module):
 
 
 def test_a_module_whose_forward_cannot_be_followed_stays_whole() -> None:
-    flow, cut = cut_of(Around(ByData()), 2)
+    partition, cut = cut_of(Around(ByData()), 2)
     assert names(cut) == [["inner"], ["last"]]
-    assert "a value computed from the data decides what is done next" in flow.closed["inner"]
+    assert "a value computed from the data decides what is done next" in partition.closed["inner"]
 
 
 def frozen() -> nn.Sequential:
@@ -228,11 +230,11 @@ def test_what_cannot_be_cut_is_refused_with_layer_and_reason(
 
 
 def test_what_tp_leaves_in_parts_stays_in_one_stage() -> None:
-    flow = find_flow(linears(4, 4, 4, 4), X, 2)
-    cut = find_cut(flow, 2, costs_by_size(flow), None, {"0": "colwise", "1": "rowwise"})
+    partition = find_partition(linears(4, 4, 4, 4), X, 2)
+    cut = find_cut(partition, 2, costs_by_size(partition), None, {"0": "colwise", "1": "rowwise"})
     assert names(cut) == [["0", "1"], ["2"]]
     with pytest.raises(ConfigError, match="tp leaves the result of '0' in parts"):
-        find_cut(flow, 2, costs_by_size(flow), ["1"], {"0": "colwise", "1": "rowwise"})
+        find_cut(partition, 2, costs_by_size(partition), ["1"], {"0": "colwise", "1": "rowwise"})
 
 
 class Counter(nn.Module):
@@ -251,7 +253,7 @@ def test_measuring_finds_the_dear_layer_and_leaves_no_trace() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Counter(), nn.Linear(4, 3000), nn.Linear(3000, 3000))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     inputs = torch.randn(64, 4)
-    costs = measure(find_flow(model, inputs, 2), inputs)
+    costs = measure(find_partition(model, inputs, 2), inputs)
     assert len(costs) == 4
     assert max(costs) == costs[3]
     assert min(costs) > 0

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from shoal.data.slice import Slice
 from shoal.errors import ShapeDecides, ShapeLeadsElsewhere
-from shoal.parallel.pipeline.partition import find_flow
+from shoal.parallel.pipeline.partition import find_partition
 from shoal.parallel.pipeline.plan import costs_by_size, find_cut
-from shoal.parallel.pipeline.retrace import Ways
-from shoal.parallel.pipeline.stage import Stage, stages_of
+from shoal.parallel.pipeline.retrace import RetracedRoles
+from shoal.parallel.pipeline.stage import ModelStage, stages_of
 
 
 class ByLength(nn.Module):
@@ -44,21 +44,23 @@ class ByLength(nn.Module):
         return self.head(F.dropout(state, 0.3, self.training))  # type: ignore[no-any-return]
 
 
-def ways_of(model: nn.Module, x: Tensor, user_cut: list[str]) -> tuple[Ways, list[Stage]]:
-    flow = find_flow(model, x, len(user_cut) + 1, user_cut)
-    cut = find_cut(flow, len(user_cut) + 1, costs_by_size(flow), user_cut)
+def ways_of(model: nn.Module, x: Tensor, user_cut: list[str]) -> tuple[RetracedRoles, list[ModelStage]]:
+    partition = find_partition(model, x, len(user_cut) + 1, user_cut)
+    cut = find_cut(partition, len(user_cut) + 1, costs_by_size(partition), user_cut)
     job: Any = SimpleNamespace(device=torch.device("cpu"), autocast=None)
-    stages = stages_of(job, flow, cut, gives_copies=False)
-    ways = Ways(flow, cut, stages, dict(enumerate(stages)))
-    flow.forget()
-    return ways, stages
+    stages = stages_of(job, partition, cut, gives_copies=False)
+    retraced = RetracedRoles(partition, cut, stages, dict(enumerate(stages)))
+    partition.forget()
+    return retraced, stages
 
 
-def run(ways: Ways, stages: list[Stage], x: Tensor, *, training: bool) -> Tensor:
+def run(retraced: RetracedRoles, stages: list[ModelStage], x: Tensor, *, training: bool) -> Tensor:
     torch.manual_seed(0)
     values: Any = ()
-    for role, stage in zip(ways.roles(Slice((x, x), len(x), len(x)), training=training), stages, strict=True):
-        values = role.part.run(stage.held, *[x for _ in role.part.inputs], *values)
+    for role, stage in zip(
+        retraced.roles(Slice((x, x), len(x), len(x)), training=training), stages, strict=True
+    ):
+        values = role.segment.run(stage.held, *[x for _ in role.segment.inputs], *values)
     return values  # type: ignore[no-any-return]
 
 
@@ -66,7 +68,7 @@ def run(ways: Ways, stages: list[Stage], x: Tensor, *, training: bool) -> Tensor
 def test_stages_do_what_forward_does_for_every_length(cut: list[str]) -> None:
     torch.manual_seed(0)
     model = ByLength()
-    ways, stages = ways_of(model, torch.randn(6, 5, 4), cut)
+    retraced, stages = ways_of(model, torch.randn(6, 5, 4), cut)
     for shape in ((6, 5, 4), (3, 5, 4), (3, 7, 4), (2, 4, 4), (1, 6, 4)):
         x = torch.randn(*shape)
         for training in (True, False):
@@ -74,18 +76,20 @@ def test_stages_do_what_forward_does_for_every_length(cut: list[str]) -> None:
             model.norm.eval()
             torch.manual_seed(0)
             wanted = model(x)
-            assert torch.equal(run(ways, stages, x, training=training), wanted)
-    assert len(ways._found) == 10
-    assert ways.roles(Slice((x, x), 1, 1), training=False) is ways.roles(Slice((x, x), 1, 1), training=False)
+            assert torch.equal(run(retraced, stages, x, training=training), wanted)
+    assert len(retraced._found) == 10
+    assert retraced.roles(Slice((x, x), 1, 1), training=False) is retraced.roles(
+        Slice((x, x), 1, 1), training=False
+    )
 
 
 def test_a_layer_that_the_first_batch_did_not_need_is_in_the_stage_of_the_one_before_it() -> None:
     model = ByLength()
-    ways, stages = ways_of(model, torch.randn(6, 3, 4), ["norm"])
+    retraced, stages = ways_of(model, torch.randn(6, 3, 4), ["norm"])
     assert [("long" in stage.targets) for stage in stages] == [False, True]
     x = torch.randn(6, 5, 4)
     model.eval()
-    assert torch.equal(run(ways, stages, x, training=False), model(x))
+    assert torch.equal(run(retraced, stages, x, training=False), model(x))
 
 
 class Crossed(nn.Module):
@@ -106,19 +110,19 @@ class Crossed(nn.Module):
 
 
 def test_layers_of_another_stage_are_refused_by_name() -> None:
-    ways, stages = ways_of(Crossed(), torch.randn(6, 3, 4), ["second"])
+    retraced, stages = ways_of(Crossed(), torch.randn(6, 3, 4), ["second"])
     with pytest.raises(ShapeLeadsElsewhere, match="it needs 'spare' in stage 1, and that is in stage 0"):
-        run(ways, stages, torch.randn(6, 4, 4), training=True)
+        run(retraced, stages, torch.randn(6, 4, 4), training=True)
     with pytest.raises(ShapeLeadsElsewhere, match="it needs 'third' in stage 0, and that is in stage 1"):
-        run(ways, stages, torch.randn(6, 5, 4), training=True)
+        run(retraced, stages, torch.randn(6, 5, 4), training=True)
     with pytest.raises(ShapeLeadsElsewhere, match="no layer is left for stage 1"):
-        run(ways, stages, torch.randn(6, 7, 4), training=True)
+        run(retraced, stages, torch.randn(6, 7, 4), training=True)
 
 
 def test_a_model_that_cannot_be_copied_says_which_shape_decides() -> None:
     model = Crossed()
     model.lock = threading.Lock()  # type: ignore[assignment]
-    ways, stages = ways_of(model, torch.randn(6, 3, 4), ["second"])
-    run(ways, stages, torch.randn(6, 3, 4), training=True)
+    retraced, stages = ways_of(model, torch.randn(6, 3, 4), ["second"])
+    run(retraced, stages, torch.randn(6, 3, 4), training=True)
     with pytest.raises(ShapeDecides, match=r"was False when .* is True for this batch"):
-        run(ways, stages, torch.randn(6, 7, 4), training=True)
+        run(retraced, stages, torch.randn(6, 7, 4), training=True)

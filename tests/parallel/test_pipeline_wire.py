@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shoal.parallel.pipeline import p2p as wire
+from shoal.parallel.pipeline import p2p
 
 CPU = torch.device("cpu")
 
@@ -27,11 +27,11 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def test_values_are_as_they_were() -> None:
     value = {"x": [torch.ones(2), (3, None, "a")], "y": torch.float64, "z": CPU}
-    tensors, description = wire.pack(value)
-    again = wire.unpack(tensors, description, CPU)
+    tensors, description = p2p.pack(value)
+    again = p2p.unpack(tensors, description, CPU)
     assert again["x"][0] is tensors[0]
     assert (again["x"][1], again["y"], again["z"]) == ((3, None, "a"), torch.float64, CPU)
-    assert wire.why_not([object()]) == "a object"
+    assert p2p.why_not([object()]) == "a object"
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def test_of_a_tensor_in_parts_the_own_part_is_sent(
     whole = DTensor.from_local(
         own, mesh, [placement], run_check=False, shape=shape, stride=torch.empty(shape).stride()
     )
-    [tensor], description = wire.pack([whole])
+    [tensor], description = p2p.pack([whole])
     assert description == ["list", [["part", "float32", sent, dim, list(shape)]]]
-    assert wire.metas(description) == [(torch.float32, tuple(sent))]
+    assert p2p.metas(description) == [(torch.float32, tuple(sent))]
     received = tensor.detach().requires_grad_()
-    [again] = wire.unpack([received], description, CPU, mesh)
+    [again] = p2p.unpack([received], description, CPU, mesh)
     assert again.shape == shape
     assert again.placements == (Replicate() if dim is None else placement,)
     again.sum().to_local().backward()

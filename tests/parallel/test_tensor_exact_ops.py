@@ -16,15 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shoal.parallel.tensor_parallel.dtensor_fixes import compute_as_one_process, operation_without_a_way
-from shoal.parallel.tensor_parallel.dtensor_inplace import WritingInParts
+from shoal.parallel.tensor_parallel.dtensor_fixes import patch_sharding_rules, unsupported_operation
+from shoal.parallel.tensor_parallel.dtensor_inplace import InplaceWriteMode
 
 SEQUENCE, WHOLE = Shard(1), Replicate()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def two_ranks() -> Iterator[None]:
-    compute_as_one_process()
+    patch_sharding_rules()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())  # type: ignore[no-untyped-call]
     yield
     dist.destroy_process_group()
@@ -68,16 +68,16 @@ def test_a_kept_dim_moves_no_other(part: DTensor) -> None:
 
 
 def test_what_is_written_into_a_copy_is_refused_by_name(part: DTensor) -> None:
-    with WritingInParts():
+    with InplaceWriteMode():
         part[..., 0].zero_()  # features are whole: a view like any other
         assert part.to_local()[..., 0].eq(0).all()
         with pytest.raises(RuntimeError) as refused:
             part[:, 1:].mul_(2)
-    assert operation_without_a_way(refused.value) == "mul_"
+    assert unsupported_operation(refused.value) == "mul_"
 
 
 def test_what_is_set_is_set(part: DTensor) -> None:
-    with WritingInParts():
+    with InplaceWriteMode():
         part[:, 1] = 7.0
         assert part.placements == (SEQUENCE,)
         plain = torch.zeros(2, 6, 4)
@@ -101,4 +101,4 @@ def test_what_is_set_is_set(part: DTensor) -> None:
     ],
 )
 def test_torchs_refusals_are_known(says: str, operation: str | None) -> None:
-    assert operation_without_a_way(RuntimeError(says)) == operation
+    assert unsupported_operation(RuntimeError(says)) == operation

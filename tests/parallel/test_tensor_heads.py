@@ -87,7 +87,7 @@ def test_an_attention_with_a_mask_is_cut_by_heads(
     plan = find_plan(Masked(project), 4)
     assert {name: row.style for name, row in plan.rows.items()} == {"qkv": "colwise", "out": "rowwise"}
     assert plan.packed.get("qkv.weight") == plan.packed.get("qkv.bias") == num_blocks
-    assert plan.given_inside == {"": ("mask",)}
+    assert plan.inputs_inside == {"": ("mask",)}
     assert ("in 3 blocks" in plan.table()) == (num_blocks == 3)
 
 

@@ -27,7 +27,7 @@ def test_the_state_of_a_packed_parameter_is_translated_by_name() -> None:
     for name in ("model/a.weight", "optimizer/a.weight/exp_avg"):
         cut = packing.reading({name: rows})[name]
         assert cut.tolist() == [0, 2, 4, 1, 3, 5]
-        assert torch.equal(packing.as_users(name, cut), rows)
+        assert torch.equal(packing.to_user_layout(name, cut), rows)
     step = torch.tensor(3.0)
-    assert packing.as_users("optimizer/a.weight/step", step) is step
-    assert packing.as_users("model/b.weight", rows) is rows
+    assert packing.to_user_layout("optimizer/a.weight/step", step) is step
+    assert packing.to_user_layout("model/b.weight", rows) is rows

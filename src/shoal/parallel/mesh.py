@@ -37,18 +37,18 @@ from shoal.parallel.hashed_rows import MODEL, plain_tensors
 from shoal.parallel.pipeline import plan as pipeline_plan
 from shoal.parallel.pipeline import stage as pipeline_stage
 from shoal.parallel.pipeline import state as pipeline_state
-from shoal.parallel.pipeline.partition import Flow, find_flow
-from shoal.parallel.pipeline.retrace import Ways
+from shoal.parallel.pipeline.partition import Partition, find_partition
+from shoal.parallel.pipeline.retrace import RetracedRoles
 from shoal.parallel.pipeline.runner import PipelineRunner
-from shoal.parallel.pipeline.stage import Stage
+from shoal.parallel.pipeline.stage import ModelStage
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.parallel.sharded_tensors import CutReader, ties_of, whole_pieces
 from shoal.parallel.state import load_state, state_pieces
 from shoal.parallel.tensor_parallel import cut as tensor_cut
 from shoal.parallel.tensor_parallel import plan as tensor_plan
-from shoal.parallel.tensor_parallel.attention import leave_short_cut
+from shoal.parallel.tensor_parallel.attention import disable_encoder_fast_path
 from shoal.parallel.tensor_parallel.packing import Packing
-from shoal.parallel.tensor_parallel.plan import Plan
+from shoal.parallel.tensor_parallel.plan import TensorPlan
 from shoal.recovery import device_group
 from shoal.recovery.device_watch import DeviceWatch
 from shoal.recovery.rendezvous import forming_within, is_broken
@@ -76,8 +76,8 @@ class ModelParallel(Ddp):
         self._timeout_s = job.liveness.step_timeout_s
         self._schedule, self._sequence, self._offload = job.schedule, job.sequence_parallel, job.offload
         self._pipeline: PipelineRunner | None = None
-        self._holding: pipeline_state.Holding | None = None
-        self._ties: pipeline_state.Ties | None = None
+        self._ownership: pipeline_state.Ownership | None = None
+        self._ties: pipeline_state.TiedGradients | None = None
         self._tied_names: dict[str, str] = {}
         self._packing = Packing()
         self._watch: DeviceWatch | None = None
@@ -130,7 +130,7 @@ class ModelParallel(Ddp):
     def commit(self) -> Verdict:
         """Agree, clip, decide and update, each rank its part."""
         with self._unless_broken("commit"):
-            tensor_cut.settle(self._parameters)
+            tensor_cut.match_placements(self._parameters)
             verdict = super().commit()
         spoilt = tuple((self._axes.data_rank(rank), loss) for rank, loss in verdict.nonfinite)
         return dataclasses.replace(verdict, nonfinite=spoilt) if spoilt else verdict
@@ -158,7 +158,9 @@ class ModelParallel(Ddp):
             is_over = is_broken() or (watch is not None and watch.ended is not None)
             # A mesh has groups of its own, whose connections may end before those that are watched.
             if not is_over and not any(word in str(error) for word in _BROKEN):
-                refusal = tensor_cut.refusal(error, self._job.model) if self._axes.tp > 1 else None
+                refusal = (
+                    tensor_cut.explain_unsupported(error, self._job.model) if self._axes.tp > 1 else None
+                )
                 by_parameters = parameter_loss.refusal(error, str(self._axes), in_stages=self._axes.pp > 1)
                 raise refusal or by_parameters or error from None
         # Whoever holds parts goes with the one that died; the supervisor ends us while we wait.
@@ -220,14 +222,18 @@ class ModelParallel(Ddp):
             for part in parts:
                 with pipeline_state.following(model, part):
                     fsdp_cut.shard(
-                        part, mesh["dp", "fsdp"] if self._axes.dp > 1 else mesh["fsdp"], offload=self._offload
+                        part,
+                        mesh["dp", "fsdp"] if self._axes.dp > 1 else mesh["fsdp"],
+                        offload=self._offload,
                     )
-        leave_short_cut(model)
+        disable_encoder_fast_path(model)
         if found is not None:
-            assert self._holding is not None
-            self._ties = pipeline_state.Ties(model, self._holding, mesh["pp"].get_group())
+            assert self._ownership is not None
+            self._ties = pipeline_state.TiedGradients(model, self._ownership, mesh["pp"].get_group())
 
-    def _find_stages(self, model: nn.Module, plan: Plan | None) -> tuple[Flow, pipeline_plan.Cut]:
+    def _find_stages(
+        self, model: nn.Module, plan: TensorPlan | None
+    ) -> tuple[Partition, pipeline_plan.PipelineCut]:
         """Where to cut, by what rank 0 measures; refused alike on every rank."""
         job, num_stages = self._job, self._axes.pp * SCHEDULES[self._schedule].stages_per_worker
         if job.first_inputs is None:
@@ -236,65 +242,67 @@ class ModelParallel(Ddp):
                 "Nothing was trained; call fit, evaluate or predict before anything else."
             )
         inputs = place(job.first_inputs(), job.device, job.cast_inputs)
-        whole = pipeline_plan.whole_under_tp(model, plan) if plan is not None else {}
-        flow = find_flow(model, inputs, num_stages, job.pipeline_cut or (), whole)
+        whole = pipeline_plan.kept_whole_by_tp(model, plan) if plan is not None else {}
+        partition = find_partition(model, inputs, num_stages, job.pipeline_cut or (), whole)
         styles = {row.layer: row.style for row in plan.rows.values()} if plan is not None else {}
-        by_size = pipeline_plan.costs_by_size(flow)
+        by_size = pipeline_plan.costs_by_size(partition)
         # Refuses before anybody measures.
-        cut = pipeline_plan.find_cut(flow, num_stages, by_size, job.pipeline_cut, styles)
+        cut = pipeline_plan.find_cut(partition, num_stages, by_size, job.pipeline_cut, styles)
         costs = torch.tensor(by_size, dtype=torch.float64)
         if self._rank == 0:
             try:
-                measured = pipeline_plan.costs_of_job(flow, inputs, job.number)
+                measured = pipeline_plan.costs_of_job(partition, inputs, job.number)
             except RuntimeError as error:
                 raise (parameter_loss.refusal(error, str(self._axes), in_stages=True) or error) from None
             costs = torch.tensor(measured, dtype=torch.float64)
         self._together.exchange(lambda native: native.broadcast(costs))
-        cut = pipeline_plan.find_cut(flow, num_stages, costs.tolist(), job.pipeline_cut, styles)
-        pipeline_stage.refuse_wrong(flow, cut, inputs)
+        cut = pipeline_plan.find_cut(partition, num_stages, costs.tolist(), job.pipeline_cut, styles)
+        pipeline_stage.refuse_different_results(partition, cut, inputs)
         if self._rank == 0:
             print(cut.table(), file=sys.stderr, flush=True)
-            if flow.mixes and job.num_micro == 1:
+            if partition.is_batch_dependent and job.num_micro == 1:
                 print(
                     "note: samples of a batch depend on each other, so it is not run in micro-batches and stages wait for one "
                     "another; accumulate=4 would run it in 4, here and in one process",
                     file=sys.stderr,
                     flush=True,
                 )
-        return flow, cut
+        return partition, cut
 
-    def _take_stages(self, flow: Flow, cut: pipeline_plan.Cut, mesh: DeviceMesh) -> Iterable[Stage]:
+    def _take_stages(
+        self, partition: Partition, cut: pipeline_plan.PipelineCut, mesh: DeviceMesh
+    ) -> Iterable[ModelStage]:
         """This rank's stages, and nothing kept of the others but names."""
         axes, at = self._axes, self._axes.coordinates(self._rank).pp
-        everybodys = pipeline_stage.stages_of(
+        all_stages = pipeline_stage.stages_of(
             self._job,
-            flow,
+            partition,
             cut,
             gives_copies=self._schedule == "zero-bubble",
             mesh=mesh["tp"] if axes.tp > 1 else None,
         )
-        stages = {number: stage for number, stage in enumerate(everybodys) if number % axes.pp == at}
-        holding = pipeline_state.holding_of(flow.model, everybodys, axes.pp, at)
+        stages = {number: stage for number, stage in enumerate(all_stages) if number % axes.pp == at}
+        ownership = pipeline_state.ownership_of(partition.model, all_stages, axes.pp, at)
         if axes.num_data_ranks > 1:
-            pipeline_state.refuse_shared_on_one_rank(flow.model, list(stages.values()))
-        pipeline_state.let_go(flow.model, holding)
+            pipeline_state.refuse_shared_on_one_rank(partition.model, list(stages.values()))
+        pipeline_state.drop_foreign_tensors(partition.model, ownership)
         group = mesh["pp"].get_group()
-        self._holding = holding
+        self._ownership = ownership
         self._pipeline = PipelineRunner(
             self._job,
-            flow,
+            partition,
             stages,
-            Ways(flow, cut, everybodys, stages),
+            RetracedRoles(partition, cut, all_stages, stages),
             num_stages=cut.num_stages,
             schedule=self._schedule,
             group=group,
             data_groups=[mesh[axis].get_group() for axis in ("dp", "fsdp") if getattr(axes, axis) > 1],
             num_data_ranks=axes.num_data_ranks,
         )
-        flow.forget()
-        model = flow.model
+        partition.forget()
+        model = partition.model
         self._norm_of = lambda: pipeline_state.norm_over_stages(
-            dict(model.named_parameters()), holding, group, self._job.device
+            dict(model.named_parameters()), ownership, group, self._job.device
         )
         return stages.values()
 
@@ -335,7 +343,7 @@ class ModelParallel(Ddp):
         """Model and optimizer, tensor by tensor, whole on rank 0. Collective."""
         with self._unless_broken("gathering the state"):
             pieces = state_pieces(self._job.model, self.optimizer)
-            if self._pipeline is None or self._holding is None:
+            if self._pipeline is None or self._ownership is None:
                 yield from whole_pieces(
                     pieces,
                     keep=self._rank == 0,
@@ -347,7 +355,7 @@ class ModelParallel(Ddp):
             yield from pipeline_state.pieces_on_rank_0(
                 list(
                     whole_pieces(
-                        pipeline_state.own_pieces(pieces, self._holding),
+                        pipeline_state.own_pieces(pieces, self._ownership),
                         keep=self._rank in leaders,
                         packing=self._packing,
                         ties=self._tied_names,
@@ -379,5 +387,5 @@ class ModelParallel(Ddp):
             }
             settings = {**settings, "numbers": numbers}
         in_order = self._packing.reading(pieces.tensors)
-        tensors = pipeline_state.OwnReader(CutReader(in_order, like), elsewhere)
+        tensors = pipeline_state.StageReader(CutReader(in_order, like), elsewhere)
         load_state(self._job.model, self.optimizer, PieceReader(tensors, settings, pieces.path))

@@ -63,7 +63,7 @@ def whole_pieces(
     for piece in pieces:
         tensor = gathered.get(ties.get(piece.name, ""))
         if tensor is None:
-            tensor = packing.as_users(piece.name, whole(piece.tensor))
+            tensor = packing.to_user_layout(piece.name, whole(piece.tensor))
         shape = tuple(piece.tensor.shape)
         if not keep:
             tensor = torch.empty(0, dtype=tensor.dtype)

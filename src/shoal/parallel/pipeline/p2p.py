@@ -1,8 +1,8 @@
-"""Values between the stages of a pipeline: tensors behind a description of them in JSON, never pickles.
+"""Values sent between the stages of a pipeline: tensors behind a JSON description of them, no pickle.
 
-What is no tensor (a size, a flag) is in the description itself. Of a tensor
-of which each rank of tp has a part, each sends its own, to the rank of the
-next stage that has the same place.
+Values that are no tensors (a size, a flag) are in the description itself. Of a
+DTensor, each rank of tp sends its shard to the rank of the next stage that has
+the same place.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _DTYPES = {
     )
 }  # fmt: skip
 
-UnderWay = list[tuple[dist.Work, Tensor]]
-"""What is being sent, and what holds it until then."""
+Sends = list[tuple[dist.Work, Tensor]]
+"""Sends under way, and the tensors that must live until they are done."""
 
 
 class _CannotTravel(Exception):
-    """A value of which a stage cannot tell another."""
+    """A value that cannot be sent to another stage."""
 
 
 def why_not(value: Any) -> str | None:
-    """What of a value cannot go from one stage to the next; None where all of it can."""
+    """The part of a value that cannot be sent; None where all of it can."""
     try:
         _pack(value)
     except _CannotTravel as error:
@@ -85,7 +85,7 @@ def _pack(value: Any) -> tuple[list[Tensor], Any]:
 
 
 def _part(tensor: DTensor) -> tuple[int | None, Tensor]:
-    """This rank's part and the dimension along which it is one; None and all of it where not all have equal parts."""
+    """The sharded dim and this rank's shard; None and the whole tensor where shards are uneven."""
     [placement] = tensor.placements
     if type(placement) is Shard and tensor.shape[placement.dim] % tensor.device_mesh.size() == 0:
         return placement.dim, tensor.to_local()
@@ -93,14 +93,14 @@ def _part(tensor: DTensor) -> tuple[int | None, Tensor]:
 
 
 def whole(tensor: DTensor) -> Tensor:
-    """All of it, as a plain tensor; gradients go back the same way."""
+    """The whole tensor, plain; gradients go back the same way."""
     return tensor.redistribute(placements=[Replicate()]).to_local()
 
 
 def unpack(
     tensors: list[Tensor], description: Any, device: torch.device, mesh: DeviceMesh | None = None
 ) -> Any:
-    """The value that was packed; places are this rank's own. `mesh`: the ranks that have the other parts."""
+    """The value that was packed; devices are this rank's own. `mesh`: the ranks of tp."""
     rest = iter(tensors)
 
     def build(told: Any) -> Any:
@@ -108,7 +108,7 @@ def unpack(
             case ["tensor", _, _]:
                 return next(rest)
             case ["part", _, _, dim, shape]:
-                assert mesh is not None, "nothing is in parts without tp"
+                assert mesh is not None, "there are no DTensors without tp"
                 stride = torch.empty(shape, device="meta").stride()
                 placement = Replicate() if dim is None else Shard(dim)
                 return DTensor.from_local(
@@ -131,7 +131,7 @@ def unpack(
 
 
 def metas(description: Any) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """dtype and shape of the tensors that a description tells of, in their order."""
+    """dtype and shape of the described tensors, in their order."""
     match description:
         case ["tensor", name, shape] | ["part", name, shape, _, _]:
             return [(_DTYPES[name], tuple(shape))]
@@ -143,11 +143,11 @@ def metas(description: Any) -> list[tuple[torch.dtype, tuple[int, ...]]]:
             return []
 
 
-def send(value: Any, to: int, group: dist.ProcessGroup, device: torch.device) -> UnderWay:
-    """Start sending; what comes back is to be waited for."""
+def send(value: Any, to: int, group: dist.ProcessGroup, device: torch.device) -> Sends:
+    """Start sending; wait for the result."""
     tensors, description = pack(value)
     told = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8).to(device)
-    under_way: UnderWay = []
+    sends: Sends = []
     for tensor in [
         torch.tensor([len(told)], device=device),
         told,
@@ -155,26 +155,26 @@ def send(value: Any, to: int, group: dist.ProcessGroup, device: torch.device) ->
     ]:
         work = dist.isend(tensor, to, group=group)
         assert work is not None
-        under_way.append((work, tensor))
-    return under_way
+        sends.append((work, tensor))
+    return sends
 
 
 def receive(
     source: int, group: dist.ProcessGroup, device: torch.device, mesh: DeviceMesh | None = None
 ) -> Any:
-    """The next value from a stage."""
+    """Receive the next value from a stage."""
     length = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(length, source, group=group)
     told = torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.recv(told, source, group=group)
-    description, tensors = _blank(told, device)
+    description, tensors = _empty_tensors(told, device)
     for tensor in tensors:
         dist.recv(tensor, source, group=group)
     return unpack(tensors, description, device, mesh)
 
 
 def share(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What the rank `source` has, on every rank of the group."""
+    """Broadcast the value of rank `source`."""
     is_source = dist.get_rank() == source
     length = torch.zeros(1, dtype=torch.int64, device=device)
     told, tensors, description = torch.empty(0, dtype=torch.uint8), list[Tensor](), None
@@ -187,14 +187,14 @@ def share(value: Any, source: int, group: dist.ProcessGroup, device: torch.devic
         told = torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(told, source, group=group)
     if not is_source:
-        description, tensors = _blank(told, device)
+        description, tensors = _empty_tensors(told, device)
     tensors = [tensor.contiguous() for tensor in tensors]
     for tensor in tensors:
         dist.broadcast(tensor, source, group=group)
     return value if is_source else unpack(tensors, description, device)
 
 
-def _blank(told: Tensor, device: torch.device) -> tuple[Any, list[Tensor]]:
+def _empty_tensors(told: Tensor, device: torch.device) -> tuple[Any, list[Tensor]]:
     description = json.loads(bytes(told.tolist()))
     return description, [
         torch.empty(shape, dtype=dtype, device=device) for dtype, shape in metas(description)

@@ -1,9 +1,10 @@
-"""Partition of a model's forward: layers in a row, and the parts between chosen layers as functions of their own.
+"""Partition of a model's forward: layers in a row, and the segments between chosen layers as functions of their own.
 
-`Flow` is the traced forward as layers; a `Part` takes values from the part
-before and gives values to the next. Values that a later part needs are handed
-on by those between. Values that follow from the inputs alone are computed
-again where they are needed: every rank has the inputs.
+`Partition` is the traced forward as layers; modules are opened as far as it
+takes to cut the model, and no further. A `Segment` takes values from the one
+before and gives values to the next. Values that a later segment needs are
+handed on by those between. Values that follow from the inputs alone are
+computed again where they are needed: every rank has the inputs.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ from shoal.errors import ConfigError
 from shoal.parallel.activations import is_run_again
 from shoal.parallel.compute import evaluating
 from shoal.parallel.model_call import ModelCall
-from shoal.parallel.pipeline import p2p as wire
+from shoal.parallel.pipeline import p2p
 from shoal.parallel.pipeline.trace import (
-    Blank,
-    Traced,
+    MetaCopy,
+    TracedForward,
     Untraceable,
     attribute,
-    blank_of,
     expect,
     forget,
+    meta_copy_of,
     trace,
     unchanged,
 )
 
 NUM_SAMPLES = 3
-"""Of the batch with which a forward is traced."""
+"""Samples of the batch with which a forward is traced."""
 
 _OPENS_AS_USERS = (nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Some of a forward's operations that follow one another: a module, and what happens to its result before the next."""
+    """Consecutive operations of a forward: a module, and what follows it before the next."""
 
     name: str
     """Path of the module, or of the parameter, in the user's model."""
@@ -55,45 +56,45 @@ class Layer:
     """Number of its first node in training's graph."""
 
     begin_in_evaluation: int | None
-    """The same in evaluation's; None where that does something else here, so that no stage can begin."""
+    """The same in evaluation's graph; None where evaluation differs here, so that no stage can begin."""
 
     holds: tuple[str, ...]
     """Parameters and buffers that it uses, by their first names in the model."""
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
-    """A model's forward as layers in a row."""
+class Partition:
+    """A model's forward as layers in a row, in training and in evaluation."""
 
     model: nn.Module
-    train: Traced
-    evaluation: Traced
+    train: TracedForward
+    evaluation: TracedForward
     layers: tuple[Layer, ...]
     closed: dict[str, str] = field(default_factory=dict)
-    """Modules that stay whole although more cuts would have been of use, and why."""
+    """Modules that stay whole, and why."""
 
     draws: bool = False
-    """Whether it draws random numbers in training; `draws_in_evaluation`: also then."""
+    """Whether the forward draws random numbers in training."""
 
     draws_in_evaluation: bool = False
-    mixes: bool = False
-    """Whether a sample's result in training depends on the others of its batch; `mixes_in_evaluation`: also then."""
+    is_batch_dependent: bool = False
+    """Whether a sample's result in training depends on the others of its batch."""
 
-    mixes_in_evaluation: bool = False
+    is_batch_dependent_in_evaluation: bool = False
     opened: frozenset[str] = frozenset()
-    """Modules of which the inside was followed."""
+    """Modules whose inside was traced."""
 
-    blank: Blank | None = None
-    """To follow forward for batches of other shapes; None where it decides nothing by them, or cannot be copied."""
+    meta_copy: MetaCopy | None = None
+    """For tracing batches of other shapes; None where the forward does not branch on them, or cannot be copied."""
 
     def forget(self) -> None:
-        """Let go of what every layer gave."""
+        """Release the example values, and with them weights."""
         forget(self.train)
         forget(self.evaluation)
 
 
 def sample(inputs: Tree, num: int) -> Tree:
-    """So many samples of the inputs, repeated where there are fewer."""
+    """The first `num` samples of the inputs, repeated where there are fewer."""
 
     def some(tensor: Tensor) -> Tensor:
         return tensor.index_select(0, torch.arange(num, device=tensor.device) % tensor.shape[0])
@@ -102,7 +103,7 @@ def sample(inputs: Tree, num: int) -> Tree:
 
 
 def refuse_inputs(inputs: Tree) -> None:
-    """Batches that cannot be cut into micro-batches."""
+    """Refuse batches that cannot be cut into micro-batches."""
     for leaf in leaves(inputs):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             what = "a single number" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
@@ -112,14 +113,14 @@ def refuse_inputs(inputs: Tree) -> None:
             )
 
 
-def find_flow(
+def find_partition(
     model: nn.Module,
     inputs: Tree,
     num_stages: int,
     user_cut: Sequence[str] = (),
     whole: Mapping[str, str] | None = None,
-) -> Flow:
-    """The model's layers, as many as so many stages need; refuses a forward that is no graph.
+) -> Partition:
+    """Trace the model and open its modules as far as so many stages need; refuses a forward that is no graph.
 
     `whole`: modules that are not to be opened, and why.
     """
@@ -127,10 +128,10 @@ def find_flow(
     if not model.training:
         model.train()
     closed = dict(whole or {})
-    hooked = any(map(_has_hooks, model.modules()))  # who knows what they do, or keep
-    blank = functools.cache(lambda: None if hooked else blank_of(model))
+    hooked = any(map(_has_hooks, model.modules()))  # nothing is known of what they do, or keep
+    meta_copy = functools.cache(lambda: None if hooked else meta_copy_of(model))
     size = max(sum(p.numel() for p in model.parameters()), 1)
-    flow: Flow | None = None
+    partition: Partition | None = None
     for share in (0.5 / num_stages, 0.0):  # the large ones; all of them
         opened: set[str] = set()
 
@@ -144,16 +145,16 @@ def find_flow(
                 return True
             return False
 
-        flow = _traced_flow(model, inputs, is_open, opened, closed, blank)
-        if len(flow.layers) >= 2 * num_stages:
+        partition = _traced_partition(model, inputs, is_open, opened, closed, meta_copy)
+        if len(partition.layers) >= 2 * num_stages:
             break
-    assert flow is not None
-    decides = decides_by_shape(flow.train) or decides_by_shape(flow.evaluation)
-    return replace(flow, blank=blank()) if decides else flow
+    assert partition is not None
+    decides = branches_on_shape(partition.train) or branches_on_shape(partition.evaluation)
+    return replace(partition, meta_copy=meta_copy()) if decides else partition
 
 
-def decides_by_shape(traced: Traced) -> bool:
-    """Whether a forward may do something else for a batch of another shape."""
+def branches_on_shape(traced: TracedForward) -> bool:
+    """Whether a forward may differ for a batch of another shape."""
     return any(node.target is expect for node in traced.graph.nodes)
 
 
@@ -184,14 +185,14 @@ def _why_closed(model: nn.Module) -> str:
     return "it is one layer of torch's own, which has no parts"
 
 
-def _traced_flow(
+def _traced_partition(
     model: nn.Module,
     inputs: Tree,
     is_open: Callable[[str, nn.Module], bool],
     opened: set[str],
     closed: dict[str, str],
-    blank: Callable[[], Blank | None],
-) -> Flow:
+    meta_copy: Callable[[], MetaCopy | None],
+) -> Partition:
     with evaluating(module for module in model.modules() if isinstance(module, _BatchNorm)):
         _run(model, sample(inputs, 2))  # what is wrong with the model itself is said by its own traceback
     while True:
@@ -200,9 +201,9 @@ def _traced_flow(
                 raise Untraceable("", _why_closed(model))
             # BatchNorm takes no batch of one, and a synchronised one would wait for other ranks.
             with evaluating(module for module in model.modules() if isinstance(module, _BatchNorm)):
-                train = _twice(model, inputs, is_open, blank)
+                train = _twice(model, inputs, is_open, meta_copy)
             with evaluating(model.modules()):
-                evaluation = _twice(model, inputs, is_open, blank)
+                evaluation = _twice(model, inputs, is_open, meta_copy)
             break
         except Untraceable as error:
             path = error.path
@@ -215,9 +216,9 @@ def _traced_flow(
     draws = any(node.meta["draws"] for node in train.graph.nodes)
     draws_later = any(node.meta["draws"] for node in evaluation.graph.nodes)
     with evaluating(model.modules()):
-        mixes_later = not draws_later and _mixes(model, inputs)
+        is_dependent_in_evaluation = not draws_later and _is_batch_dependent(model, inputs)
     known = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
-    return Flow(
+    return Partition(
         model,
         train,
         evaluation,
@@ -225,8 +226,8 @@ def _traced_flow(
         dict(closed),
         draws,
         draws_later,
-        known or mixes_later or (not draws and _mixes(model, inputs)),
-        mixes_later,
+        known or is_dependent_in_evaluation or (not draws and _is_batch_dependent(model, inputs)),
+        is_dependent_in_evaluation,
         frozenset(opened),
     )
 
@@ -242,9 +243,9 @@ def _twice(
     model: nn.Module,
     inputs: Tree,
     is_open: Callable[[str, nn.Module], bool],
-    blank: Callable[[], Blank | None],
-) -> Traced:
-    """Traced with batches of two sizes, which have to give one graph, or the same layers in one that can be found anew."""
+    meta_copy: Callable[[], MetaCopy | None],
+) -> TracedForward:
+    """Trace with batches of two sizes: they must give one graph, or the same layers and a graph that the meta copy reproduces."""
     one, other = (trace(model, sample(inputs, num), is_open) for num in (2, NUM_SAMPLES))
     path, reason = "", "what it does depends on the number of samples in a batch"
     for (at, mine), (_, its) in zip(one.signature(), other.signature(), strict=False):
@@ -254,11 +255,11 @@ def _twice(
     else:
         if len(one.graph.nodes) == len(other.graph.nodes):
             return other
-    if [mark[1:] for mark in marks_of(one)] == [mark[1:] for mark in marks_of(other)]:
-        copied = blank()
+    if [mark[1:] for mark in layer_starts(one)] == [mark[1:] for mark in layer_starts(other)]:
+        copied = meta_copy()
         if copied is not None:
             found = copied.trace(sample(inputs, 2), is_open, training=model.training)
-            if found is not None and found.told() == one.told():
+            if found is not None and found.node_texts() == one.node_texts():
                 return other
     raise Untraceable(path, reason)
 
@@ -268,15 +269,15 @@ def _run(model: nn.Module, inputs: Tree) -> Any:
         return ModelCall(model)(inputs)
 
 
-def _mixes(model: nn.Module, inputs: Tree) -> bool:
-    """Whether three samples give together something else than alone, in the mode that the model is in."""
+def _is_batch_dependent(model: nn.Module, inputs: Tree) -> bool:
+    """Whether three samples give together something else than one by one, in the model's current mode."""
     three = sample(inputs, 3)
-    with contextlib.suppress(Exception):  # a layer that takes no batch of one mixes, and is known for it
+    with contextlib.suppress(Exception):  # a layer that takes no batch of one (BatchNorm) is known already
         together = tensors(_run(model, three))
         apart = [tensors(_run(model, map_tensors(lambda t, n=n: t[n : n + 1], three))) for n in range(3)]  # type: ignore[misc]
         for number, tensor in enumerate(together):
             if tensor.dim() and tensor.shape[0] % 3 == 0:
-                joined = torch.cat([part[number] for part in apart])
+                joined = torch.cat([alone[number] for alone in apart])
                 if tensor.is_floating_point() and not torch.allclose(
                     tensor, joined, 1e-3, 1e-5, equal_nan=True
                 ):
@@ -287,8 +288,8 @@ def _mixes(model: nn.Module, inputs: Tree) -> bool:
 # ---- layers ---------------------------------------------------------------------------------------
 
 
-def free_nodes(traced: Traced) -> set[fx.Node]:
-    """Nodes that every stage can have for itself: inputs, weights, and what follows from inputs and shapes alone."""
+def free_nodes(traced: TracedForward) -> set[fx.Node]:
+    """Nodes that every stage can compute for itself: inputs, weights, and functions of inputs and shapes alone."""
     changed = {node for each in traced.graph.nodes for node in each.meta["changes"]}
     free: set[fx.Node] = set()
     for node in traced.graph.nodes:
@@ -311,7 +312,7 @@ def _is_weight(node: fx.Node) -> bool:
 
 
 def begins_layer(node: fx.Node, free: set[fx.Node]) -> str | None:
-    """The name of the layer that begins with a node; None where it goes on with the one before."""
+    """The name of the layer that begins with a node; None where the node belongs to the layer before."""
     if node.op == "call_module":
         return str(node.target)
     if node in free or node.op == "output":
@@ -319,8 +320,8 @@ def begins_layer(node: fx.Node, free: set[fx.Node]) -> str | None:
     return next((str(given.target) for given in node.all_input_nodes if _is_weight(given)), None)
 
 
-def marks_of(traced: Traced) -> list[tuple[int, str, int]]:
-    """Where layers begin: number of the node, name, and the how manieth of that name."""
+def layer_starts(traced: TracedForward) -> list[tuple[int, str, int]]:
+    """Layer beginnings: node number, name, and occurrence of that name."""
     free, seen = free_nodes(traced), dict[str, int]()
     marks = []
     for number, node in enumerate(traced.graph.nodes):
@@ -331,9 +332,9 @@ def marks_of(traced: Traced) -> list[tuple[int, str, int]]:
     return marks
 
 
-def _layers(model: nn.Module, train: Traced, evaluation: Traced) -> list[Layer]:
+def _layers(model: nn.Module, train: TracedForward, evaluation: TracedForward) -> list[Layer]:
     names = {id(tensor): name for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
-    marks, later = marks_of(train), marks_of(evaluation)
+    marks, later = layer_starts(train), layer_starts(evaluation)
     at_later = {(name, nth): number for number, name, nth in later}
     both = {(name, nth) for _, name, nth in marks} & at_later.keys()
     nodes = list(train.graph.nodes)
@@ -358,7 +359,7 @@ def _layers(model: nn.Module, train: Traced, evaluation: Traced) -> list[Layer]:
 
 
 def held_tensors(model: nn.Module, node: fx.Node) -> list[Tensor]:
-    """Parameters and buffers of the model that a node needs, those of the nodes it is given included where they are weights."""
+    """Parameters and buffers of the model that a node uses, as a module or as direct inputs."""
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
         own = [*module.parameters(), *module.buffers()]
@@ -371,15 +372,15 @@ def held_tensors(model: nn.Module, node: fx.Node) -> list[Tensor]:
     return own
 
 
-def spare_of(flow: Flow, used: Sequence[Collection[str]]) -> list[list[str]]:
-    """By stage, what the first batch did not need and batches of other shapes may: with the layer that is defined before it.
+def spare_of(partition: Partition, used: Sequence[Collection[str]]) -> list[list[str]]:
+    """By stage, modules and parameters unused by the first batch that other shapes may need: with the layer defined before them.
 
     `used`: by stage, paths of what it uses.
     """
     spare: list[list[str]] = [[] for _ in used]
-    if flow.blank is None:
+    if partition.meta_copy is None:
         return spare
-    held = {id(tensor) for paths in used for path in paths for tensor in _tensors_at(flow.model, path)}
+    held = {id(tensor) for paths in used for path in paths for tensor in _tensors_at(partition.model, path)}
     at = 0
 
     def visit(prefix: str, module: nn.Module) -> None:
@@ -390,13 +391,15 @@ def spare_of(flow: Flow, used: Sequence[Collection[str]]) -> list[list[str]]:
             homes = [number for number, paths in enumerate(used) if path in paths]
             if homes:
                 at = homes[-1]
-            elif path in flow.opened or isinstance(member, (nn.ModuleList, nn.ModuleDict)):
+            elif path in partition.opened or isinstance(member, (nn.ModuleList, nn.ModuleDict)):
                 assert isinstance(member, nn.Module)
                 visit(f"{path}.", member)
-            elif (own := _tensors_at(flow.model, path)) and not any(id(tensor) in held for tensor in own):
+            elif (own := _tensors_at(partition.model, path)) and not any(
+                id(tensor) in held for tensor in own
+            ):
                 spare[at].append(path)
 
-    visit("", flow.model)
+    visit("", partition.model)
     return spare
 
 
@@ -410,14 +413,14 @@ def _tensors_at(model: nn.Module, path: str) -> list[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Some of a forward's operations."""
+class Segment:
+    """Consecutive operations of a forward as a function of their own: one stage's work."""
 
     takes: tuple[str, ...]
-    """Names of the values that it is given by the part before it."""
+    """Names of the values that it takes from the segment before."""
 
     gives: tuple[str, ...]
-    """Names of those that it gives to the next; empty where it is the last, which gives the model's output."""
+    """Names of the values that it gives to the next; empty for the last, which gives the model's output."""
 
     inputs: tuple[int, ...]
     """Numbers of the model's inputs that it reads itself."""
@@ -426,20 +429,20 @@ class Part:
     """Paths of the modules, parameters and buffers that it uses."""
 
     run: Callable[..., Any]
-    """Called with whoever has the targets as attributes, the inputs and what it takes."""
+    """Called with a SegmentModule, the inputs and the taken values."""
 
     needs_grad: tuple[bool, ...]
-    """Which of the tensors that it gives need a gradient, in the order in which they are packed."""
+    """For each given tensor, in packing order: whether it needs a gradient."""
 
     draws: bool
     """Whether it draws random numbers."""
 
     trains_beside: bool
-    """Whether something in it is trained on which nothing that it takes has an influence."""
+    """Whether some trained values in it do not depend on what it takes."""
 
 
-def live_at(traced: Traced, begin: int, free: set[fx.Node] | None = None) -> list[fx.Node]:
-    """Values that go from before a node to it and those behind it."""
+def live_at(traced: TracedForward, begin: int, free: set[fx.Node] | None = None) -> list[fx.Node]:
+    """Values computed before a node and used at or after it."""
     free = free_nodes(traced) if free is None else free
     nodes = list(traced.graph.nodes)
     number = {node: at for at, node in enumerate(nodes)}
@@ -450,31 +453,31 @@ def live_at(traced: Traced, begin: int, free: set[fx.Node] | None = None) -> lis
     ]
 
 
-def parts_of(traced: Traced, begins: Sequence[int], *, training: bool) -> list[Part]:
-    """The forward cut before these nodes."""
+def segments_of(traced: TracedForward, begins: Sequence[int], *, training: bool) -> list[Segment]:
+    """Cut the forward before these nodes."""
     nodes, free = list(traced.graph.nodes), free_nodes(traced)
     bounds = [0, *begins[1:], len(nodes)]
     lives = [[], *(live_at(traced, begin, free) for begin in begins[1:]), []]
     return [
-        _part(nodes, free, own, lives[at], lives[at + 1], is_last=at == len(begins) - 1, training=training)
+        _segment(nodes, free, own, lives[at], lives[at + 1], is_last=at == len(begins) - 1, training=training)
         for at in range(len(begins))
         for own in [nodes[bounds[at] : bounds[at + 1]]]
     ]
 
 
-def decisions_of(traced: Traced) -> Callable[[Sequence[Any]], None] | None:
-    """Checks all that forward decides by shapes, given its inputs; None where it takes layers to know them."""
+def decisions_of(traced: TracedForward) -> Callable[[Sequence[Any]], None] | None:
+    """A check of every branch on shapes, given the inputs; None where layers must run to know the shapes."""
     free = free_nodes(traced)
     decisions = [node for node in traced.graph.nodes if node.target is expect]
     if any(given not in free for node in decisions for given in node.all_input_nodes):
         return None
-    part = _part(list(traced.graph.nodes), free, decisions, (), (), is_last=False, training=False)
-    if part.targets:
+    segment = _segment(list(traced.graph.nodes), free, decisions, (), (), is_last=False, training=False)
+    if segment.targets:
         return None
-    return lambda inputs: part.run(None, *(inputs[number] for number in part.inputs))
+    return lambda inputs: segment.run(None, *(inputs[number] for number in segment.inputs))
 
 
-def _part(
+def _segment(
     nodes: Sequence[fx.Node],
     free: set[fx.Node],
     own: Sequence[fx.Node],
@@ -483,7 +486,7 @@ def _part(
     *,
     is_last: bool,
     training: bool,
-) -> Part:
+) -> Segment:
     needed = _with_free([*(node for node in own if node not in free), *(n for n in gives if n in free)], free)
     chosen = [node for node in nodes if node in needed or (node in set(own) and node not in free)]
     inputs = [node for node in chosen if node.op == "placeholder"]
@@ -511,7 +514,7 @@ def _part(
         graph.output(tuple(made[node] for node in gives))
     code = graph.python_code("self")
     held = [node for node in chosen if node.op in ("call_module", "get_attr")]
-    return Part(
+    return Segment(
         tuple(node.name for node in takes),
         tuple(node.name for node in gives),
         tuple(int(str(node.target).removeprefix("input_")) for node in inputs),
@@ -524,13 +527,13 @@ def _part(
 
 
 def _needs_grad(given: tuple[Any, ...]) -> tuple[bool, ...]:
-    if wire.why_not(given) is not None:  # a part that is only measured
+    if p2p.why_not(given) is not None:  # a segment that is only measured
         return ()
-    return tuple(tensor.requires_grad for tensor in wire.pack(given)[0])
+    return tuple(tensor.requires_grad for tensor in p2p.pack(given)[0])
 
 
 def _with_free(roots: Iterable[fx.Node], free: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that every stage computes for itself and these need."""
+    """The free nodes that these need."""
     todo, needed = [given for node in roots for given in node.all_input_nodes], set[fx.Node]()
     while todo:
         node = todo.pop()
@@ -552,12 +555,12 @@ def _trains_beside(chosen: Sequence[fx.Node], takes: Sequence[fx.Node]) -> bool:
 
 def _requires_grad(node: fx.Node) -> bool:
     example = node.meta["example"]
-    parts = example if isinstance(example, (tuple, list)) else [example]
-    return any(isinstance(part, Tensor) and part.requires_grad for part in parts)
+    values = example if isinstance(example, (tuple, list)) else [example]
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
-class Holder(nn.Module):
-    """Parts of the user's model under their own names: the very modules and tensors, nothing copied."""
+class SegmentModule(nn.Module):
+    """Some modules and tensors of the user's model under their own names; nothing is copied."""
 
     def __init__(self, model: nn.Module, targets: Iterable[str], constants: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -565,7 +568,7 @@ class Holder(nn.Module):
         self.hold(model, targets, constants)
 
     def hold(self, model: nn.Module, targets: Iterable[str], constants: Mapping[str, Tensor]) -> None:
-        """These too, where they are not here yet."""
+        """Add targets that are not held yet."""
         for path in dict.fromkeys(targets):
             if path in self._held:
                 continue

@@ -1,7 +1,7 @@
-"""Where a model is cut into the stages of a pipeline: as equal in cost as can be, and nowhere where it cannot be.
+"""Pipeline plan: where a model is cut into stages of equal cost.
 
 Decides from the layers and their costs alone, so every rank comes to the same
-cut from the same costs.
+cut from the same costs. Says of each layer at which no stage can begin, why.
 """
 
 from __future__ import annotations
@@ -19,10 +19,18 @@ from torch.utils import _pytree as pytree
 
 from shoal.data.tree import Tree, leaves
 from shoal.errors import ConfigError, ShapeDecides
-from shoal.parallel.pipeline import p2p as wire
-from shoal.parallel.pipeline.partition import NUM_SAMPLES, Flow, Holder, Layer, live_at, parts_of, sample
+from shoal.parallel.pipeline import p2p
+from shoal.parallel.pipeline.partition import (
+    NUM_SAMPLES,
+    Layer,
+    Partition,
+    SegmentModule,
+    live_at,
+    sample,
+    segments_of,
+)
 from shoal.parallel.pipeline.trace import is_of_data, unchanged
-from shoal.parallel.tensor_parallel.plan import Plan
+from shoal.parallel.tensor_parallel.plan import TensorPlan
 from shoal.runtime import scratch
 
 _REPEATS = 3
@@ -30,8 +38,8 @@ _PER_LAYER = 1.0  # cost of a layer without parameters, in elements: it is not f
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A model as stages."""
+class PipelineCut:
+    """The stages of a model."""
 
     layers: tuple[Layer, ...]
     begins: tuple[int, ...]
@@ -45,7 +53,6 @@ class Cut:
 
     @property
     def num_stages(self) -> int:
-        """How many."""
         return len(self.begins)
 
     def table(self) -> str:
@@ -62,9 +69,9 @@ class Cut:
         return "\n".join(lines)
 
 
-def whole_under_tp(model: nn.Module, plan: Plan) -> dict[str, str]:
-    """Modules whose call is where tp does something, so that they are called as they are; and why."""
-    found = dict.fromkeys(plan.taken_apart, "tp has each rank take its part out of what it computes in one")
+def kept_whole_by_tp(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
+    """Modules that tp hooks into, which therefore stay whole; and why."""
+    found = dict.fromkeys(plan.splits_blocks, "tp has each rank take its part out of what it computes in one")
     for name, module in model.named_modules():
         has_state = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
         if plan.is_sequence and has_state and not list(module.children()):
@@ -73,32 +80,32 @@ def whole_under_tp(model: nn.Module, plan: Plan) -> dict[str, str]:
 
 
 def find_cut(
-    flow: Flow,
+    partition: Partition,
     num_stages: int,
     costs: Sequence[float],
     user_cut: Sequence[str] | None = None,
     styles: Mapping[str, str] | None = None,
-) -> Cut:
+) -> PipelineCut:
     """The stages, as equal in cost as they can be; or those of the user, checked.
 
     `styles`: how tp cuts layers, by their names.
     """
-    layers = flow.layers
-    blocked = _blocked(flow, styles or {})
-    sizes = tuple(_sizes(flow))
+    layers = partition.layers
+    blocked = _blocked(partition, styles or {})
+    sizes = tuple(_sizes(partition))
     if user_cut is not None:
-        begins = _begins_of(layers, num_stages, user_cut, flow.closed)
+        begins = _begins_of(layers, num_stages, user_cut, partition.closed)
         for begin in begins[1:]:
             if begin in blocked:
                 raise ConfigError(
                     f"a stage cannot begin at '{layers[begin].name}', as pipeline_cut says: {blocked[begin]}. Nothing was "
                     "trained; cut elsewhere."
                 )
-        return Cut(layers, tuple(begins), tuple(costs), sizes)
+        return PipelineCut(layers, tuple(begins), tuple(costs), sizes)
     allowed = [0, *(number for number in range(1, len(layers)) if number not in blocked)]
     if len(allowed) < num_stages:
         reasons = [*dict.fromkeys(blocked.values())]
-        reasons += [f"'{path}' stays whole, because {why}" for path, why in flow.closed.items()]
+        reasons += [f"'{path}' stays whole, because {why}" for path, why in partition.closed.items()]
         because = f" ({'; '.join(reasons[:3])})" if reasons else ""
         raise ConfigError(
             f"the model cannot be cut into {num_stages} stages: of its {len(layers)} layers in a row, a stage can begin at "
@@ -106,11 +113,13 @@ def find_cut(
         )
     ends = [*allowed[1:], len(layers)]
     blocks = [sum(costs[begin:end]) for begin, end in zip(allowed, ends, strict=True)]
-    return Cut(layers, tuple(allowed[block] for block in balance(blocks, num_stages)), tuple(costs), sizes)
+    return PipelineCut(
+        layers, tuple(allowed[block] for block in balance(blocks, num_stages)), tuple(costs), sizes
+    )
 
 
 def balance(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Where each of so many stages begins so that the dearest is as cheap as it can be; none is empty."""
+    """The beginnings of `num_stages` non-empty stages that minimise the cost of the dearest."""
     num = len(costs)
     upto = [0.0]
     for cost in costs:
@@ -128,12 +137,12 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
     return begins[::-1]
 
 
-def _blocked(flow: Flow, styles: Mapping[str, str]) -> dict[int, str]:
+def _blocked(partition: Partition, styles: Mapping[str, str]) -> dict[int, str]:
     """Layers at which no stage can begin, and why."""
     reasons: dict[int, str] = {}
-    layers = flow.layers
-    in_parts = _in_parts(flow, styles)
-    for begin, end, why in _written_in_two(flow):
+    layers = partition.layers
+    sharded = _sharded_values(partition, styles)
+    for begin, end, why in _written_in_two(partition):
         for number in range(begin + 1, end + 1):
             reasons.setdefault(number, why)
     for number, layer in enumerate(layers[1:], start=1):
@@ -142,37 +151,37 @@ def _blocked(flow: Flow, styles: Mapping[str, str]) -> dict[int, str]:
         if layer.begin_in_evaluation is None:
             reasons[number] = f"evaluation does something else than training before '{layer.name}'"
             continue
-        live = live_at(flow.train, layer.begin)
-        cut = next((in_parts[node] for node in live if node in in_parts), None)
+        live = live_at(partition.train, layer.begin)
+        cut = next((sharded[node] for node in live if node in sharded), None)
         if cut is not None:
             reasons[number] = (
                 f"tp leaves the result of '{cut}' in parts until the layer that closes it, in one stage"
             )
             continue
         values = [node.meta["example"] for node in live]
-        later = [node.meta["example"] for node in live_at(flow.evaluation, layer.begin_in_evaluation)]
-        odd = wire.why_not(values) or wire.why_not(later)
+        later = [node.meta["example"] for node in live_at(partition.evaluation, layer.begin_in_evaluation)]
+        odd = p2p.why_not(values) or p2p.why_not(later)
         if odd is None and any(not isinstance(n.meta["example"], Tensor) and is_of_data(n) for n in live):
             odd = "a number read out of the data"
         if odd is not None:
             reasons[number] = f"{odd} goes from before '{layer.name}' to it, which cannot be sent"
-        elif not any(tensor.requires_grad for tensor in wire.pack(values)[0]):
+        elif not any(tensor.requires_grad for tensor in p2p.pack(values)[0]):
             reasons[number] = (
                 f"nothing before '{layer.name}' that it depends on is trained, so nothing goes back"
             )
     return reasons
 
 
-def _written_in_two(flow: Flow) -> list[tuple[int, int, str]]:
+def _written_in_two(partition: Partition) -> list[tuple[int, int, str]]:
     """Layers that write into the same buffer: each stage would keep its own."""
-    graphs = (flow.train.graph, flow.evaluation.graph)
+    graphs = (partition.train.graph, partition.evaluation.graph)
     changed = {node for graph in graphs for each in graph.nodes for node in each.meta["changes"]}
     constant = {
         str(n.target) for graph in graphs for n in graph.nodes if n.op == "get_attr" and n not in changed
     }
-    written = {name for name, _ in flow.model.named_buffers()} - constant
+    written = {name for name, _ in partition.model.named_buffers()} - constant
     found: dict[str, list[int]] = {}
-    for number, layer in enumerate(flow.layers):
+    for number, layer in enumerate(partition.layers):
         for name in layer.holds:
             if name in written:
                 found.setdefault(name, []).append(number)
@@ -180,17 +189,17 @@ def _written_in_two(flow: Flow) -> list[tuple[int, int, str]]:
         (
             at[0],
             at[-1],
-            f"'{flow.layers[at[0]].name}' and '{flow.layers[at[-1]].name}' share the buffer '{name}'",
+            f"'{partition.layers[at[0]].name}' and '{partition.layers[at[-1]].name}' share the buffer '{name}'",
         )
         for name, at in found.items()
         if len(at) > 1
     ]
 
 
-def _in_parts(flow: Flow, styles: Mapping[str, str]) -> dict[fx.Node, str]:
-    """Values of which each rank of tp has a part, and the layer that they come from."""
+def _sharded_values(partition: Partition, styles: Mapping[str, str]) -> dict[fx.Node, str]:
+    """Values sharded by tp, and the layer that they come from."""
     found: dict[fx.Node, str] = {}
-    for node in flow.train.graph.nodes:
+    for node in partition.train.graph.nodes:
         style = styles.get(str(node.target)) if node.op == "call_module" else None
         if style == "colwise":
             found[node] = str(node.target)
@@ -234,64 +243,68 @@ def _begins_of(
     return begins
 
 
-def _sizes(flow: Flow) -> list[int]:
-    numel = {name: parameter.numel() for name, parameter in flow.model.named_parameters()}
-    return [sum(numel.get(name, 0) for name in layer.holds) for layer in flow.layers]
+def _sizes(partition: Partition) -> list[int]:
+    numel = {name: parameter.numel() for name, parameter in partition.model.named_parameters()}
+    return [sum(numel.get(name, 0) for name in layer.holds) for layer in partition.layers]
 
 
-def costs_by_size(flow: Flow) -> list[float]:
-    """What each layer costs, as far as its parameters tell."""
-    return [_PER_LAYER + size for size in _sizes(flow)]
+def costs_by_size(partition: Partition) -> list[float]:
+    """Costs by the number of parameters."""
+    return [_PER_LAYER + size for size in _sizes(partition)]
 
 
-def costs_of_job(flow: Flow, inputs: Tree, number: int) -> list[float]:
-    """What each layer costs: measured once for a job, and kept, so that it is cut alike when it begins anew.
+def costs_of_job(partition: Partition, inputs: Tree, number: int) -> list[float]:
+    """Measured costs, kept in the job's scratch directory, so that a restarted job is cut alike.
 
     By size where layers share a weight: whether one stage has both decides in which order their gradients are added.
     """
-    held = [name for layer in flow.layers for name in layer.holds]
+    held = [name for layer in partition.layers for name in layer.holds]
     if len(held) != len(set(held)):
-        return costs_by_size(flow)
+        return costs_by_size(partition)
     path = scratch.directory() / f"pipeline-costs-{number}.json"
     with contextlib.suppress(OSError, ValueError):
         kept = json.loads(path.read_text())
-        if len(kept) == len(flow.layers):
+        if len(kept) == len(partition.layers):
             return [float(cost) for cost in kept]
     try:
-        costs = measure(flow, inputs)
-    except ShapeDecides:  # what it does hangs on the number of samples
-        costs = measure(flow, sample(inputs, NUM_SAMPLES))
+        costs = measure(partition, inputs)
+    except ShapeDecides:  # it branches on the number of samples
+        costs = measure(partition, sample(inputs, NUM_SAMPLES))
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps(costs))
     temporary.replace(path)
     return costs
 
 
-def measure(flow: Flow, inputs: Tree) -> list[float]:
+def measure(partition: Partition, inputs: Tree) -> list[float]:
     """Seconds that each layer takes forward and backward on these inputs; leaves no trace in the model."""
-    parts = parts_of(flow.train, [layer.begin for layer in flow.layers], training=True)
+    segments = segments_of(partition.train, [layer.begin for layer in partition.layers], training=True)
     given = list(leaves(inputs))
-    holder = Holder(flow.model, [path for part in parts for path in part.targets], dict(flow.train.constants))
+    holder = SegmentModule(
+        partition.model,
+        [path for segment in segments for path in segment.targets],
+        dict(partition.train.constants),
+    )
     costs = []
     values: tuple[Any, ...] = ()
-    with unchanged(flow.model):
-        for part in parts:
+    with unchanged(partition.model):
+        for segment in segments:
             least = float("inf")
             for _ in range(_REPEATS):
                 taken = [_leaf(value) for value in values]
                 began_at = time.perf_counter()
-                result = part.run(holder, *(given[number] for number in part.inputs), *taken)
+                result = segment.run(holder, *(given[number] for number in segment.inputs), *taken)
                 trained = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
                 if trained:
                     torch.autograd.backward(trained, [torch.ones_like(t) for t in trained])
                 least = min(least, time.perf_counter() - began_at)
             values = result
             costs.append(least)
-    for parameter in flow.model.parameters():
+    for parameter in partition.model.parameters():
         parameter.grad = None
     return costs
 
 
 def _leaf(value: object) -> object:
-    """The same values, with nothing before them."""
+    """Detached values that collect gradients of their own."""
     return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), value)

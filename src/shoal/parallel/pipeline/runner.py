@@ -1,9 +1,9 @@
-"""Stages of a pipeline run: micro-batches, metas of what travels, and torch's schedules.
+"""Pipeline runner: cuts a slice into micro-batches and runs them through this rank's stages by torch's schedules.
 
 A slice is run in micro-batches exactly as gradient accumulation would run it
-in one process: the same parts, in the same order, with the same seeds. What
-mixes the samples of a batch is given no more of them than the user asked for
-by `accumulate=`.
+in one process: the same parts, in the same order, with the same seeds. A model
+whose samples depend on each other gets no more micro-batches than the user
+asked for by `accumulate=`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ from shoal.config.choices import SCHEDULES
 from shoal.data.slice import Slice, split_target, weight_of
 from shoal.data.tree import Tree, concatenate, leaves, map_tensors
 from shoal.parallel.compute import _EVALUATION, autocast, evaluating, place
-from shoal.parallel.pipeline import p2p as wire
-from shoal.parallel.pipeline.partition import Flow
-from shoal.parallel.pipeline.retrace import Ways
-from shoal.parallel.pipeline.stage import Alone, Role, Stage, Step, UnevenStage, num_held
+from shoal.parallel.pipeline import p2p
+from shoal.parallel.pipeline.partition import Partition
+from shoal.parallel.pipeline.retrace import RetracedRoles
+from shoal.parallel.pipeline.stage import (
+    ForwardOnly,
+    ModelStage,
+    PipelineStep,
+    StageRole,
+    UnevenStage,
+    num_held,
+)
 from shoal.parallel.pipeline.trace import unchanged
 from shoal.parallel.protocol import LossSum, TrainJob
 from shoal.runtime.seeds import mix
@@ -34,12 +41,12 @@ _ROUNDS = 2  # micro-batches for each rank of a pipeline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Ready:
-    """All that hangs on the shapes of a step's micro-batches."""
+class _Prepared:
+    """The schedule and roles for one set of micro-batch shapes."""
 
     schedule: Any
     takes: dict[tuple[int, int], Any]
-    roles: dict[tuple[int, int], Role]
+    roles: dict[tuple[int, int], StageRole]
 
 
 class PipelineRunner:
@@ -48,9 +55,9 @@ class PipelineRunner:
     def __init__(
         self,
         job: TrainJob,
-        flow: Flow,
-        stages: dict[int, Stage],
-        ways: Ways,
+        partition: Partition,
+        stages: dict[int, ModelStage],
+        retraced: RetracedRoles,
         *,
         num_stages: int,
         schedule: str,
@@ -58,17 +65,17 @@ class PipelineRunner:
         data_groups: Sequence[dist.ProcessGroup],
         num_data_ranks: int,
     ) -> None:
-        """`stages` by their numbers; `ways`: of all of them; `data_groups`: those that run the same stages on other parts of a batch."""
-        self._job, self._stages, self._ways, self._num_stages = job, stages, ways, num_stages
+        """`stages` by their numbers; `retraced`: the roles of all of them; `data_groups`: ranks that run the same stages on other slices."""
+        self._job, self._stages, self._retraced, self._num_stages = job, stages, retraced, num_stages
         self._schedule, self._group, self._data_groups = schedule, group, data_groups
         self._num_data_ranks = num_data_ranks
         self._ranks = dist.get_process_group_ranks(group)
-        self._ready: dict[Any, _Ready] = {}
+        self._prepared: dict[Any, _Prepared] = {}
         self._must_check_loss = True
         self.is_last = num_stages - 1 in stages
-        self.num_micro = job.num_micro * (1 if flow.mixes else _ROUNDS * len(self._ranks))
+        self.num_micro = job.num_micro * (1 if partition.is_batch_dependent else _ROUNDS * len(self._ranks))
         """Micro-batches of a slice in training."""
-        self._evaluates_whole = flow.mixes_in_evaluation or flow.draws_in_evaluation
+        self._evaluates_whole = partition.is_batch_dependent_in_evaluation or partition.draws_in_evaluation
 
     def forward_backward(self, batch: Slice, *, rank: int, step: int) -> LossSum:
         """All micro-batches forward and back: gradients of the loss sum, divided by the samples of the global batch."""
@@ -76,8 +83,8 @@ class PipelineRunner:
         if not job.model.training:
             job.model.train()
         pieces = self._placed(batch).cut(self.num_micro)
-        ready = self._ready_for(pieces)
-        now = Step(pieces, lambda number: mix(job.seed, rank, step, number), ready.takes, ready.roles)
+        ready = self._prepared_for(pieces)
+        now = PipelineStep(pieces, lambda number: mix(job.seed, rank, step, number), ready.takes, ready.roles)
         for stage in self._stages.values():
             stage.step = now
         loss = _Loss(job, now, batch.num_global)
@@ -105,7 +112,7 @@ class PipelineRunner:
         if self.is_last:
             own = [output for piece, output in zip(pieces, outputs, strict=True) if not piece.borrowed]
             joined = concatenate(own or outputs[:1])
-        return wire.share(joined, self._rank_of(self._num_stages - 1), self._group, job.device)
+        return p2p.share(joined, self._rank_of(self._num_stages - 1), self._group, job.device)
 
     def _placed(self, batch: Slice) -> Slice:
         return dataclasses.replace(batch, batch=place(batch.batch, self._job.device, self._job.cast_inputs))
@@ -116,25 +123,25 @@ class PipelineRunner:
         seed: int,
         *,
         training: bool,
-        keep: Callable[[Stage, Slice, Any, Any], None] | None = None,
+        keep: Callable[[ModelStage, Slice, Any, Any], None] | None = None,
     ) -> list[Any]:
-        """Forward alone, without gradients; returns the outputs where the last stage is. `keep` is told what went in and out."""
-        device, outputs, under_way = self._job.device, [], []
+        """Run forward only; returns the outputs where the last stage is. `keep` sees each stage's inputs and outputs."""
+        device, outputs, sends = self._job.device, [], []
         with evaluating(self._job.model.modules()), torch.no_grad():
             for piece in pieces:
-                roles = self._ways.roles(piece, training=training)
+                roles = self._retraced.roles(piece, training=training)
                 for number, stage in sorted(self._stages.items()):
                     values: Any = ()
                     if number > 0:
-                        values = wire.receive(self._rank_of(number - 1), self._group, device, stage.mesh)
-                    result = stage(alone=Alone(piece, values, seed, roles[number]))
+                        values = p2p.receive(self._rank_of(number - 1), self._group, device, stage.mesh)
+                    result = stage(alone=ForwardOnly(piece, values, seed, roles[number]))
                     if keep is not None:
                         keep(stage, piece, values, result)
                     if number < self._num_stages - 1:
-                        under_way += wire.send(result, self._rank_of(number + 1), self._group, device)
+                        sends += p2p.send(result, self._rank_of(number + 1), self._group, device)
                     else:
                         outputs.append(result)
-        for work, _ in under_way:
+        for work, _ in sends:
             work.wait()
         for stage in self._stages.values():
             for module in stage.modules():
@@ -145,38 +152,38 @@ class PipelineRunner:
     def _rank_of(self, stage: int) -> int:
         return self._ranks[stage % len(self._ranks)]
 
-    def _ready_for(self, pieces: Sequence[Slice]) -> _Ready:
+    def _prepared_for(self, pieces: Sequence[Slice]) -> _Prepared:
         shapes = tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves(pieces[0].inputs))
         key = (tuple(num_held(piece) for piece in pieces), shapes)
-        is_new = key not in self._ready
-        if self._data_groups:  # those that share weights get ready together
+        is_new = key not in self._prepared
+        if self._data_groups:  # ranks that share weights prepare together: it is collective
             flag = torch.tensor([int(is_new)], device=self._job.device)
             for group in self._data_groups:
                 dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
             is_new = bool(flag.item())
         if is_new:
-            if len(self._ready) >= _MAX_SHAPES:
-                self._ready.clear()
-            self._ready[key] = self._prepare(pieces)
-        return self._ready[key]
+            if len(self._prepared) >= _MAX_SHAPES:
+                self._prepared.clear()
+            self._prepared[key] = self._prepare(pieces)
+        return self._prepared[key]
 
-    def _prepare(self, pieces: Sequence[Slice]) -> _Ready:
-        """Run micro-batches of each size forward to learn the shapes between stages, and build the schedule for them."""
+    def _prepare(self, pieces: Sequence[Slice]) -> _Prepared:
+        """Run micro-batches of each size forward to learn the shapes between stages, and build the schedule."""
         takes: dict[tuple[int, int], Any] = {}
         gives: dict[tuple[int, int], Any] = {}
 
-        def keep(stage: Stage, piece: Slice, given: Any, result: Any) -> None:
-            takes[stage.number, num_held(piece)] = wire.pack(given)[1]
+        def keep(stage: ModelStage, piece: Slice, given: Any, result: Any) -> None:
+            takes[stage.number, num_held(piece)] = p2p.pack(given)[1]
             # What the last one gives goes to the loss, whatever it is made of.
             tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
             is_last = stage.number == self._num_stages - 1
-            gives[stage.number, num_held(piece)] = wire.pack(tensors if is_last else result)[1]
+            gives[stage.number, num_held(piece)] = p2p.pack(tensors if is_last else result)[1]
 
         probes = [min(pieces, key=num_held), max(pieces, key=num_held)]
         roles = {
             (number, num_held(piece)): role
             for piece in probes
-            for number, role in enumerate(self._ways.roles(piece, training=True))
+            for number, role in enumerate(self._retraced.roles(piece, training=True))
         }
         with unchanged(self._job.model):
             self._run(probes, 0, training=True, keep=keep)
@@ -197,7 +204,7 @@ class PipelineRunner:
                     _metas(gives[number, num_held(piece)], roles[number, num_held(piece)].gives_grad)
                     for piece in pieces
                 ],
-                trains_beside=any(roles[number, num_held(piece)].part.trains_beside for piece in probes),
+                trains_beside=any(roles[number, num_held(piece)].segment.trains_beside for piece in probes),
             )
             for number, stage in sorted(self._stages.items())
         ]
@@ -210,26 +217,26 @@ class PipelineRunner:
             loss_fn=lambda output, target: output,
             scale_grads=False,
         )
-        return _Ready(schedule, takes, roles)
+        return _Prepared(schedule, takes, roles)
 
 
 class _Loss:
-    """The loss of one step's micro-batches, and what they add up to."""
+    """The loss function of one step, with the sum over its micro-batches."""
 
-    def __init__(self, job: TrainJob, step: Step, num_global: int) -> None:
+    def __init__(self, job: TrainJob, step: PipelineStep, num_global: int) -> None:
         self._job, self._step, self._num_global = job, step, num_global
         self._totals: dict[int, Tensor] = {}
         self._outputs: dict[int, Tree] = {}
         self._count = 0.0
 
     def __call__(self, tensors: Any, number: Tensor) -> Tensor:
-        """The part of one micro-batch in the mean over the global batch."""
+        """One micro-batch's share of the mean over the global batch."""
         at = int(number)
         piece, output = self._step.pieces[at], self._step.outputs.pop(at)
         target, weight = split_target(piece.batch)[1], weight_of(piece.batch)
         with autocast(self._job):
             total, count = self._job.loss(output, target, num_held(piece), piece.num_global, weight)
-        if piece.borrowed:  # it ran to keep in step; its gradient is nobody's
+        if piece.borrowed:  # it ran to keep in step, and has no gradient
             return total * 0.0
         self._totals[at] = total.detach()
         self._outputs[at] = map_tensors(lambda tensor: tensor.detach(), output)
@@ -247,7 +254,7 @@ class _Loss:
         return False
 
     def sum(self) -> LossSum:
-        """What the slice contributed."""
+        """The slice's contribution."""
         if not self._outputs:
             return LossSum(torch.zeros(()), 0.0, None)
         totals = torch.stack([total for _, total in sorted(self._totals.items())])
@@ -256,7 +263,7 @@ class _Loss:
 
 
 def _metas(description: Any, needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
-    told = wire.metas(description)
+    told = p2p.metas(description)
     flags = needs_grad or [False] * len(told)
     return tuple(
         torch.empty(shape, dtype=dtype, device="meta").requires_grad_(flag)

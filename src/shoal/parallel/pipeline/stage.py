@@ -29,85 +29,95 @@ from shoal.data.tree import Tree, leaves
 from shoal.errors import ConfigError
 from shoal.parallel.compute import autocast, evaluating, seed_all
 from shoal.parallel.model_call import ModelCall
-from shoal.parallel.pipeline import p2p as wire
-from shoal.parallel.pipeline.partition import NUM_SAMPLES, Flow, Holder, Part, parts_of, sample, spare_of
-from shoal.parallel.pipeline.plan import Cut
+from shoal.parallel.pipeline import p2p
+from shoal.parallel.pipeline.partition import (
+    NUM_SAMPLES,
+    Partition,
+    Segment,
+    SegmentModule,
+    sample,
+    segments_of,
+    spare_of,
+)
+from shoal.parallel.pipeline.plan import PipelineCut
 from shoal.parallel.pipeline.trace import unchanged
 from shoal.parallel.protocol import TrainJob
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
-    """What a stage does in one mode."""
+class StageRole:
+    """A stage's work in one mode, training or evaluation."""
 
-    part: Part
+    segment: Segment
     is_first: bool
     is_last: bool
     takes_state: bool
-    """The generator's state comes with the values."""
+    """Whether the generator's state comes with the values."""
 
     gives_state: bool
 
     @property
     def gives_grad(self) -> tuple[bool, ...]:
-        """Which of the tensors that it gives need a gradient."""
-        return (*self.part.needs_grad, False) if self.gives_state else self.part.needs_grad
+        """For each tensor that it gives: whether it needs a gradient."""
+        return (*self.segment.needs_grad, False) if self.gives_state else self.segment.needs_grad
 
 
 @dataclass(slots=True)
-class Step:
-    """What the stages of this rank need to know of the step that is run."""
+class PipelineStep:
+    """The step that this rank's stages run."""
 
     pieces: Sequence[Slice]
     seed_of: Callable[[int], int]
     """The seed of a micro-batch."""
 
     takes: Mapping[tuple[int, int], Any]
-    """By stage and number of samples: the description of what comes in."""
+    """By stage and number of samples: the description of the values that come in."""
 
-    roles: Mapping[tuple[int, int], Role]
-    """By the same: what is done with them."""
+    roles: Mapping[tuple[int, int], StageRole]
+    """By stage and number of samples."""
 
     outputs: dict[int, Any] = field(default_factory=dict)
-    """Of the last stage, by micro-batch."""
+    """Outputs of the last stage, by micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """A micro-batch that is run by itself, without gradients."""
+class ForwardOnly:
+    """A micro-batch that runs forward only."""
 
     piece: Slice
     values: Sequence[Any]
     seed: int
-    role: Role
+    role: StageRole
 
 
-class Stage(nn.Module):
+class ModelStage(nn.Module):
     """Some layers of the user's model, which are in `held` under their own names."""
 
     def __init__(
         self,
         job: TrainJob,
-        flow: Flow,
+        partition: Partition,
         number: int,
-        train: Role,
-        evaluation: Role,
+        train: StageRole,
+        evaluation: StageRole,
         *,
         spare: Sequence[str] = (),
         gives_copies: bool,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """`spare`: what other batches may need. `mesh`: ranks that have parts of what this one has parts of."""
+        """`spare`: modules that batches of other shapes may need. `mesh`: the ranks of tp."""
         super().__init__()
-        self.targets = (*train.part.targets, *evaluation.part.targets, *spare)
-        self.held = Holder(flow.model, self.targets, {**flow.train.constants, **flow.evaluation.constants})
+        self.targets = (*train.segment.targets, *evaluation.segment.targets, *spare)
+        self.held = SegmentModule(
+            partition.model, self.targets, {**partition.train.constants, **partition.evaluation.constants}
+        )
         self._job, self.number, self.train_role, self.evaluation_role = job, number, train, evaluation
         self._gives_copies, self.mesh = gives_copies, mesh
-        self.step = Step((), lambda number: 0, {}, {})
+        self.step = PipelineStep((), lambda number: 0, {}, {})
         self._batchnorms = [module for module in self.modules() if isinstance(module, _BatchNorm)]
 
-    def forward(self, *tensors: Tensor, piece: Tensor | None = None, alone: Alone | None = None) -> Any:
-        """One micro-batch of the step, tensors from the stage before to tensors for the next; or one by itself."""
+    def forward(self, *tensors: Tensor, piece: Tensor | None = None, alone: ForwardOnly | None = None) -> Any:
+        """Run one micro-batch of the step, from the tensors of the stage before to those for the next; or one forward only."""
         if alone is not None:
             return self._compute(alone.role, alone.piece, alone.values, alone.seed)
         assert piece is not None
@@ -116,7 +126,7 @@ class Stage(nn.Module):
         role = step.roles[self.number, num_held(one)]
         values: Sequence[Any] = ()
         if not role.is_first:
-            values = wire.unpack(
+            values = p2p.unpack(
                 list(tensors), step.takes[self.number, num_held(one)], self._job.device, self.mesh
             )
         with self._batchnorm_told(one.borrowed):
@@ -124,14 +134,14 @@ class Stage(nn.Module):
         if role.is_last:
             step.outputs[number] = result
             return tuple(leaf for leaf in leaves(result) if isinstance(leaf, Tensor))
-        given = wire.pack(result)[0]
-        # Torch lets go in place of what a stage gave, which a layer may still need for the gradient of its weights. And it
-        # sends only what lies in one piece, which a view (a slice, a transposition) does not.
+        given = p2p.pack(result)[0]
+        # torch frees a stage's output in place, which a layer may still need for the gradient of its weights. And it sends
+        # only contiguous tensors, which a view (a slice, a transposition) is not.
         if self._gives_copies:
             return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in given)
         return tuple(tensor.contiguous() for tensor in given)
 
-    def _compute(self, role: Role, piece: Slice, values: Sequence[Any], seed: int) -> Any:
+    def _compute(self, role: StageRole, piece: Slice, values: Sequence[Any], seed: int) -> Any:
         device = self._job.device
         if role.is_first:
             seed_all(seed, device)
@@ -141,7 +151,9 @@ class Stage(nn.Module):
         inputs = list(leaves(piece.inputs))
         try:
             with autocast(self._job):
-                result = role.part.run(self.held, *(inputs[number] for number in role.part.inputs), *values)
+                result = role.segment.run(
+                    self.held, *(inputs[number] for number in role.segment.inputs), *values
+                )
         except ValueError as error:
             if "more than 1 value per channel" in str(error):
                 error.add_note(
@@ -150,18 +162,18 @@ class Stage(nn.Module):
                 )
             raise
         if role.is_last:
-            return pytree.tree_map_only(DTensor, wire.whole, result)
+            return pytree.tree_map_only(DTensor, p2p.whole, result)
         return (*result, random_state(device)) if role.gives_state else result
 
     def tell_batchnorm(self, is_borrowed: bool) -> None:
-        """Synchronised ones are in step with those of other ranks, and count nothing of a borrowed sample."""
+        """Tell synchronised layers, which run in step with other ranks, to count nothing of a borrowed sample."""
         for module in self._batchnorms:
             if isinstance(module, SyncedBatchNorm):
                 module.ranks.is_borrowed = is_borrowed
 
     @contextlib.contextmanager
     def _batchnorm_told(self, is_borrowed: bool) -> Iterator[None]:
-        """Of a borrowed sample, as everywhere: it leaves nothing behind but the count."""
+        """Keep a borrowed sample out of running statistics, but for the count of batches."""
         self.tell_batchnorm(is_borrowed)
         resting = [each for each in self._batchnorms if is_borrowed and not isinstance(each, SyncedBatchNorm)]
         with evaluating(resting) as rested:
@@ -176,44 +188,51 @@ def num_held(piece: Slice) -> int:
     return max(piece.num_local, 1)
 
 
-def roles_of(flow: Flow, cut: Cut, *, training: bool) -> list[Role]:
-    """What each stage does in one mode."""
+def roles_of(partition: Partition, cut: PipelineCut, *, training: bool) -> list[StageRole]:
+    """The roles of all stages in one mode."""
     chosen = [cut.layers[begin] for begin in cut.begins]
     if training:
-        parts = parts_of(flow.train, [layer.begin for layer in chosen], training=True)
+        segments = segments_of(partition.train, [layer.begin for layer in chosen], training=True)
     else:
         begins = [layer.begin_in_evaluation or 0 for layer in chosen]
-        parts = parts_of(flow.evaluation, begins, training=False)
-    return roles_from(parts)
+        segments = segments_of(partition.evaluation, begins, training=False)
+    return roles_from(segments)
 
 
-def roles_from(parts: Sequence[Part]) -> list[Role]:
-    """What each stage does that has one of these parts."""
-    num = len(parts)
-    draws = [any(part.draws for part in parts[number:]) for number in range(num)]
+def roles_from(segments: Sequence[Segment]) -> list[StageRole]:
+    """The roles of stages with these segments."""
+    num = len(segments)
+    draws = [any(segment.draws for segment in segments[number:]) for number in range(num)]
     return [
-        Role(
-            part,
+        StageRole(
+            segment,
             is_first=number == 0,
             is_last=number == num - 1,
             takes_state=number > 0 and draws[number],
             gives_state=number < num - 1 and draws[number + 1],
         )
-        for number, part in enumerate(parts)
+        for number, segment in enumerate(segments)
     ]
 
 
 def stages_of(
-    job: TrainJob, flow: Flow, cut: Cut, *, gives_copies: bool, mesh: DeviceMesh | None = None
-) -> list[Stage]:
-    """All stages of a model, as long as one rank has all of it."""
-    train, evaluation = roles_of(flow, cut, training=True), roles_of(flow, cut, training=False)
-    used = [{*one.part.targets, *other.part.targets} for one, other in zip(train, evaluation, strict=True)]
-    spare = spare_of(flow, used)
+    job: TrainJob,
+    partition: Partition,
+    cut: PipelineCut,
+    *,
+    gives_copies: bool,
+    mesh: DeviceMesh | None = None,
+) -> list[ModelStage]:
+    """All stages of a model that is still whole on this rank."""
+    train, evaluation = roles_of(partition, cut, training=True), roles_of(partition, cut, training=False)
+    used = [
+        {*one.segment.targets, *other.segment.targets} for one, other in zip(train, evaluation, strict=True)
+    ]
+    spare = spare_of(partition, used)
     return [
-        Stage(
+        ModelStage(
             job,
-            flow,
+            partition,
             number,
             train[number],
             evaluation[number],
@@ -225,27 +244,29 @@ def stages_of(
     ]
 
 
-def refuse_wrong(flow: Flow, cut: Cut, inputs: Tree) -> None:
-    """Run all stages one after the other on a few samples: together they have to give what the model gives."""
+def refuse_different_results(partition: Partition, cut: PipelineCut, inputs: Tree) -> None:
+    """Run all stages in turn on a few samples, and refuse a cut that gives other results than the model."""
     few = sample(inputs, NUM_SAMPLES)
-    given, model = list(leaves(few)), flow.model
+    given, model = list(leaves(few)), partition.model
     batchnorms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for training in (True, False):
         resting = (
             batchnorms if training else list(model.modules())
         )  # those of other ranks may be waiting for ours
-        traced = flow.train if training else flow.evaluation
+        traced = partition.train if training else partition.evaluation
         with evaluating(resting), torch.set_grad_enabled(training):
             with unchanged(model):
                 wanted = ModelCall(model)(few)
             with unchanged(model):
                 values: Any = ()
-                for role in roles_of(flow, cut, training=training):
-                    held = Holder(model, role.part.targets, dict(traced.constants))
+                for role in roles_of(partition, cut, training=training):
+                    held = SegmentModule(model, role.segment.targets, dict(traced.constants))
                     taken = pytree.tree_map_only(
                         Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), values
                     )
-                    values = role.part.run(held, *(given[number] for number in role.part.inputs), *taken)
+                    values = role.segment.run(
+                        held, *(given[number] for number in role.segment.inputs), *taken
+                    )
         pairs = zip(pytree.tree_leaves(wanted), pytree.tree_leaves(values), strict=True)
         for one, other in pairs:
             same = (
@@ -263,7 +284,7 @@ def refuse_wrong(flow: Flow, cut: Cut, inputs: Tree) -> None:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The generators that a model on `device` draws from, as they stand."""
+    """The state of the generators that a model on `device` draws from."""
     states = [torch.default_generator.get_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
@@ -271,7 +292,7 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def set_random_state(state: Tensor, device: torch.device) -> None:
-    """Go on as the generators of another process would."""
+    """Continue from another process's generators."""
     state = state.cpu()
     split = torch.default_generator.get_state().numel()
     torch.default_generator.set_state(state[:split].clone())
@@ -284,7 +305,7 @@ class UnevenStage(PipelineStage):
 
     def __init__(
         self,
-        stage: Stage,
+        stage: ModelStage,
         num_stages: int,
         device: torch.device,
         group: dist.ProcessGroup,
@@ -328,13 +349,13 @@ class UnevenStage(PipelineStage):
         self.grad_recv_info, self.chunks = found, num_microbatches
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Gradients of one micro-batch, of which layers that run again have to know whose it is."""
-        assert isinstance(self.submod, Stage)
+        """Run backward of one micro-batch; checkpointed layers, which run forward again, are told whether it is borrowed."""
+        assert isinstance(self.submod, ModelStage)
         self.submod.tell_batchnorm(self.submod.step.pieces[bwd_chunk_id].borrowed)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Gradients of what one micro-batch was given, zeros where there is none."""
+        """Sends of the gradients of one micro-batch's inputs, zeros where there is none."""
         self._stage_meta.input_grads = _derive_grad_metas(self._takes[bwd_chunk_id] or ())
         if bwd_chunk_id in self.bwd_cache:
             self.bwd_cache[bwd_chunk_id] = tuple(map(_sendable, self.bwd_cache[bwd_chunk_id]))
@@ -342,8 +363,8 @@ class UnevenStage(PipelineStage):
 
 
 def _sendable(gradient: Tensor | None) -> Tensor | None:
-    """Only what lies in one piece is sent, and the gradient of a mean does not."""
+    """A contiguous tensor: the gradient of a mean is not."""
     if isinstance(gradient, DTensor):
-        # Of what came as a plain tensor, and was used where each rank of tp has a part of the gradient.
+        # The gradient of a plain input that was used within a tp pair is a partial sum.
         gradient = gradient.full_tensor()
     return None if gradient is None else gradient.contiguous()

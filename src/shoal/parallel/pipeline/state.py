@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds of the model: its own stages; of the others nothing but names and shapes.
+"""Pipeline state: each rank holds its own stages; of the others, names and shapes only.
 
 Parameters and buffers of other stages become meta tensors in the user's own
 module, so names, shapes and the optimizer's groups stay those of the whole
@@ -25,29 +25,28 @@ from shoal.parallel.sharded_tensors import whole
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """Who has which tensors of a model that is cut into stages, by their names; all aliases of one are alike."""
+class Ownership:
+    """The ranks that hold each tensor of a model cut into stages, by name; all aliases of one are alike."""
 
     ranks: dict[str, tuple[int, ...]]
-    """Of the pipeline, in the order of their first stage with it. The first tells of it."""
+    """Ranks of the pipeline, in the order of their first stage with the tensor. The first one saves it."""
 
     rank: int
-    """This one."""
+    """This rank's place in the pipeline."""
 
     def has(self, name: str) -> bool:
-        """Whether this rank holds a tensor."""
         return self.rank in self.ranks.get(name, ())
 
-    def tells(self, piece: str) -> bool:
-        """Whether a piece of the state is this rank's to tell."""
+    def saves(self, piece: str) -> bool:
+        """Whether this rank saves a piece of the state."""
         name = piece.removeprefix(MODEL)
         if piece.startswith("optimizer/"):
             name = piece.removeprefix("optimizer/").rpartition("/")[0]
         return self.ranks.get(name, (self.rank,))[0] == self.rank
 
 
-def holding_of(model: nn.Module, stages: Sequence[nn.Module], num_ranks: int, rank: int) -> Holding:
-    """Who holds what, where stage after stage goes to rank after rank. What no stage uses is the first rank's."""
+def ownership_of(model: nn.Module, stages: Sequence[nn.Module], num_ranks: int, rank: int) -> Ownership:
+    """The owners of all tensors, stages assigned to ranks in turn. Tensors that no stage uses belong to the first rank."""
     users: dict[int, list[int]] = {}
     for number, stage in enumerate(stages):
         for tensor in [*stage.parameters(), *stage.buffers()]:
@@ -56,22 +55,22 @@ def holding_of(model: nn.Module, stages: Sequence[nn.Module], num_ranks: int, ra
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-    return Holding({name: tuple(dict.fromkeys(users.get(id(tensor), [0]))) for name, tensor in named}, rank)
+    return Ownership({name: tuple(dict.fromkeys(users.get(id(tensor), [0]))) for name, tensor in named}, rank)
 
 
-def let_go(model: nn.Module, holding: Holding) -> None:
-    """Keep names and shapes of what is another rank's, and nothing else."""
+def drop_foreign_tensors(model: nn.Module, ownership: Ownership) -> None:
+    """Replace tensors of other ranks by meta tensors."""
     made: dict[int, Tensor] = {}  # what was shared stays shared
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta and not holding.has(prefix + name):
+            if parameter is not None and not parameter.is_meta and not ownership.has(prefix + name):
                 if id(parameter) not in made:
                     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                     made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta and not holding.has(prefix + name):
+            if buffer is not None and not buffer.is_meta and not ownership.has(prefix + name):
                 if id(buffer) not in made:
                     made[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
                 module._buffers[name] = made[id(buffer)]
@@ -79,7 +78,7 @@ def let_go(model: nn.Module, holding: Holding) -> None:
 
 @contextlib.contextmanager
 def following(model: nn.Module, stage: nn.Module) -> Iterator[None]:
-    """Whatever becomes of a stage's parameters inside, the model has under all their names."""
+    """Give the model, under all their names, the parameters that replace a stage's inside the context."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -98,7 +97,7 @@ def following(model: nn.Module, stage: nn.Module) -> Iterator[None]:
 
 
 def refuse_shared_on_one_rank(model: nn.Module, stages: Sequence[nn.Module]) -> None:
-    """FSDP shards each stage by itself, and a weight only once."""
+    """Refuse a weight shared by two stages of one rank: FSDP shards each stage by itself, and a weight only once."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen: set[int] = set()
     for stage in stages:
@@ -111,21 +110,21 @@ def refuse_shared_on_one_rank(model: nn.Module, stages: Sequence[nn.Module]) -> 
         seen |= own
 
 
-class Ties:
-    """Weights that stages of several ranks use: each computes a part of their gradient."""
+class TiedGradients:
+    """Weights used by stages of several ranks, each of which computes a part of their gradient."""
 
-    def __init__(self, model: nn.Module, holding: Holding, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, ownership: Ownership, group: dist.ProcessGroup) -> None:
         named = dict(model.named_parameters())
-        self._rank, self._group = holding.rank, group
+        self._rank, self._group = ownership.rank, group
         self._ranks = dist.get_process_group_ranks(group)
         self._shared = [
             (named[name], ranks)
-            for name, ranks in holding.ranks.items()
-            if len(ranks) > 1 and name in named and named[name].requires_grad and holding.has(name)
+            for name, ranks in ownership.ranks.items()
+            if len(ranks) > 1 and name in named and named[name].requires_grad and ownership.has(name)
         ]
 
     def sum(self) -> None:
-        """Give every rank that has such a weight the whole gradient; added up in the order of the stages."""
+        """Sum the gradient over the ranks that hold the weight, in the order of the stages."""
         for parameter, (first, *others) in self._shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -147,9 +146,9 @@ class Ties:
                 dist.send(gradient.contiguous(), self._ranks[other], group=self._group)
 
 
-def own_pieces(pieces: Iterable[Piece], holding: Holding) -> Iterator[Piece]:
-    """Those that are this rank's to tell."""
-    return (piece for piece in pieces if not piece.tensor.is_meta and holding.tells(piece.name))
+def own_pieces(pieces: Iterable[Piece], ownership: Ownership) -> Iterator[Piece]:
+    """The pieces that this rank saves."""
+    return (piece for piece in pieces if not piece.tensor.is_meta and ownership.saves(piece.name))
 
 
 def pieces_on_rank_0(
@@ -161,9 +160,9 @@ def pieces_on_rank_0(
     gather: Callable[[Tensor], list[Tensor]],
     device: torch.device,
 ) -> Iterator[Piece]:
-    """Whole pieces of all stages, on rank 0; the others get empty ones. `leaders`: the rank that tells for each stage.
+    """Whole pieces of all stages, on rank 0; the others get empty ones. `leaders`: the rank that saves each stage.
 
-    `ties`: names under which a tensor is found again, to its first one; it travels once, and is one memory.
+    `ties`: further names of a tensor, to its first one; it is sent once, and is one memory.
 
     Collective: every rank goes through all of them, in the same order.
     """
@@ -190,24 +189,27 @@ def pieces_on_rank_0(
 
 
 def norm_over_stages(
-    parameters: Mapping[str, nn.Parameter], holding: Holding, group: dist.ProcessGroup, device: torch.device
+    parameters: Mapping[str, nn.Parameter],
+    ownership: Ownership,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> float:
-    """The norm of the gradient of all parameters, of which each rank of the group has some.
+    """The gradient norm over the parameters of all stages.
 
-    Added up in the model's order, so that it does not depend on where the cuts are.
+    Summed in the model's order, so that it does not depend on the cut.
     """
     squares = torch.zeros(len(parameters), dtype=torch.float64, device=device)
     for number, (name, parameter) in enumerate(parameters.items()):
         gradient = parameter.grad
-        if gradient is not None and holding.tells(name):
+        if gradient is not None and ownership.saves(name):
             dense = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
             squares[number] = float(whole(torch.linalg.vector_norm(dense))) ** 2
     dist.all_reduce(squares, group=group)
     return math.sqrt(sum(squares.tolist()))
 
 
-class OwnReader(Mapping[str, Tensor]):
-    """Whole tensors by name, without the optimizer's of other stages; of the weights of those, nothing is read."""
+class StageReader(Mapping[str, Tensor]):
+    """Whole tensors by name, without the optimizer state of other stages; their weights are meta tensors and not read."""
 
     def __init__(self, tensors: Mapping[str, Tensor], elsewhere: Mapping[str, Tensor]) -> None:
         """`elsewhere`: parameters and buffers that this rank does not hold, by the names of their pieces."""
@@ -217,13 +219,13 @@ class OwnReader(Mapping[str, Tensor]):
         return self._elsewhere[name] if name in self._elsewhere else self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._tensors if not is_of(name, self._elsewhere))
+        return (name for name in self._tensors if not is_optimizer_state_of(name, self._elsewhere))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-def is_of(piece: str, elsewhere: Mapping[str, Tensor]) -> bool:
+def is_optimizer_state_of(piece: str, elsewhere: Mapping[str, Tensor]) -> bool:
     """Whether a piece of the optimizer's state belongs to one of these parameters."""
     if not piece.startswith("optimizer/"):
         return False

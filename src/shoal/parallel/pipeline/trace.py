@@ -46,7 +46,7 @@ _SHAPES = {"size", "dim", "ndim", "shape", "numel", "nelement", "dtype", "device
 
 
 class Untraceable(Exception):
-    """Not an error of the user's: a module whose forward is no graph, and why. It stays whole, or a ConfigError tells."""
+    """A module whose forward is no graph, and why. It stays whole, or becomes a ConfigError."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(reason)
@@ -54,7 +54,7 @@ class Untraceable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class TracedForward:
     """One forward as a graph.
 
     Of each node's `meta`: "example", "no_grad", "draws" (random numbers), "changes" (nodes it writes into) and "at" (the
@@ -63,33 +63,33 @@ class Traced:
 
     graph: fx.Graph
     constants: Mapping[str, Tensor]
-    """Tensors that forward uses and no module holds, by the names under which the graph has them."""
+    """Tensors that forward uses and no module holds, by their names in the graph."""
 
     def signature(self) -> list[tuple[str, str]]:
-        """What two graphs of the same forward have in common."""
+        """Module path and text of every node, for comparing two traces."""
         return [
             (str(n.meta.get("at", "")), f"{n.op} {n.target} {n.args} {n.kwargs}") for n in self.graph.nodes
         ]
 
-    def told(self) -> list[str]:
-        """The same without the modules that it happens in."""
+    def node_texts(self) -> list[str]:
+        """The text of every node."""
         return [text for _, text in self.signature()]
 
 
-def forget(traced: Traced) -> None:
-    """Let go of what every node gave, and with it of weights: nodes are in circles, which nobody clears at once."""
+def forget(traced: TracedForward) -> None:
+    """Release the example values, and with them weights: nodes are in reference cycles, which are collected late."""
     for node in traced.graph.nodes:
         node.meta.clear()
 
 
 def expect(value: object, seen: object, line: str) -> None:
-    """A decision that forward took by a shape when it was traced: it has to come out alike each time."""
+    """Check a branch on a shape that forward took when it was traced: it must come out alike."""
     if value != seen:
         raise ShapeDecides(seen=seen, value=value, line=line)
 
 
 class _Value(fx.Proxy):
-    """What stands for a value while a forward is traced."""
+    """Proxy for a value while a forward is traced."""
 
     tracer: _Tracer
 
@@ -115,7 +115,7 @@ class _Value(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    """Records the forward of a model; `is_open` says of which modules the inside is seen."""
+    """Records the forward of a model; `is_open` chooses the modules to open."""
 
     proxy_buffer_attributes = True
 
@@ -202,7 +202,7 @@ class _Tracer(fx.Tracer):
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: examples[n])
         versions = {n: [t._version for t in _tensors(held)] for n, held in examples.items()}
         before, asked = _generators(self.root), _Draws()
-        # What has shapes and no data draws nothing: it is asked what it would do.
+        # Fake tensors draw nothing, so operations that would are recorded instead.
         has_data = not any(isinstance(t, FakeTensor) for held in examples.values() for t in _tensors(held))
         with contextlib.nullcontext() if has_data else asked:
             value = self._call(node, args, kwargs)
@@ -260,7 +260,7 @@ class _Factories(TorchFunctionMode):
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says nothing of its types
-    """Sees operations that may draw random numbers."""
+    """Notices operations that may draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the same
@@ -271,8 +271,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says 
         return func(*args, **(kwargs or {}))
 
 
-def trace(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bool]) -> Traced:
-    """The model's forward on such inputs, in the mode it is in; raises Untraceable. Leaves buffers and generators alone."""
+def trace(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bool]) -> TracedForward:
+    """Trace the forward on these inputs, in the model's current mode; raises Untraceable. Leaves buffers and generators alone."""
     tracer, own_thread = _Tracer(inputs, is_open), threading.get_ident()
 
     def recorded(factory: Any) -> Any:
@@ -291,12 +291,12 @@ def trace(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bo
             stack.enter_context(mock.patch.object(torch, name, recorded(getattr(torch, name))))
         stack.enter_context(_Factories(tracer))
         graph = tracer.trace(model)
-    return Traced(graph, tracer.constants)
+    return TracedForward(graph, tracer.constants)
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Whatever runs inside leaves no trace in buffers, gradients or generators."""
+    """Restore buffers and generators at the end."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
@@ -309,7 +309,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def attribute(model: nn.Module, path: str) -> Any:
-    """What a module holds under a path."""
     owner, _, name = path.rpartition(".")
     return getattr(model.get_submodule(owner), name)
 
@@ -319,7 +318,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _generators(model: nn.Module) -> list[Tensor]:
-    """The states of what may be drawn from: the host's, and that of the device the model is on."""
+    """Generator states of the host and of the model's device."""
     states = [torch.default_generator.get_state()]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type not in ("cpu", "meta"):
@@ -348,7 +347,7 @@ def is_of_data(node: fx.Node) -> bool:
 
 
 def _users_line(error: BaseException | None = None) -> str:
-    """Where in the user's code this is, as far as one can tell."""
+    """The line of the user's code, as far as one can tell."""
     frames = (
         [(frame.filename, frame.lineno) for frame in inspect.getinnerframes(error.__traceback__)]
         if error is not None and error.__traceback__ is not None
@@ -365,12 +364,12 @@ def _short(error: Exception) -> str:
     return (text[0] if text else type(error).__name__)[:160]
 
 
-class Blank:
-    """The copy, in the mode that the model was in."""
+class MetaCopy:
+    """A copy of a model with shapes and no data, in the model's mode."""
 
     def __init__(self, model: nn.Module) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # What is no parameter and no buffer stays what it is, and is used by both.
+        # Plain tensor attributes are shared with the model.
         plain = [leaf for module in model.modules() for leaf in pytree.tree_leaves(vars(module))]
         memo: dict[int, Any] = {id(leaf): leaf for leaf in plain if isinstance(leaf, (Tensor, np.ndarray))}
         for tensor in (*model.parameters(), *model.buffers()):
@@ -385,8 +384,8 @@ class Blank:
 
     def trace(
         self, inputs: Tree, is_open: Callable[[str, nn.Module], bool], *, training: bool
-    ) -> Traced | None:
-        """What forward does with inputs of these shapes; None where only data could tell."""
+    ) -> TracedForward | None:
+        """The forward for inputs of these shapes; None where it depends on data."""
         modules = list(self.model.modules())
         resting = [each for each in modules if isinstance(each, _BatchNorm)] if training else modules
         try:
@@ -403,9 +402,9 @@ class Blank:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def blank_of(model: nn.Module) -> Blank | None:
-    """The copy; None of a model that cannot be copied."""
+def meta_copy_of(model: nn.Module) -> MetaCopy | None:
+    """The meta copy; None for a model that cannot be copied."""
     try:
-        return Blank(model)
+        return MetaCopy(model)
     except Exception:  # a lock, a socket, a tensor with a past: whatever a user's module holds
         return None

@@ -33,13 +33,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 
 PACKED = ("in_proj_weight", "in_proj_bias")
-"""Parameters that hold q, k and v one below the other."""
+"""Packed parameters: q, k and v one below the other."""
 
 BY_ROWS = (*PACKED, "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def why_not_by_heads(module: nn.MultiheadAttention, degree: int) -> str | None:
-    """Why an attention cannot be cut by heads; None where it can."""
+    """The reason why an attention cannot be cut by heads; None where it can."""
     if type(module) is not nn.MultiheadAttention or "forward" in vars(module):
         return f"a {type(module).__name__} is not torch's own, and may read the projections in one piece"
     if module.bias_k is not None or module.add_zero_attn:
@@ -56,34 +56,34 @@ class HeadRanks:
 
     mesh: DeviceMesh
     between: Callable[[Tensor], Tensor]
-    """What becomes of a sum over the ranks where it leaves the layer."""
+    """Converts the partial output where it leaves the layer."""
 
     is_sequence: bool
-    """Whether tensors outside know how they are cut."""
+    """Whether tensors outside are DTensors."""
 
     def shared(self, tensor: Tensor) -> Tensor:
-        """The whole tensor, of whose gradient each rank has a part of the sum."""
+        """The whole tensor; its gradient is a partial sum on each rank."""
         if not isinstance(tensor, DTensor):
             tensor = DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
         return tensor.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def own(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part of a whole tensor."""
+        """This rank's heads of a whole tensor."""
         length = tensor.shape[dim] // self.mesh.size()
         return tensor.narrow(dim, self.mesh.get_local_rank() * length, length)
 
     def joined(self, tensor: Tensor, placement: Placement) -> Tensor:
-        """The whole of what the ranks have parts of."""
+        """The whole tensor, from each rank's part."""
         whole = self.spread(tensor, placement).redistribute(placements=[Replicate()])
         return whole if self.is_sequence else whole.to_local()
 
     def spread(self, tensor: Tensor, placement: Placement) -> DTensor:
-        """A tensor of which this rank has a part."""
+        """A DTensor from this rank's part."""
         return DTensor.from_local(tensor, self.mesh, [placement], run_check=False)
 
 
 class AttentionByHeads(nn.MultiheadAttention):
-    """An nn.MultiheadAttention whose parameters are cut by heads. A whole one becomes it in place: see `become`."""
+    """An nn.MultiheadAttention whose parameters are cut by heads. `convert_to_heads` makes one in place."""
 
     ranks: HeadRanks
 
@@ -98,7 +98,7 @@ class AttentionByHeads(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As torch's own; the fast path for inference is not taken, since it takes weights in one piece."""
+        """As torch's own, without the inference fast path, which needs whole weights."""
         is_batched: bool = F._mha_shape_check(  # type: ignore[attr-defined]  # private, and says what torch says
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )
@@ -111,7 +111,7 @@ class AttentionByHeads(nn.MultiheadAttention):
                 "Need attn_mask if specifying the is_causal hint. You may use the Transformer module method "
                 "`generate_square_subsequent_mask` to create this mask."
             )
-        keep = self._drawn(q, k)
+        keep = self._dropout_mask(q, k)
         weights = None
         if need_weights or keep is not None:
             # A position that may look at nothing: torch gives no number where weights are asked for, else nothing.
@@ -141,7 +141,7 @@ class AttentionByHeads(nn.MultiheadAttention):
         return tensor if self.batch_first else tensor.transpose(0, 1)
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's heads of the three, as (batch, heads, length, features of a head)."""
+        """Project to this rank's heads: (batch, heads, length, features of a head)."""
         bias = None if self.in_proj_bias is None else _local(self.in_proj_bias)
         if self._qkv_same_embed_dim and query is key and key is value:
             parts = F.linear(query, _local(self.in_proj_weight), bias).chunk(3, -1)
@@ -159,7 +159,7 @@ class AttentionByHeads(nn.MultiheadAttention):
     def _mask(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype
     ) -> Tensor | None:
-        """What is added to the scores of this rank's heads."""
+        """The additive mask of this rank's heads."""
         size, shape = q.shape[0], (q.shape[2], k.shape[2])
         added = F._canonical_mask(attn_mask, "attn_mask", None, "", dtype, check_other=False)
         if added is not None:
@@ -181,8 +181,8 @@ class AttentionByHeads(nn.MultiheadAttention):
             return hidden if added is None else added + hidden
         return added
 
-    def _drawn(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """What dropout multiplies weights with. Drawn whole on every rank, as one process does; each takes its heads."""
+    def _dropout_mask(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """The dropout mask, drawn whole on every rank as one process does; each takes its heads."""
         if not self.training or self.dropout == 0:
             return None
         shape = q.shape[0], self.num_heads, q.shape[2], k.shape[2]
@@ -198,7 +198,7 @@ class AttentionByHeads(nn.MultiheadAttention):
         return softmax(scores if mask is None else scores + mask, -1)
 
     def _joined(self, mixed: Tensor, is_batched: bool) -> Tensor:
-        """The output of all heads, from those of this rank."""
+        """The output projection, summed over the ranks."""
         # Sequence first in memory, as torch leaves it: a dropout that follows draws in the order of memory.
         part = F.linear(mixed.transpose(0, 1).contiguous(), _local(self.out_proj.weight))
         if not is_batched:
@@ -215,8 +215,8 @@ class AttentionByHeads(nn.MultiheadAttention):
         return out + (bias if isinstance(out, DTensor) else _local(bias)).to(out.dtype)
 
 
-def become(module: nn.MultiheadAttention, ranks: HeadRanks) -> None:
-    """An attention whose parameters have been cut computes by heads from now on."""
+def convert_to_heads(module: nn.MultiheadAttention, ranks: HeadRanks) -> None:
+    """Make an attention whose parameters have been cut compute by heads."""
     module.__class__ = AttentionByHeads
     module.__dict__["ranks"] = ranks
 
@@ -236,13 +236,13 @@ _KERNEL_BACK = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backwa
 
 
 @functools.cache
-def attend_in_parts() -> None:
-    """From now on, for all models of this process."""
-    vars(F)[_NAME] = _attend
+def patch_sdpa() -> None:
+    """Route F.scaled_dot_product_attention of this process through local heads for DTensors."""
+    vars(F)[_NAME] = _sdpa
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handlers[_KERNEL] = _attend_on_cpu
-    handlers[_KERNEL_BACK] = _attend_on_cpu_back
-    # A mask of torch's own knows what it is asked for by the name that we took; for whoever holds torch's function, too.
+    handlers[_KERNEL] = _sdpa_cpu_forward
+    handlers[_KERNEL_BACK] = _sdpa_cpu_backward
+    # CausalBias recognises torch's function by identity, which the patch has replaced; callers may hold either.
     asked: Any = vars(CausalBias)["__torch_function__"].__func__
 
     def answer(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -254,7 +254,7 @@ def attend_in_parts() -> None:
 
 
 @functools.wraps(_attention)
-def _attend(
+def _sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -265,46 +265,46 @@ def _attend(
 ) -> Tensor:
     given, said = (query, key, value), (attn_mask, dropout_p, is_causal)
     out: Tensor
-    if not _are_cut_alike(given) or not _is_cut_with(attn_mask, query):
+    if not _are_sharded_alike(given) or not _is_mask_sharded_with(attn_mask, query):
         out = _attention(*given, *said, **options)
         return out
     if dropout_p:
-        # Its weights are a tensor in parts, and draw as one process does.
+        # The weights are a DTensor then, and draw as one process does.
         with sdpa_kernel(SDPBackend.MATH):
             out = _attention(*given, *said, **options)
         return out
     cut: Any = query
-    mask = None if attn_mask is None else _own_part(attn_mask, cut)
+    mask = None if attn_mask is None else _local_mask(attn_mask, cut)
     own = [each.to_local() for each in given if isinstance(each, DTensor)]
     out = _attention(*own, mask, 0.0, is_causal, **options)
     return _as(out, cut)
 
 
-def _attend_on_cpu(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The kernel itself, below autograd."""
+def _sdpa_cpu_forward(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Handler of the CPU kernel, below autograd."""
     mesh = next(each.device_mesh for each in args if isinstance(each, DTensor))
-    given = [_in_parts(each, mesh) for each in args[:3]]
+    given = [_to_dtensor(each, mesh) for each in args[:3]]
     mask = kwargs.get("attn_mask")
-    if not _are_cut_alike(given) or not _is_cut_with(mask, given[0]):
+    if not _are_sharded_alike(given) or not _is_mask_sharded_with(mask, given[0]):
         given = [_whole(each) for each in given]
     if mask is not None:
-        kwargs = {**kwargs, "attn_mask": _own_part(mask, given[0])}
+        kwargs = {**kwargs, "attn_mask": _local_mask(mask, given[0])}
     found = operation(*(each._local_tensor for each in given), *args[3:], **kwargs)
     return tuple(_as(each, given[0]) for each in found)
 
 
-def _attend_on_cpu_back(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-    out = args[4]  # in parts as they were when it was computed
+def _sdpa_cpu_backward(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    out = args[4]  # with the placements of the forward
     given = [
-        _in_parts(each, out.device_mesh).redistribute(placements=out.placements)._local_tensor
+        _to_dtensor(each, out.device_mesh).redistribute(placements=out.placements)._local_tensor
         for each in args[:6]
     ]
     if kwargs.get("attn_mask") is not None:
-        kwargs = {**kwargs, "attn_mask": _own_part(kwargs["attn_mask"], out)}
+        kwargs = {**kwargs, "attn_mask": _local_mask(kwargs["attn_mask"], out)}
     return tuple(_as(each, out) for each in operation(*given, *args[6:], **kwargs))
 
 
-def _in_parts(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+def _to_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     if isinstance(tensor, DTensor):
         return tensor
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -318,8 +318,8 @@ def _as(own: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(own, like.device_mesh, like.placements, run_check=False)
 
 
-def _are_cut_alike(given: Sequence[Tensor]) -> bool:
-    """Whether all three are in parts of the same heads or samples."""
+def _are_sharded_alike(given: Sequence[Tensor]) -> bool:
+    """Whether all three are sharded by the same heads or samples."""
     first = given[0]
     if not isinstance(first, DTensor):
         return False
@@ -342,8 +342,8 @@ def _is_between_heads(placement: Placement, tensor: Tensor, num_parts: int) -> b
     return isinstance(placement, Replicate)
 
 
-def _is_cut_with(mask: Tensor | None, query: Tensor) -> bool:
-    """Whether a mask is a tensor that says something of each head and sample, or the same of all of them."""
+def _is_mask_sharded_with(mask: Tensor | None, query: Tensor) -> bool:
+    """Whether a mask has a value for each head and sample, or one for all of them."""
     if mask is None:
         return True
     if not isinstance(mask, DTensor) and type(mask) not in _PLAIN:
@@ -354,37 +354,42 @@ def _is_cut_with(mask: Tensor | None, query: Tensor) -> bool:
     )
 
 
-def _own_part(mask: Tensor, like: DTensor) -> Tensor:
-    """What a mask, or a bias that is trained, says of this rank's heads and samples."""
-    mask = _in_parts(mask, like.device_mesh)
+def _local_mask(mask: Tensor, like: DTensor) -> Tensor:
+    """The part of a mask, or of a trained bias, for this rank's heads and samples."""
+    mask = _to_dtensor(mask, like.device_mesh)
     wanted: list[Placement] = []
     of_gradient: list[Placement] = []
     for placement in like.placements:
         dim = placement.dim - (like.dim() - mask.dim()) if isinstance(placement, Shard) else -1
         is_cut = dim >= 0 and mask.shape[dim] > 1
         wanted.append(Shard(dim) if is_cut else Replicate())
-        # Of one that all heads share, each rank has its heads' part of the gradient.
+        # The gradient of a mask that all heads share is a partial sum on each rank.
         of_gradient.append(Partial() if isinstance(placement, Shard) and not is_cut else wanted[-1])
     return mask.redistribute(placements=wanted).to_local(grad_placements=of_gradient)
 
 
-_is_left = False
+_is_disabled = False
 
 
-def leave_short_cut(model: nn.Module) -> None:
-    """Evaluate `model` by the ordinary forward, with the result of the short cut."""
-    global _is_left
-    if not torch.backends.mha.get_fastpath_enabled() and not _is_left:
+def disable_encoder_fast_path(model: nn.Module) -> None:
+    """Evaluate `model` by the ordinary forward, with the fast path's zeros for padding.
+
+    An nn.TransformerEncoder that is given a padding mask drops the padding on the way (nested tensors) and gives zeros for
+    it, but only in evaluation, without gradients and with whole weights. Losses and pooling that see those positions would
+    otherwise differ from one process.
+    """
+    global _is_disabled
+    if not torch.backends.mha.get_fastpath_enabled() and not _is_disabled:
         return  # the user does not take it either
     # It reads the weights of a layer past the layer.
     torch.backends.mha.set_fastpath_enabled(False)
-    _is_left = True
+    _is_disabled = True
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and encoder.use_nested_tensor and len(encoder.layers):
-            encoder.layers[-1].register_forward_hook(_without_padding(encoder), with_kwargs=True)
+            encoder.layers[-1].register_forward_hook(_zero_padding(encoder), with_kwargs=True)
 
 
-def _without_padding(encoder: nn.TransformerEncoder) -> Callable[..., Tensor]:
+def _zero_padding(encoder: nn.TransformerEncoder) -> Callable[..., Tensor]:
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         padding = kwargs.get("src_key_padding_mask")
         if padding is None or kwargs.get("src_mask") is not None or output.dim() != 3:

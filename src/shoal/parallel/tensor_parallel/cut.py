@@ -1,9 +1,9 @@
-"""Layers cut over the ranks of `tp` as a plan says, over torch's DTensor.
+"""Application of a tensor-parallel plan: parameters and activations become DTensors.
 
-Without sequence parallelism only what lies inside a pair of layers is in
-parts; everything between pairs is a plain tensor, the same on every rank. With
-it all tensors of the model know how they are cut: what lies between pairs
-holds a part of the sequence, and layers that cannot are given the whole.
+Without sequence parallelism only activations inside a pair of layers are
+DTensors; everything between pairs is a plain tensor, the same on every rank.
+With it all tensors of the model are DTensors: activations between pairs are
+sharded along the sequence, and layers that cannot work so get them whole.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from torch.distributed.tensor.experimental import implicit_replication
 from shoal.data.tree import Tree, map_tensors
 from shoal.errors import ConfigError
 from shoal.parallel.tensor_parallel import attention as tensor_attention
-from shoal.parallel.tensor_parallel.attention import attend_in_parts
-from shoal.parallel.tensor_parallel.dtensor_fixes import compute_as_one_process, operation_without_a_way
-from shoal.parallel.tensor_parallel.dtensor_inplace import WritingInParts
-from shoal.parallel.tensor_parallel.dtensor_rng import draw_as_one_process
-from shoal.parallel.tensor_parallel.packing import in_blocks, take_apart
-from shoal.parallel.tensor_parallel.plan import NORMS, Plan
+from shoal.parallel.tensor_parallel.attention import patch_sdpa
+from shoal.parallel.tensor_parallel.dtensor_fixes import patch_sharding_rules, unsupported_operation
+from shoal.parallel.tensor_parallel.dtensor_inplace import InplaceWriteMode
+from shoal.parallel.tensor_parallel.dtensor_rng import patch_random_ops
+from shoal.parallel.tensor_parallel.packing import as_strided_shard, split_blocks_locally
+from shoal.parallel.tensor_parallel.plan import NORMS, TensorPlan
 
 SEQUENCE_DIM = 1
-"""Of what lies between layers that are cut: (batch, sequence, features), or with the first two swapped, which serves as well."""
+"""Of activations between pairs: (batch, sequence, features), or with the first two swapped, which serves as well."""
 
 
-def apply(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut `model` in place. Every rank holds the same weights, so each takes its part without a word to the others."""
-    _Cutting(plan, model, mesh).run()
-    draw_as_one_process()
-    attend_in_parts()
-    compute_as_one_process()
+def apply(plan: TensorPlan, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut `model` in place. Every rank holds the same weights, so each takes its shard without communication."""
+    _ModelCutter(plan, model, mesh).run()
+    patch_random_ops()
+    patch_sdpa()
+    patch_sharding_rules()
 
 
 @contextlib.contextmanager
 def running(runs_model: bool = True) -> Iterator[None]:
-    """While a model that is cut runs, forward and backward; or while only torch's own code works on its tensors."""
+    """Context in which a cut model runs; `runs_model=False` where only torch's own code works on its tensors (the update)."""
     # A mask or a table that the user's forward brings along is the same on every rank. The mode costs every call a little.
-    with implicit_replication(), WritingInParts() if runs_model else contextlib.nullcontext():
+    with implicit_replication(), InplaceWriteMode() if runs_model else contextlib.nullcontext():
         yield
 
 
-def settle(parameters: Iterable[nn.Parameter]) -> None:
-    """Gradients cut as their parameters are: of a layer that saw a part of the sequence each rank has a part of the sum."""
+def match_placements(parameters: Iterable[nn.Parameter]) -> None:
+    """Redistribute gradients to their parameters' placements: a layer that ran on part of the sequence leaves partial sums."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -63,9 +63,9 @@ def settle(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = gradient.full_tensor()
 
 
-def refusal(error: RuntimeError, model: nn.Module) -> ConfigError | None:
-    """Where torch knows no way to run an operation on tensors in parts: which one, and in which layer."""
-    operation = operation_without_a_way(error)
+def explain_unsupported(error: RuntimeError, model: nn.Module) -> ConfigError | None:
+    """The ConfigError for an operation that DTensor does not support: it names the operation and the layer."""
+    operation = unsupported_operation(error)
     if operation is None:
         return None
     names = {id(module): name for name, module in model.named_modules()}
@@ -79,26 +79,25 @@ def refusal(error: RuntimeError, model: nn.Module) -> ConfigError | None:
     )
 
 
-class _Cutting:
-    """One model being cut."""
+class _ModelCutter:
+    """Cuts one model."""
 
-    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, plan: TensorPlan, model: nn.Module, mesh: DeviceMesh) -> None:
         self._plan, self._model, self._mesh = plan, model, mesh
         self._cut: dict[int, nn.Parameter] = {}  # tied weights stay tied
         self._kept: list[nn.Parameter] = []  # alive, or their ids would be used again
-        self._told = False
+        self._has_noted_length = False
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._packing = plan.packing_of(model)
 
     def run(self) -> None:
-        """Parameters first, then what happens around each layer."""
         for row in self._plan.rows.values():
             module = self._model.get_submodule(row.layer)
             if row.style == "colwise":
                 self._colwise(module)
                 num_blocks = self._plan.packed.get(f"{row.layer}.weight")
                 if num_blocks:
-                    self._after(module, functools.partial(in_blocks, num_blocks=num_blocks))
+                    self._after(module, functools.partial(as_strided_shard, num_blocks=num_blocks))
             elif row.style == "rowwise":
                 self._rowwise(module)
             elif row.style == "colwise alone":
@@ -109,10 +108,10 @@ class _Cutting:
         for name in self._plan.parameters_inside:
             owner, _, key = name.rpartition(".")
             self._place(self._model.get_submodule(owner), key, Replicate())
-        for name in self._plan.taken_apart:
-            take_apart(self._model.get_submodule(name))
-        for name, inputs in self._plan.given_inside.items():
-            self._given_inside(self._model.get_submodule(name), inputs)
+        for name in self._plan.splits_blocks:
+            split_blocks_locally(self._model.get_submodule(name))
+        for name, inputs in self._plan.inputs_inside.items():
+            self._convert_inputs_inside(self._model.get_submodule(name), inputs)
         if self._plan.is_sequence:
             self._cut_sequences()
         self._after(self._model, self._plain)
@@ -129,7 +128,7 @@ class _Cutting:
         self._place(module.out_proj, "weight", Shard(1))
         self._place(module.out_proj, "bias", Replicate())
         ranks = tensor_attention.HeadRanks(self._mesh, self._between, self._plan.is_sequence)
-        tensor_attention.become(module, ranks)
+        tensor_attention.convert_to_heads(module, ranks)
 
     def _rowwise(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding):
@@ -147,8 +146,8 @@ class _Cutting:
             self._before(module, lambda tensor: self._as(tensor, Shard(tensor.dim() - 1)))
         self._after(module, self._between)
 
-    def _given_inside(self, module: nn.Module, inputs: Sequence[str]) -> None:
-        """What a module is given for the inside of a pair: of its gradient, each rank has a part of the sum."""
+    def _convert_inputs_inside(self, module: nn.Module, inputs: Sequence[str]) -> None:
+        """Make inputs used within a pair DTensors: each rank computes a partial sum of their gradient."""
         signature = inspect.signature(module.forward)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -165,7 +164,7 @@ class _Cutting:
             self._after(module, self._plain)  # weights of an attention, say
 
     def _cut_sequences(self) -> None:
-        """All that is left of the model, as tensors that know how they are cut."""
+        """Make the rest of the model work on DTensors sharded along the sequence."""
         whole: set[nn.Module] = set()
         for name, module in self._model.named_modules():
             row = self._plan.rows.get(name)
@@ -179,7 +178,7 @@ class _Cutting:
             if row is not None and row.style == "sequence":
                 self._before(module, self._along_sequence)
             elif is_alone and not isinstance(module, (nn.Linear, nn.Embedding, *NORMS)):
-                # Who knows what it does with its inputs: it gets them whole and plain.
+                # Nothing is known of what it does with its inputs: it gets them whole and plain.
                 whole.update(module.modules())
                 self._before(module, self._plain)
                 self._after(module, lambda tensor: self._as(tensor, Replicate()))
@@ -192,7 +191,7 @@ class _Cutting:
     # ---- what happens to tensors ----------------------------------------------------------------
 
     def _as(self, tensor: Tensor, placement: Placement) -> Tensor:
-        """The tensor cut so; a plain one is the same on every rank."""
+        """The tensor with this placement; a plain one counts as replicated."""
         if not isinstance(tensor, DTensor):
             tensor = DTensor.from_local(tensor, self._mesh, [Replicate()], run_check=False)
         if tensor.placements != (placement,):
@@ -200,14 +199,14 @@ class _Cutting:
         return tensor
 
     def _between(self, tensor: Tensor) -> Tensor:
-        """What leaves a pair of layers: part of the sequence, or the whole of it as a plain tensor."""
+        """The output of a pair: sharded along the sequence, or whole as a plain tensor."""
         assert isinstance(tensor, DTensor)
         if self._plan.is_sequence:
             return self._as(tensor, self._part_of(tensor))
         return self._plain(tensor)
 
     def _along_sequence(self, tensor: Tensor) -> Tensor:
-        """For a layer that treats each position alone. What is cut already stays so."""
+        """The input of a layer that treats each position alone; a sharded one stays as it is."""
         if isinstance(tensor, DTensor) and tensor.placements != (Replicate(),):
             return tensor
         return self._as(tensor, self._part_of(tensor))
@@ -218,10 +217,10 @@ class _Cutting:
         length, degree = tensor.shape[SEQUENCE_DIM], self._plan.degree
         if length % degree == 0:
             return Shard(SEQUENCE_DIM)
-        if not self._told and dist.get_rank() == 0:
+        if not self._has_noted_length and dist.get_rank() == 0:
             note = f"note: a sequence of {length} cannot be divided by {degree}: where it is so long it stays whole"
             print(note, file=sys.stderr, flush=True)
-        self._told = True
+        self._has_noted_length = True
         return Replicate()
 
     def _plain(self, tensor: Tensor) -> Tensor:
@@ -237,7 +236,7 @@ class _Cutting:
             return
         if id(parameter) not in self._cut:
             self._kept.append(parameter)
-            whole = self._packing.as_cut(self._names[id(parameter)], parameter.detach())
+            whole = self._packing.to_rank_layout(self._names[id(parameter)], parameter.detach())
             cut = distribute_tensor(whole, self._mesh, [placement], src_data_rank=None)
             self._cut[id(parameter)] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
         module.register_parameter(key, self._cut[id(parameter)])

@@ -1,13 +1,13 @@
-"""Operations on tensors in parts that torch (2.13) would compute wrongly without a word: put right, for all of the process.
+"""Corrections of DTensor's sharding rules where torch 2.13 computes wrong results silently.
 
-torch has a rule for each operation, by which it knows whether every rank can
-compute on its part alone. Some rules take a dim that is counted from the end
-for another one. Where it has none, it derives one from what an operation is
-composed of, and then runs the operation itself on each part: a mean is divided
-by the size of the part. And a few rules are wrong. With dims counted from the
-start and "gather, then compute" for the others, all give what one process
-computes. `tensor_writes.py` sees to what is written in place, and
-`tensor_draws.py` to what is drawn.
+DTensor has a sharding rule for each operation, which says whether every rank
+can compute on its shard alone. Some rules misread a dim that is counted from
+the end. Where there is no rule, one is derived from the operation's
+decomposition, and then the operation itself runs on each shard: a mean is
+divided by the size of the shard. And a few rules are wrong. With dims counted
+from the start and "gather, then compute" for the others, all give what one
+process computes. `dtensor_inplace.py` corrects in-place writes,
+`dtensor_rng.py` random numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DIMS = ("dim", "dims", "dim0", "dim1", "dim2")
 _OVER_ALL = tuple(f"aten::{name}" for name in ("sum", "mean", "nansum", "var", "std", "var_mean", "std_mean"))
 """No dims mean all dims to these."""
 
-_NO_WAY = re.compile(
+_UNSUPPORTED = re.compile(
     r"[Oo]perator (?P<unknown>\S+) does not have a sharding strategy registered"
     r"|Sharding propagation failed for (?P<failed>[\w.]+)"
     r"|(?P<written>[\w.]+): in-place operations that require placement changes are not supported"
@@ -50,8 +50,8 @@ _NO_WAY = re.compile(
 
 
 @functools.cache
-def compute_as_one_process() -> None:
-    """From now on, for all tensors in parts of this process."""
+def patch_sharding_rules() -> None:
+    """Correct the rules for all DTensors of this process."""
     dispatcher: Any = DTensor._op_dispatcher
     rules = dispatcher.sharding_propagator
     for operation, rule in list(rules.op_strategy_funcs.items()):
@@ -67,9 +67,9 @@ def compute_as_one_process() -> None:
     rules.propagate_op_sharding.cache_clear()
 
 
-def operation_without_a_way(error: RuntimeError) -> str | None:
-    """The operation that torch refuses to run on tensors in parts, where that is what the error says."""
-    found = _NO_WAY.search(str(error))
+def unsupported_operation(error: RuntimeError) -> str | None:
+    """The operation that DTensor does not support, where that is what the error says."""
+    found = _UNSUPPORTED.search(str(error))
     return None if found is None else next(each for each in found.groups() if each)
 
 
@@ -77,7 +77,7 @@ def operation_without_a_way(error: RuntimeError) -> str | None:
 
 
 def _with_dims_from_the_start(rule: Callable[[Any], Any], schema: Any) -> Any:
-    """What a rule says, asked with dims that are not negative."""
+    """Call a rule with dims that are not negative."""
     args = list(schema.args_schema)
     named = dict(zip((each.name for each in schema.op._schema.arguments), args, strict=False))
     num_dims = _num_dims(schema.op, args[0], named.get("input_sizes"))
@@ -118,7 +118,7 @@ def _from_the_start(dim: Any, num_dims: int) -> Any:
 
 
 def _gathered(schema: Any) -> Any:
-    """The rule by which every rank computes all of it."""
+    """Rule: gather, and compute everything on every rank."""
     is_written = schema.is_inplace_op() or schema.is_out_variant_op()
     if is_written and not all(_is_whole(each) for each in (*schema.args_strategy, *schema.kwargs_strategy)):
         raise NotImplementedError(f"Operator {schema.op} does not have a sharding strategy registered")
@@ -131,7 +131,7 @@ def _is_whole(given: Any) -> bool:
 
 def _without_a_rule(rules: Any, derived: Callable[[Any], Any], schema: Any) -> Any:
     if torch.Tag.pointwise in schema.op.tags:
-        return derived(schema)  # each number for itself: no part knows less than the whole
+        return derived(schema)  # elementwise: a shard knows no less than the whole
     if schema.op._can_decompose():
         # Where nothing is recorded for gradients. torch then runs what it is composed of, operation by operation.
         raise NotImplementedError(f"Operator {schema.op} does not have a sharding strategy registered")
@@ -139,7 +139,7 @@ def _without_a_rule(rules: Any, derived: Callable[[Any], Any], schema: Any) -> A
 
 
 def _number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`item()`: of the tensor, where torch gives the number of this rank's part."""
+    """`item()` of the whole tensor; torch would give that of this rank's shard."""
     (tensor,) = args
     whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
     return operation(whole._local_tensor)

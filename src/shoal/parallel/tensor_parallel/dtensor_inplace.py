@@ -1,9 +1,9 @@
-"""Writing into a tensor in parts, by `x[:, 0] = 0` and into views of it.
+"""In-place writes into DTensors, by `x[:, 0] = 0` and into views.
 
-A view of a tensor in parts is a copy where its dims are cut in another way, as
-that of some positions of a sequence in parts is; what is written into it torch
-forgets without a word. Here `x[...] = value` is carried out on the whole, and
-any other write into such a copy is refused.
+A view of a DTensor is a copy where its dims are sharded in another way, as
+that of some positions of a sharded sequence is; torch loses writes into it
+silently. Here `x[...] = value` is carried out on the whole tensor, and any
+other write into such a copy is refused.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 
-class WritingInParts(TorchFunctionMode):
-    """While it is active, nothing that is written is lost."""
+class InplaceWriteMode(TorchFunctionMode):
+    """Keeps in-place writes into DTensors, or refuses them; everything else passes through."""
 
     def __torch_function__(
         self,
@@ -26,17 +26,16 @@ class WritingInParts(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Leaves everything else alone."""
         if func is Tensor.__setitem__:
             return _set(*args)
         if args and isinstance(args[0], DTensor):
             name = getattr(func, "__name__", "")
             _refuse_copy(args[0], name)
             if name == "index_select":
-                # Its gradient is written into zeros that are in parts as what comes back is: whole on both sides.
+                # Its gradient is written into zeros with the placements of what comes back: whole on both sides.
                 return _whole(func(_whole(args[0]), *args[1:], **(kwargs or {})))
             if name == "dropout" and _is_sum(args[0]):
-                args = _whole(args[0]), *args[1:]  # of a part of a sum each rank would drop something else
+                args = _whole(args[0]), *args[1:]  # each rank would drop other elements of its partial sum
         return func(*args, **(kwargs or {}))
 
 

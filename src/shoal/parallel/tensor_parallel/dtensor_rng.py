@@ -1,7 +1,7 @@
-"""Random numbers of tensors in parts: every rank draws all of them, as one process does, and keeps its part.
+"""Random numbers of DTensors: every rank draws the whole tensor, as one process does, and keeps its shard.
 
-Generators are seeded alike on every rank. Left to itself each would draw for
-its part alone: the same numbers for all parts, without a word.
+Generators are seeded alike on every rank. DTensor would draw each shard by
+itself: the same numbers for all shards, silently.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LIKE = (
 )  # fmt: skip
 
 
-def draw_as_one_process() -> None:
-    """From now on, for all tensors in parts of this process."""
+def patch_random_ops() -> None:
+    """Replace the random operations of all DTensors of this process; refuse those without a replacement."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for operation in _everything_that_draws():
         handlers.setdefault(operation, _refuse)
@@ -44,7 +44,7 @@ def _everything_that_draws() -> list[Any]:
         if isinstance(packet, torch._ops.OpOverloadPacket)
         for overload in packet.overloads()  # type: ignore[no-untyped-call]  # torch says nothing of its type
     )
-    # Kernels of attention may draw, and seldom do: torch has rules for them (see also tensor_sdpa).
+    # Attention kernels may draw, and seldom do: DTensor has rules for them (see also attention.py).
     return [
         each
         for each in operations
@@ -53,7 +53,7 @@ def _everything_that_draws() -> list[Any]:
 
 
 def _draw_in_place(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What dropout draws on a CPU, among others."""
+    """In-place draws, among them dropout on a CPU."""
     tensor = args[0]
     tensor._local_tensor.copy_(_part(operation(_whole(tensor), *args[1:], **kwargs), tensor))
     drawn: Tensor = tensor
@@ -72,13 +72,13 @@ def _draw_by_chances(operation: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _dropout(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What dropout is on a GPU: one kernel that draws and multiplies; what it draws hangs on the whole shape."""
+    """Dropout on a GPU: one kernel that draws and multiplies; its draws depend on the whole shape."""
     given = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
     tensor, chance, is_training = given["input"], given["p"], given["train"]
     _, mask = operation(_whole(tensor), chance, is_training)
     mask = local_part(mask, tensor)
     scale = 1.0 if is_training is False else (0.0 if chance == 1 else 1 / (1 - chance))
-    # A part of a sum times the mask is a part of that sum; the mask itself is none.
+    # A partial sum times the mask is a partial sum; the mask itself is not partial.
     placements = [Replicate() if isinstance(each, Partial) else each for each in tensor.placements]
     kept = tensor._local_tensor * mask * scale
     return _with_placements_of(tensor, kept), _with_placements_of(tensor, mask, placements)
@@ -96,7 +96,7 @@ def _whole(tensor: DTensor) -> Tensor:
 
 
 def _part(drawn: Tensor, tensor: DTensor) -> Tensor:
-    """This rank's part of what was drawn; of what is added up over ranks, one has all of it."""
+    """This rank's shard of the draw; of a partial sum, one rank has all of it."""
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Partial) and tensor.device_mesh.get_local_rank(axis):
             drawn = torch.zeros_like(drawn)

@@ -28,12 +28,12 @@ from shoal.parallel.optimizer_state import PREFIX as OPTIMIZER
 
 
 def by_rank(tensor: Tensor, num_blocks: int, degree: int) -> Tensor:
-    """Rows in the order of ranks, from rows in the order of blocks."""
+    """Reorder rows from block order to rank order."""
     return _swapped(tensor, num_blocks, degree)
 
 
 def by_block(tensor: Tensor, num_blocks: int, degree: int) -> Tensor:
-    """And back."""
+    """Reorder rows from rank order to block order."""
     return _swapped(tensor, degree, num_blocks)
 
 
@@ -44,7 +44,7 @@ def _swapped(tensor: Tensor, outer: int, inner: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Which parameters of a model lie by rank, and what follows for the tensors of its state."""
+    """The packed parameters of a model, and the reordering of its state."""
 
     degree: int = 1
     num_blocks: Mapping[str, int] = field(default_factory=dict)
@@ -52,22 +52,22 @@ class Packing:
 
     num_rows: Mapping[str, int] = field(default_factory=dict)
 
-    def as_users(self, piece: str, tensor: Tensor) -> Tensor:
-        """A whole tensor of the state as one process has it."""
+    def to_user_layout(self, piece: str, tensor: Tensor) -> Tensor:
+        """A whole tensor of the state in the order of the user's module."""
         name = self._packed(piece, tensor)
         return tensor if name is None else by_block(tensor, self.num_blocks[name], self.degree)
 
-    def as_cut(self, piece: str, tensor: Tensor) -> Tensor:
-        """A whole tensor as one process has it, in the order in which it is cut."""
+    def to_rank_layout(self, piece: str, tensor: Tensor) -> Tensor:
+        """A whole tensor in the order in which it is sharded."""
         name = self._packed(piece, tensor)
         return tensor if name is None else by_rank(tensor, self.num_blocks[name], self.degree)
 
     def reading(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """A state that one process can read, for ranks that are about to cut it."""
-        return _Reader(tensors, self) if self.num_blocks else tensors
+        """A checkpoint's tensors in the order in which they are sharded."""
+        return _RankLayoutReader(tensors, self) if self.num_blocks else tensors
 
     def _packed(self, piece: str, tensor: Tensor) -> str | None:
-        """The parameter a tensor of the state belongs to, where it has the parameter's rows."""
+        """The packed parameter that a tensor of the state belongs to, where it has the parameter's rows."""
         name = piece.removeprefix(MODEL)
         if piece.startswith(OPTIMIZER):
             name = piece.removeprefix(OPTIMIZER).rpartition("/")[0]
@@ -75,12 +75,12 @@ class Packing:
         return name if has_rows else None
 
 
-class _Reader(Mapping[str, Tensor]):
+class _RankLayoutReader(Mapping[str, Tensor]):
     def __init__(self, tensors: Mapping[str, Tensor], packing: Packing) -> None:
         self._tensors, self._packing = tensors, packing
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._packing.as_cut(name, self._tensors[name])
+        return self._packing.to_rank_layout(name, self._tensors[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -93,8 +93,8 @@ _CHUNK = (torch.chunk, Tensor.chunk)
 _SPLIT = (torch.split, Tensor.split)
 
 
-def in_blocks(tensor: DTensor, num_blocks: int) -> DTensor:
-    """A layer's output whose features lie by rank, told as what it is."""
+def as_strided_shard(tensor: DTensor, num_blocks: int) -> DTensor:
+    """The output of a packed layer, whose features lie by rank, as a strided shard."""
     return DTensor.from_local(
         tensor.to_local(),
         tensor.device_mesh,
@@ -105,20 +105,20 @@ def in_blocks(tensor: DTensor, num_blocks: int) -> DTensor:
     )
 
 
-def take_apart(module: nn.Module) -> None:
-    """From now on, a block that this module's forward takes out of such an output is a part on each rank."""
+def split_blocks_locally(module: nn.Module) -> None:
+    """Patch a module's forward so that chunk and split of a strided shard are views."""
     forward = module.forward
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _ByBlock():
+        with _SplitBlocksMode():
             return forward(*args, **kwargs)
 
     module.forward = run
 
 
-class _ByBlock(TorchFunctionMode):
-    """chunk and split of a tensor in blocks, where they give its blocks."""
+class _SplitBlocksMode(TorchFunctionMode):
+    """chunk and split of a strided shard, where they give its blocks."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -43,8 +43,8 @@ NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What is done to one layer."""
+class PlanRow:
+    """The decision about one layer."""
 
     layer: str
     style: str
@@ -54,41 +54,41 @@ class Row:
 
 
 @dataclass(slots=True)
-class Plan:
-    """What is done to every layer that has parameters."""
+class TensorPlan:
+    """The decision about every layer that has parameters."""
 
     degree: int
     is_sequence: bool = False
-    """Whether what lies between pairs holds a part of the sequence."""
+    """Whether activations between pairs are sharded along the sequence."""
 
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: dict[str, PlanRow] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)
-    """Layers without parameters that lie within a pair: they work on a part of the features."""
+    """Layers without parameters within a pair: they work on sharded features."""
 
     parameters_inside: list[str] = field(default_factory=list)
     """Parameters that a forward uses within a pair."""
 
     packed: dict[str, int] = field(default_factory=dict)
-    """Parameters that hold so many blocks of rows (q, k and v, say), of each of which every rank has a part."""
+    """Packed parameters and their number of blocks (q, k and v), each of which is sharded by itself."""
 
-    taken_apart: set[str] = field(default_factory=set)
-    """Modules whose forward takes the output of a layer with blocks apart."""
+    splits_blocks: set[str] = field(default_factory=set)
+    """Modules whose forward splits the output of a packed layer into its blocks."""
 
-    given_inside: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Modules whose inputs of these names, such as a mask, are used within a pair; or whose result may hold a part of it."""
+    inputs_inside: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules whose inputs of these names, such as a mask, are used within a pair; or whose result may be sharded."""
 
     closed: set[str] = field(default_factory=set)
-    """Layers cut by columns whose output, in parts, only goes to one cut by rows."""
+    """Colwise layers whose sharded output only goes to a rowwise one."""
 
     fixed: set[str] = field(default_factory=set)
-    """Layers that are read past their own forward: they are cut by heads, with the attention they belong to, or not at all."""
+    """Layers whose weights are read past their own forward: cut by heads with their attention, or not at all."""
 
     def add(self, layer: str, style: str, reason: str) -> None:
-        """Decide about a layer, once."""
-        self.rows.setdefault(layer, Row(layer, style, reason))
+        """Decide about a layer; the first decision stands."""
+        self.rows.setdefault(layer, PlanRow(layer, style, reason))
 
-    def is_settled(self, layer: str) -> bool:
-        """Whether nobody may decide otherwise any more: it is cut, or the user has spoken."""
+    def is_decided(self, layer: str) -> bool:
+        """Whether the decision is final: the layer is cut, or the user's plan names it."""
         row = self.rows.get(layer)
         if row is None:
             return False
@@ -96,18 +96,17 @@ class Plan:
 
     @property
     def num_cut(self) -> int:
-        """Layers of which each rank holds a part."""
         return sum(row.style not in ("replicated", "sequence") for row in self.rows.values())
 
     def packing_of(self, model: nn.Module) -> Packing:
-        """What follows for the state of the model."""
+        """The layout of packed parameters in the model's state."""
         parameters = dict(model.named_parameters())
         return Packing(
             self.degree, dict(self.packed), {name: parameters[name].shape[0] for name in self.packed}
         )
 
     def table(self) -> str:
-        """For people: a line per layer."""
+        """The plan as printed: a line per layer."""
         width = max((len(name) for name in self.rows), default=0)
         lines = [f"  {row.layer:<{width}}  {row.style:<13} {row.reason}" for row in self.rows.values()]
         between = ", between its pairs a part of the sequence on each" if self.is_sequence else ""
@@ -115,9 +114,9 @@ class Plan:
 
 
 def why_not(module: nn.Module, style: str, degree: int) -> str | None:
-    """Why a layer cannot be cut; None where it can."""
+    """The reason why a layer cannot be cut; None where it can."""
     if style == "sequence":
-        return why_not_along(module)
+        return why_not_sequence(module)
     if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
         return "its rows are updated one by one"
     if isinstance(module, (nn.Linear, nn.Embedding)) and "weight" not in module._parameters:
@@ -133,8 +132,8 @@ def why_not(module: nn.Module, style: str, degree: int) -> str | None:
     return None if size % degree == 0 else f"its {size} {what} cannot be divided by {degree}"
 
 
-def why_not_along(module: nn.Module) -> str | None:
-    """Why a layer cannot run on a part of the sequence."""
+def why_not_sequence(module: nn.Module) -> str | None:
+    """The reason why a layer cannot run on a part of the sequence; None where it can."""
     if isinstance(module, _DropoutNd):
         return None
     if not isinstance(module, NORMS):
@@ -154,28 +153,28 @@ def tied_parameters(model: nn.Module) -> set[int]:
 
 
 def is_tied(module: nn.Module, tied: set[int]) -> bool:
-    """Whether a layer holds one of them."""
+    """Whether a layer holds a tied parameter."""
     return any(id(parameter) in tied for parameter in module.parameters(recurse=False))
 
 
 _CUMULATIVE = {"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
-"""What DTensor computes on each part by itself where the dim is negative (torch 2.13)."""
+"""Operations that DTensor computes on each shard by itself where the dim is negative (torch 2.13)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
-    """What lies between a layer and those that feed it."""
+class PairPath:
+    """The operations between a layer and the linear layers that feed it."""
 
     openers: list[fx.Node]
     """The linear layers whose outputs become its input."""
 
     path: list[fx.Node]
     given: list[fx.Node]
-    """Inputs of the module that are used on the way, such as a mask, and that no opener is fed with."""
+    """Inputs of the module used on the path, such as a mask, that feed no opener."""
 
     @property
     def featured(self) -> list[fx.Node]:
-        """What works on the openers' features."""
+        """Nodes of the path that work on the openers' features."""
         path, found = {*self.path}, {*self.openers}
         for node in self.path[0].graph.nodes if path else ():  # in the order of the forward
             if node in path and not found.isdisjoint(node.all_input_nodes):
@@ -184,11 +183,11 @@ class Between:
 
 
 class Pairing:
-    """Whether some layers can be cut by columns and the one behind them by rows."""
+    """Decides whether some layers can be cut by columns and the one they feed by rows."""
 
     def __init__(
         self,
-        between: Between,
+        between: PairPath,
         closing: fx.Node,
         linears: Mapping[fx.Node, nn.Module],
         children: Mapping[str, nn.Module],
@@ -205,14 +204,14 @@ class Pairing:
 
     @property
     def blocks(self) -> list[int]:
-        """Of each opener, in how many blocks its output is."""
+        """The number of blocks in each opener's output."""
         return [each or 1 for each in self._found]
 
     def why_not(self, tied: set[int]) -> str | None:
-        """The reason, or None."""
+        """The reason why they cannot; None where they can."""
         linears, openers = self._linears, self._between.openers
         for node, num_blocks in zip(openers, self._found, strict=True):
-            strangers = self._strangers(node)
+            strangers = self._other_users(node)
             if strangers:
                 return f"its output is also used by {strangers}"
             if num_blocks is None:
@@ -260,15 +259,15 @@ class Pairing:
         return None
 
     def _is_within_heads(self, split: fx.Node) -> bool:
-        """Whether each head is split for itself."""
+        """Whether the split stays within each head."""
         source = split.all_input_nodes[0]
         outputs = [_linear(self._linears[each]).out_features for each in self._between.openers]
         dims = feature_dims(source, outputs) if is_view(source) else None
         by_last = (split.args[2] if len(split.args) > 2 else split.kwargs.get("dim")) in (-1,)
         return dims is not None and len(dims) == 2 and by_last
 
-    def _strangers(self, node: fx.Node) -> str | None:
-        """Who uses a layer's output besides the way to its partner. Weights of an attention may be part of the result."""
+    def _other_users(self, node: fx.Node) -> str | None:
+        """A user of a layer's output besides the path to its partner. An attention's weights may be part of the result."""
         allowed = {*self._path, self._closing}
         todo, seen = [(user, node) for user in node.users], set[fx.Node]()
         while todo:
@@ -300,30 +299,30 @@ def _computes_as_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward and "forward" not in vars(module)
 
 
-class _Traced(fx.Proxy):
-    """Stands for a tensor, or a shape, while a forward is traced."""
+class _ShapeProxy(fx.Proxy):
+    """Proxy for a tensor or a shape while a forward is traced."""
 
     def __len__(self) -> int:
-        """Of a shape without its last sizes, as in `view(*x.shape[:-1], -1, 64)`: batch and sequence.
+        """The length of `x.shape[:-1]`, as in `view(*x.shape[:-1], -1, 64)`: batch and sequence.
 
-        Which is a guess that does not matter: what becomes of features is read from the end.
+        A guess that does not matter: sizes of features are read from the end.
         """
         return 2 if is_part_of_shape(self.node) else super().__len__()
 
 
 class _OneLevel(fx.Tracer):
-    """Sees a module's own forward: its children are leaves, but for sequences, which are part of it."""
+    """Traces a module's own forward: its children are leaves, except nn.Sequential, which is opened."""
 
     proxy_buffer_attributes = True  # a mask of which a part is taken, as long as the sequence
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Traced(node, self)
+        return _ShapeProxy(node, self)
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return not isinstance(module, nn.Sequential)
 
     def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
-        """One by one, where it is known how many there are: `for each in self.qkv(x).chunk(3, -1)`."""
+        """Iterate where the number of items is known: `for each in self.qkv(x).chunk(3, -1)`."""
         num = len(obj) if is_part_of_shape(obj.node) else num_parts(obj.node)
         return (
             super().iter(obj)
@@ -332,7 +331,7 @@ class _OneLevel(fx.Tracer):
         )
 
 
-def pair(plan: Plan, name: str, module: nn.Module, tied: set[int]) -> None:
+def pair(plan: TensorPlan, name: str, module: nn.Module, tied: set[int]) -> None:
     """Decide about the linear layers that this module's own forward calls."""
     prefix = f"{name}." if name else ""
     try:
@@ -363,9 +362,9 @@ def pair(plan: Plan, name: str, module: nn.Module, tied: set[int]) -> None:
             continue
         names = [prefix + str(node.target) for node in (*openers, closing)]
         # In a chain of three, the second closes the first and cannot open for the third.
-        is_settled = any(plan.is_settled(each) for each in names)
+        is_decided = any(plan.is_decided(each) for each in names)
         wanted = ["colwise"] * len(openers) + ["rowwise"]
-        if is_settled and [plan.rows[each].style if each in plan.rows else "" for each in names] != wanted:
+        if is_decided and [plan.rows[each].style if each in plan.rows else "" for each in names] != wanted:
             continue
         pairing = Pairing(between, closing, linears, children, plan.degree)
         why = pairing.why_not(tied)
@@ -376,21 +375,21 @@ def pair(plan: Plan, name: str, module: nn.Module, tied: set[int]) -> None:
                 plan.add(each, "replicated", why)
             continue
         plan.closed.update(names[:-1])
-        if not is_settled:
+        if not is_decided:
             for each, num_blocks in zip(names, pairing.blocks, strict=False):
                 in_blocks = f", in {num_blocks} blocks" if num_blocks > 1 else ""
-                plan.rows[each] = Row(each, "colwise", f"closed by {names[-1]}{in_blocks}")
-            plan.rows[names[-1]] = Row(names[-1], "rowwise", f"closes {', '.join(names[:-1])}")
+                plan.rows[each] = PlanRow(each, "colwise", f"closed by {names[-1]}{in_blocks}")
+            plan.rows[names[-1]] = PlanRow(names[-1], "rowwise", f"closes {', '.join(names[:-1])}")
         for opener, each, num_blocks in zip(openers, names, pairing.blocks, strict=False):
             if num_blocks > 1:
-                plan.taken_apart.add(name)
+                plan.splits_blocks.add(name)
                 plan.packed |= {
                     f"{each}.{key}": num_blocks for key, _ in linears[opener].named_parameters(recurse=False)
                 }
         # With a switch set otherwise than when it was traced, a forward may give back more.
         if between.given or pairing.returns_weights or _defaults(module):
-            known = plan.given_inside.get(name, ())
-            plan.given_inside[name] = (*known, *(str(node.target) for node in between.given))
+            known = plan.inputs_inside.get(name, ())
+            plan.inputs_inside[name] = (*known, *(str(node.target) for node in between.given))
         for node in between.path:
             if node.op == "call_module":
                 plan.inside.add(prefix + str(node.target))
@@ -402,7 +401,7 @@ def pair(plan: Plan, name: str, module: nn.Module, tied: set[int]) -> None:
 
 
 def _traced(module: nn.Module) -> fx.Graph:
-    """The graph of a forward; switches are as they are by default, and where that does not do, so is all that has a default."""
+    """The graph of a forward with its switches at their defaults; where that fails, with all defaults."""
     defaults = _defaults(module)
     switches = {key: each for key, each in defaults.items() if isinstance(each, (bool, int, float, str))}
     try:
@@ -421,8 +420,8 @@ def _defaults(module: nn.Module) -> dict[str, object]:
 
 def _between(
     closing: fx.Node, linears: Mapping[fx.Node, nn.Module], children: Mapping[str, nn.Module]
-) -> Between:
-    """The linear layers whose outputs become this one's input, and nothing else but what a module is given beside theirs."""
+) -> PairPath:
+    """The path from the linear layers that feed this one; empty where anything else than module inputs feeds it too."""
     openers: list[fx.Node] = []
     path: list[fx.Node] = []
     given: list[fx.Node] = []
@@ -432,17 +431,17 @@ def _between(
         elif node.op == "placeholder":
             given.append(node)
         elif node.op == "call_module" and not isinstance(children[str(node.target)], _KEEPS_FEATURES):
-            return Between([], [], [])
+            return PairPath([], [], [])
         elif node.op != "get_attr":
             path.append(node)
     fed = _ancestors([each for opener in openers for each in opener.all_input_nodes])
     if any(node in fed for node in given):
-        return Between([], [], [])
-    return Between(sorted(openers, key=str), path, sorted(given, key=str))
+        return PairPath([], [], [])
+    return PairPath(sorted(openers, key=str), path, sorted(given, key=str))
 
 
 def _ancestors(nodes: Iterable[fx.Node], stop: Container[fx.Node] = ()) -> dict[fx.Node, None]:
-    """All that these are computed from, but for sizes; without what lies behind `stop`."""
+    """All nodes that these are computed from, except sizes; the search ends at `stop`."""
     todo, seen = list(nodes), dict[fx.Node, None]()
     while todo:
         node = todo.pop()
@@ -478,14 +477,14 @@ ALONE_BYTES = 1 << 20
 
 def find_plan(
     model: nn.Module, degree: int, user_plan: Mapping[str, str] | None = None, *, sequence: bool = False
-) -> Plan:
-    """A plan for every layer; the user's patterns first. Refuses a model of which nothing can be cut."""
-    plan = Plan(degree, is_sequence=sequence or "sequence" in (user_plan or {}).values())
+) -> TensorPlan:
+    """Plan every layer; the user's patterns first. Refuses a model of which nothing can be cut."""
+    plan = TensorPlan(degree, is_sequence=sequence or "sequence" in (user_plan or {}).values())
     tied = tied_parameters(model)
     attentions = {n: each for n, each in model.named_modules() if isinstance(each, nn.MultiheadAttention)}
     for name in attentions:
         plan.fixed |= {name, _out_of(name)}
-    _take_users(plan, model, user_plan or {}, tied)
+    _apply_user_plan(plan, model, user_plan or {}, tied)
     for name, module in attentions.items():
         _cut_by_heads(plan, name, module, tied)
     for name, module in model.named_modules():
@@ -497,12 +496,12 @@ def find_plan(
     for row in list(plan.rows.values()):
         if row.style == "colwise" and row.layer not in plan.closed:
             reason = f"{row.reason}; no rowwise layer closes it, so its output is gathered"
-            plan.rows[row.layer] = Row(row.layer, "colwise alone", reason)
+            plan.rows[row.layer] = PlanRow(row.layer, "colwise alone", reason)
     for name, module in model.named_modules():
         if sequence and isinstance(module, (*NORMS, _DropoutNd)) and name not in plan.inside:
-            _run_along(plan, name, module)
+            _plan_sequence(plan, name, module)
         if any(True for _ in module.parameters(recurse=False)):
-            _leave(plan, name, module, tied)
+            _plan_unpaired(plan, name, module, tied)
     if not plan.num_cut:
         reasons = "; ".join(f"'{row.layer}': {row.reason}" for row in list(plan.rows.values())[:5])
         raise ConfigError(
@@ -512,7 +511,7 @@ def find_plan(
     return plan
 
 
-def _take_users(plan: Plan, model: nn.Module, patterns: Mapping[str, str], tied: set[int]) -> None:
+def _apply_user_plan(plan: TensorPlan, model: nn.Module, patterns: Mapping[str, str], tied: set[int]) -> None:
     layers = {name: module for name, module in model.named_modules() if name}
     for pattern, style in patterns.items():
         if style not in STYLES:
@@ -532,7 +531,7 @@ def _take_users(plan: Plan, model: nn.Module, patterns: Mapping[str, str], tied:
         for name in found:
             module = layers[name]
             if style != "replicated":
-                reason = _why_not_users(plan, name, module, style)
+                reason = _why_not_user_style(plan, name, module, style)
                 if reason is None and style != "sequence" and is_tied(module, tied):
                     reason = "its weight is shared with another layer, and is cut with it or not at all"
                 if reason:
@@ -543,12 +542,12 @@ def _take_users(plan: Plan, model: nn.Module, patterns: Mapping[str, str], tied:
             plan.add(name, style, f"tensor_plan: '{pattern}'")
 
 
-def _run_along(plan: Plan, name: str, module: nn.Module) -> None:
-    why = why_not_along(module)
+def _plan_sequence(plan: TensorPlan, name: str, module: nn.Module) -> None:
+    why = why_not_sequence(module)
     plan.add(name, "replicated" if why else "sequence", why or "runs on a part of the sequence")
 
 
-def _why_not_users(plan: Plan, name: str, module: nn.Module, style: str) -> str | None:
+def _why_not_user_style(plan: TensorPlan, name: str, module: nn.Module, style: str) -> str | None:
     if style == "heads":
         if isinstance(module, nn.MultiheadAttention):
             return why_not_by_heads(module, plan.degree)
@@ -562,8 +561,8 @@ def _out_of(attention: str) -> str:
     return f"{attention}.out_proj" if attention else "out_proj"
 
 
-def _cut_by_heads(plan: Plan, name: str, module: nn.MultiheadAttention, tied: set[int]) -> None:
-    """All of an attention, or nothing of it: its forward reads the weights of its projections past the layers that hold them."""
+def _cut_by_heads(plan: TensorPlan, name: str, module: nn.MultiheadAttention, tied: set[int]) -> None:
+    """Cut a whole attention or nothing of it: its forward reads the projections' weights past the layers that hold them."""
     out, prefix = _out_of(name), f"{name}." if name else ""
     why = why_not_by_heads(module, plan.degree)
     if any(is_tied(each, tied) for each in module.modules()):
@@ -574,7 +573,7 @@ def _cut_by_heads(plan: Plan, name: str, module: nn.MultiheadAttention, tied: se
     if why is None:
         share = f"{module.num_heads // plan.degree} of its {module.num_heads} heads on each rank"
         plan.add(name, "heads", share)
-        plan.rows[out] = Row(out, "heads", f"closes {name or 'the attention'}")
+        plan.rows[out] = PlanRow(out, "heads", f"closes {name or 'the attention'}")
         parameters = dict(module.named_parameters(recurse=False))
         plan.packed |= {prefix + key: 3 for key in PACKED if key in parameters}
         return
@@ -582,8 +581,8 @@ def _cut_by_heads(plan: Plan, name: str, module: nn.MultiheadAttention, tied: se
     plan.add(out, "replicated", f"belongs to {name or 'an attention'}, which is not cut")
 
 
-def _cut_tied(plan: Plan, model: nn.Module, tied: set[int]) -> None:
-    """A large table that is also the weight of the layer that scores its rows: both are cut by rows of it."""
+def _cut_tied(plan: TensorPlan, model: nn.Module, tied: set[int]) -> None:
+    """Cut a large embedding table tied to an output layer: both by the table's rows."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -596,23 +595,23 @@ def _cut_tied(plan: Plan, model: nn.Module, tied: set[int]) -> None:
         if (
             not tables
             or len(tables) + len(scoring) != len(names)
-            or any(plan.is_settled(name) for name in names)
+            or any(plan.is_decided(name) for name in names)
         ):
             continue
         num_bytes = sum(each.numel() * each.element_size() for each in modules[tables[0]].parameters())
         if num_bytes < ALONE_BYTES or any(why_not(modules[name], "rowwise", plan.degree) for name in tables):
             continue
         for name in tables:
-            plan.rows[name] = Row(
+            plan.rows[name] = PlanRow(
                 name, "rowwise", f"its weight is also that of {', '.join(sorted({*names} - {name}))}"
             )
         for name in scoring:
-            plan.rows[name] = Row(
+            plan.rows[name] = PlanRow(
                 name, "colwise alone", f"its weight is also that of {tables[0]}; its output is gathered"
             )
 
 
-def _pair_transformer(plan: Plan, name: str, module: nn.Module) -> None:
+def _pair_transformer(plan: TensorPlan, name: str, module: nn.Module) -> None:
     prefix = f"{name}." if name else ""
     first, second = module.get_submodule("linear1"), module.get_submodule("linear2")
     why = why_not(first, "colwise", plan.degree) or why_not(second, "rowwise", plan.degree)
@@ -625,20 +624,20 @@ def _pair_transformer(plan: Plan, name: str, module: nn.Module) -> None:
             plan.inside.add(prefix + child_name)  # between the two
 
 
-def _leave(plan: Plan, name: str, module: nn.Module, tied: set[int]) -> None:
-    """A layer without a partner."""
-    if plan.is_settled(name):
+def _plan_unpaired(plan: TensorPlan, name: str, module: nn.Module, tied: set[int]) -> None:
+    """Decide about a layer without a partner."""
+    if plan.is_decided(name):
         return
     num_bytes = sum(
         parameter.numel() * parameter.element_size() for parameter in module.parameters(recurse=False)
     )
     if isinstance(module, (nn.Linear, nn.Embedding)):
         if is_tied(module, tied):
-            plan.rows[name] = Row(name, "replicated", "its weight is shared with another layer")
+            plan.rows[name] = PlanRow(name, "replicated", "its weight is shared with another layer")
             return
         why = why_not(module, "colwise", plan.degree)
         if why is None and num_bytes >= ALONE_BYTES:
-            plan.rows[name] = Row(name, "colwise alone", "no partner; its output is gathered")
+            plan.rows[name] = PlanRow(name, "colwise alone", "no partner; its output is gathered")
             return
         plan.add(name, "replicated", why or "no partner, and too small to cut alone")
         return

@@ -1,4 +1,4 @@
-"""What a forward does to the features of a linear layer, read off its graph: in how many heads it views them, in which blocks it takes them apart."""
+"""Graph queries about a traced forward: into how many heads it views features, into which blocks it splits them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DROPOUT = (torch.dropout, nn.functional.dropout)
 
 
 def mark_shapes(graph: fx.Graph, widths: Mapping[fx.Node, int]) -> None:
-    """Note of every node whether it is a size, or arithmetic with sizes: those carry no features.
+    """Mark nodes that are sizes or arithmetic with sizes: those carry no features.
 
-    And how much it is, where that follows from `widths`, the number of features that some have.
+    Their values are noted too, where they follow from `widths`, the number of features of some nodes.
     """
     for (
         node
@@ -64,31 +64,26 @@ def _known(what: object) -> int | None:
 
 
 def is_shape(node: fx.Node) -> bool:
-    """Whether it was marked as a size."""
     return bool(node.meta[_SHAPE])
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether it gives a tensor another shape."""
     return (node.op == "call_method" and node.target in _VIEWS) or (
         node.op == "call_function" and node.target in _VIEW_FUNCTIONS
     )
 
 
 def is_split(node: fx.Node) -> bool:
-    """Whether it takes a tensor apart."""
     return (node.op == "call_method" and node.target in _SPLITS) or (
         node.op == "call_function" and node.target in _SPLIT_FUNCTIONS
     )
 
 
 def is_softmax(node: fx.Node, children: Mapping[str, nn.Module]) -> bool:
-    """Whether it makes weights that add up to one."""
     return _is(node, children, nn.Softmax, _SOFTMAX, "softmax")
 
 
 def is_dropout(node: fx.Node, children: Mapping[str, nn.Module]) -> bool:
-    """Whether it draws."""
     return _is(node, children, nn.Dropout, _DROPOUT, "dropout")
 
 
@@ -104,7 +99,7 @@ def _is(
 
 
 def blocks_of(node: fx.Node, num_features: int, width: int) -> int | None:
-    """In how many blocks the output of a layer is, by what is done to it; None where they differ in size. `width`: of one, perhaps.
+    """The number of blocks in a layer's output, by its uses; None where they differ in size. `width`: a likely block size.
 
     Three for `chunk(3, -1)`, `split(width, -1)` and `view(..., 3, heads, -1)` of one layer for q, k and v.
     """
@@ -146,7 +141,7 @@ def _blocks_split(split: fx.Node, num_features: int, likely: int) -> int | None:
 
 
 def num_parts(node: fx.Node) -> int | None:
-    """Into how many parts a tensor is taken apart, where the call says so."""
+    """The number of pieces of a chunk or split, where the call says so."""
     what = node.args[1] if is_split(node) and len(node.args) > 1 else node.kwargs.get("chunks")
     if isinstance(what, (tuple, list)):
         return len(what)
@@ -154,7 +149,6 @@ def num_parts(node: fx.Node) -> int | None:
 
 
 def name_of(node: fx.Node) -> str:
-    """What is called."""
     return str(getattr(node.target, "__name__", node.target))
 
 
@@ -199,7 +193,7 @@ def _sizes(what: object) -> list[int | None]:
 
 
 def _is_run(node: object) -> bool:
-    """Whether it is several sizes: `x.shape[:-1]`, or that and more."""
+    """Whether a node stands for several sizes: `x.shape[:-1]`, or that and more."""
     if not isinstance(node, fx.Node):
         return isinstance(node, (tuple, list))
     if node.target is operator.add:
@@ -208,7 +202,7 @@ def _is_run(node: object) -> bool:
 
 
 def is_part_of_shape(node: fx.Node) -> bool:
-    """Whether it is a slice of a shape, such as all sizes but that of the features."""
+    """Whether a node is a slice of a shape, such as all sizes but that of the features."""
     return (
         node.target is operator.getitem and isinstance(node.args[1], slice) and _is_whole_shape(node.args[0])
     )
@@ -222,5 +216,5 @@ def _is_whole_shape(node: object) -> bool:
 
 
 def _after_unknown(sizes: list[int | None]) -> int:
-    """Where the last run of known sizes begins."""
+    """The start of the last run of known sizes."""
     return max((number + 1 for number, each in enumerate(sizes) if each is None), default=0)
