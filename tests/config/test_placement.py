@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.config import placement
 from shoal.config.job import Job
-from shoal.config.placement import Placement, place
+from shoal.config.placement import DevicePlacement, place
 from shoal.errors import ConfigError, DeviceMissing
 
 
@@ -20,7 +20,7 @@ def test_one_device_per_worker_by_local_rank_or_the_cpu_for_all(
 ) -> None:
     placed = place("auto", num_workers=num_workers, visible={kind: count})
     if count >= num_workers:
-        assert placed == Placement(tuple(f"{kind}:{rank}" for rank in range(num_workers)))
+        assert placed == DevicePlacement(tuple(f"{kind}:{rank}" for rank in range(num_workers)))
         assert placed.has_own_devices
         assert placed.accelerator == kind
     else:

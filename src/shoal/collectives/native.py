@@ -1,8 +1,7 @@
-"""torch's own collectives (gloo, NCCL), with errors that say which operation broke.
+"""torch's own collectives (gloo, NCCL) of the default group, with errors that name the operation.
 
-What every exchange of a strategy goes through. A broken wait becomes a
-PeerLost: the rank that noticed is seldom the one at fault, so the supervisor
-looks for the cause elsewhere first.
+A broken wait becomes a PeerLost: the rank that noticed is seldom the one at
+fault, so the supervisor looks for the cause elsewhere first.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from torch import Tensor
 from shoal.errors import PeerLost
 
 LOOK_AROUND_EVERY = timedelta(seconds=0.25)
-"""How long a wait goes on before it looks whether the others are still connected."""
+"""Interval at which a wait checks that the peers are still connected."""
 
 
 ASK_EVERY_S = 50e-6
-"""How often the host asks whether a device has finished a sum: the update of the weights waits for the answer."""
+"""Interval at which the host polls a device's sum: the update of the weights waits for it."""
 
 
 class _OnDevice(NamedTuple):
-    """A collective that a device runs."""
+    """A collective that runs on a device."""
 
     work: Any
 
@@ -49,20 +48,18 @@ class Native:
         is_broken: Callable[[], bool] = lambda: False,
         timeout_s: float = math.inf,
     ) -> None:
-        """`is_broken` tells, from the connections themselves, whether somebody has left the group.
+        """`is_broken` tells, from the connections themselves, whether a peer has left the group.
 
-        `timeout_s` is for what runs on devices; what runs on the host has the group's own.
+        `timeout_s` is for collectives on devices; those on the host have the group's own.
         """
         self.rank, self.num_workers, self.is_broken = rank, num_workers, is_broken
         self._timeout_s = timeout_s
 
     def start_all_reduce(self, tensor: Tensor) -> Any:
-        """Begin to sum `tensor` over the ranks, in place; `finish` waits for it."""
         with self.during("an all-reduce"):
             return _begun(tensor, dist.all_reduce(tensor, async_op=True))
 
     def finish(self, work: Any, operation: str) -> None:
-        """Wait for what `start_all_reduce` began."""
         with self.during(operation):
             if isinstance(work, _OnDevice):
                 self._finish_on_device(work.work)
@@ -83,7 +80,7 @@ class Native:
                         raise RuntimeError("a connection of the group was closed") from None
 
     def _finish_on_device(self, work: Any) -> None:
-        """The same by asking: NCCL takes a wait that was too short for the end of the group."""
+        """Poll until done: NCCL treats a wait that timed out as the end of the group."""
         began_at = looked_at = time.monotonic()
         while not work.is_completed():
             time.sleep(ASK_EVERY_S)
@@ -98,24 +95,21 @@ class Native:
         work.wait()  # raises where it is over because it broke
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Give everybody rank 0's values, in place."""
         with self.during("a broadcast from rank 0"):
             work = _begun(tensor, dist.broadcast(tensor, src=0, async_op=True))
             self.finish(work, "a broadcast from rank 0")
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor; all of one shape and dtype."""
         gathered = [torch.empty_like(tensor) for _ in range(self.num_workers)]
         with self.during("an all-gather"):
             self.finish(_begun(tensor, dist.all_gather(gathered, tensor, async_op=True)), "an all-gather")
         return gathered
 
     def close(self) -> None:
-        """The group is not ours to leave."""
+        pass  # the group is the rendezvous' to leave
 
     @contextlib.contextmanager
     def during(self, operation: str) -> Iterator[None]:
-        """Name the operation in whatever breaks inside."""
         try:
             yield
         except RuntimeError as error:
@@ -124,18 +118,15 @@ class Native:
 
 
 class OverNative:
-    """What exchanges that sum in a way of their own leave to torch."""
+    """Base of exchanges that have an all-reduce of their own and leave the other collectives to torch."""
 
     _native: Native
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Give everybody rank 0's values, in place."""
         self._native.broadcast(tensor)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor; all of one shape and dtype."""
         return self._native.all_gather(tensor)
 
     def during(self, operation: str) -> contextlib.AbstractContextManager[None]:
-        """Name the operation in whatever breaks inside."""
         return self._native.during(operation)

@@ -22,7 +22,7 @@ from shoal.collectives.reducer import Reducer, gather_any
 from shoal.errors import CallsDiffer
 
 HEADER_BYTES = 192
-"""What a rank says of its call: longer shapes are compared by their beginning."""
+"""Length of a call's description: longer shapes are compared by their beginning."""
 
 _CHECK_BYTES = 4
 
@@ -34,7 +34,7 @@ COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-"""What becomes of two ranks' values; a mean is divided at the end."""
+"""Combination of two ranks' values; a mean is divided at the end."""
 
 
 def described(tensor: Tensor) -> str:
@@ -43,20 +43,20 @@ def described(tensor: Tensor) -> str:
 
 
 def refuse_different(reducer: Reducer, call: str, number: int) -> None:
-    """Compare what every rank is about to do; everybody hears who does something else."""
+    """Compare the calls of all ranks; CallsDiffer on every rank where one makes another call."""
     mine = call.encode()[: HEADER_BYTES - _CHECK_BYTES]
     header = crc32(mine).to_bytes(_CHECK_BYTES, "little") + mine
     headers = torch.zeros(reducer.num_workers, HEADER_BYTES, dtype=torch.uint8)
     headers[reducer.rank, : len(header)] = torch.tensor(list(header), dtype=torch.uint8)
     reducer.finish(reducer.start_all_reduce(headers), call)
-    calls = [_heard(bytes(row.tolist())) for row in headers]
+    calls = [_call_of(bytes(row.tolist())) for row in headers]
     calls[reducer.rank] = f"called {mine.decode(errors='replace')}"
     if any(said != calls[reducer.rank] for said in calls):
         raise CallsDiffer(number=number, calls=dict(enumerate(calls)))
 
 
-def _heard(row: bytes) -> str:
-    """What a rank said; one that is in another exchange has sent something else, and may have spoilt others' words."""
+def _call_of(row: bytes) -> str:
+    """The call a rank described; a rank in another exchange has sent other bytes, and may have spoilt others' descriptions."""
     said = row[_CHECK_BYTES:].rstrip(b"\0")
     if not said or crc32(said) != int.from_bytes(row[:_CHECK_BYTES], "little"):
         return "is at another place (a step of training, or another call)"
@@ -99,7 +99,7 @@ def block_of(rank: int, mesh: tuple[int, int], shape: tuple[int, int]) -> tuple[
 
 
 def matmul_own_block(rank: int, a: Tensor, b: Tensor, mesh: tuple[int, int]) -> Tensor:
-    """What this rank computes of the product."""
+    """This rank's block of the product."""
     rows, columns = block_of(rank, mesh, (len(a), b.shape[1]))
     return a[rows] @ b[:, columns]
 

@@ -1,4 +1,4 @@
-"""Point to point between two ranks: what every exchange that is not one call of torch's is written over."""
+"""Point-to-point sends and receives between two ranks, over which every exchange scheme is written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.collectives.native import Native
 
 
 class Wires(Protocol):
-    """One rank's lines to the others. Between two ranks, what is sent first arrives first."""
+    """One rank's connections to the others. Messages between two ranks arrive in order."""
 
     rank: int
     num_ranks: int
@@ -21,17 +21,17 @@ class Wires(Protocol):
         """Send to one rank while receiving from another, or from the same."""
 
     def send(self, to: int, tensor: Tensor) -> Any:
-        """Begin to send; `wait` for it before the tensor is changed."""
+        """Start sending; `wait` for it before the tensor is changed."""
 
     def receive(self, source: int, tensor: Tensor) -> Any:
-        """Begin to receive; the tensor is filled after `wait`."""
+        """Start receiving; the tensor is filled after `wait`."""
 
     def wait(self, *works: Any) -> None:
-        """Until all of these are done."""
+        """Wait until all of these are done."""
 
 
 class TorchWires:
-    """Over torch's group; `ranks` are those that take part, by their numbers there. What has another tag is another line."""
+    """Wires over torch's group; `ranks` are the participants, by their numbers there. Another tag is another connection."""
 
     def __init__(self, native: Native, ranks: list[int] | None = None, *, tag: int = 0) -> None:
         self._native, self._tag = native, tag
@@ -39,11 +39,9 @@ class TorchWires:
         self.rank, self.num_ranks = self._ranks.index(native.rank), len(self._ranks)
 
     def swap(self, to: int, outgoing: Tensor, source: int, incoming: Tensor) -> None:
-        """Send to one rank while receiving from another."""
         self.wait(self.receive(source, incoming), self.send(to, outgoing))
 
     def send(self, to: int, tensor: Tensor) -> Any:
-        """Begin to send."""
         if not tensor.numel():
             return None
         with self._native.during(f"sending to rank {self._ranks[to]}"):
@@ -52,7 +50,6 @@ class TorchWires:
             )
 
     def receive(self, source: int, tensor: Tensor) -> Any:
-        """Begin to receive."""
         if not tensor.numel():
             return None
         with self._native.during(f"receiving from rank {self._ranks[source]}"):
@@ -61,7 +58,6 @@ class TorchWires:
             )
 
     def wait(self, *works: Any) -> None:
-        """Until all of these are done."""
         for work in works:
             if work is not None:
                 # Without a time-out of its own: gloo gives up a send or a receive whose wait was too short. Whoever
@@ -76,7 +72,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def part_bounds(length: int, part: int, num_parts: int) -> tuple[int, int]:
-    """Where one of `num_parts` even parts of `length` elements begins and ends."""
+    """Begin and end of one of `num_parts` even parts of `length` elements."""
     return length * part // num_parts, length * (part + 1) // num_parts
 
 

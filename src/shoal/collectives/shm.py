@@ -1,14 +1,14 @@
-"""`shm`: sums through memory that all ranks of one host have mapped.
+"""`shm` exchange: sums through memory that all ranks of one host have mapped.
 
-Each rank puts its part, chunk by chunk, into a ring of its own that the
-others can read; whoever has seen a chunk of every rank adds them up in rank
+Each rank puts its part, chunk by chunk, into a ring buffer of its own that the
+others can read; a rank that has a chunk of every rank adds them up in rank
 order (shm_kernels.py). A few ranks each add up everything for themselves; of
 large tensors many ranks share the adding, and copy each other's results.
 There is no thread: copying is work for the same cores that compute, so it is
-done where it is started and where it is waited for.
+done in `start_all_reduce` and `finish`.
 
-The memory is of one view and never used again, so a process that wakes up
-after its view is over writes into what nobody reads.
+The memory belongs to one view and is never reused, so a process that wakes up
+after its view is over writes into memory that nobody reads (fencing).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from shoal.errors import PeerLost, WireError
 from shoal.runtime.transport import memfd
 
 CHUNK_BYTES = 256 << 10
-"""Put and added at once: it stays in a cache between the two, and others need not wait long for it."""
+"""Bytes put and added at once: a chunk stays in a cache between the two, and peers need not wait long for it."""
 
 NUM_CHUNKS = 64
-"""Of each ring: as far as one rank may be ahead of the others. A rank that has no core for a while holds nobody up."""
+"""Chunks of each ring: how far a rank may be ahead, so that a straggler without a core holds nobody up."""
 
 LARGE_BYTES = 4 << 20
-"""Larger tensors do not stay in a cache between two ranks: they are put past it, and many ranks share the adding."""
+"""Larger tensors do not stay in a cache between two ranks: they are written past it, and many ranks share the adding."""
 
 SHARE_FROM = 4
-"""From so many ranks on: reading everybody's part costs more than one more copy."""
+"""Ranks from which large tensors are shared: reading all parts costs more than one more copy."""
 
 KINDS = {
     torch.float32: kernels.FLOAT32,
@@ -60,7 +60,7 @@ KINDS = {
     torch.uint64: kernels.INT64,
     torch.bool: kernels.BOOL,
 } | ({torch.float16: kernels.FLOAT16} if kernels.HAS_HALF else {})
-"""How a dtype is added."""
+"""The kernel that adds a dtype."""
 
 _AT = {name: at for at, name in enumerate(kernels.WORK.names or ())}
 _SPIN_S = 0.1e-3  # looking out for the others before the first nap; longer keeps a core from them where cores are busy
@@ -71,7 +71,7 @@ _MADV_POPULATE_WRITE = 23  # of Linux 5.14; Python has no name for it
 
 
 class _ShmWork:
-    """A tensor on its way. `flat` is its memory, or a copy of it where that does not lie in one piece."""
+    """A tensor being summed. `flat` is its memory, or a copy where that is not contiguous."""
 
     __slots__ = ("flat", "is_done", "state", "target")
 
@@ -119,7 +119,6 @@ class Shm(OverNative):
     # ---- what a Reducer offers ------------------------------------------------------------------
 
     def start_all_reduce(self, tensor: Tensor) -> object:
-        """Begin to sum `tensor` over the ranks, in place."""
         kind = KINDS.get(tensor.dtype)
         if kind is None or tensor.layout is not torch.strided or not tensor.is_cpu:
             return self._native.start_all_reduce(tensor)
@@ -139,7 +138,6 @@ class Shm(OverNative):
         return work
 
     def finish(self, work: object, operation: str) -> None:
-        """Wait until the sum is there."""
         if not isinstance(work, _ShmWork):
             self._native.finish(work, operation)
             return
@@ -149,7 +147,7 @@ class Shm(OverNative):
             work.target.copy_(work.flat)
 
     def close(self) -> None:
-        """Nothing runs on; the memory goes with the last reference to it."""
+        pass  # no thread runs; the memory goes with the last reference to it
 
     # ---- the rings ------------------------------------------------------------------------------
 
@@ -177,7 +175,7 @@ class Shm(OverNative):
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     def _progress(self, max_looks: int) -> bool:
-        """Do what can be done now; whether that was anything."""
+        """Advance the pending works as far as possible now; whether any made progress."""
         did, pending = False, self._pending
         while pending:
             outcome = kernels.advance(self._ring, pending[0].state, max_looks)

@@ -1,9 +1,9 @@
-"""The loop of `shm`, compiled: chunks go into a ring that others can read, and what everybody has put is added up.
+"""Compiled kernels of `shm`: put chunks into a ring that peers can read, and add up what every rank has put.
 
-`shm.py` decides how long to wait and lays the memory out: counters, a line of
-cache for each, then a ring of chunks for every rank. Here memory is addresses.
-Counters only grow, each is written by one rank, and one that was read says
-that what its owner wrote before it can be read too.
+`shm.py` decides how long to wait and lays the memory out: counters, a cache
+line for each, then a ring of chunks for every rank. Here memory is addresses.
+Counters only grow, and each is written by one rank; loads acquire and stores
+release, so what its owner wrote before a counter can be read after it.
 
 Everything is in this one file, because numba looks at a kernel's own file to
 see whether what it kept on disk is still good.
@@ -46,7 +46,7 @@ _WORK = (
     "taken",
 )
 WORK = np.dtype([(name, np.int64) for name in _WORK])
-"""A tensor on its way: so many of its chunks are put, summed and taken; `first` is the number of its first chunk.
+"""A tensor being summed: so many of its chunks are put, summed and taken; `first` is the number of its first chunk.
 
 Where it `is_shared`, each rank adds up its share of a chunk and takes the others' from them; else each adds up all.
 Where it `is_streamed`, what is put goes past the caches.
@@ -114,7 +114,7 @@ def _stream_line(typing_context: Any, to: Any, source: Any) -> Any:
 
 @_make  # type: ignore[untyped-decorator, unused-ignore]
 def _fence(typing_context: Any) -> Any:
-    """What was streamed is not in the order of other stores; after this it is."""
+    """Order streamed stores before later ones."""
 
     def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         builder.fence("seq_cst")
@@ -214,7 +214,7 @@ def _has_half() -> bool:
 
 HAS_HALF = _has_half()
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT8, INT16, INT32, INT64, BOOL = range(9)
-"""What numbers are to be added; complex ones are pairs, and integers the same with and without a sign."""
+"""Kinds of numbers to add; complex ones are pairs, and integers the same with and without a sign."""
 
 _add_float32 = _adder(ir.FloatType(), 4, _floating)
 _add_float64 = _adder(ir.DoubleType(), 8, _floating)
@@ -259,7 +259,7 @@ def _counter(ring: Any, which: int, rank: int) -> Any:
 
 @inlined
 def _least(ring: Any, which: int) -> Any:
-    """How far the last rank has come in putting (0), summing (1), taking (2)."""
+    """The slowest rank's counter of chunks put (0), summed (1) or taken (2)."""
     least = _load(_counter(ring, which, 0))
     for rank in range(1, ring.num_ranks):
         least = min(least, _load(_counter(ring, which, rank)))
@@ -278,7 +278,7 @@ def _size(ring: Any, work: Any, chunk: int) -> Any:
 
 @inlined
 def _share(ring: Any, rank: int, num_bytes: int) -> Any:
-    """Where the share of a rank begins: whole lines, but for the end of the last."""
+    """The beginning of a rank's share: whole lines, but for the end of the last."""
     return num_bytes if rank == ring.num_ranks else num_bytes // LINE * rank // ring.num_ranks * LINE
 
 
@@ -349,7 +349,7 @@ def _take(ring: Any, work: Any) -> bool:
 
 
 NONE, SOME, DONE = range(3)
-"""How far a call brought a work."""
+"""Outcome of a call of `advance`."""
 
 # Plain numbers, which become records inside: numba takes longer to look at a record than all the rest of a small sum.
 _TYPES = (vector(types.int64), vector(types.int64, written=True))

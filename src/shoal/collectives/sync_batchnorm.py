@@ -1,9 +1,9 @@
-"""BatchNorm whose mean and variance are those of the whole batch, wherever its samples are.
+"""Synchronised BatchNorm: mean and variance of the whole batch over all ranks.
 
-torch has one for GPUs alone; this one asks for nothing but a sum over the
-ranks. Forward tells everybody each rank's count, mean and squares about it,
-backward adds up the two terms that go through mean and variance. Parameters
-and buffers keep their names: a layer changes its class and nothing else.
+torch has one for GPUs alone; this one needs only a sum over the ranks. Forward
+gathers each rank's count, mean and squares about it, backward sums the two
+terms that go through mean and variance. Parameters and buffers keep their
+names: a layer changes its class and nothing else.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shoal.errors import ConfigError
 
 
 class RanksOfBatch:
-    """The ranks that a batch is spread over, as their BatchNorm layers see them."""
+    """Collectives of the ranks that share a batch, for their BatchNorm layers."""
 
     def __init__(self, *, rank: int, num_ranks: int, add_up: Callable[[Tensor], None]) -> None:
         """`add_up` sums a float64 tensor of the CPU over the ranks in place, with the same bits on all of them."""
         self.rank, self.num_ranks = rank, num_ranks
         self._add_up = add_up
         self.is_borrowed = False
-        """Whether the sample at hand only keeps this rank in step: then it counts nothing."""
+        """Whether the current sample only keeps this rank in step: then it is not counted."""
 
     def gather(self, mine: Tensor) -> Tensor:
         """A row of every rank, in their order."""
@@ -85,7 +85,7 @@ class _Normalised(torch.autograd.Function):
         sums = ctx.ranks.sum(torch.zeros_like(mine) if ctx.is_borrowed else mine)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
         if ctx.is_borrowed:
-            inside = wide  # mean and variance do not hang on it
+            inside = wide  # mean and variance do not depend on it
         else:
             over_all, with_all = (sums / ctx.count).to(wide.device, wide.dtype).chunk(2)
             inside = wide - _wide(over_all, wide) - centred * _wide(with_all, wide)
@@ -101,12 +101,11 @@ class _Normalised(torch.autograd.Function):
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """What a BatchNorm layer becomes; not built by hand."""
+    """A synchronised BatchNorm layer, made from a plain one by `synchronise`."""
 
     ranks: RanksOfBatch
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise by the whole batch while training; as ever in evaluation."""
         if not self.training:
             # Without running statistics this normalises what is at hand: an evaluation is not run in step.
             return super().forward(input)
@@ -126,7 +125,7 @@ class SyncedBatchNorm(_BatchNorm):
 
 
 def synchronise(model: nn.Module, ranks: RanksOfBatch) -> list[str]:
-    """Turn the model's BatchNorm layers, in place, into ones that see the whole batch; returns their names."""
+    """Convert the model's BatchNorm layers in place; returns their names."""
     names = []
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):

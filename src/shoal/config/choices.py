@@ -173,7 +173,7 @@ COMPRESSORS = Registry(
     CompressorChoice(
         "topk:ratio=0.01",
         "the largest hundredth, the rest is kept for later (error feedback)",
-        f"{_COMPRESSION}.topk:TopK",
+        f"{_COMPRESSION}.topk:TopKCompressor",
         {"ratio": Setting(0.01, 1e-6, 1.0)},
         keeps_state=True,
     ),

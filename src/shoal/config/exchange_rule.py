@@ -1,7 +1,7 @@
-"""Which exchange `--exchange auto` takes at which size: from what `shoal bench exchange` measured on this machine, else built in.
+"""The rule of `--exchange auto`: an exchange for each size, measured by `shoal bench exchange` on this machine or built in.
 
-Pure, but for reading and writing the table, which lies beside other caches of
-the user. A rule is text, "native<=65536,shm": it is written into config.json,
+Pure, but for reading and writing the table of measurements in the user's cache
+directory. A rule is text, "native<=65536,shm": it is written into config.json,
 so that a resumed run sums in the same order.
 """
 
@@ -29,7 +29,7 @@ ORDERED = ("x86_64", "AMD64")
 """Processors that `shm` has run on. Its counters order reads and writes on others too, but nobody has tried."""
 
 IN_MEMORY = ("shm", "native")
-"""Those that may be under way at once. Of the others, which share the group's lines, a rule holds one at most."""
+"""Exchanges that may be under way at once. Of the others, which share the group's connections, a rule holds one at most."""
 
 TABLE = "exchange.json"
 
@@ -44,7 +44,7 @@ def parse(rule: str) -> list[tuple[float, str]]:
 
 
 def built_in(*, num_hosts: int, processor: str) -> str:
-    """Where nothing was measured."""
+    """The rule where nothing was measured."""
     return ON_ONE_HOST if num_hosts == 1 and processor in ORDERED else BETWEEN_HOSTS
 
 
@@ -97,7 +97,7 @@ def for_job(*, num_workers: int, num_hosts: int) -> str:
 
 
 def path() -> Path:
-    """Where the user's measurements lie."""
+    """The file of the user's measurements."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "shoal" / TABLE
 
@@ -107,7 +107,7 @@ def _machine() -> dict[str, object]:
 
 
 def read(table: Path) -> dict[int, dict[int, dict[str, float]]]:
-    """What was measured on this machine; nothing where that is another one, or the file is not ours."""
+    """Measurements of this machine; nothing where the file is of another one, or not ours."""
     try:
         held = json.loads(table.read_text())
         if held["machine"] != _machine():
@@ -124,7 +124,7 @@ def read(table: Path) -> dict[int, dict[int, dict[str, float]]]:
 
 
 def write(table: Path, measured: Measured) -> bool:
-    """Keep a measurement; whether that was possible."""
+    """Store a measurement; False where that is not possible."""
     with contextlib.suppress(OSError):
         table.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = table.with_suffix(f".{os.getpid()}")

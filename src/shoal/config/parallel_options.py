@@ -43,16 +43,16 @@ class ParallelOptions:
     """The options beside a strategy. `check` refuses combinations that mean nothing."""
 
     shard: str | None = None
-    """How batches are cut over the workers, where the script does not say: see `shoal.config.shard`."""
+    """Cut of batches over the workers, where the script does not say: see `shoal.config.shard`."""
 
     exchange: str = "auto"
-    """How gradients are summed where no servers do it: a name in EXCHANGES."""
+    """Sum of gradients where no servers do it: a name in EXCHANGES."""
 
     exchange_rule: str = ""
     """The meaning of "auto": see `shoal.config.exchange_rule`. Empty: as was measured on this machine, or is built in."""
 
     compress: str = "none"
-    """How gradients are made smaller before they are summed: a name in COMPRESSORS, with settings."""
+    """Compression of gradients before they are summed: a name in COMPRESSORS, with settings."""
 
     sync_every: int | None = None
     """Steps that each worker of ddp makes with its own optimizer before their models are averaged. None: sync at every step."""

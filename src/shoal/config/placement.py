@@ -1,8 +1,8 @@
-"""Which device each worker of a host computes on: decided from what was said and what there is.
+"""Device placement: a device for each worker of a host, from `--device` and the visible accelerators.
 
-Pure, and without torch, but for `of_job` at the end, which asks torch what is
-visible. All workers of a host see the same devices and so work out the same
-placement, each for all of them: that is how they agree on how to exchange.
+Pure and torch-free, but for `of_job` at the end, which asks torch for the
+visible devices. All workers of a host see the same devices and so come to the
+same placement, each for all of them: that is how they agree on the exchange.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ _WORD = re.compile(r"(?P<kind>[a-z][a-z0-9]*)(:(?P<index>[0-9]{1,4}))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """A device for each worker of the host, and what has to be said about it."""
+class DevicePlacement:
+    """A device for each worker of the host, and notes for the user."""
 
     devices: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Kinds of devices in use."""
         return frozenset(device.partition(":")[0] for device in self.devices)
 
     @property
@@ -58,7 +57,7 @@ class Placement:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some workers compute on an accelerator and some do not."""
+        """Whether devices of several kinds are in use."""
         return len(self.kinds) > 1
 
     @property
@@ -74,7 +73,7 @@ class Placement:
 
 
 def parse(said: str, num_workers: int) -> list[tuple[str, int | None]]:
-    """(kind, number or None) of each worker; a single word is said of all of them. Refuses what means nothing."""
+    """(kind, index or None) of each worker; a single word counts for all. ConfigError for anything else."""
     words = said.split(",")
     found = [_WORD.fullmatch(word.strip()) for word in words]
     if not all(found) or any(match["index"] and match["kind"] in (AUTO, CPU) for match in found if match):
@@ -82,10 +81,8 @@ def parse(said: str, num_workers: int) -> list[tuple[str, int | None]]:
             f"'{said}' names no device. Nothing was started; --device takes {', '.join(FORMS)}."
         )
     wanted = [(match["kind"], int(match["index"]) if match["index"] else None) for match in found if match]
-    for (
-        kind,
-        _,
-    ) in wanted:  # other backends bring names of their own, so only what is almost a known one is refused
+    for kind, _ in wanted:
+        # Other backends bring names of their own, so only what is almost a known one is refused.
         guess = get_close_matches(kind, KINDS, n=1) if kind not in KINDS else []
         if guess:
             raise ConfigError(f"'{said}' names no device. Did you mean '{guess[0]}'? Nothing was started.")
@@ -105,7 +102,7 @@ def parse(said: str, num_workers: int) -> list[tuple[str, int | None]]:
 
 
 def check(said: str, *, num_workers: int, strategy: str, is_mesh: bool) -> None:
-    """Refuse before anything starts what no host could do."""
+    """Refuse, before anything starts, a placement that no host could have."""
     wanted = parse(said, num_workers)
     if not is_mesh or num_workers == 1:
         return
@@ -120,7 +117,9 @@ def check(said: str, *, num_workers: int, strategy: str, is_mesh: bool) -> None:
         )
 
 
-def place(said: str, *, num_workers: int, visible: Mapping[str, int], is_soft: bool = False) -> Placement:
+def place(
+    said: str, *, num_workers: int, visible: Mapping[str, int], is_soft: bool = False
+) -> DevicePlacement:
     """A device for each of a host's workers. `visible` counts the accelerators there are, by kind."""
     wanted = parse(said, num_workers)
     if wanted[0][0] == AUTO:
@@ -147,29 +146,29 @@ def place(said: str, *, num_workers: int, visible: Mapping[str, int], is_soft: b
             notes.append(f"worker {rank} computes on the CPU: there is no {device} (--soft-placement)")
         else:
             raise DeviceMissing(device=device, rank=rank, num_workers=num_workers, visible=visible)
-    placed = Placement(tuple(devices), tuple(notes))
+    placed = DevicePlacement(tuple(devices), tuple(notes))
     if not placed.is_shared:
         return placed
-    return Placement(placed.devices, (*notes, _by_turns(placed)))
+    return DevicePlacement(placed.devices, (*notes, _by_turns(placed)))
 
 
-def _by_turns(placed: Placement) -> str:
+def _by_turns(placed: DevicePlacement) -> str:
     sharing = {device: placed.devices.count(device) for device in placed.devices if device != CPU}
     most = max(sharing, key=lambda device: sharing[device])
     return f"{sharing[most]} workers share {most} and take turns on it: right for trying things out, and slower than one alone"
 
 
-def _automatic(num_workers: int, visible: Mapping[str, int]) -> Placement:
+def _automatic(num_workers: int, visible: Mapping[str, int]) -> DevicePlacement:
     for kind, count in visible.items():
         if count >= num_workers:
-            return Placement(tuple(f"{kind}:{rank}" for rank in range(num_workers)))
+            return DevicePlacement(tuple(f"{kind}:{rank}" for rank in range(num_workers)))
     notes = [
         f"{count} {kind} and {num_workers} workers: all compute on the CPU; to use both, say which with --device "
         f"{','.join([f'{kind}:{number}' for number in range(count)] + [CPU] * (num_workers - count))}"
         for kind, count in visible.items()
         if count and num_workers <= 16
     ]
-    return Placement((CPU,) * num_workers, tuple(notes))
+    return DevicePlacement((CPU,) * num_workers, tuple(notes))
 
 
 def visible_devices() -> dict[str, int]:
@@ -182,8 +181,8 @@ def visible_devices() -> dict[str, int]:
     return {kind.type: torch.accelerator.device_count()}
 
 
-def of_job(job: Job, said: str | None = None) -> Placement:
-    """Where the workers of `job` compute on this host; `said` instead of what the job was told."""
+def of_job(job: Job, said: str | None = None) -> DevicePlacement:
+    """The placement of a job's workers on this host; `said` overrides the job's `device`."""
     # All of a job's workers are on this machine; hosts that are only pretended share its devices.
     placed = _placed(said if said is not None else job.device, job.num_workers, job.soft_placement)
     if placed.is_mixed and strategies.parse(job.strategy).base == "mesh":
@@ -191,7 +190,7 @@ def of_job(job: Job, said: str | None = None) -> Placement:
         note = (
             f"all workers compute on the CPU: the parts of '{job.strategy}' have to be on devices of one kind"
         )
-        return Placement((CPU,) * job.num_workers, (*placed.notes, note))
+        return DevicePlacement((CPU,) * job.num_workers, (*placed.notes, note))
     return placed
 
 
@@ -206,7 +205,7 @@ def meet_on_devices(job: Job) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _placed(said: str, num_workers: int, is_soft: bool) -> Placement:
+def _placed(said: str, num_workers: int, is_soft: bool) -> DevicePlacement:
     # What is visible does not change in a process's life; and without a wish for a device torch need not be asked.
     visible = {} if said == CPU else visible_devices()
     return place(said, num_workers=num_workers, visible=visible, is_soft=is_soft)

@@ -27,7 +27,7 @@ HOWS = tuple(dict.fromkeys(form.partition("=")[0] for form in FORMS))
 MEASURED = "measured"
 
 DRAIN_SLOWER_THAN = 8.0
-"""How many times slower than the others a worker may be. One four times slower still does a quarter of a worker's work; one
+"""Times slower than the others that a worker may be before it is drained. One four times slower still does a quarter of a worker's work; one
 eight times slower hardly helps, and its gradients are of weights that are long gone."""
 
 

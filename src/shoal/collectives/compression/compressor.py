@@ -26,7 +26,7 @@ class Traffic:
     sent_bytes: int = 0
     raw_bytes: int = 0
     num_sums: int = 0
-    """How often all gradients were summed."""
+    """Number of times that all gradients were summed."""
 
     def count(self, raw: Tensor, *sent: Tensor) -> None:
         """Count one bucket that was sent as other tensors."""

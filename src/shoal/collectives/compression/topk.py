@@ -12,7 +12,7 @@ from shoal.collectives.compression.compressor import Gradient, Traffic
 from shoal.collectives.reducer import Reducer
 
 
-class TopK:
+class TopKCompressor:
     """The `ratio` largest elements of each bucket, as (place, value)."""
 
     def __init__(self, ratio: float = 0.01) -> None:

@@ -1,4 +1,4 @@
-"""`allgather`: all parts go around the ring until everybody has all of them, and each adds up for itself."""
+"""`allgather` exchange: every rank gathers all parts around a ring, and adds them up for itself."""
 
 from __future__ import annotations
 

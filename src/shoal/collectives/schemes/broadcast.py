@@ -1,4 +1,4 @@
-"""`broadcast`: everyone sends everything to everyone, and each adds up for itself. One step; for two or three ranks."""
+"""`broadcast` exchange: every rank sends everything to every other, and each adds up for itself. One step; for two or three ranks."""
 
 from __future__ import annotations
 

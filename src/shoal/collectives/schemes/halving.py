@@ -1,4 +1,4 @@
-"""`halving`: recursive halving and doubling: as few bytes as the ring in as few steps as the tree.
+"""`halving` exchange: recursive halving and doubling: as few bytes as the ring in as few steps as the tree.
 
 In each round a rank swaps half of what it still holds with a partner twice
 as near as the last, and afterwards the rounds run backwards. Ranks beyond

@@ -1,4 +1,4 @@
-"""`mapreduce`: each rank owns a part of the gradient, like the reducers of a map-reduce.
+"""`mapreduce` exchange: each rank owns a part of the gradient, like the reducers of a map-reduce.
 
 Combine (what backward did), shuffle (every rank sends each part to its
 owner), reduce (the owner adds up in rank order), all-gather.
@@ -22,7 +22,7 @@ def all_reduce(wires: Wires, flat: Tensor) -> None:
 
 
 def reduce_scatter(wires: Wires, parts: list[Tensor]) -> None:
-    """Afterwards this rank's own part is the whole sum; the others are as they were."""
+    """Leave the whole sum in this rank's own part; the others are unchanged."""
     rank, num = wires.rank, wires.num_ranks
     mine = parts[rank]
     shuffled = [torch.empty_like(mine) if source != rank else mine.clone() for source in range(num)]

@@ -1,8 +1,6 @@
-"""`ring`: every rank speaks to its two neighbours only, and every byte travels twice around less a step.
+"""`ring` exchange: reduce-scatter and all-gather around a ring; a rank talks to its two neighbours only.
 
-First each part of the tensor goes around and gathers what the ranks add to
-it, then each finished part goes around once more. What a rank sends does not
-grow with the number of ranks.
+The bytes that a rank sends do not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ def all_reduce(wires: Wires, flat: Tensor) -> None:
 
 
 def reduce_scatter(wires: Wires, parts: list[Tensor]) -> None:
-    """Afterwards this rank's part, the one after its own number, is the whole sum; the others are half done."""
+    """Leave the whole sum in part rank + 1; the other parts are partial sums."""
     num, rank = wires.num_ranks, wires.rank
     incoming = torch.empty_like(max(parts, key=len))
     for step in range(num - 1):
@@ -32,7 +30,7 @@ def reduce_scatter(wires: Wires, parts: list[Tensor]) -> None:
 
 
 def all_gather(wires: Wires, parts: list[Tensor], *, own: int) -> None:
-    """Give the part that is whole here (`own`) on, and take the others as they come by."""
+    """Pass the finished part (`own`) on, and receive the others."""
     num, rank = wires.num_ranks, wires.rank
     for step in range(num - 1):
         wires.swap(

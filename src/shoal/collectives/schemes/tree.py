@@ -1,4 +1,4 @@
-"""`tree`: sums go up a binary tree to rank 0 and the result comes down: few steps, for small tensors and many ranks."""
+"""`tree` exchange: sums go up a binary tree to rank 0 and the result comes down: few steps, for small tensors and many ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def all_reduce(wires: Wires, flat: Tensor) -> None:
 
 
 def _down(wires: Wires, flat: Tensor) -> None:
-    """Everybody gets it from whom it gave its sum to."""
+    """Broadcast the result down the same tree."""
     num, rank = wires.num_ranks, wires.rank
     reach = 1
     while reach < num:

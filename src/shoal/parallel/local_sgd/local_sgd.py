@@ -1,10 +1,10 @@
-"""`ddp --sync-every k`: every worker makes k steps of its own on its slices, then the models become one.
+"""Local SGD, `ddp --sync-every k`: every worker makes k steps of its own on its slices, then the models are averaged.
 
-In between nothing is sent at all. What is sent then is each worker's
-difference to the model they last had in common (the anchor), through the
-buckets, the compressor and the exchange of `ddp`. The average difference is
-the gradient of an outer optimizer: plain SGD of rate 1 for the average
-itself, Nesterov momentum for DiLoCo. See docs/adr/0022.
+In between nothing is sent. A sync sends each worker's difference to the last
+common model (the anchor) through the buckets, the compressor and the exchange
+of `ddp`. The average difference is the gradient of an outer optimizer: plain
+SGD of rate 1 for the average itself, Nesterov momentum for DiLoCo. See
+docs/adr/0022.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.errors import ConfigError, TrainingError
 from shoal.parallel import residuals
 from shoal.parallel.ddp import Ddp
 from shoal.parallel.local_sgd import optimizers as own_optimizers
-from shoal.parallel.local_sgd.early_sync import EarlyMeeting
+from shoal.parallel.local_sgd.early_sync import EarlySync
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict, Wishes
 from shoal.parallel.state import state_pieces
 from shoal.parallel.step_result import contribution, decide
@@ -35,8 +35,8 @@ from shoal.parallel.update import update
 
 
 @dataclass(slots=True)
-class Round:
-    """What a worker did since the workers last met."""
+class SyncRound:
+    """A worker's sums since the last sync."""
 
     num_steps: int = 0
     num_global: int = 0
@@ -47,7 +47,7 @@ class Round:
 
     loss_total: float = 0.0
     count: float = 0.0
-    """What this worker's losses counted: its weight in the average."""
+    """The count of this worker's losses: its weight in the average."""
 
     num_skipped: int = 0
     wants_checkpoint: bool = False
@@ -63,7 +63,7 @@ def nesterov(trained: Sequence[nn.Parameter], lr: float, momentum: float) -> tor
     return torch.optim.SGD(trained, lr=lr, momentum=momentum, nesterov=True)
 
 
-class LocalUpdates(Ddp):
+class LocalSgd(Ddp):
     """Weights and buffers are equal on all ranks where `is_apart` is False; the state of inner optimizers never is."""
 
     def __init__(self, job: Job) -> None:
@@ -72,8 +72,8 @@ class LocalUpdates(Ddp):
         self.holds_parts = True
         self._sync_every = job.sync_every
         self._outer_choice = OUTERS.parse(job.outer)
-        self._round = Round()
-        self._meeting: EarlyMeeting
+        self._round = SyncRound()
+        self._early_sync: EarlySync
         self._trained: list[nn.Parameter] = []
         self._anchor: list[Tensor] = []
         self._outer: torch.optim.Optimizer | None = None
@@ -101,8 +101,8 @@ class LocalUpdates(Ddp):
         """Compute this worker's gradients, for itself."""
         if not self.is_apart:
             self._changing.look()
-            self._keep_anchor()
-            self._meeting = self._next_meeting()
+            self._save_anchor()
+            self._early_sync = self._next_early_sync()
         self._keep_buffers()
         self._batch = batch
         self._mine = self._compute.forward_backward(batch, rank=self._data_rank, step=self.step)
@@ -128,7 +128,7 @@ class LocalUpdates(Ddp):
             if self._job.on_nonfinite == "raise":
                 return alone  # which ends the job: nobody waits to meet
         self._count(alone)
-        if not self._meeting.is_now(mine.num_steps):
+        if not self._early_sync.is_now(mine.num_steps):
             # The others go on whatever happened here; sums are told once all are known.
             return dataclasses.replace(alone, loss_total=0.0, count=0.0, applied=True, nonfinite=())
         wishes.leave |= mine.num_steps < self._sync_every  # or nobody would meet by now
@@ -147,15 +147,15 @@ class LocalUpdates(Ddp):
         self._buffers_before = {}
         self.step += 1
 
-    def _next_meeting(self) -> EarlyMeeting:
-        return EarlyMeeting(
+    def _next_early_sync(self) -> EarlySync:
+        return EarlySync(
             name=f"leaving/{self._job.number}/{self.step}",
             rank=self._rank,
             num_workers=self._num_workers,
             last_step=self._sync_every,
         )
 
-    def _keep_anchor(self) -> None:
+    def _save_anchor(self) -> None:
         with torch.no_grad():
             if not self._anchor:
                 self._anchor = [parameter.detach().clone() for parameter in self._trained]
@@ -176,7 +176,7 @@ class LocalUpdates(Ddp):
         with torch.no_grad():
             for parameter, anchor in zip(self._trained, self._anchor, strict=True):
                 parameter.grad = (anchor - parameter).mul_(weight)
-        self._refuse_spoilt()
+        self._refuse_nonfinite()
         self._told_besides = [float(mine.num_skipped)]
         total = torch.tensor(mine.loss_total, dtype=torch.float64)
         self._contribute(LossSum(total, mine.count, None), mine.num_local / mine.num_global)
@@ -185,7 +185,7 @@ class LocalUpdates(Ddp):
             self._exchange_again,
             conclude=self._update,
             abandon=self._abandon,
-            patience=self._meeting,
+            patience=self._early_sync,
             kind="a step",
         )
         wishes.checkpoint = False
@@ -205,10 +205,10 @@ class LocalUpdates(Ddp):
             self._outer.step()
         for parameter in self._parameters:
             parameter.grad = None
-        self._works, self._round = [], Round()
+        self._works, self._round = [], SyncRound()
         return verdict
 
-    def _refuse_spoilt(self) -> None:
+    def _refuse_nonfinite(self) -> None:
         """One worker's weights that are not finite would spoil everybody's."""
         for name, parameter in self._job.model.named_parameters():
             if parameter.requires_grad and not parameter.isfinite().all():
@@ -241,7 +241,7 @@ class LocalUpdates(Ddp):
             )
 
     def state(self) -> Iterator[Piece]:
-        """What all have alike, and every worker's optimizer: on rank 0. Collective."""
+        """The common state and every worker's optimizer, on rank 0. Collective."""
         yield from self.common_pieces()
         yield from own_optimizers.gathered(
             self.own_pieces(), self._gather_for_disk, rank=self._rank, num_workers=self._num_workers
@@ -249,7 +249,7 @@ class LocalUpdates(Ddp):
 
     def load(self, pieces: PieceReader) -> None:
         """This worker's own optimizer state where there were as many workers; else the average of all."""
-        self._round = Round()
+        self._round = SyncRound()
         tensors = own_optimizers.of_rank(pieces.tensors, self._rank, self._num_workers)
         super().load(dataclasses.replace(pieces, tensors=tensors))
         if self._outer is not None and pieces.optimizer_settings is not None:

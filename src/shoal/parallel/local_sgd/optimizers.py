@@ -1,4 +1,4 @@
-"""Optimizers of which every worker has its own, in checkpoints, and the outer one that all have alike.
+"""Checkpoint pieces of local SGD: each worker's own optimizer, and the outer one that all have alike.
 
 optimizer/<parameter>/<key>                   the average of all: for other strategies, other numbers of workers
 workers/<rank>/optimizer/<parameter>/<key>    each worker's own
@@ -24,7 +24,7 @@ _WORKERS, _NUMBER, _OUTER, _MOMENTUM = "workers/", "workers/number", "outer/", "
 def pieces(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int, num_workers: int
 ) -> Iterator[Piece]:
-    """What one worker's optimizer holds, and of how many it is one."""
+    """The state of one worker's optimizer, and the number of workers."""
     yield _piece(_NUMBER, torch.tensor(num_workers))
     for piece in optimizer_pieces(model, optimizer):
         yield _piece(f"{_WORKERS}{rank}/{piece.name}", piece.tensor)
@@ -77,7 +77,7 @@ def outer_pieces(model: nn.Module, outer: torch.optim.Optimizer) -> Iterator[Pie
 
 
 def load_outer(model: nn.Module, outer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
-    """What `outer_pieces` gave; nothing of it makes an outer optimizer that begins anew."""
+    """Load what `outer_pieces` gave; without it the outer optimizer begins anew."""
     outer.state.clear()
     for name, parameter in model.named_parameters():
         if _OUTER + name in saved:

@@ -1,4 +1,4 @@
-"""Evaluation of an nn.TransformerEncoder gives for padding what torch's short cut does."""
+"""Evaluation of an nn.TransformerEncoder gives for padding what torch's fast path does."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.parallel.tensor_parallel import attention as encoder_padding
+from shoal.parallel.tensor_parallel import attention
 
 
 @pytest.fixture(autouse=True)
 def _short_cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(encoder_padding, "_is_left", False)
+    monkeypatch.setattr(attention, "_is_disabled", False)
     yield
     torch.backends.mha.set_fastpath_enabled(True)
 
@@ -36,7 +36,7 @@ def test_padding_is_zero_in_evaluation_and_only_there(lengths: tuple[int, int]) 
         with torch.no_grad():
             expected.append((trained, model.eval()(x, src_key_padding_mask=padding)))
     for model, (trained, evaluated) in zip(models, expected, strict=True):  # the second one after the first
-        encoder_padding.disable_encoder_fast_path(model)
+        attention.disable_encoder_fast_path(model)
         torch.testing.assert_close(model.train()(x, src_key_padding_mask=padding), trained)
         with torch.no_grad():
             torch.testing.assert_close(model.eval()(x, src_key_padding_mask=padding), evaluated)
@@ -47,5 +47,5 @@ def test_whoever_does_not_take_the_short_cut_is_left_alone() -> None:
     torch.backends.mha.set_fastpath_enabled(False)
     layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
     model = nn.TransformerEncoder(layer, 1)
-    encoder_padding.disable_encoder_fast_path(model)
+    attention.disable_encoder_fast_path(model)
     assert not model.layers[0]._forward_hooks
