@@ -46,7 +46,7 @@ _SHAPES = {"size", "dim", "ndim", "shape", "numel", "nelement", "dtype", "device
 
 
 class Untraceable(Exception):
-    """A module whose forward is no graph, and why. It stays whole, or becomes a ConfigError."""
+    """Not an error of the user: a module whose forward is no graph, and why. It stays whole, or becomes a ConfigError."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(reason)
