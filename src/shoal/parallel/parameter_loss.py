@@ -124,7 +124,7 @@ class WholeParameters:
             return self._copies[id(parameter)]
         if id(parameter) not in self._whole:
             whole = parameter.full_tensor(grad_placements=_of_gradient(parameter))
-            self._whole[id(parameter)] = self._packing.as_users(name, whole)
+            self._whole[id(parameter)] = self._packing.to_user_layout(name, whole)
         return self._whole[id(parameter)]
 
 
