@@ -12,7 +12,7 @@ from invoking import Shoal
 
 from shoal.cli import runs
 from shoal.cluster.launch.run_directory import RunDirectory
-from shoal.config.run import RunConfig, Versions
+from shoal.config.launch import RunConfig, Versions
 
 MakeRun = Callable[..., RunDirectory]
 

@@ -56,7 +56,7 @@ def test_whoever_never_joined_is_said_so() -> None:
 
 
 def test_a_rank_is_late_when_patience_is_over_and_again_after_as_long(members: Membership) -> None:
-    ask = {"since": 5.0, "patience_s": 10.0}
+    ask = {"since": 5.0, "timeout_s": 10.0}
     assert members.due(1, **ask) == 15.0
     assert members.late(1, **ask, now=14.9) is None
     assert members.late(1, **ask, now=15.0) == LateRank(1, 0, lenient=False)
@@ -65,7 +65,7 @@ def test_a_rank_is_late_when_patience_is_over_and_again_after_as_long(members: M
 
 def test_nobody_is_late_before_a_coordinator_has_been_up_for_long_enough() -> None:
     members = Membership(num_workers=2, not_before=100.0)
-    assert members.due(1, since=1.0, patience_s=10.0) == 110.0
+    assert members.due(1, since=1.0, timeout_s=10.0) == 110.0
 
 
 def test_a_replacement_is_excused_for_as_long_as_anybody_was_ever_silent(members: Membership) -> None:
@@ -74,12 +74,12 @@ def test_a_replacement_is_excused_for_as_long_as_anybody_was_ever_silent(members
     assert members.stretch_s == 60.0
     members.reaped(1, 0, -9, 80.0)
     members.admit(join(1, 1, pid=8), 80.0)
-    assert members.late(1, since=80.0, patience_s=10.0, now=90.0) == LateRank(1, 1, lenient=True)
-    assert members.late(1, since=80.0, patience_s=10.0, now=150.0) == LateRank(1, 1, lenient=False)
+    assert members.late(1, since=80.0, timeout_s=10.0, now=90.0) == LateRank(1, 1, lenient=True)
+    assert members.late(1, since=80.0, timeout_s=10.0, now=150.0) == LateRank(1, 1, lenient=False)
 
 
 def test_a_replacement_that_is_seated_has_no_excuse_any_more(members: Membership) -> None:
     members.spoke(0, 60.0)
     members.admit(join(1, 1, pid=8), 80.0)
     members.form(2, [0, 1])
-    assert members.late(1, since=80.0, patience_s=10.0, now=90.0) == LateRank(1, 1, lenient=False)
+    assert members.late(1, since=80.0, timeout_s=10.0, now=90.0) == LateRank(1, 1, lenient=False)

@@ -29,7 +29,7 @@ class Rig:
         self, num_workers: int = 3, *, can_recover: bool = True, formed: FormView | None = None
     ) -> None:
         self.membership = Membership(num_workers=num_workers)
-        self.views = Views(self.membership, patience_s=10.0, can_recover=can_recover, formed=formed)
+        self.views = Views(self.membership, timeout_s=10.0, can_recover=can_recover, formed=formed)
         for rank in range(num_workers):
             self.join(rank, 0, at=0.0)
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from shoal.cluster.launch.run_directory import RunDirectory, is_alive, read_config, write_atomically
-from shoal.config.run import RunConfig, Versions
+from shoal.config.launch import RunConfig, Versions
 from shoal.errors import RunDirectoryError
 
 

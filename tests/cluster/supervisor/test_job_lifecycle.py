@@ -6,40 +6,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster.supervisor.job_events import (
-    Advanced,
-    Asked,
+from shoal.cluster.supervisor.job_lifecycle import (
+    EDGES,
     AskToLeave,
-    CaughtUp,
-    CoordinatorDied,
+    ClockTick,
+    CoordinatorDeath,
     CoordinatorExited,
     CoordinatorServes,
-    Died,
     Event,
-    Exited,
-    GoBack,
-    Kill,
+    JobAdvanced,
+    JobLifecycle,
+    JobPhase,
     KillServers,
-    Left,
-    LetGo,
-    Replace,
+    KillWorkers,
+    LeaveRequested,
+    LeftOnRequest,
     ReplaceServer,
+    ReplaceWorker,
+    RestartAll,
+    RestartConfig,
     RestartCoordinator,
-    ServerDied,
+    ResultsDropped,
+    RollBack,
+    ServerDeath,
     ServerExited,
     ServerStarted,
     ServerSuspected,
-    StartAnew,
-    Started,
     StateLost,
-    Stuck,
-    Suspected,
-    Tick,
+    StuckAtExit,
+    WorkerCaughtUp,
+    WorkerDeath,
+    WorkerExited,
+    WorkerStarted,
+    WorkerSuspected,
 )
-from shoal.cluster.supervisor.job_lifecycle import EDGES, Fate, Patience, Phase
 from shoal.runtime.transport.messages.supervisor import Failed, Finished
 
-PATIENCE = Patience(grace_s=60.0, blame_s=1.0, settle_s=0.5, exit_s=30.0)
+RESTART = RestartConfig(grace_s=60.0, blame_s=1.0, settle_s=0.5, exit_s=30.0)
 
 
 def failed(rank: int, kind: str = "script", error: str = "ValueError", exit_code: int = 1) -> Failed:
@@ -50,34 +53,34 @@ def finished(rank: int) -> Finished:
     return Finished(rank, 0, 0.0, 0, {})
 
 
-RECOVERING = Patience(
+RECOVERING = RestartConfig(
     max_restarts=2, max_coordinator_restarts=2, grace_s=60.0, blame_s=1.0, settle_s=0.5, exit_s=30.0
 )
 
 
-def running(num_workers: int, patience: Patience = PATIENCE) -> Fate:
-    job = Fate(num_workers=num_workers, patience=patience)
+def running(num_workers: int, restart: RestartConfig = RESTART) -> JobLifecycle:
+    job = JobLifecycle(num_workers=num_workers, restart=restart)
     for rank in range(num_workers):
-        assert job.handle(Started(rank), 0.0) == []
+        assert job.handle(WorkerStarted(rank), 0.0) == []
     return job
 
 
 def test_a_job_whose_workers_all_finish_and_exit_ends_well() -> None:
     job = running(2)
-    for event in (finished(0), finished(1), Exited(1, 0), Exited(0, 0)):
+    for event in (finished(0), finished(1), WorkerExited(1, 0), WorkerExited(0, 0)):
         assert job.handle(event, 1.0) == []
-    assert (job.phase, job.cause, job.exit_code) == (Phase.ENDED, None, 0)
+    assert (job.phase, job.cause, job.exit_code) == (JobPhase.ENDED, None, 0)
 
 
 def test_a_failure_gives_the_others_a_moment_and_then_kills_them() -> None:
     job = running(3)
     assert job.handle(failed(2), 10.0) == []
-    assert job.handle(Exited(2, 1), 10.1) == []
+    assert job.handle(WorkerExited(2, 1), 10.1) == []
     assert job.deadline == 10.5
-    assert job.handle(Tick(), 10.4) == []
-    assert job.handle(Tick(), 10.5) == [Kill((0, 1))]
-    assert job.handle(Exited(0, -9), 10.6) == job.handle(Exited(1, -9), 10.6) == []
-    assert (job.phase, job.cause, job.exit_code) == (Phase.ENDED, failed(2), 1)
+    assert job.handle(ClockTick(), 10.4) == []
+    assert job.handle(ClockTick(), 10.5) == [KillWorkers((0, 1))]
+    assert job.handle(WorkerExited(0, -9), 10.6) == job.handle(WorkerExited(1, -9), 10.6) == []
+    assert (job.phase, job.cause, job.exit_code) == (JobPhase.ENDED, failed(2), 1)
 
 
 def test_a_broken_exchange_waits_for_its_cause() -> None:
@@ -91,101 +94,101 @@ def test_a_broken_exchange_waits_for_its_cause() -> None:
 def test_a_broken_exchange_waits_for_a_death_too() -> None:
     job = running(2)
     job.handle(failed(0, "peer", "PeerLost", 3), 10.0)
-    job.handle(Exited(0, 3), 10.1)
-    job.handle(Exited(1, -11), 10.2)
-    assert (job.phase, job.cause) == (Phase.ENDED, Died(1, -11))
+    job.handle(WorkerExited(0, 3), 10.1)
+    job.handle(WorkerExited(1, -11), 10.2)
+    assert (job.phase, job.cause) == (JobPhase.ENDED, WorkerDeath(1, -11))
 
 
 def test_a_broken_exchange_without_a_cause_is_the_cause() -> None:
     job = running(3)
     job.handle(failed(0, "peer", "PeerLost", 3), 10.0)
-    assert job.handle(Tick(), 11.0) == []
+    assert job.handle(ClockTick(), 11.0) == []
     assert (job.cause, job.deadline) == (failed(0, "peer", "PeerLost", 3), 11.5)
     assert job.exit_code == 3
 
 
 def test_what_follows_from_a_cause_is_not_reported() -> None:
     job = running(3)
-    job.handle(Exited(1, -9), 10.0)
+    job.handle(WorkerExited(1, -9), 10.0)
     job.handle(failed(0, "peer", "PeerLost", 3), 10.1)
     job.handle(failed(2, "script", "RuntimeError"), 10.1)
-    assert job.cause == Died(1, -9)
+    assert job.cause == WorkerDeath(1, -9)
 
 
 def test_asked_once_the_workers_are_asked_and_given_their_grace() -> None:
     job = running(2)
-    assert job.handle(Asked(signal.SIGINT), 10.0) == [AskToLeave((0, 1), signal.SIGINT)]
-    assert (job.phase, job.deadline) == (Phase.LEAVING, 70.0)
+    assert job.handle(LeaveRequested(signal.SIGINT), 10.0) == [AskToLeave((0, 1), signal.SIGINT)]
+    assert (job.phase, job.deadline) == (JobPhase.LEAVING, 70.0)
     job.handle(failed(1, "shoal", "Interrupted", 130), 11.0)
-    job.handle(Exited(1, 130), 11.0)
-    assert job.handle(Tick(), 30.0) == []  # rank 0 still saves
+    job.handle(WorkerExited(1, 130), 11.0)
+    assert job.handle(ClockTick(), 30.0) == []  # rank 0 still saves
     job.handle(failed(0, "shoal", "Interrupted", 130), 31.0)
-    job.handle(Exited(0, 130), 31.0)
-    assert (job.phase, job.cause, job.exit_code) == (Phase.ENDED, Left(signal.SIGINT), 130)
+    job.handle(WorkerExited(0, 130), 31.0)
+    assert (job.phase, job.cause, job.exit_code) == (JobPhase.ENDED, LeftOnRequest(signal.SIGINT), 130)
 
 
 def test_asked_twice_everybody_is_killed() -> None:
     job = running(2)
-    job.handle(Asked(signal.SIGINT), 10.0)
-    assert job.handle(Asked(signal.SIGINT), 10.2) == [Kill((0, 1))]
+    job.handle(LeaveRequested(signal.SIGINT), 10.0)
+    assert job.handle(LeaveRequested(signal.SIGINT), 10.2) == [KillWorkers((0, 1))]
     for rank in range(2):
-        job.handle(Exited(rank, -9), 10.3)
-    assert (job.cause, job.exit_code) == (Left(signal.SIGINT), 130)
+        job.handle(WorkerExited(rank, -9), 10.3)
+    assert (job.cause, job.exit_code) == (LeftOnRequest(signal.SIGINT), 130)
 
 
 def test_who_does_not_leave_in_time_is_killed_and_named() -> None:
     job = running(3)
-    job.handle(Asked(signal.SIGTERM), 0.0)
-    job.handle(Exited(1, -signal.SIGTERM), 1.0)  # had no handler yet
-    assert job.handle(Tick(), 60.0) == [Kill((0, 2))]
-    assert (job.cause, job.exit_code) == (Left(signal.SIGTERM, (0, 2)), 143)
+    job.handle(LeaveRequested(signal.SIGTERM), 0.0)
+    job.handle(WorkerExited(1, -signal.SIGTERM), 1.0)  # had no handler yet
+    assert job.handle(ClockTick(), 60.0) == [KillWorkers((0, 2))]
+    assert (job.cause, job.exit_code) == (LeftOnRequest(signal.SIGTERM, (0, 2)), 143)
 
 
 def test_asked_before_anybody_was_started_it_is_over() -> None:
-    job = Fate(num_workers=2, patience=PATIENCE)
-    assert job.handle(Asked(signal.SIGHUP), 1.0) == []
-    assert (job.phase, job.exit_code) == (Phase.ENDED, 129)
+    job = JobLifecycle(num_workers=2, restart=RESTART)
+    assert job.handle(LeaveRequested(signal.SIGHUP), 1.0) == []
+    assert (job.phase, job.exit_code) == (JobPhase.ENDED, 129)
 
 
 def test_an_error_while_leaving_is_the_cause() -> None:
     job = running(2)
-    job.handle(Asked(signal.SIGINT), 0.0)
+    job.handle(LeaveRequested(signal.SIGINT), 0.0)
     job.handle(failed(0, "shoal", "CheckpointWriteFailed", 3), 1.0)
     assert job.exit_code == 3
 
 
 def test_a_job_that_finishes_although_asked_to_leave_says_that_it_was_asked() -> None:
     job = running(1)
-    job.handle(Asked(signal.SIGINT), 0.0)
+    job.handle(LeaveRequested(signal.SIGINT), 0.0)
     job.handle(finished(0), 1.0)
-    job.handle(Exited(0, 0), 1.0)
+    job.handle(WorkerExited(0, 0), 1.0)
     assert job.exit_code == 130
 
 
 def test_an_exit_without_a_word_is_a_death() -> None:
     job = running(1)
-    job.handle(Exited(0, 0), 1.0)
-    assert job.cause == Died(0, 0)
+    job.handle(WorkerExited(0, 0), 1.0)
+    assert job.cause == WorkerDeath(0, 0)
 
 
 def test_a_crash_after_the_last_word_is_a_death() -> None:
     job = running(1)
     job.handle(finished(0), 1.0)
-    job.handle(Exited(0, -11), 1.1)
-    assert job.cause == Died(0, -11, finished=True)
+    job.handle(WorkerExited(0, -11), 1.1)
+    assert job.cause == WorkerDeath(0, -11, finished=True)
 
 
 def test_a_process_that_outlives_its_script_is_ended() -> None:
     job = running(2)
-    for event in (finished(0), finished(1), Exited(0, 0)):
+    for event in (finished(0), finished(1), WorkerExited(0, 0)):
         job.handle(event, 5.0)
-    assert job.handle(Tick(), 35.0) == [Kill((1,))]
-    assert (job.cause, job.exit_code) == (Stuck((1,)), 3)
+    assert job.handle(ClockTick(), 35.0) == [KillWorkers((1,))]
+    assert (job.cause, job.exit_code) == (StuckAtExit((1,)), 3)
 
 
 def test_the_coordinators_leaving_last_is_nobodys_concern() -> None:
     done = running(1)
-    for event in (finished(0), Exited(0, 0), CoordinatorExited(0)):
+    for event in (finished(0), WorkerExited(0, 0), CoordinatorExited(0)):
         assert done.handle(event, 1.0) == []
     assert done.cause is None
 
@@ -193,113 +196,113 @@ def test_the_coordinators_leaving_last_is_nobodys_concern() -> None:
 # ---- going on -------------------------------------------------------------------------------------
 
 
-def recovering(num_workers: int = 2) -> Fate:
+def recovering(num_workers: int = 2) -> JobLifecycle:
     return running(num_workers, RECOVERING)
 
 
 @pytest.mark.parametrize("code", [-9, -11, 0, 7])
 def test_a_worker_that_dies_without_a_word_is_replaced_by_the_next_incarnation(code: int) -> None:
     job = recovering()
-    assert job.handle(Exited(1, code), 1.0) == [Replace(Died(1, code), 1)]
-    job.handle(Started(1, 1), 1.0)
-    assert job.handle(Exited(1, code), 2.0) == [Replace(Died(1, code, num_times=2), 2)]
-    assert (job.phase, job.num_restarts) == (Phase.RUNNING, 2)
+    assert job.handle(WorkerExited(1, code), 1.0) == [ReplaceWorker(WorkerDeath(1, code), 1)]
+    job.handle(WorkerStarted(1, 1), 1.0)
+    assert job.handle(WorkerExited(1, code), 2.0) == [ReplaceWorker(WorkerDeath(1, code, num_times=2), 2)]
+    assert (job.phase, job.num_restarts) == (JobPhase.RUNNING, 2)
 
 
 def test_a_rank_that_dies_once_too_often_without_the_job_getting_ahead_ends_it() -> None:
     job = recovering()
     for incarnation in (1, 2):
-        job.handle(Exited(1, -9), 1.0)
-        job.handle(Started(1, incarnation), 1.0)
-    assert job.handle(Exited(1, -9), 2.0) == []
-    assert (job.phase, job.cause) == (Phase.ENDING, Died(1, -9, num_times=3))
+        job.handle(WorkerExited(1, -9), 1.0)
+        job.handle(WorkerStarted(1, incarnation), 1.0)
+    assert job.handle(WorkerExited(1, -9), 2.0) == []
+    assert (job.phase, job.cause) == (JobPhase.ENDING, WorkerDeath(1, -9, num_times=3))
 
 
 def test_deaths_are_forgotten_when_the_job_gets_ahead() -> None:
     job = recovering()
     for incarnation in range(1, 20):
-        assert job.handle(Exited(1, -9), 1.0) == [Replace(Died(1, -9), incarnation)]
-        job.handle(Started(1, incarnation), 1.0)
-        job.handle(Advanced(), 1.0)
+        assert job.handle(WorkerExited(1, -9), 1.0) == [ReplaceWorker(WorkerDeath(1, -9), incarnation)]
+        job.handle(WorkerStarted(1, incarnation), 1.0)
+        job.handle(JobAdvanced(), 1.0)
 
 
 def test_all_workers_dead_at_once_are_all_replaced() -> None:
     job = recovering(4)
     for rank in range(4):
-        assert job.handle(Exited(rank, -9), 1.0) == [Replace(Died(rank, -9), 1)]
-        job.handle(Started(rank, 1), 1.0)
-    assert job.phase is Phase.RUNNING
+        assert job.handle(WorkerExited(rank, -9), 1.0) == [ReplaceWorker(WorkerDeath(rank, -9), 1)]
+        job.handle(WorkerStarted(rank, 1), 1.0)
+    assert job.phase is JobPhase.RUNNING
 
 
 def test_the_only_worker_is_replaced_too() -> None:
     job = recovering(1)
-    assert job.handle(Exited(0, -9), 1.0) == [Replace(Died(0, -9), 1)]
-    assert job.phase is Phase.RUNNING
+    assert job.handle(WorkerExited(0, -9), 1.0) == [ReplaceWorker(WorkerDeath(0, -9), 1)]
+    assert job.phase is JobPhase.RUNNING
 
 
 def test_a_users_exception_is_not_retried() -> None:
     job = recovering()
     job.handle(failed(1), 1.0)
-    assert job.handle(Exited(1, 1), 1.0) == []
+    assert job.handle(WorkerExited(1, 1), 1.0) == []
     assert job.cause == failed(1)
 
 
 def test_nobody_is_replaced_once_the_job_ends() -> None:
     job = recovering(3)
     job.handle(failed(1), 1.0)
-    assert job.handle(Exited(2, -9), 1.0) == []
+    assert job.handle(WorkerExited(2, -9), 1.0) == []
 
 
 def test_a_broken_exchange_after_a_death_is_blamed_on_the_death() -> None:
     job = recovering()
-    job.handle(Exited(1, -9), 1.0)
-    job.handle(Started(1, 1), 1.0)
+    job.handle(WorkerExited(1, -9), 1.0)
+    job.handle(WorkerStarted(1, 1), 1.0)
     job.handle(failed(0, "peer", "PeerLost", 3), 1.1)
-    job.handle(Tick(), 2.1)
-    assert job.cause == Died(1, -9)
+    job.handle(ClockTick(), 2.1)
+    assert job.cause == WorkerDeath(1, -9)
 
 
 def test_a_suspect_is_killed_and_replaced_and_its_death_says_why() -> None:
     job = recovering()
-    assert job.handle(Suspected(1, 0, "it slept"), 1.0) == [Kill((1,))]
-    assert job.handle(Exited(1, -9), 1.1) == [Replace(Died(1, -9, why="it slept"), 1)]
-    job.handle(Started(1, 1), 1.1)
-    assert job.handle(Suspected(1, 0, "it slept"), 1.2) == []  # the news is old
+    assert job.handle(WorkerSuspected(1, 0, "it slept"), 1.0) == [KillWorkers((1,))]
+    assert job.handle(WorkerExited(1, -9), 1.1) == [ReplaceWorker(WorkerDeath(1, -9, why="it slept"), 1)]
+    job.handle(WorkerStarted(1, 1), 1.1)
+    assert job.handle(WorkerSuspected(1, 0, "it slept"), 1.2) == []  # the news is old
 
 
 def test_killed_after_the_end_of_every_script_is_no_failure() -> None:
     job = recovering()
     job.handle(finished(0), 1.0)
-    assert job.handle(Exited(1, -9), 1.0) == job.handle(Exited(0, 0), 1.1) == []
-    assert (job.phase, job.exit_code) == (Phase.ENDED, 0)
+    assert job.handle(WorkerExited(1, -9), 1.0) == job.handle(WorkerExited(0, 0), 1.1) == []
+    assert (job.phase, job.exit_code) == (JobPhase.ENDED, 0)
 
 
 def test_a_crash_after_the_last_word_is_a_death_with_recovery_too() -> None:
     job = recovering(1)
     job.handle(finished(0), 1.0)
-    job.handle(Exited(0, -11), 1.1)
-    assert job.cause == Died(0, -11, finished=True)
+    job.handle(WorkerExited(0, -11), 1.1)
+    assert job.cause == WorkerDeath(0, -11, finished=True)
 
 
 def test_asked_to_leave_a_replacement_is_asked_when_it_has_caught_up() -> None:
     job = recovering()
-    job.handle(Exited(1, -9), 1.0)
-    job.handle(Started(1, 1), 1.0)
-    assert job.handle(Asked(signal.SIGINT), 2.0) == [AskToLeave((0,), signal.SIGINT)]
-    assert job.handle(CaughtUp(1), 2.5) == [AskToLeave((1,), signal.SIGINT)]
+    job.handle(WorkerExited(1, -9), 1.0)
+    job.handle(WorkerStarted(1, 1), 1.0)
+    assert job.handle(LeaveRequested(signal.SIGINT), 2.0) == [AskToLeave((0,), signal.SIGINT)]
+    assert job.handle(WorkerCaughtUp(1), 2.5) == [AskToLeave((1,), signal.SIGINT)]
 
 
 def test_asked_to_leave_with_nobody_but_replacements_they_are_asked() -> None:
     job = recovering(1)
-    job.handle(Exited(0, -9), 1.0)
-    job.handle(Started(0, 1), 1.0)
-    assert job.handle(Asked(signal.SIGTERM), 2.0) == [AskToLeave((0,), signal.SIGTERM)]
+    job.handle(WorkerExited(0, -9), 1.0)
+    job.handle(WorkerStarted(0, 1), 1.0)
+    assert job.handle(LeaveRequested(signal.SIGTERM), 2.0) == [AskToLeave((0,), signal.SIGTERM)]
 
 
 def test_a_death_while_leaving_is_replaced_so_that_the_others_can_finish_their_step() -> None:
     job = recovering()
-    job.handle(Asked(signal.SIGINT), 2.0)
-    assert job.handle(Exited(1, -9), 2.1) == [Replace(Died(1, -9), 1)]
+    job.handle(LeaveRequested(signal.SIGINT), 2.0)
+    assert job.handle(WorkerExited(1, -9), 2.1) == [ReplaceWorker(WorkerDeath(1, -9), 1)]
 
 
 def test_a_killed_coordinator_is_started_again_as_often_as_it_takes() -> None:
@@ -308,7 +311,7 @@ def test_a_killed_coordinator_is_started_again_as_often_as_it_takes() -> None:
         job.handle(CoordinatorServes(), float(at))
         job.handle(CoordinatorServes(), at + 5.0)
         assert job.handle(CoordinatorExited(-9), at + 5.0) == [RestartCoordinator()]
-    assert job.phase is Phase.RUNNING
+    assert job.phase is JobPhase.RUNNING
 
 
 def test_a_coordinator_that_dies_of_being_started_ends_the_job() -> None:
@@ -317,14 +320,14 @@ def test_a_coordinator_that_dies_of_being_started_ends_the_job() -> None:
     assert job.handle(CoordinatorExited(1), 1.1) == [RestartCoordinator()]
     job.handle(CoordinatorServes(), 1.2)
     assert job.handle(CoordinatorExited(1), 1.25) == []
-    assert job.cause == CoordinatorDied(1)
+    assert job.cause == CoordinatorDeath(1)
 
 
 def test_a_coordinator_that_says_it_cannot_go_on_is_believed() -> None:
     job = recovering()
     job.handle(CoordinatorServes(), 1.0)
     assert job.handle(CoordinatorExited(3, is_final=True), 90.0) == []
-    assert job.cause == CoordinatorDied(3)
+    assert job.cause == CoordinatorDeath(3)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -341,53 +344,53 @@ EVENTS = st.one_of(
         failed, st.integers(0, 2), st.just("shoal"), st.just("Interrupted"), st.sampled_from([130, 143])
     ),
     st.builds(finished, st.integers(0, 2)),
-    st.builds(Exited, st.integers(0, 2), st.sampled_from([0, 1, -9, -15])),
+    st.builds(WorkerExited, st.integers(0, 2), st.sampled_from([0, 1, -9, -15])),
     st.builds(CoordinatorExited, st.just(-9)),
     st.just(CoordinatorServes()),
-    st.just(Advanced()),
-    st.builds(CaughtUp, st.integers(0, 2)),
-    st.builds(Suspected, st.integers(0, 2), st.integers(0, 2), st.just("")),
-    st.builds(Asked, st.sampled_from([signal.SIGINT, signal.SIGTERM])),
-    st.just(Tick()),
+    st.just(JobAdvanced()),
+    st.builds(WorkerCaughtUp, st.integers(0, 2)),
+    st.builds(WorkerSuspected, st.integers(0, 2), st.integers(0, 2), st.just("")),
+    st.builds(LeaveRequested, st.sampled_from([signal.SIGINT, signal.SIGTERM])),
+    st.just(ClockTick()),
 )
 
 
-@given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=25), st.sampled_from([PATIENCE, RECOVERING]))
+@given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=25), st.sampled_from([RESTART, RECOVERING]))
 def test_whatever_happens_phases_follow_the_edges_and_only_the_living_are_acted_on(
-    story: list[tuple[Event, float]], patience: Patience
+    story: list[tuple[Event, float]], restart: RestartConfig
 ) -> None:
-    job, now, alive = running(3, patience), 0.0, {0, 1, 2}
+    job, now, alive = running(3, restart), 0.0, {0, 1, 2}
     for event, passed_s in story:
         now += passed_s
-        if isinstance(event, Exited | Failed | Finished | CaughtUp) and event.rank not in alive:
+        if isinstance(event, WorkerExited | Failed | Finished | WorkerCaughtUp) and event.rank not in alive:
             continue  # the dead do not speak, nor die again
-        if isinstance(event, Exited):
+        if isinstance(event, WorkerExited):
             alive.discard(event.rank)
         before, cause = job.phase, job.cause
         actions = job.handle(event, now)
         assert job.phase is before or job.phase in EDGES[before]
-        if before is Phase.ENDING and not isinstance(cause, Left) and cause is not None:
+        if before is JobPhase.ENDING and not isinstance(cause, LeftOnRequest) and cause is not None:
             assert job.cause == cause  # told once
         for action in actions:
             match action:
-                case AskToLeave(ranks) | Kill(ranks):
+                case AskToLeave(ranks) | KillWorkers(ranks):
                     assert set(ranks) <= alive
-                case Replace(died, incarnation):
-                    assert patience is RECOVERING
+                case ReplaceWorker(died, incarnation):
+                    assert restart is RECOVERING
                     assert died.rank not in alive
-                    assert 0 < died.num_times <= patience.max_restarts
+                    assert 0 < died.num_times <= restart.max_restarts
                     alive.add(died.rank)
-                    assert job.handle(Started(died.rank, incarnation), now) == []
+                    assert job.handle(WorkerStarted(died.rank, incarnation), now) == []
     while job.deadline is not None:  # with time alone, and nobody reaped, it comes to its end
         now = job.deadline
-        job.handle(Tick(), now)
-    assert job.phase is Phase.ENDED or (job.phase, job.cause) == (Phase.RUNNING, None)
+        job.handle(ClockTick(), now)
+    assert job.phase is JobPhase.ENDED or (job.phase, job.cause) == (JobPhase.RUNNING, None)
 
 
 # ---- servers --------------------------------------------------------------------------------------
 
 
-def with_servers(num_workers: int = 2, num_servers: int = 2) -> Fate:
+def with_servers(num_workers: int = 2, num_servers: int = 2) -> JobLifecycle:
     job = running(num_workers, RECOVERING)
     for number in range(num_servers):
         assert job.handle(ServerStarted(number), 0.0) == []
@@ -397,32 +400,32 @@ def with_servers(num_workers: int = 2, num_servers: int = 2) -> Fate:
 def test_a_server_that_dies_is_replaced_until_it_dies_once_too_often() -> None:
     job = with_servers()
     for num_times in (1, 2):
-        replaced = ReplaceServer(ServerDied(1, -9, "", num_times), num_times)
+        replaced = ReplaceServer(ServerDeath(1, -9, "", num_times), num_times)
         assert job.handle(ServerExited(1, -9), 1.0) == [replaced]
         job.handle(ServerStarted(1, num_times), 1.0)
     assert job.handle(ServerExited(1, 3), 2.0) == []
-    assert (job.phase, job.cause) == (Phase.ENDING, ServerDied(1, 3, "", 3))
+    assert (job.phase, job.cause) == (JobPhase.ENDING, ServerDeath(1, 3, "", 3))
 
 
 def test_when_the_job_gets_ahead_the_deaths_of_servers_are_forgotten() -> None:
     job = with_servers()
     job.handle(ServerExited(0, -9), 1.0)
     job.handle(ServerStarted(0, 1), 1.0)
-    job.handle(Advanced(), 2.0)
-    assert job.handle(ServerExited(0, -9), 3.0) == [ReplaceServer(ServerDied(0, -9), 2)]
+    job.handle(JobAdvanced(), 2.0)
+    assert job.handle(ServerExited(0, -9), 3.0) == [ReplaceServer(ServerDeath(0, -9), 2)]
 
 
 def test_a_silent_server_is_killed_and_its_death_says_why() -> None:
     job = with_servers()
     assert job.handle(ServerSuspected(0, 1, "it said nothing"), 1.0) == []  # no such one
     assert job.handle(ServerSuspected(0, 0, "it said nothing"), 1.0) == [KillServers((0,))]
-    assert job.handle(ServerExited(0, -9), 1.0) == [ReplaceServer(ServerDied(0, -9, "it said nothing"), 1)]
+    assert job.handle(ServerExited(0, -9), 1.0) == [ReplaceServer(ServerDeath(0, -9, "it said nothing"), 1)]
 
 
 def test_a_server_that_was_sent_away_is_not_replaced() -> None:
     job = with_servers()
     assert job.handle(ServerExited(1, -9, is_wanted=False), 1.0) == []
-    assert job.phase is Phase.RUNNING
+    assert job.phase is JobPhase.RUNNING
 
 
 def test_nobody_needs_a_server_once_a_script_has_ended() -> None:
@@ -435,17 +438,27 @@ def test_nobody_needs_a_server_once_a_script_has_ended() -> None:
 
 def test_lost_state_ends_everybody_and_starts_them_anew_when_the_last_is_gone() -> None:
     job = with_servers()
-    assert job.handle(StateLost((0,)), 1.0) == [GoBack(StateLost((0,), 1)), Kill((0, 1)), KillServers((0, 1))]
-    gone = (failed(0), Exited(0, -9), CoordinatorExited(-9), ServerExited(1, -9), Exited(1, -9))
+    assert job.handle(StateLost((0,)), 1.0) == [
+        RollBack(StateLost((0,), 1)),
+        KillWorkers((0, 1)),
+        KillServers((0, 1)),
+    ]
+    gone = (failed(0), WorkerExited(0, -9), CoordinatorExited(-9), ServerExited(1, -9), WorkerExited(1, -9))
     told = [job.handle(event, 1.0) for event in gone]
     assert told == [[], [], [RestartCoordinator()], [], []]
-    assert job.handle(ServerExited(0, -9), 1.0) == [StartAnew({0: 1, 1: 1}, {0: 1, 1: 1})]
-    assert (job.phase, job.num_restarts) == (Phase.RUNNING, 1)
+    assert job.handle(ServerExited(0, -9), 1.0) == [RestartAll({0: 1, 1: 1}, {0: 1, 1: 1})]
+    assert (job.phase, job.num_restarts) == (JobPhase.RUNNING, 1)
 
 
-def begun_anew() -> Fate:
+def begun_anew() -> JobLifecycle:
     job = with_servers(1, 1)
-    for event in (StateLost((0,)), Exited(0, -9), ServerExited(0, -9), Started(0, 1), ServerStarted(0, 1)):
+    for event in (
+        StateLost((0,)),
+        WorkerExited(0, -9),
+        ServerExited(0, -9),
+        WorkerStarted(0, 1),
+        ServerStarted(0, 1),
+    ):
         job.handle(event, 1.0)
     return job
 
@@ -453,72 +466,72 @@ def begun_anew() -> Fate:
 def test_a_second_loss_ends_the_job_unless_it_got_ahead() -> None:
     job = begun_anew()
     assert job.handle(StateLost((0,)), 2.0) == []
-    assert (job.phase, job.cause, job.exit_code) == (Phase.ENDING, StateLost((0,), 2), 3)
+    assert (job.phase, job.cause, job.exit_code) == (JobPhase.ENDING, StateLost((0,), 2), 3)
     job = begun_anew()
-    job.handle(Advanced(), 2.0)
-    assert isinstance(job.handle(StateLost((0,)), 3.0)[0], GoBack)
+    job.handle(JobAdvanced(), 2.0)
+    assert isinstance(job.handle(StateLost((0,)), 3.0)[0], RollBack)
 
 
 def test_asked_to_leave_while_all_begin_anew_a_job_leaves_at_once() -> None:
     job = with_servers()
     job.handle(StateLost((0,)), 1.0)
-    assert job.handle(Asked(signal.SIGINT), 1.0) == [Kill((0, 1))]
-    job.handle(Exited(0, -9), 1.0)
-    job.handle(Exited(1, -9), 1.0)
-    assert (job.phase, job.exit_code) == (Phase.ENDED, 130)
+    assert job.handle(LeaveRequested(signal.SIGINT), 1.0) == [KillWorkers((0, 1))]
+    job.handle(WorkerExited(0, -9), 1.0)
+    job.handle(WorkerExited(1, -9), 1.0)
+    assert (job.phase, job.exit_code) == (JobPhase.ENDED, 130)
 
 
 def test_a_job_that_has_ended_has_no_deadline() -> None:
     job = running(2)
-    story = (failed(0), finished(0), Tick(), finished(1), Tick())
+    story = (failed(0), finished(0), ClockTick(), finished(1), ClockTick())
     for event, at in zip(story, (0.0, 0.0, 1.0, 1.0, 12.0), strict=True):
         job.handle(event, at)
-    assert (job.phase, job.deadline) == (Phase.ENDED, None)
+    assert (job.phase, job.deadline) == (JobPhase.ENDED, None)
 
 
-PARTS = Patience(max_restarts=1, all_hold_parts=True)
+PARTS = RestartConfig(max_restarts=1, all_hold_parts=True)
 
 
 def test_where_all_hold_parts_a_death_takes_everybody_back() -> None:
     job = running(3, PARTS)
-    lost = StateLost((), 1, 1, holds_parts=True, died=Died(1, -9))
-    assert job.handle(Exited(1, -9), 1.0) == [GoBack(lost), Kill((0, 2)), KillServers(())]
-    assert job.handle(Exited(0, -9), 1.0) == []
-    assert job.handle(Exited(2, -9), 1.0) == [StartAnew({0: 1, 1: 1, 2: 1}, {})]
-    assert (job.phase, job.num_restarts) == (Phase.RUNNING, 1)
+    lost = StateLost((), 1, 1, holds_parts=True, died=WorkerDeath(1, -9))
+    assert job.handle(WorkerExited(1, -9), 1.0) == [RollBack(lost), KillWorkers((0, 2)), KillServers(())]
+    assert job.handle(WorkerExited(0, -9), 1.0) == []
+    assert job.handle(WorkerExited(2, -9), 1.0) == [RestartAll({0: 1, 1: 1, 2: 1}, {})]
+    assert (job.phase, job.num_restarts) == (JobPhase.RUNNING, 1)
     for rank in range(3):
-        job.handle(Started(rank, 1), 2.0)
-    job.handle(Exited(1, -9), 2.0)  # again, and nothing was done in between
-    assert (job.phase, job.cause) == (Phase.ENDING, Died(1, -9, False, "", 2))
+        job.handle(WorkerStarted(rank, 1), 2.0)
+    job.handle(WorkerExited(1, -9), 2.0)  # again, and nothing was done in between
+    assert (job.phase, job.cause) == (JobPhase.ENDING, WorkerDeath(1, -9, False, "", 2))
 
 
 def test_alone_it_begins_anew_at_once() -> None:
     job = running(1, PARTS)
-    actions = job.handle(Exited(0, -9), 1.0)
-    assert actions[-1] == StartAnew({0: 1}, {})
+    actions = job.handle(WorkerExited(0, -9), 1.0)
+    assert actions[-1] == RestartAll({0: 1}, {})
 
 
 def test_while_leaving_nobody_begins_anew() -> None:
     job = running(2, PARTS)
-    job.handle(Asked(signal.SIGINT), 1.0)
-    job.handle(Exited(1, -9), 1.0)
-    assert job.phase is Phase.ENDING
+    job.handle(LeaveRequested(signal.SIGINT), 1.0)
+    job.handle(WorkerExited(1, -9), 1.0)
+    assert job.phase is JobPhase.ENDING
 
 
 def test_once_results_were_let_go_a_death_takes_everybody_back_and_only_until_they_begin_anew() -> None:
-    job = running(2, Patience(max_restarts=3))
-    assert job.handle(LetGo(0), 0.5) == []
-    assert job.handle(LetGo(1), 0.5) == []
-    lost = StateLost((), 1, 1, has_let_go=True, died=Died(1, -9))
-    assert job.handle(Exited(1, -9), 1.0) == [GoBack(lost), Kill((0,)), KillServers(())]
-    assert job.handle(Exited(0, -9), 1.0) == [StartAnew({0: 1, 1: 1}, {})]
+    job = running(2, RestartConfig(max_restarts=3))
+    assert job.handle(ResultsDropped(0), 0.5) == []
+    assert job.handle(ResultsDropped(1), 0.5) == []
+    lost = StateLost((), 1, 1, has_let_go=True, died=WorkerDeath(1, -9))
+    assert job.handle(WorkerExited(1, -9), 1.0) == [RollBack(lost), KillWorkers((0,)), KillServers(())]
+    assert job.handle(WorkerExited(0, -9), 1.0) == [RestartAll({0: 1, 1: 1}, {})]
     for rank in range(2):
-        job.handle(Started(rank, 1), 2.0)
-    assert isinstance(job.handle(Exited(1, -9), 3.0)[0], Replace)
+        job.handle(WorkerStarted(rank, 1), 2.0)
+    assert isinstance(job.handle(WorkerExited(1, -9), 3.0)[0], ReplaceWorker)
 
 
 def test_a_replacement_that_was_started_just_before_results_were_let_go_takes_everybody_back() -> None:
-    job = running(2, Patience(max_restarts=3))
-    job.handle(Exited(1, -9), 1.0)
-    job.handle(Started(1, 1), 1.0)
-    assert job.handle(LetGo(0), 1.1)[0] == GoBack(StateLost((), rank=1, has_let_go=True))
+    job = running(2, RestartConfig(max_restarts=3))
+    job.handle(WorkerExited(1, -9), 1.0)
+    job.handle(WorkerStarted(1, 1), 1.0)
+    assert job.handle(ResultsDropped(0), 1.1)[0] == RollBack(StateLost((), rank=1, has_let_go=True))

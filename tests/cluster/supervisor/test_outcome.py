@@ -3,20 +3,28 @@ from __future__ import annotations
 import signal
 
 from shoal.cluster.supervisor.failure import last_words
-from shoal.cluster.supervisor.job_events import Asked, CoordinatorExited, Exited, Started, StateLost, Tick
-from shoal.cluster.supervisor.job_lifecycle import Fate, Patience
-from shoal.cluster.supervisor.outcome import Outcome, error_of, summary_of
+from shoal.cluster.supervisor.job_lifecycle import (
+    ClockTick,
+    CoordinatorExited,
+    JobLifecycle,
+    LeaveRequested,
+    RestartConfig,
+    StateLost,
+    WorkerExited,
+    WorkerStarted,
+)
+from shoal.cluster.supervisor.outcome import JobOutcome, error_of, summary_of
 from shoal.errors import ClusterError, Interrupted, ShapeDecides, WorkerDied
 from shoal.runtime.transport.messages.supervisor import Failed, Finished, Progress, Saved
 
 
-def outcome(*events: object, num_workers: int = 2) -> Outcome:
-    fate = Fate(num_workers=num_workers, patience=Patience())
+def outcome(*events: object, num_workers: int = 2) -> JobOutcome:
+    lifecycle = JobLifecycle(num_workers=num_workers, restart=RestartConfig())
     for rank in range(num_workers):
-        fate.handle(Started(rank), 0.0)
+        lifecycle.handle(WorkerStarted(rank), 0.0)
     for event in events:
-        fate.handle(event, 1.0)  # type: ignore[arg-type]
-    return Outcome(fate)
+        lifecycle.handle(event, 1.0)  # type: ignore[arg-type]
+    return JobOutcome(lifecycle)
 
 
 def progress(rank: int, step: int) -> Progress:
@@ -24,7 +32,7 @@ def progress(rank: int, step: int) -> Progress:
 
 
 def test_a_death_is_told_with_what_is_known_of_the_worker() -> None:
-    seen = outcome(Exited(1, -signal.SIGKILL))
+    seen = outcome(WorkerExited(1, -signal.SIGKILL))
     seen.progress = {0: progress(0, 31), 1: progress(1, 30)}
     seen.checkpoint = seen.lasting = Saved(0, "runs/x/checkpoints/step-20", 20)
     seen.last_lines = {1: ["out of memory"]}
@@ -50,7 +58,7 @@ def test_an_abort_of_gloos_is_told_with_what_is_likely_behind_it() -> None:
         *['  File "x.py", line 1 in f'] * 9,
         '  File "<frozen runpy>", line 88 in _run_code',
     ]
-    seen = outcome(Exited(1, -signal.SIGABRT))
+    seen = outcome(WorkerExited(1, -signal.SIGABRT))
     seen.last_lines = {1: last_words(["fit", *said, *stack], 8)}
     error = str(error_of(seen, num_workers=2, run="x"))
     assert (
@@ -64,15 +72,15 @@ def test_an_abort_of_gloos_is_told_with_what_is_likely_behind_it() -> None:
 def test_an_interruption_is_told_with_the_step_and_checkpoint_of_rank_0() -> None:
     said = Failed(0, "shoal", "Interrupted", "", "", 130, '{"step": 40, "checkpoint": "x/step-40"}')
     other = Failed(1, "shoal", "Interrupted", "", "", 130, '{"step": 40}')
-    seen = outcome(Asked(signal.SIGINT), other, Exited(1, 130), said, Exited(0, 130))
+    seen = outcome(LeaveRequested(signal.SIGINT), other, WorkerExited(1, 130), said, WorkerExited(0, 130))
     error = error_of(seen, num_workers=2, run="runs/x")
     assert isinstance(error, Interrupted)
     assert (error.step, error.checkpoint, error.exit_code) == (40, "x/step-40", 130)
 
 
 def test_processes_that_outlive_their_script_are_named() -> None:
-    seen = outcome(Finished(0, 0, 0.0, 0, {}), Finished(1, 0, 0.0, 0, {}), Exited(0, 0))
-    seen.fate.handle(Tick(), 1000.0)
+    seen = outcome(Finished(0, 0, 0.0, 0, {}), Finished(1, 0, 0.0, 0, {}), WorkerExited(0, 0))
+    seen.lifecycle.handle(ClockTick(), 1000.0)
     error = error_of(seen, num_workers=2, run="x")
     assert isinstance(error, ClusterError)
     assert "worker 1 did not exit" in str(error)

@@ -201,7 +201,7 @@ class Calls:
         if self._membership is None:
             return since + self.timeout_s
         return min(
-            self._membership.due(rank, since=since, patience_s=self.timeout_s) for rank in self._missing()
+            self._membership.due(rank, since=since, timeout_s=self.timeout_s) for rank in self._missing()
         )
 
     def handle(self, event: Event) -> list[Action]:
@@ -284,7 +284,7 @@ class Calls:
         operation = next(iter(self._waiting.values())).wish.operation
         actions: list[Action] = []
         for rank in self._missing():
-            late = membership.late(rank, since=since, patience_s=self.timeout_s, now=at)
+            late = membership.late(rank, since=since, timeout_s=self.timeout_s, now=at)
             if late is not None:
                 why = f"the others waited {at - since:.1f} s for {self._describe(rank)} at {operation}"
                 actions.append(ReportSuspect(late, why, at - since))

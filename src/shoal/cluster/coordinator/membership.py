@@ -114,20 +114,20 @@ class Membership:
             self.stretch_s = max(self.stretch_s, at - before)
         self._spoke_at[rank] = at
 
-    def due(self, rank: int, *, since: float, patience_s: float) -> float:
+    def due(self, rank: int, *, since: float, timeout_s: float) -> float:
         """Time at which those that wait for `rank` since `since` may report it, for the first time or again."""
-        return max(since, self.not_before, self._asked_at.get(rank, -math.inf)) + patience_s
+        return max(since, self.not_before, self._asked_at.get(rank, -math.inf)) + timeout_s
 
     def late(
-        self, rank: int, *, since: float, patience_s: float, now: float, may_be_busy: bool = False
+        self, rank: int, *, since: float, timeout_s: float, now: float, may_be_busy: bool = False
     ) -> LateRank | None:
         """`rank` if it is overdue for those that wait since `since`. `may_be_busy`: nothing hangs on it yet."""
-        if now < self.due(rank, since=since, patience_s=patience_s):
+        if now < self.due(rank, since=since, timeout_s=timeout_s):
             return None
         self._asked_at[rank] = now
         incarnation = self.newest(rank)
         is_catching_up = incarnation > 0 and self.seated.get(rank) != incarnation
-        excused_until = max(since, self._spoke_at.get(rank, -math.inf)) + patience_s + self.stretch_s
+        excused_until = max(since, self._spoke_at.get(rank, -math.inf)) + timeout_s + self.stretch_s
         return LateRank(rank, incarnation, may_be_busy or (is_catching_up and now < excused_until))
 
     def whereabouts(self, rank: int) -> str | None:

@@ -108,7 +108,7 @@ class Coordination:
             self._membership.reaped(death.rank, death.incarnation, death.code, now)
         self._views = Views(
             self._membership,
-            patience_s=liveness.step_timeout_s,
+            timeout_s=liveness.step_timeout_s,
             can_recover=config.can_recover,
             formed=_formed(journaled.view) if journaled.view else None,
         )
@@ -364,7 +364,7 @@ class Coordination:
                 continue
             since = now - message.waited_s
             late = self._membership.late(
-                other, since=since, patience_s=message.waited_s, now=now, may_be_busy=True
+                other, since=since, timeout_s=message.waited_s, now=now, may_be_busy=True
             )
             if late is not None:
                 why = f"rank {rank} waited {message.waited_s:.1f} s for rank {other} in {message.operation}"

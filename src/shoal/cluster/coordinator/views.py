@@ -28,7 +28,7 @@ MAX_APART = 1
 """Survivors finish the same exchanges in the same order, so one may be ahead of another by one and no more."""
 
 
-TIME_TO_COME_S = 2.0
+MIN_ARRIVAL_S = 2.0
 """From the moment one rank has left a view, however long it had waited before: for the others to notice, and leave."""
 
 
@@ -108,13 +108,13 @@ class Views:
         self,
         membership: Membership,
         *,
-        patience_s: float,
+        timeout_s: float,
         can_recover: bool,
         formed: FormView | None = None,
     ) -> None:
         """`formed` is the newest view before a restart of the coordinator."""
         self.phase = ViewPhase.FORMED
-        self._membership, self._patience_s, self._can_recover = membership, patience_s, can_recover
+        self._membership, self._timeout_s, self._can_recover = membership, timeout_s, can_recover
         self._formed = formed or FormView(0, -1, -1, 0, (), ())
         self._waiting: dict[int, ViewEntered] = {}
         self._refused = ""
@@ -135,7 +135,7 @@ class Views:
             return None
         since = self._since()
         return min(
-            self._membership.due(rank, since=since, patience_s=self._patience_s) for rank in self._missing()
+            self._membership.due(rank, since=since, timeout_s=self._timeout_s) for rank in self._missing()
         )
 
     def handle(self, event: Event) -> list[Action]:
@@ -232,7 +232,7 @@ class Views:
         actions: list[Action] = []
         for rank in missing:
             late = self._membership.late(
-                rank, since=since, patience_s=self._patience_s, now=at, may_be_busy=nothing_hangs
+                rank, since=since, timeout_s=self._timeout_s, now=at, may_be_busy=nothing_hangs
             )
             if late is not None:
                 why = f"{waiters} waited {waited_s:.1f} s for {self._describe(rank)} {self._where}"
@@ -257,7 +257,7 @@ class Views:
 
     def _since(self) -> float:
         """Start of the longest wait. Time spent in a broken exchange counts, up to a margin for the others to arrive."""
-        most_s = max(0.0, self._patience_s - TIME_TO_COME_S)
+        most_s = max(0.0, self._timeout_s - MIN_ARRIVAL_S)
         return min(each.at - min(each.waited_s, most_s) for each in self._waiting.values())
 
     @property

@@ -1,9 +1,8 @@
-"""Launching a job from Python: what to run, and what came of it.
+"""Launch of a job from Python.
 
-`launch` answers with a RunResult whatever happens once a job has started, and
-raises ConfigError for what cannot be started; it does not print the error of
-a job, which is its caller's to show. `run` raises it. The processes are the
-supervisor's business.
+`launch` returns a RunResult whatever happens once a job has started, and raises
+ConfigError for what cannot be started; it does not print the error of a job,
+which its caller shows. `run` raises it. The supervisor runs the processes.
 """
 
 from __future__ import annotations
@@ -30,18 +29,16 @@ from shoal.cluster.launch.roles import preload_for
 from shoal.cluster.launch.run_directory import RunDirectory, read_config
 from shoal.cluster.launch.threads import available_cores, threads_per_worker
 from shoal.cluster.supervisor.display import Display, binary, open_display
-from shoal.cluster.supervisor.job_lifecycle import Fate, Patience
-from shoal.cluster.supervisor.outcome import Outcome, error_of, summary_of
-from shoal.cluster.supervisor.signals import SignalInbox
-from shoal.cluster.supervisor.supervisor import Supervisor
+from shoal.cluster.supervisor.job_lifecycle import JobLifecycle, RestartConfig
+from shoal.cluster.supervisor.outcome import JobOutcome, error_of, summary_of
+from shoal.cluster.supervisor.supervisor import SignalInbox, Supervisor
 from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.cluster.worker.process import WorkerSpec
 from shoal.config import exchange_rule, parallel_options
 from shoal.config import strategy as strategies
 from shoal.config.job import Job
-from shoal.config.launch import LaunchConfig
+from shoal.config.launch import LaunchConfig, RunConfig, Versions
 from shoal.config.parallel_options import as_typed, kept_of, options_of
-from shoal.config.run import RunConfig, Versions
 from shoal.errors import ClusterError, ConfigError, ScriptNotFound, ShoalError
 from shoal.runtime import scratch
 
@@ -50,7 +47,7 @@ __all__ = ["LaunchConfig", "RunResult", "launch", "resume_config", "run"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What came of a job."""
+    """Result of a job."""
 
     exit_code: int
     """0; 1 the script failed; 2 configuration; 3 the job failed; 130, 143 asked to leave; or the script's own."""
@@ -129,7 +126,7 @@ def resume_config(
     servers: int | None = None,
     oversubscribe: bool = False,
 ) -> LaunchConfig:
-    """How to go on with the job of a run directory: as before, but for what is given."""
+    """LaunchConfig to continue the job of a run directory: as before, but for the arguments given."""
     path = Path(run).absolute()
     before = read_config(path)
     num_workers = before.workers if workers is None else workers
@@ -173,7 +170,7 @@ def resume_config(
 def _run_job(
     config: LaunchConfig, described: RunConfig, run: RunDirectory, display: Display, warm: WarmParent | None
 ) -> RunResult:
-    """Supervise the job, and write down what came of it, whatever that is."""
+    """Supervise the job, and write its summary, whatever happens."""
     spec = WorkerSpec(
         job=Job(
             name=run.name,
@@ -200,12 +197,12 @@ def _run_job(
         args=described.args,
         num_threads=described.threads,
     )
-    patience = Patience(
+    restart = RestartConfig(
         grace_s=config.grace_s,
         max_restarts=config.max_restarts,
         all_hold_parts=parallel_options.has_rank_local_state(described, described.strategy),
     )
-    outcome = Outcome(Fate(num_workers=described.workers, patience=patience))
+    outcome = JobOutcome(JobLifecycle(num_workers=described.workers, restart=restart))
     error: ShoalError | None = None
     exit_code = ShoalError.exit_code
     scratch_path = run.path / scratch.NAME
@@ -216,11 +213,11 @@ def _run_job(
             SignalInbox() as inbox,
             contextlib.nullcontext(warm) if warm else _warm_parent(run, described) as parent,
         ):
-            supervisor = Supervisor(spec, patience=patience, run=run, display=display, warm=parent)
+            supervisor = Supervisor(spec, restart=restart, run=run, display=display, warm=parent)
             outcome = supervisor.outcome
             supervisor.supervise(inbox)
         error = error_of(outcome, num_workers=described.workers, run=_shown(run.path))
-        exit_code = outcome.fate.exit_code
+        exit_code = outcome.lifecycle.exit_code
     except ClusterError as failed:  # of the launching itself: nothing of the script's
         error = failed
     finally:
@@ -242,7 +239,7 @@ def _run_job(
 
 
 def _describe(config: LaunchConfig, cores: int) -> RunConfig:
-    """The job with everything settled that the config left open."""
+    """RunConfig with everything settled that the LaunchConfig left open."""
     cwd = os.path.abspath(config.cwd) if config.cwd else _here()
     if not os.path.isdir(cwd):
         raise ConfigError(f"the folder the script is to run in, {cwd}, does not exist. Nothing was started.")
@@ -310,7 +307,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _shown(path: Path) -> str:
-    """As short as it can be typed from here."""
+    """Path relative to the current folder, where it is below."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 

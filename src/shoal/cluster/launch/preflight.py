@@ -1,4 +1,4 @@
-"""Whether this machine has room for a job: its cores, its memory, its open files. Asked before anything starts."""
+"""Preflight checks before anything starts: the machine's cores, memory and open files."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ import msgspec
 
 from shoal.cluster.coordinator import journal
 from shoal.cluster.ledger import trained_file
-from shoal.config.run import RunConfig
+from shoal.config.launch import RunConfig
 from shoal.errors import RunDirectoryError
 
 _TAIL_BYTES = 1 << 16
@@ -39,7 +39,7 @@ _TAIL_BYTES = 1 << 16
 
 
 class RunDirectory:
-    """One job's directory, claimed. Whoever holds the object is the job's only supervisor until `close`."""
+    """One job's directory, locked. Its holder is the job's only supervisor until `close`."""
 
     def __init__(self, path: Path, lock_fd: int) -> None:
         self.path = path
@@ -49,7 +49,6 @@ class RunDirectory:
 
     @property
     def name(self) -> str:
-        """The run's name."""
         return self.path.name
 
     @classmethod
@@ -83,7 +82,7 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path, config: RunConfig) -> RunDirectory:
-        """The directory of an ended job, to go on with it."""
+        """Directory of an ended job, to continue it."""
         _refuse_other_job(path, config.script)
         return cls._lock(path)._filled(config, is_new=False)
 
@@ -130,11 +129,10 @@ class RunDirectory:
 
     @property
     def journal_path(self) -> Path:
-        """Where the coordinator keeps what it promises."""
         return self.path / journal.FILE_NAME
 
     def last_step(self) -> int:
-        """Of the newest line in metrics.jsonl; 0 where there is none."""
+        """Step of the newest line in metrics.jsonl; 0 where there is none."""
         try:
             with open(self.path / "metrics.jsonl", "rb") as source:
                 source.seek(max(source.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
@@ -144,7 +142,7 @@ class RunDirectory:
             return 0
 
     def event(self, kind: str, /, **facts: Any) -> None:
-        """Add a line to events.jsonl. A disk that takes no more lines does not end a job."""
+        """Append a line to events.jsonl. A full disk does not end a job."""
         if self._events is None:
             return
         line = {"time": time.time(), "monotonic": time.monotonic(), "event": kind, **facts}
@@ -152,7 +150,6 @@ class RunDirectory:
             self._events.write(msgspec.json.encode(line) + b"\n")
 
     def log_path(self, rank: int) -> Path:
-        """Where a worker's output is kept."""
         return self.path / "logs" / f"worker-{rank}.log"
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -162,7 +159,6 @@ class RunDirectory:
             write_atomically(self.path / "summary.json", msgspec.json.encode(summary))
 
     def close(self) -> None:
-        """Let go of the directory."""
         if self._events is not None:
             self._events.close()
             self._events = None
@@ -180,7 +176,7 @@ class RunDirectory:
 
 
 def read_config(path: Path) -> RunConfig:
-    """config.json of a run directory; RunDirectoryError where it is not one."""
+    """Read config.json of a run directory; RunDirectoryError where it is not one."""
     if not path.is_dir():
         raise RunDirectoryError(
             f"there is no run {path}. Nothing was started; `shoal status` lists the runs there are.",
@@ -202,7 +198,7 @@ def read_config(path: Path) -> RunConfig:
 
 
 def is_alive(path: Path) -> bool:
-    """Whether a supervisor holds this run directory now."""
+    """True while a supervisor holds this run directory."""
     try:
         fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -217,7 +213,7 @@ def is_alive(path: Path) -> bool:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file by a whole new one: a reader sees the old or the new, never a part."""
+    """Replace a file as a whole: a reader sees the old or the new, never a part."""
     temporary = path.with_name(f".{path.name}.new")
     try:
         with open(temporary, "wb") as file:
@@ -255,7 +251,7 @@ def _first_free(base: Path, stem: str) -> Path:
 
 
 def _is_blank(path: Path) -> bool:
-    """Empty, or begun by a launch that was killed before it had written what it is."""
+    """True for an empty directory, or one whose launch was killed before it wrote config.json."""
     files = {"lock", "logs", "checkpoints", journal.FILE_NAME, f"{journal.FILE_NAME}-wal"}
     return path.is_dir() and set(os.listdir(path)) <= files
 

@@ -1,4 +1,4 @@
-"""What the user sees while a job runs: the script's output, and one place that says how far it is.
+"""Display of a running job: the script's output, and its progress in one place.
 
 `Display` writes plain lines, few enough to read in a file. On a terminal
 `LiveDisplay` draws one table below the output, in place, with a line per
@@ -56,36 +56,32 @@ class Display:
         self._shown_at = 0.0
 
     def out(self, data: bytes) -> None:
-        """Show on stdout."""
         _write(self._stdout, data)
 
     def err(self, data: bytes) -> None:
-        """Show on stderr."""
         _write(self._stderr, data)
 
     def note(self, text: str) -> None:
-        """Say something of shoal's own, on a line of its own."""
+        """Show a message of shoal's own, on a line of its own."""
         self.err(f"{text}\n".encode())
 
     def update(self, progress: Progress) -> None:
-        """Take in where a rank is."""
         self._newest[progress.rank] = progress
         if progress.rank == 0:
             self._show(progress)
 
     def tick(self) -> float | None:
-        """Draw what is due; returns after how many seconds to come again, None for never."""
+        """Draw what is due; returns the seconds until the next call, None for never."""
         return None
 
     def close(self) -> None:
-        """Show the last state, and nothing after it."""
         last, shown = self._newest.get(0), self._shown
         if last and shown and (last.call, last.phase, last.step) != (shown.call, shown.phase, shown.step):
             self.note(progress_text.line(last))
 
     @contextlib.contextmanager
     def owning_prints(self) -> Iterator[None]:
-        """In a process of one's own: let print() and what is drawn not run into each other."""
+        """In a plain process: keep print() and the table apart."""
         yield
 
     def _show(self, progress: Progress) -> None:
@@ -118,15 +114,13 @@ class LiveDisplay(Display):
         self._is_dirty = False
 
     def out(self, data: bytes) -> None:
-        """Show on stdout, above the table."""
         self._above(self._stdout, data)
 
     def err(self, data: bytes) -> None:
-        """Show on stderr, above the table."""
         self._above(self._stderr, data)
 
     def update(self, progress: Progress) -> None:
-        """Take in where a rank is. A call that is over stays above the table, as one line."""
+        """Show progress. A call that is over stays above the table, as one line."""
         before = self._newest.get(progress.rank)
         if progress.rank == 0 and before is not None and before.call != progress.call:
             self.note(progress_text.line(before))
@@ -135,7 +129,6 @@ class LiveDisplay(Display):
         self.tick()
 
     def tick(self) -> float | None:
-        """Draw what is due; returns after how many seconds to come again, None for never."""
         if not self._is_dirty:
             return None
         now = self._clock()
@@ -146,14 +139,12 @@ class LiveDisplay(Display):
         return None
 
     def close(self) -> None:
-        """Leave the last table standing."""
         self._draw()
         self._newest.clear()
         self._num_lines = 0
 
     @contextlib.contextmanager
     def owning_prints(self) -> Iterator[None]:
-        """Send what this process prints above the table."""
         before = sys.stdout, sys.stderr
         above = _Above(self.out, before[0]), _Above(self.err, before[1])
         sys.stdout, sys.stderr = above
@@ -194,7 +185,7 @@ class LiveDisplay(Display):
 
 
 def table(newest: dict[int, Progress], *, max_workers: int) -> Table:
-    """Where a job is: one line for all, and one per worker where there are several."""
+    """Progress table: one line for the job, and one per worker where there are several."""
     from rich import box
     from rich.table import Table
 
@@ -233,7 +224,7 @@ class Quiet(Display):
 
 
 def open_display(stdout: BinaryIO, stderr: BinaryIO, *, quiet: bool = False) -> Display:
-    """The display that fits where stderr leads: a terminal that can move its cursor, or anything else."""
+    """Display for the kind of stderr: a terminal that can move its cursor, or anything else."""
     if quiet:
         return Quiet(stdout, stderr)
     is_terminal = stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -241,7 +232,7 @@ def open_display(stdout: BinaryIO, stderr: BinaryIO, *, quiet: bool = False) -> 
 
 
 def binary(stream: TextIO) -> BinaryIO:
-    """The bytes under a text stream; a stand-in where it has none, as in a notebook."""
+    """Bytes under a text stream; a stand-in where it has none, as in a notebook."""
     stream.flush()
     under = getattr(stream, "buffer", None)
     return under if under is not None else cast(BinaryIO, _TextEncoder(stream))
@@ -254,12 +245,10 @@ class _TextEncoder(io.RawIOBase):
         self._stream = stream
 
     def write(self, data: Any) -> int:
-        """Write as text."""
         self._stream.write(bytes(data).decode(errors="replace"))
         return len(data)
 
     def flush(self) -> None:
-        """Hand on what was written."""
         self._stream.flush()
 
 
@@ -272,22 +261,18 @@ class _Above(io.TextIOBase):
         self._show, self._instead_of, self._partial = show, instead_of, ""
 
     def fileno(self) -> int:
-        """Of the stream it stands in for."""
         return self._instead_of.fileno()
 
     def isatty(self) -> bool:
-        """As the stream it stands in for."""
         return self._instead_of.isatty()
 
     def write(self, text: str) -> int:
-        """Show the lines that `text` completes."""
         lines, newline, self._partial = (self._partial + text).rpartition("\n")
         if newline:
             self._show(f"{lines}\n".encode(errors="surrogateescape"))
         return len(text)
 
     def finish(self) -> None:
-        """Show the last line, whole or not."""
         if self._partial:
             self.write("\n")
 

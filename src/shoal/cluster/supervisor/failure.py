@@ -1,9 +1,8 @@
-"""What a worker tells of an exception, and what its supervisor makes of that.
+"""Failures of a script: from an exception in a worker to a message, and from the message to an error.
 
-The user's own error is shown as the user would have seen it without shoal:
-the traceback begins at their script, and shoal's frames between their calls
-and their code are left out. shoal's errors are paragraphs; only their class,
-text and plain facts travel.
+The user's own error is shown as without shoal: the traceback begins at their
+script, and shoal's frames between their calls and their code are left out.
+shoal's errors are paragraphs; only their class, text and plain facts travel.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SHOAL = os.path.dirname(os.path.abspath(shoal.__file__)) + os.sep
 
 
 def describe(error: BaseException, *, rank: int, stop: str | None = None) -> Failed:
-    """What to tell the supervisor of an exception that ended the script. `stop`: the signal that asked it to leave."""
+    """Failed message for an exception that ended the script. `stop`: the signal that asked it to leave."""
     kind, told, code = "script", error, 1
     if isinstance(error, KeyboardInterrupt):
         told = Interrupted(signal_name=stop or signal.SIGINT.name, step=None, checkpoint=None)
@@ -50,14 +49,14 @@ def describe(error: BaseException, *, rank: int, stop: str | None = None) -> Fai
 
 
 def exit_code_of(error: SystemExit) -> int:
-    """What python would have ended with."""
+    """Exit code with which python would have ended."""
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def to_error(failed: Failed, *, num_workers: int) -> ShoalError:
-    """The error a failure stands for, with its facts as attributes."""
+    """Error that a Failed message stands for, with its facts as attributes."""
     if failed.error == "SystemExit":
         return ScriptExited(rank=failed.rank, code=failed.exit_code)
     kind = _error_named(failed.error)
@@ -78,19 +77,19 @@ def _error_named(name: str) -> type[ShoalError] | None:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback without the launcher, and without shoal where the user's own code comes after it."""
+    """Traceback without the launcher, and without shoal where the user's own code comes after it."""
     hide_ours(error)
     return "".join(traceback.format_exception(error))
 
 
 def without_launcher(lines: list[str]) -> list[str]:
-    """What a crashed interpreter wrote of its stack, without our part of it and the list of all that was loaded."""
+    """Stack of a crashed interpreter without our part of it and the list of loaded modules."""
     launcher = ('  File "<frozen runpy>"', f'  File "{_SHOAL}cluster{os.sep}', "Extension modules:")
     return [line for line in lines if not line.startswith(launcher)]
 
 
 def last_words(lines: list[str], num_lines: int) -> list[str]:
-    """The newest lines of a log; where gloo ended the process, what it said, and not the stack behind that."""
+    """Newest lines of a log; where gloo ended the process, its message without the stack behind it."""
     kept = without_launcher(lines)
     for at, line in enumerate(kept):
         if "gloo::EnforceNotMet" in line:
@@ -100,7 +99,7 @@ def last_words(lines: list[str], num_lines: int) -> list[str]:
 
 
 def why_gloo_ended_it(lines: list[str]) -> str:
-    """What is behind an abort of gloo's for data of another size than it waits for; empty where it said no such thing."""
+    """Explanation of gloo's abort for data of another size than expected; empty where there was none."""
     found = next((sizes for line in lines if (sizes := _SIZES.search(line))), None)
     if found is None:
         return ""
@@ -112,7 +111,7 @@ def why_gloo_ended_it(lines: list[str]) -> str:
 
 
 def _came_from_a_peer(error: BaseException) -> bool:
-    """Whether it is, or was raised while handling, the loss of another process: the cause is to be found there."""
+    """True where the error is, or was raised while handling, the loss of another process."""
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:

@@ -1,7 +1,8 @@
-"""Whether a job goes on or ends: from what its workers say and how they die, to replacements, or to one cause.
+"""Job lifecycle: a state machine over worker, server and coordinator deaths, failures and requests to leave.
 
-Pure: no clock, no process, no socket. `supervisor.py` feeds events in with
-the time at which they came and carries out the actions that come back.
+Pure: no clock, no process, no socket. `supervisor.py` feeds events in with the
+time at which they came and carries out the actions that come back. Failed and
+Finished, which workers report themselves, are wire messages.
 
     RUNNING ──asked to leave──▶ LEAVING ──all gone──▶ ENDED
      │ ▲ │                         │
@@ -10,16 +11,16 @@ the time at which they came and carries out the actions that come back.
      │ │ └──all finished, all gone──────▶ ENDED
      └─┴──a worker died: it is replaced
 
-A worker that dies without a word is replaced by the next incarnation of its
+A worker that dies without a report is replaced by the next incarnation of its
 rank, and so is a server. Where servers were the last to hold something, all
-are killed and started anew from the newest checkpoint. A user's exception is not retried: it would come again. Deaths are
-counted per rank and forgotten when the job gets ahead, so that only a crash
-loop ends it.
+processes are killed and restarted from the newest checkpoint. A user's exception
+is not retried: it would come again. Deaths are counted per rank and reset when
+the job makes progress, so that only a crash loop ends it.
 
-A failure has consequences that look like failures: the exchange of every
-other rank breaks. So an error of kind "peer" is only believed when `blame_s`
-has passed without a better one, and once the cause is known whatever follows
-is not reported.
+A failure has consequences that look like failures: the exchange of every other
+rank breaks. So an error of kind "peer" is only believed when `blame_s` has
+passed without a better one, and once the cause is known the errors that follow
+are not reported.
 """
 
 from __future__ import annotations
@@ -27,45 +28,276 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
-from shoal.cluster.supervisor.job_events import (
-    LEAVE_SIGNALS,
-    Action,
-    Advanced,
-    Asked,
-    AskToLeave,
-    CaughtUp,
-    Cause,
-    CoordinatorDied,
-    CoordinatorExited,
-    CoordinatorServes,
-    Died,
-    Event,
-    Exited,
-    GoBack,
-    Kill,
-    KillServers,
-    Left,
-    LetGo,
-    Replace,
-    ReplaceServer,
-    RestartCoordinator,
-    ServerDied,
-    ServerExited,
-    ServerStarted,
-    ServerSuspected,
-    StartAnew,
-    Started,
-    StateLost,
-    Stuck,
-    Suspected,
-    Tick,
-)
 from shoal.runtime.transport.messages.supervisor import Failed, Finished
 
+LEAVE_SIGNALS = {
+    signal.SIGINT: signal.SIGUSR1,  # not SIGINT: a script's own idea of Ctrl-C is for when it runs alone
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,
+}
+"""What the supervisor was sent -> what it sends its workers."""
 
-class Phase(StrEnum):
-    """How far the job is from its end."""
+
+# ---- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarted:
+    """A worker was forked; a later incarnation has to catch up with the others first."""
+
+    rank: int
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCaughtUp:
+    """A replacement has the state of the others and runs with them."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobAdvanced:
+    """The job made progress beyond where it ever was."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSuspected:
+    """A process keeps the others waiting, without an excuse."""
+
+    rank: int
+    incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """A worker process exited; all its messages were handled before."""
+
+    rank: int
+    code: int  # minus the signal that killed it
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStarted:
+    """A server was forked."""
+
+    number: int
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerExited:
+    """A server exited; `is_wanted` where it was not sent away."""
+
+    number: int
+    code: int
+    is_wanted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSuspected:
+    """A server is silent, without an excuse."""
+
+    number: int
+    incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateLost:
+    """Parts of the weights were lost with their only holders. Event, and cause where it ends the job."""
+
+    servers: tuple[int, ...]
+    num_times: int = 1  # without the job getting ahead
+    rank: int | None = (
+        None  # instead of servers: it died in a step together with a server that had its part in it
+    )
+    holds_parts: bool = False  # or it alone held parts of the weights, as every worker does
+    has_let_go: bool = False  # or the others no longer keep what a replacement would need
+    died: WorkerDeath | None = None  # how that worker ended
+
+
+@dataclass(frozen=True, slots=True)
+class ResultsDropped:
+    """A worker dropped results that a replacement of another would need: they had become too large."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorServes:
+    """The coordinator has answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorExited:
+    """The coordinator exited; `is_final` where it reported that a restart would not help."""
+
+    code: int
+    is_final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequested:
+    """A signal asks the job to leave."""
+
+    signum: signal.Signals
+
+
+@dataclass(frozen=True, slots=True)
+class ClockTick:
+    """Time has passed."""
+
+
+Event: TypeAlias = (
+    WorkerStarted
+    | WorkerCaughtUp
+    | JobAdvanced
+    | WorkerSuspected
+    | Failed
+    | Finished
+    | WorkerExited
+    | ServerStarted
+    | ServerExited
+    | ServerSuspected
+    | StateLost
+    | ResultsDropped
+    | CoordinatorServes
+    | CoordinatorExited
+    | LeaveRequested
+    | ClockTick
+)
+
+
+# ---- actions -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AskToLeave:
+    """Ask these ranks to finish their step, save and leave."""
+
+    ranks: tuple[int, ...]
+    signum: signal.Signals
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorkers:
+    """Kill these ranks now."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceWorker:
+    """Start this incarnation of a rank whose worker died."""
+
+    died: WorkerDeath
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillServers:
+    """Kill these servers now."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceServer:
+    """Start this incarnation of a server that died."""
+
+    died: ServerDeath
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RollBack:
+    """Tell the user that the job goes back to its newest checkpoint. Live processes are killed."""
+
+    lost: StateLost
+
+
+@dataclass(frozen=True, slots=True)
+class RestartAll:
+    """All processes are gone: start these incarnations, by rank and by number, from the newest checkpoint."""
+
+    ranks: dict[int, int]
+    servers: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RestartCoordinator:
+    """Restart the coordinator; it goes on from its journal."""
+
+
+Action: TypeAlias = (
+    AskToLeave
+    | KillWorkers
+    | ReplaceWorker
+    | KillServers
+    | ReplaceServer
+    | RollBack
+    | RestartAll
+    | RestartCoordinator
+)
+
+
+# ---- causes --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDeath:
+    """A worker exited without a report, or badly after its last one."""
+
+    rank: int
+    code: int
+    finished: bool = False
+    why: str = ""  # why we killed it, where we did
+    num_times: int = 1  # in a row, without the job getting ahead
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDeath:
+    """A server died, and once too often."""
+
+    number: int
+    code: int
+    why: str = ""  # why we killed it, where we did
+    num_times: int = 1  # in a row, without the job getting ahead
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorDeath:
+    """The coordinator cannot go on, or died again and again."""
+
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOnRequest:
+    """The job left because it was asked to; `late` names the ranks that had to be killed."""
+
+    signum: signal.Signals
+    late: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StuckAtExit:
+    """Scripts ended, but their processes did not."""
+
+    ranks: tuple[int, ...]
+
+
+Cause: TypeAlias = (
+    Failed | WorkerDeath | ServerDeath | StateLost | CoordinatorDeath | LeftOnRequest | StuckAtExit
+)
+
+
+class JobPhase(StrEnum):
+    """Distance of the job from its end."""
 
     RUNNING = "running"
     LEAVING = "leaving"  # asked to: finishing the step and saving
@@ -74,16 +306,16 @@ class Phase(StrEnum):
 
 
 EDGES = {
-    Phase.RUNNING: {Phase.LEAVING, Phase.ENDING, Phase.ENDED},
-    Phase.LEAVING: {Phase.ENDING, Phase.ENDED},
-    Phase.ENDING: {Phase.ENDED},
-    Phase.ENDED: set(),
+    JobPhase.RUNNING: {JobPhase.LEAVING, JobPhase.ENDING, JobPhase.ENDED},
+    JobPhase.LEAVING: {JobPhase.ENDING, JobPhase.ENDED},
+    JobPhase.ENDING: {JobPhase.ENDED},
+    JobPhase.ENDED: set(),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How often a job is helped up, and how long each wait of an ending one may take."""
+class RestartConfig:
+    """Number of restarts, and the length of each wait of an ending job."""
 
     max_restarts: int = 0
     """How often a rank is replaced without the job getting ahead; the next death ends it. 0: never."""
@@ -113,26 +345,26 @@ class Patience:
     """From the kill to the news of it. Longer only where the kernel itself is stuck, in a dead disk say."""
 
 
-class Fate:
-    """The end of one job, or that there is none yet."""
+class JobLifecycle:
+    """Decides whether a job goes on, and keeps the one cause for which it ended."""
 
-    def __init__(self, *, num_workers: int, patience: Patience) -> None:
-        self.phase = Phase.RUNNING
+    def __init__(self, *, num_workers: int, restart: RestartConfig) -> None:
+        self.phase = JobPhase.RUNNING
         self.cause: Cause | None = None
         self.finished: dict[int, Finished] = {}
         self.failures: list[Failed] = []
         self.num_restarts = 0
-        self._num_workers, self._patience = num_workers, patience
+        self._num_workers, self._restart = num_workers, restart
         self._alive: dict[int, int] = {}  # rank -> incarnation
         self._behind: set[int] = set()  # replacements that have not caught up
         self._num_deaths: dict[int, int] = {}  # by rank, since the job last got ahead
-        self._unrecovered: Died | None = None  # the newest death since then
+        self._unrecovered: WorkerDeath | None = None  # the newest death since then
         self._why_killed: dict[int, str] = {}
         self._servers: dict[int, int] = {}  # number -> incarnation, of those that live
         self._num_server_deaths: dict[int, int] = {}  # as for ranks
         self._why_servers_killed: dict[int, str] = {}
         self._num_losses = 0  # of everything, since the job last got ahead
-        self._starting_anew: StartAnew | None = None  # once all are gone
+        self._starting_anew: RestartAll | None = None  # once all are gone
         self._has_let_go = False  # since they were started
         self._coordinator_served_at: float | None = None
         self._num_coordinator_deaths = 0
@@ -142,15 +374,15 @@ class Fate:
 
     @property
     def deadline(self) -> float | None:
-        """When a Tick has something to do, if nothing else happens before."""
-        if self.phase is Phase.ENDED:
+        """Time of the next ClockTick that has an effect."""
+        if self.phase is JobPhase.ENDED:
             return None
         times = [self._kill_at, self._give_up_at, self._suspicion[1] if self._suspicion else None]
         return min((at for at in times if at is not None), default=None)
 
     @property
     def exit_code(self) -> int:
-        """What the job's process ends with, once it has."""
+        """Exit code of the job's process, once it has ended."""
         match self.cause:
             case None:
                 return 0
@@ -158,31 +390,33 @@ class Fate:
                 # A script that leaves with sys.exit does so on every rank; which came first is chance, rank 0 is not.
                 alike = [f for f in self.failures if (f.kind, f.error) == (self.cause.kind, self.cause.error)]
                 return min(alike, key=lambda f: f.rank != 0).exit_code
-            case Left(signum):
+            case LeftOnRequest(signum):
                 return 128 + signum
             case _:
                 return 3
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event; return what must now be done, in order."""
-        if self.phase is Phase.ENDED:
+        if self.phase is JobPhase.ENDED:
             return []
         match event:
-            case Started(rank, incarnation):
+            case WorkerStarted(rank, incarnation):
                 self._alive[rank] = incarnation
                 if incarnation:
                     self._behind.add(rank)
                 return []
-            case CaughtUp(rank):
+            case WorkerCaughtUp(rank):
                 self._behind.discard(rank)
-                return [AskToLeave((rank,), self.cause.signum)] if isinstance(self.cause, Left) else []
-            case Advanced():
+                return (
+                    [AskToLeave((rank,), self.cause.signum)] if isinstance(self.cause, LeftOnRequest) else []
+                )
+            case JobAdvanced():
                 self._num_deaths.clear()
                 self._num_server_deaths.clear()
                 self._num_losses = 0
                 self._unrecovered = None
                 return []
-            case Suspected(rank, incarnation, why):
+            case WorkerSuspected(rank, incarnation, why):
                 return self._suspected(rank, incarnation, why)
             case ServerStarted(number, incarnation):
                 self._servers[number] = incarnation
@@ -190,13 +424,13 @@ class Fate:
             case ServerExited(number, code, is_wanted):
                 return self._server_exited(number, code, is_wanted, now)
             case ServerSuspected(number, incarnation, why):
-                if self._servers.get(number) != incarnation or self.phase is Phase.ENDING:
+                if self._servers.get(number) != incarnation or self.phase is JobPhase.ENDING:
                     return []
                 self._why_servers_killed[number] = why
                 return [KillServers((number,))]
             case StateLost():
                 return self._state_lost(event, now)
-            case LetGo():
+            case ResultsDropped():
                 return self._let_go()
             case Failed() | Finished() if self._starting_anew:
                 return []  # of one that is being killed
@@ -205,26 +439,26 @@ class Fate:
             case Finished():
                 self.finished[event.rank] = event
                 if len(self.finished) == self._num_workers and self._kill_at is None:
-                    self._kill_at = now + self._patience.exit_s
+                    self._kill_at = now + self._restart.exit_s
                 return []
-            case Exited(rank, code):
+            case WorkerExited(rank, code):
                 return self._exited(rank, code, now)
             case CoordinatorServes():
                 self._coordinator_served_at = self._coordinator_served_at or now
                 return []
             case CoordinatorExited(code, is_final):
                 return self._coordinator_exited(code, is_final, now)
-            case Asked(signum):
+            case LeaveRequested(signum):
                 return self._asked(signum, now)
-            case Tick():
+            case ClockTick():
                 return self._tick(now)
 
     def _failed(self, failed: Failed, now: float) -> list[Action]:
         self.failures.append(failed)
-        if self.phase is Phase.ENDING:
+        if self.phase is JobPhase.ENDING:
             return []
         if failed.error == "Interrupted":
-            if self.phase is Phase.LEAVING:
+            if self.phase is JobPhase.LEAVING:
                 return []
             # Somebody asked the worker and not us: the others follow it.
             return self._leave(
@@ -232,84 +466,84 @@ class Fate:
             )
         if failed.kind == "peer":
             # Those who leave first break the exchange of those who leave last.
-            if self.phase is Phase.RUNNING and self._suspicion is None:
-                self._suspicion = (failed, now + self._patience.blame_s)
+            if self.phase is JobPhase.RUNNING and self._suspicion is None:
+                self._suspicion = (failed, now + self._restart.blame_s)
             return []
         return self._end(failed, now)
 
     def _suspected(self, rank: int, incarnation: int, why: str) -> list[Action]:
-        if self.phase not in (Phase.RUNNING, Phase.LEAVING) or self._alive.get(rank) != incarnation:
+        if self.phase not in (JobPhase.RUNNING, JobPhase.LEAVING) or self._alive.get(rank) != incarnation:
             return []  # told of one that is gone, or goes anyway
         self._why_killed[rank] = why
-        return [Kill((rank,))]
+        return [KillWorkers((rank,))]
 
     def _exited(self, rank: int, code: int, now: float) -> list[Action]:
         incarnation = self._alive.pop(rank, 0)
         self._behind.discard(rank)
-        if self._starting_anew and self.phase is Phase.RUNNING:
+        if self._starting_anew and self.phase is JobPhase.RUNNING:
             return self._start_anew()
         actions: list[Action] = []
-        if self.phase is not Phase.ENDING and not self._explains(rank, code):
+        if self.phase is not JobPhase.ENDING and not self._explains(rank, code):
             actions = self._died(rank, incarnation, code, now)
-            if any(isinstance(action, (Replace, GoBack)) for action in actions):
+            if any(isinstance(action, (ReplaceWorker, RollBack)) for action in actions):
                 return actions
         if not self._alive:
             if self._suspicion and self.cause is None:
                 self.cause = (
                     self._unrecovered or self._suspicion[0]
                 )  # nobody is left who could explain it better
-            self.phase, self._kill_at, self._give_up_at, self._suspicion = Phase.ENDED, None, None, None
+            self.phase, self._kill_at, self._give_up_at, self._suspicion = JobPhase.ENDED, None, None, None
         return actions
 
     def _died(self, rank: int, incarnation: int, code: int, now: float) -> list[Action]:
         num_times = self._num_deaths[rank] = self._num_deaths.get(rank, 0) + 1
-        died = Died(rank, code, rank in self.finished, self._why_killed.pop(rank, ""), num_times)
+        died = WorkerDeath(rank, code, rank in self.finished, self._why_killed.pop(rank, ""), num_times)
         # Once a rank has left, there is nobody for a replacement to take its state from, or to run with.
         have_others_left = bool(self.finished or self.failures)
-        if num_times > self._patience.max_restarts or have_others_left:
+        if num_times > self._restart.max_restarts or have_others_left:
             return self._end(died, now)
-        takes_all_back = self._patience.all_hold_parts or self._has_let_go
-        if self.phase is Phase.LEAVING and (not self._alive or takes_all_back):
+        takes_all_back = self._restart.all_hold_parts or self._has_let_go
+        if self.phase is JobPhase.LEAVING and (not self._alive or takes_all_back):
             return self._end(died, now)
         self._unrecovered = died
         if takes_all_back:
-            parts = self._patience.all_hold_parts
+            parts = self._restart.all_hold_parts
             lost = StateLost((), num_times, rank, holds_parts=parts, has_let_go=not parts, died=died)
             return self._begin_anew(lost, {rank: incarnation})
         self.num_restarts += 1
-        return [Replace(died, incarnation + 1)]
+        return [ReplaceWorker(died, incarnation + 1)]
 
     def _explains(self, rank: int, code: int) -> bool:
-        """Whether this end was announced, or wanted, or came too late to matter."""
+        """True for an exit that was announced, or wanted, or came too late to matter."""
         if any(failed.rank == rank for failed in self.failures):
             return True
-        if self.phase is Phase.LEAVING and -code in LEAVE_SIGNALS.values():
+        if self.phase is JobPhase.LEAVING and -code in LEAVE_SIGNALS.values():
             return True  # asked before its handler was in place
-        if code == -signal.SIGKILL and self.finished and self._patience.max_restarts:
+        if code == -signal.SIGKILL and self.finished and self._restart.max_restarts:
             return True  # nobody leaves before all reach the script's end, so it had
         return code == 0 and rank in self.finished
 
     def _server_exited(self, number: int, code: int, is_wanted: bool, now: float) -> list[Action]:
         incarnation = self._servers.pop(number, 0)
         why = self._why_servers_killed.pop(number, "")
-        if self._starting_anew and self.phase is Phase.RUNNING:
+        if self._starting_anew and self.phase is JobPhase.RUNNING:
             return self._start_anew()
         # Nobody leaves before all have reached the script's end, and from there on nobody needs a server.
-        if not is_wanted or self.finished or self.phase not in (Phase.RUNNING, Phase.LEAVING):
+        if not is_wanted or self.finished or self.phase not in (JobPhase.RUNNING, JobPhase.LEAVING):
             return []
         num_times = self._num_server_deaths[number] = self._num_server_deaths.get(number, 0) + 1
-        died = ServerDied(number, code, why, num_times)
-        if num_times > self._patience.max_restarts:
+        died = ServerDeath(number, code, why, num_times)
+        if num_times > self._restart.max_restarts:
             return self._end(died, now)
         self.num_restarts += 1
         return [ReplaceServer(died, incarnation + 1)]
 
     def _state_lost(self, lost: StateLost, now: float) -> list[Action]:
-        if self.phase not in (Phase.RUNNING, Phase.LEAVING) or self._starting_anew or self.finished:
+        if self.phase not in (JobPhase.RUNNING, JobPhase.LEAVING) or self._starting_anew or self.finished:
             return []
         self._num_losses += 1
         lost = StateLost(lost.servers, self._num_losses, lost.rank)
-        if self.phase is Phase.LEAVING or self._num_losses > 1 or not self._patience.max_restarts:
+        if self.phase is JobPhase.LEAVING or self._num_losses > 1 or not self._restart.max_restarts:
             return self._end(lost, now)
         return self._begin_anew(lost, {})
 
@@ -317,7 +551,7 @@ class Fate:
         if self._has_let_go or self._starting_anew:
             return []
         self._has_let_go = True
-        if not self._behind or self.phase is not Phase.RUNNING:
+        if not self._behind or self.phase is not JobPhase.RUNNING:
             return []
         # One was replaced a moment before this came to be known, and nobody may have what it needs.
         return self._begin_anew(StateLost((), rank=min(self._behind), has_let_go=True), {})
@@ -325,14 +559,17 @@ class Fate:
     def _begin_anew(self, lost: StateLost, dead: dict[int, int]) -> list[Action]:
         # Those that live hold what is later than any checkpoint. They all go before any of them comes back: else one
         # that goes late would be lost anew, from the new group.
-        self._starting_anew = StartAnew(
+        self._starting_anew = RestartAll(
             {rank: incarnation + 1 for rank, incarnation in (self._alive | dead).items()},
             {number: incarnation + 1 for number, incarnation in self._servers.items()},
         )
         self._suspicion = None
         self.failures.clear()
-        kill: list[Action] = [Kill(tuple(sorted(self._alive))), KillServers(tuple(sorted(self._servers)))]
-        return [GoBack(lost), *kill, *self._start_anew()]
+        kill: list[Action] = [
+            KillWorkers(tuple(sorted(self._alive))),
+            KillServers(tuple(sorted(self._servers))),
+        ]
+        return [RollBack(lost), *kill, *self._start_anew()]
 
     def _start_anew(self) -> list[Action]:
         if self._alive or self._servers:
@@ -345,37 +582,37 @@ class Fate:
 
     def _coordinator_exited(self, code: int, is_final: bool, now: float) -> list[Action]:
         served_at, self._coordinator_served_at = self._coordinator_served_at, None
-        if self.phase not in (Phase.RUNNING, Phase.LEAVING) or not (self._alive or self._starting_anew):
+        if self.phase not in (JobPhase.RUNNING, JobPhase.LEAVING) or not (self._alive or self._starting_anew):
             return []
-        if served_at is not None and now - served_at >= self._patience.steady_s:
+        if served_at is not None and now - served_at >= self._restart.steady_s:
             self._num_coordinator_deaths = 0
         self._num_coordinator_deaths += 1
-        if is_final or self._num_coordinator_deaths > self._patience.max_coordinator_restarts:
-            return self._end(CoordinatorDied(code), now)
+        if is_final or self._num_coordinator_deaths > self._restart.max_coordinator_restarts:
+            return self._end(CoordinatorDeath(code), now)
         return [RestartCoordinator()]
 
     def _asked(self, signum: signal.Signals, now: float) -> list[Action]:
         if not self._alive:
-            self.cause, self.phase = self.cause or Left(signum), Phase.ENDED
+            self.cause, self.phase = self.cause or LeftOnRequest(signum), JobPhase.ENDED
             return []
         if self._starting_anew:  # nobody could finish a step
-            self.cause = Left(signum)
+            self.cause = LeftOnRequest(signum)
             return self._kill_all(now)
-        if self.phase is Phase.RUNNING:
+        if self.phase is JobPhase.RUNNING:
             return self._leave(signum, now)
         return self._kill_all(now)  # asked again, or while it ends anyway: now
 
     def _leave(self, signum: signal.Signals, now: float) -> list[Action]:
-        self.cause, self.phase = Left(signum), Phase.LEAVING
-        self._kill_at = now + self._patience.grace_s
+        self.cause, self.phase = LeftOnRequest(signum), JobPhase.LEAVING
+        self._kill_at = now + self._restart.grace_s
         # One wish is enough for all to leave at one step. A replacement that is not yet with them could only break
         # off, and they would wait for it; it is asked when it has caught up.
         ranks = self._alive.keys() - self._behind or self._alive.keys()
         return [AskToLeave(tuple(sorted(ranks)), signum)]
 
     def _end(self, cause: Cause, now: float) -> list[Action]:
-        self.cause, self.phase, self._suspicion = cause, Phase.ENDING, None
-        self._kill_at = now + self._patience.settle_s
+        self.cause, self.phase, self._suspicion = cause, JobPhase.ENDING, None
+        self._kill_at = now + self._restart.settle_s
         return []
 
     def _tick(self, now: float) -> list[Action]:
@@ -383,16 +620,16 @@ class Fate:
             return self._end(self._unrecovered or self._suspicion[0], now)
         if self._kill_at is not None and now >= self._kill_at and self._alive:
             late = tuple(sorted(self._alive))
-            if isinstance(self.cause, Left):
-                self.cause = Left(self.cause.signum, late)
+            if isinstance(self.cause, LeftOnRequest):
+                self.cause = LeftOnRequest(self.cause.signum, late)
             elif self.cause is None:
-                self.cause = Stuck(late)
+                self.cause = StuckAtExit(late)
             return self._kill_all(now)
         if self._give_up_at is not None and now >= self._give_up_at:
-            self.phase, self._give_up_at = Phase.ENDED, None
+            self.phase, self._give_up_at = JobPhase.ENDED, None
         return []
 
     def _kill_all(self, now: float) -> list[Action]:
-        self._kill_at, self._suspicion, self.phase = None, None, Phase.ENDING
-        self._give_up_at = now + self._patience.reap_s
-        return [Kill(tuple(sorted(self._alive)))]
+        self._kill_at, self._suspicion, self.phase = None, None, JobPhase.ENDING
+        self._give_up_at = now + self._restart.reap_s
+        return [KillWorkers(tuple(sorted(self._alive)))]

@@ -1,6 +1,6 @@
-"""What came of a job, for its user: one error in words, and the figures of summary.json.
+"""Outcome of a job for its user: one error paragraph, notes on recoveries, and the figures of summary.json.
 
-Pure: `supervisor.py` fills an Outcome while it watches; nothing here looks at
+Pure: `supervisor.py` fills a JobOutcome while it watches; nothing here looks at
 a process or a disk.
 """
 
@@ -15,17 +15,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.cluster.supervisor import failure
-from shoal.cluster.supervisor.job_events import CoordinatorDied, Died, Left, ServerDied, StateLost, Stuck
-from shoal.cluster.supervisor.job_lifecycle import Fate
+from shoal.cluster.supervisor.job_lifecycle import (
+    CoordinatorDeath,
+    JobLifecycle,
+    LeftOnRequest,
+    ServerDeath,
+    StateLost,
+    StuckAtExit,
+    WorkerDeath,
+)
 from shoal.errors import ClusterError, Interrupted, ShoalError, StageCannotRun, WaitTimedOut, WorkerDied
+from shoal.runtime.transport.messages.server_coordinator import ServerView
 from shoal.runtime.transport.messages.supervisor import Failed, Finished, Progress, Saved
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What the supervisor saw of a job."""
+class JobOutcome:
+    """Facts that the supervisor has seen of a job."""
 
-    fate: Fate
+    lifecycle: JobLifecycle
     progress: dict[int, Progress] = field(default_factory=dict)
     """The newest of each rank."""
 
@@ -60,9 +68,9 @@ class Outcome:
     """Of its log, once it is gone."""
 
 
-def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | None:
-    """Why the job did not end well, as its user should read it; `run` is what `shoal resume` would be given."""
-    cause = outcome.fate.cause
+def error_of(outcome: JobOutcome, *, num_workers: int, run: str) -> ShoalError | None:
+    """Error that ended the job, as its user should read it; `run` is the argument of `shoal resume`."""
+    cause = outcome.lifecycle.cause
     checkpoint = outcome.lasting.path if outcome.lasting else None
     match cause:
         case None:
@@ -72,7 +80,7 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
             if isinstance(error, StageCannotRun):
                 error.args = (f"{error} {_go_on(checkpoint, run)}",)
             return _with_logs(error, outcome.last_lines)
-        case Died(rank, code, finished, why, num_times):
+        case WorkerDeath(rank, code, finished, why, num_times):
             again = f" {num_times} times without the job getting ahead" if num_times > 1 else ""
             return WorkerDied(
                 rank=rank,
@@ -90,7 +98,7 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
                 log=outcome.last_lines.get(rank, []),
                 run=run,
             )
-        case ServerDied(number, code, why, num_times):
+        case ServerDeath(number, code, why, num_times):
             again = f" {num_times} times without the job getting ahead" if num_times > 1 else ""
             because = f" ({why}; if it is only slow, raise --step-timeout)" if why else ""
             last_lines = outcome.server_last_lines.get(number, [])
@@ -109,16 +117,16 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
                     else ""
                 )
             )
-        case CoordinatorDied(code):
+        case CoordinatorDeath(code):
             said = " ".join(outcome.coordinator_last_lines)
             return ClusterError(
                 f"the coordinator {how_it_ended(code, finished=True)}, so the workers were stopped; its last words"
                 + (f": {said} " if said else f", if any, are in {run}/logs/coordinator.log. ")
                 + _go_on(checkpoint, run)
             )
-        case Left(signum, late):
+        case LeftOnRequest(signum, late):
             return _interrupted(outcome, signum, late, run)
-        case Stuck(ranks):
+        case StuckAtExit(ranks):
             return ClusterError(
                 f"the script ended on every rank, but {_workers(ranks)} did not exit and had to be killed: a thread of the "
                 "script that is not a daemon, or an exit handler, goes on. What the script wrote is there; let it end its "
@@ -127,7 +135,7 @@ def error_of(outcome: Outcome, *, num_workers: int, run: str) -> ShoalError | No
 
 
 def lost_state(lost: StateLost) -> str:
-    """What is gone, and with whom."""
+    """Description of the lost state and of its holders."""
     how = "died" if lost.died is None else how_it_ended(lost.died.code)
     if lost.died is not None and lost.died.why:
         how += f" ({lost.died.why})"
@@ -142,7 +150,7 @@ def lost_state(lost: StateLost) -> str:
 
 
 def _with_logs(error: ShoalError, last_lines: dict[int, list[str]]) -> ShoalError:
-    """To a wait that ended without its answer: what the ranks had to say that did not come."""
+    """Append the last log lines of the missing ranks to a time-out."""
     if isinstance(error, WaitTimedOut):
         missing = [int(found[1]) for each in error.missing if (found := re.match(r"rank (\d+)\b", str(each)))]
         for rank in missing:
@@ -153,16 +161,16 @@ def _with_logs(error: ShoalError, last_lines: dict[int, list[str]]) -> ShoalErro
 
 
 def how_it_ended(code: int, *, finished: bool = False) -> str:
-    """ "was killed by SIGKILL", or what else an exit code says."""
+    """Exit code or signal in words: "was killed by SIGKILL"."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}" + ("" if finished else " before the end of its script")
 
 
-def summary_of(outcome: Outcome, *, started: float, ended: float, **facts: Any) -> dict[str, Any]:
+def summary_of(outcome: JobOutcome, *, started: float, ended: float, **facts: Any) -> dict[str, Any]:
     """The figures of summary.json: totals as rank 0 told them, or as far as it had come."""
     # Rank 0's word; or another's, where rank 0 was killed after its script's end and its replacement did nothing.
-    finished = sorted(outcome.fate.finished.values(), key=lambda each: (-each.steps, each.rank))
+    finished = sorted(outcome.lifecycle.finished.values(), key=lambda each: (-each.steps, each.rank))
     done, last = finished[0] if finished else None, outcome.progress.get(0)
     if done is not None:
         samples, seconds, steps, metrics = done.samples, done.seconds, done.steps, done.metrics
@@ -181,7 +189,7 @@ def summary_of(outcome: Outcome, *, started: float, ended: float, **facts: Any) 
         "steps": steps,
         "metrics": metrics,
         **_bent(finished),
-        "restarts": outcome.fate.num_restarts,
+        "restarts": outcome.lifecycle.num_restarts,
         **({"went_back": outcome.num_went_back} if outcome.num_servers else {}),
         **(
             {"leases": {str(rank): list(done) for rank, done in sorted(outcome.leases.items())}}
@@ -211,8 +219,8 @@ def _bent(finished: Sequence[Finished]) -> dict[str, Any]:
     return counted
 
 
-def _interrupted(outcome: Outcome, signum: signal.Signals, late: tuple[int, ...], run: str) -> Interrupted:
-    said = [failed for failed in outcome.fate.failures if failed.error == "Interrupted"]
+def _interrupted(outcome: JobOutcome, signum: signal.Signals, late: tuple[int, ...], run: str) -> Interrupted:
+    said = [failed for failed in outcome.lifecycle.failures if failed.error == "Interrupted"]
     facts = json.loads(min(said, key=lambda failed: failed.rank).facts) if said else {}
     last = outcome.progress.get(0)
     error = Interrupted(
@@ -234,3 +242,57 @@ def _go_on(checkpoint: str | None, run: str) -> str:
 
 def _workers(ranks: tuple[int, ...]) -> str:
     return ("worker " if len(ranks) == 1 else "workers ") + ", ".join(map(str, ranks))
+
+
+def replacing(died: WorkerDeath, max_restarts: int) -> str:
+    """Note that a worker is replaced."""
+    why = f": {died.why}" if died.why else ""
+    return f"worker {died.rank} {how_it_ended(died.code)}{why}; replacing it ({died.num_times} of {max_restarts} times)"
+
+
+def begins_anew(checkpoint: Saved | None) -> str:
+    """Note that no worker survived."""
+    where = (
+        f"the checkpoint of step {checkpoint.step:,}, {checkpoint.path}"
+        if checkpoint is not None
+        else "where this launch began: it has written no checkpoint yet"
+    )
+    return f"no worker is left that has what was trained; all begin anew from {where}"
+
+
+def replacing_server(died: ServerDeath, max_restarts: int) -> str:
+    """Note that a server is replaced."""
+    why = f": {died.why}" if died.why else ""
+    how = how_it_ended(died.code, finished=True)
+    return f"server {died.number} {how}{why}; replacing it ({died.num_times} of {max_restarts} times)"
+
+
+def going_back(lost: StateLost, checkpoint: Saved | None, reached: int) -> str:
+    """Note that all processes restart, with the steps that are repeated."""
+    what = lost_state(lost)
+    if checkpoint is None:
+        return f"{what}. No checkpoint was written by this launch: the job begins anew" + (
+            f", and repeats up to {reached} steps" if reached else ""
+        )
+    steps = (
+        f"steps {checkpoint.step + 1} to {reached} are" if reached > checkpoint.step + 1 else "one step is"
+    )
+    return (
+        f"{what}; going back to {checkpoint.path}: "
+        f"{steps if reached > checkpoint.step else 'no step is'} repeated"
+    )
+
+
+def slots_by_server(view: ServerView) -> dict[str, dict[str, int]]:
+    """Incarnation of each server, and its number of primary, replica and filling slots."""
+    counts = {
+        number: {"incarnation": incarnation, "primary": 0, "replica": 0, "filling": 0}
+        for number, incarnation in view.incarnations.items()
+    }
+    for holders in view.holders:
+        for index, number in enumerate(holders):
+            counts[number]["replica" if index else "primary"] += 1
+    for joining in view.joining.values():
+        for number in joining:
+            counts[number]["filling"] += 1
+    return {str(number): count for number, count in counts.items()}

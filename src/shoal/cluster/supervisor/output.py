@@ -1,4 +1,4 @@
-"""Where a worker's words go: its log, and the screen.
+"""Output of workers: to their logs, and to the screen.
 
     rank 0's stdout     screen, bare      log
     others' stdout                        log
@@ -27,11 +27,11 @@ TAIL_BYTES = 16 * 1024
 
 
 class Screen(Protocol):
-    """What the user looks at; `display.Display` is one."""
+    """The user's terminal or file; `display.Display` is one."""
 
     @property
     def takes_parts(self) -> bool:
-        """Whether parts of lines may be shown: not while something is drawn below them."""
+        """True where parts of lines may be shown: not while a table is drawn below them."""
 
     def out(self, data: bytes) -> None:
         """Show on stdout."""
@@ -41,7 +41,7 @@ class Screen(Protocol):
 
 
 class LineCutter:
-    """Whole lines out of bytes as they come, each with a prefix.
+    """Splits bytes into whole lines, each with a prefix.
 
     What a carriage return would overwrite (a progress bar) is left out, as
     a terminal would show it: only the last state of such a line is given.
@@ -52,7 +52,7 @@ class LineCutter:
         self._partial = b""
 
     def feed(self, data: bytes) -> bytes:
-        """The lines that `data` completes."""
+        """Lines that `data` completes."""
         *lines, partial = (self._partial + data).split(b"\n")
         self._partial = _after_overwriting(partial)
         while len(self._partial) > MAX_LINE_BYTES:
@@ -61,7 +61,7 @@ class LineCutter:
         return b"".join(self._prefix + _after_overwriting(line) + b"\n" for line in lines)
 
     def flush(self) -> bytes:
-        """The last line, whole or not."""
+        """Last line, whole or not."""
         partial, self._partial = self._partial, b""
         return self._prefix + partial + b"\n" if partial else b""
 
@@ -74,43 +74,41 @@ def _after_overwriting(line: bytes) -> bytes:
 
 
 class Log:
-    """What one worker wrote, on disk, and its newest lines at hand."""
+    """Output of one worker on disk, and its newest lines at hand."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed in close()
         self._tail = b""
 
     def write(self, data: bytes) -> None:
-        """Keep it. A disk that takes no more of a log does not end a job."""
+        """Append. A disk that is full does not end a job."""
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         with contextlib.suppress(OSError, ValueError):
             self._file.write(data)
 
     def last_lines(self) -> list[str]:
-        """The newest lines."""
         return self._tail.decode(errors="replace").splitlines()
 
     def close(self) -> None:
-        """Let go of the file; `last_lines` still answers."""
+        """Close the file; `last_lines` still answers."""
         self._file.close()
 
 
 class Pipe:
-    """One stream of a worker: read without blocking, kept in the log, handed to the screen."""
+    """One stream of a worker: read without blocking, kept in the log, passed to the screen."""
 
     def __init__(
         self, fd: int, log: Log, show: Callable[[bytes], None] | None = None, cutter: LineCutter | None = None
     ) -> None:
-        """Without `show` it is only kept; without `cutter` it is shown as it comes."""
+        """Without `show` it is only logged; without `cutter` it is shown as it comes."""
         os.set_blocking(fd, False)
         self._fd, self._log, self._show, self._cutter = fd, log, show, cutter
 
     def fileno(self) -> int:
-        """For a selector."""
         return self._fd
 
     def pump(self) -> bool:
-        """Hand on one piece of what has come; False where there was none."""
+        """Forward one piece of output; False where there was none."""
         try:
             data = os.read(self._fd, READ_BYTES)
         except BlockingIOError:
@@ -122,7 +120,7 @@ class Pipe:
         return bool(data)
 
     def close(self) -> None:
-        """Hand on all that is left. The worker must be dead: what it wrote is in the pipe already."""
+        """Forward the rest. The worker must be dead: its output is in the pipe already."""
         for _ in range(MAX_LAST_READS):
             if not self.pump():
                 break
@@ -139,7 +137,7 @@ def stdout_pipe(fd: int, log: Log, screen: Screen, *, rank: int) -> Pipe:
 
 
 def stderr_pipe(fd: int, log: Log, screen: Screen, *, rank: int, num_workers: int) -> Pipe:
-    """A worker's stderr: shown, and marked where others write there too."""
+    """A worker's stderr: shown, with a prefix where others write there too."""
     if num_workers == 1 and screen.takes_parts:
         return Pipe(fd, log, screen.err)
     return Pipe(fd, log, screen.err, LineCutter(f"[rank {rank}] ".encode() if num_workers > 1 else b""))

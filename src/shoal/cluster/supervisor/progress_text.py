@@ -1,4 +1,4 @@
-"""Progress in words: numbers as people read them, and one line that says where a job is.
+"""Progress as text: numbers with three digits, durations, and one line per job.
 
 Pure; `display.py` decides when a line is shown and where.
 """
@@ -20,7 +20,7 @@ def rate(per_s: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Rounded as a person would: "9 s", "4 min 10 s", "3 h 20 min"."""
+    """Rounded: "9 s", "4 min 10 s", "3 h 20 min"."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -30,19 +30,19 @@ def duration(seconds: float) -> str:
 
 
 def value(number: float) -> str:
-    """A loss or a metric: four digits behind the point, or four that matter where that would say nothing."""
+    """A loss or a metric: four digits behind the point, or four significant ones where those would be zeros."""
     if number != number or number in (float("inf"), float("-inf")):
         return str(number)
     return f"{number:.4f}" if 1e-3 <= abs(number) < 1e6 or number == 0 else f"{number:.3e}"
 
 
 def of(number: int, total: int | None) -> str:
-    """ "200/800", or "200" where nobody knows the end."""
+    """ "200/800", or "200" where the end is unknown."""
     return f"{number}/{total}" if total is not None else str(number)
 
 
 def line(progress: Progress) -> str:
-    """Where a job is, in one line."""
+    """Progress of a job, in one line."""
     parts = [progress.phase]
     if progress.epoch:  # evaluate and predict have none
         parts.append(f"epoch {of(progress.epoch, progress.num_epochs)}")
@@ -63,7 +63,7 @@ def _three_digits(number: float) -> str:
 
 
 def exchanged(facts: dict[str, Any]) -> str:
-    """What a fit sent of its gradients, and where its loss curve is; `facts` as summary.json holds them."""
+    """Gradient traffic of a fit, and the path of its loss curve; `facts` as in summary.json."""
     raw, sent = (rate(facts[f"{kind}_bytes_per_step"]) for kind in ("raw", "sent"))
     less = f" instead of {raw}B, {facts['ratio']:g} times less" if facts["ratio"] != 1 else ""
     how = f"{facts['compress']} over " if facts["compress"] != "none" else ""

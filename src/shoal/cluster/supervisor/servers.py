@@ -20,10 +20,10 @@ import msgspec
 
 from shoal.cluster.launch.roles import MAX_SERVERS, ServerSpec, encode_spec, way_in
 from shoal.cluster.launch.run_directory import RunDirectory
-from shoal.cluster.supervisor import job_events as fate_events
-from shoal.cluster.supervisor import user_messages as notes
+from shoal.cluster.supervisor import job_lifecycle as lifecycle
+from shoal.cluster.supervisor import outcome as outcomes
 from shoal.cluster.supervisor.coordinator_handle import CoordinatorHandle
-from shoal.cluster.supervisor.outcome import Outcome
+from shoal.cluster.supervisor.outcome import JobOutcome
 from shoal.cluster.supervisor.output import LineCutter, Log, Pipe, Screen
 from shoal.cluster.supervisor.sockets import Control, listen_unnamed
 from shoal.cluster.supervisor.warm_parent import WarmParent
@@ -183,8 +183,8 @@ class ServerSupervision:
         warm: WarmParent,
         selector: selectors.BaseSelector,
         coordinator: CoordinatorHandle,
-        outcome: Outcome,
-        feed: Callable[[fate_events.Event], None],
+        outcome: JobOutcome,
+        feed: Callable[[lifecycle.Event], None],
     ) -> None:
         self._run, self._warm, self._coordinator, self._selector = run, warm, coordinator, selector
         self._outcome, self._feed = outcome, feed
@@ -219,7 +219,7 @@ class ServerSupervision:
         server = self._processes.start(number, incarnation, coordinator=self._coordinator.way_in)
         kind = "server-replaced" if incarnation else "server-started"
         self._run.event(kind, server=number, pid=server.pid, incarnation=incarnation)
-        self._feed(fate_events.ServerStarted(number, incarnation))
+        self._feed(lifecycle.ServerStarted(number, incarnation))
 
     def start_anew(self, incarnations: dict[int, int]) -> None:
         """Restart the servers that are still wanted, of those that were killed together."""
@@ -254,26 +254,26 @@ class ServerSupervision:
         self._outcome.server_last_lines[number] = server.log.last_lines()[-NUM_LAST_LINES:]
         self._run.event("server-exited", server=number, incarnation=server.incarnation, code=code)
         self._coordinator.tell(ReapedServer(number, server.incarnation, code))
-        self._feed(fate_events.ServerExited(number, code, is_wanted=number < self._num_servers))
+        self._feed(lifecycle.ServerExited(number, code, is_wanted=number < self._num_servers))
         return True
 
     def told(self, message: Message) -> None:
         """Handle a message of the coordinator about servers."""
         match message:
             case ServerView(view):
-                self._run.event("server-view", view=view, servers=notes.slots_by_server(message))
+                self._run.event("server-view", view=view, servers=outcomes.slots_by_server(message))
                 self._in_view = (view, dict(message.incarnations))
             case SuspectServer(number, incarnation, why):
                 self._run.event("suspect", server=number, incarnation=incarnation, why=why, killed=True)
-                self._feed(fate_events.ServerSuspected(number, incarnation, why))
+                self._feed(lifecycle.ServerSuspected(number, incarnation, why))
             case SlotsLost(_, view) if self._was_ended_with(view):
                 pass  # of servers that were started before everybody was ended: it is dealt with
             case SlotsLost(_, view, num_slots, servers, None):
                 self._run.event("slots-lost", view=view, slots=num_slots, servers=servers)
-                self._feed(fate_events.StateLost(tuple(servers)))
+                self._feed(lifecycle.StateLost(tuple(servers)))
             case SlotsLost(_, view, rank=rank):
                 self._run.event("step-lost", view=view, rank=rank)
-                self._feed(fate_events.StateLost((), rank=rank))
+                self._feed(lifecycle.StateLost((), rank=rank))
             case ScaleBegun(num_servers):
                 self._scale(num_servers)
                 self._answer(message, is_last=False)

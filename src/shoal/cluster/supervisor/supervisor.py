@@ -1,9 +1,9 @@
-"""The supervisor: starts a job's processes, carries their words, replaces the dead, and sees every one of them off.
+"""Supervisor: starts a job's processes, forwards their output, replaces the dead, and reaps every one of them.
 
-One thread, one selector, nothing that blocks for long. It decides nothing
-about the job's course: what workers say and how they die goes to `fate.py`,
-and what comes back is done. Whatever happens in here, `supervise` returns or
-raises only when no process of the job is left.
+One thread, one selector, nothing that blocks for long. It decides nothing about
+the job's course: reports and deaths go to `job_lifecycle.py`, and the actions
+that come back are carried out. `supervise` returns or raises only when no
+process of the job is left.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import contextlib
 import os
 import selectors
 import signal
+import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 
 import msgspec
 
@@ -24,21 +27,19 @@ from shoal.cluster.coordinator.state import CoordinationConfig
 from shoal.cluster.launch.run_directory import RunDirectory
 from shoal.cluster.ledger import entries as ledger_facts
 from shoal.cluster.supervisor import failure
-from shoal.cluster.supervisor import job_events as fate_events
+from shoal.cluster.supervisor import job_lifecycle as lifecycle
+from shoal.cluster.supervisor import outcome as outcomes
 from shoal.cluster.supervisor import servers as server_keeper
-from shoal.cluster.supervisor import user_messages as notes
 from shoal.cluster.supervisor import worker_handle as worker_process
 from shoal.cluster.supervisor.coordinator_handle import CoordinatorHandle
 from shoal.cluster.supervisor.display import Display
-from shoal.cluster.supervisor.job_events import LEAVE_SIGNALS
-from shoal.cluster.supervisor.job_lifecycle import Fate, Patience, Phase
-from shoal.cluster.supervisor.outcome import Outcome
+from shoal.cluster.supervisor.job_lifecycle import LEAVE_SIGNALS, JobLifecycle, JobPhase, RestartConfig
+from shoal.cluster.supervisor.outcome import JobOutcome
 from shoal.cluster.supervisor.output import Pipe
 from shoal.cluster.supervisor.servers import ServerHandle, ServerSupervision
-from shoal.cluster.supervisor.signals import SignalInbox
 from shoal.cluster.supervisor.sockets import Control
 from shoal.cluster.supervisor.warm_parent import WarmParent
-from shoal.cluster.supervisor.worker_handle import Worker
+from shoal.cluster.supervisor.worker_handle import WorkerHandle
 from shoal.cluster.worker.process import WorkerSpec
 from shoal.config.faults import Faults, Injector
 from shoal.errors import ClusterError
@@ -59,6 +60,53 @@ from shoal.runtime.transport.messages.supervisor import (
 )
 from shoal.runtime.transport.messages.worker_coordinator import ViewFormed
 
+LEAVE_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class SignalInbox:
+    """Collects the signals that ask a job to leave, while it is entered, and wakes the supervisor's loop.
+
+    Only the main thread can take signals; elsewhere it stays empty. What is
+    ignored stays ignored: `nohup` means it.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[signal.Signals, object] = {}
+        self._fd_before = -1
+        self._ours, self._theirs = socket.socketpair()
+        for sock in (self._ours, self._theirs):
+            sock.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._ours.fileno()
+
+    def take(self) -> list[signal.Signals]:
+        received = b""
+        with contextlib.suppress(BlockingIOError):
+            received = self._ours.recv(4096)
+        return [signal.Signals(number) for number in received if number in LEAVE_ON]
+
+    def __enter__(self) -> SignalInbox:
+        if threading.current_thread() is threading.main_thread():
+            # The interpreter writes the signal's number there from whichever thread the kernel chose; a handler
+            # alone would run only once the main thread wakes up by itself.
+            self._fd_before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+            for signum in LEAVE_ON:
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    self._before[signum] = signal.signal(signum, lambda signum, frame: None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for signum, handler in self._before.items():
+                signal.signal(signum, handler)  # type: ignore[arg-type]  # what signal() gave back
+            signal.set_wakeup_fd(self._fd_before)
+        self._ours.close()
+        self._theirs.close()
+
+
 REAP_TIMEOUT_S = 10.0
 """From SIGKILL to the news of it. Longer only where the kernel itself is stuck (a dead disk)."""
 
@@ -73,14 +121,20 @@ class Supervisor:
     """Runs one job in the processes of one host."""
 
     def __init__(
-        self, spec: WorkerSpec, *, patience: Patience, run: RunDirectory, display: Display, warm: WarmParent
+        self,
+        spec: WorkerSpec,
+        *,
+        restart: RestartConfig,
+        run: RunDirectory,
+        display: Display,
+        warm: WarmParent,
     ) -> None:
         """`spec` is rank 0's; the other ranks differ from it in their number alone."""
         self._spec, self._run, self._display, self._warm = spec, run, display, warm
-        self._patience = patience
-        self._fate = Fate(num_workers=spec.job.num_workers, patience=patience)
-        self.outcome = Outcome(self._fate)
-        self._workers: dict[int, Worker] = {}  # by pid, while they live
+        self._restart = restart
+        self._lifecycle = JobLifecycle(num_workers=spec.job.num_workers, restart=restart)
+        self.outcome = JobOutcome(self._lifecycle)
+        self._workers: dict[int, WorkerHandle] = {}  # by pid, while they live
         self._died_at: dict[int, float] = {}  # by rank, until its replacement has caught up
         self._suspects: dict[int, tuple[Suspect, bool]] = {}  # by rank: what was written down last
         self._coordinator_died_at: float | None = None  # until the next one answers
@@ -116,7 +170,7 @@ class Supervisor:
 
     @property
     def _has_ended(self) -> bool:
-        return self._fate.phase is Phase.ENDED
+        return self._lifecycle.phase is JobPhase.ENDED
 
     # ---- starting -------------------------------------------------------------------------------
 
@@ -125,7 +179,7 @@ class Supervisor:
         config = CoordinationConfig(
             num_workers=job.num_workers,
             liveness=job.liveness,
-            can_recover=self._patience.max_restarts > 0,
+            can_recover=self._restart.max_restarts > 0,
             servers=ServersConfig(
                 num_servers=job.num_servers,
                 num_copies=job.num_replicas,
@@ -177,7 +231,7 @@ class Supervisor:
             self._run.event("worker-replaced", **facts, after_s=self._since_death(rank))
         else:
             self._run.event("worker-started", **facts)
-        self._feed(fate_events.Started(rank, incarnation))
+        self._feed(lifecycle.WorkerStarted(rank, incarnation))
 
     def _since_death(self, rank: int) -> float:
         now = time.monotonic()
@@ -186,17 +240,17 @@ class Supervisor:
     # ---- watching -------------------------------------------------------------------------------
 
     def _wait_s(self) -> float | None:
-        """How long nothing can happen of itself."""
+        """Time until the next deadline."""
         waits = [self._display.tick(), self._coordinator.tick()]
         waits.append(self._injector.wait_s(time.monotonic() - self._started_at))
         if self._injector.pauses:
             waits.append(PAUSE_POLL_S)
-        if self._fate.deadline is not None:
-            waits.append(max(0.0, self._fate.deadline - time.monotonic()))
+        if self._lifecycle.deadline is not None:
+            waits.append(max(0.0, self._lifecycle.deadline - time.monotonic()))
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _turn(self, timeout_s: float | None) -> None:
-        """Wait for something to happen, at most so long, and attend to it."""
+        """Wait for events, at most so long, and handle them."""
         for key, _ in self._selector.select(0 if self._warm.has_exits else timeout_s):
             if self._selector.get_map().get(key.fd) is not key:
                 continue  # closed earlier in this turn, with its worker
@@ -204,29 +258,29 @@ class Supervisor:
                 case Pipe() as pipe:
                     if not pipe.pump():
                         self._selector.unregister(pipe)  # its writers are gone
-                case Worker() as worker:
+                case WorkerHandle() as worker:
                     if not self._hear(worker):
                         self._selector.unregister(worker.status)
                 case CoordinatorHandle() as coordinator:
                     for message in coordinator.hear():
                         self._told_by_coordinator(message)
                 case Control() as control:
-                    self._servers.asked(control, is_running=self._fate.phase is Phase.RUNNING)
+                    self._servers.asked(control, is_running=self._lifecycle.phase is JobPhase.RUNNING)
                 case SignalInbox() as inbox:
                     for signum in inbox.take():
                         self._asked(signum)
         for exited in self._warm.exits():
             self._exited(exited.pid, exited.code)
-        self._feed(fate_events.Tick())
+        self._feed(lifecycle.ClockTick())
 
-    def _hear(self, worker: Worker) -> bool:
-        """One message of a worker; False when there is none left."""
+    def _hear(self, worker: WorkerHandle) -> bool:
+        """Handle one message of a worker; False when there is none left."""
         has_spoken, message = worker.hear()
         if message is not None:
             self._told(worker, message)
         return has_spoken
 
-    def _told(self, worker: Worker, message: Message) -> None:
+    def _told(self, worker: WorkerHandle, message: Message) -> None:
         match message:
             case Progress():
                 self.outcome.progress[message.rank] = message
@@ -234,10 +288,10 @@ class Supervisor:
                 reached = (message.call, message.epoch, message.step)
                 if reached > self._furthest:
                     self._furthest = reached
-                    self._feed(fate_events.Advanced())
+                    self._feed(lifecycle.JobAdvanced())
             case Saved():
                 if self.outcome.checkpoint is None or message.step > self.outcome.checkpoint.step:
-                    self._feed(fate_events.Advanced())
+                    self._feed(lifecycle.JobAdvanced())
                 self.outcome.checkpoint = message
                 if not Path(message.path).is_relative_to(self._run.path / scratch.NAME):
                     self.outcome.lasting = message
@@ -249,7 +303,7 @@ class Supervisor:
                 if kind == "sharding":
                     self.outcome.sharding = told
                 if kind == RESULTS_LET_GO:
-                    self._feed(fate_events.LetGo(rank))
+                    self._feed(lifecycle.ResultsDropped(rank))
                 if kind == "exchanged":
                     self.outcome.exchange = told
                 if (fact := ledger_facts.of_event(kind, rank, told)) is not None:
@@ -260,7 +314,7 @@ class Supervisor:
                 self._run.event(
                     "worker-live", rank=rank, incarnation=worker.incarnation, after_s=self._since_death(rank)
                 )
-                self._feed(fate_events.CaughtUp(rank))
+                self._feed(lifecycle.WorkerCaughtUp(rank))
             case Failed():
                 worker.log.write(message.traceback.encode(errors="replace"))
                 kind = "worker-left" if message.error == "Interrupted" else "worker-failed"
@@ -276,7 +330,7 @@ class Supervisor:
                     after_s = round(time.monotonic() - self._coordinator_died_at, 4)
                     self._coordinator_died_at = None
                     self._run.event("coordinator-serves-again", pid=self._coordinator.pid, after_s=after_s)
-                self._feed(fate_events.CoordinatorServes())
+                self._feed(lifecycle.CoordinatorServes())
             case ViewFormed(view, donor, finished, call, incarnations):
                 self._run.event(
                     "view-formed",
@@ -288,10 +342,10 @@ class Supervisor:
                 )
                 before, self._incarnations = self._incarnations, incarnations
                 if before and all(new > old for new, old in zip(incarnations, before, strict=True)):
-                    self._display.note(notes.begins_anew(self.outcome.checkpoint))
+                    self._display.note(outcomes.begins_anew(self.outcome.checkpoint))
                 if finished > self._most_finished:
                     self._most_finished = finished
-                    self._feed(fate_events.Advanced())
+                    self._feed(lifecycle.JobAdvanced())
             case Suspect():
                 self._suspect(message)
             case _:
@@ -316,7 +370,7 @@ class Supervisor:
                 killed=is_to_blame,
             )
         if is_to_blame:
-            self._feed(fate_events.Suspected(rank, incarnation, suspect.why))
+            self._feed(lifecycle.WorkerSuspected(rank, incarnation, suspect.why))
 
     def _exited(self, pid: int, code: int) -> None:
         if pid == self._coordinator.pid:
@@ -325,7 +379,7 @@ class Supervisor:
             self._coordinator_died_at = time.monotonic()
             self.outcome.coordinator_last_lines = self._coordinator.exited()[-NUM_LAST_LINES:]
             self._run.event("coordinator-exited", code=code)
-            self._feed(fate_events.CoordinatorExited(code, is_final=code == CANNOT_GO_ON))
+            self._feed(lifecycle.CoordinatorExited(code, is_final=code == CANNOT_GO_ON))
         elif worker := self._workers.pop(pid, None):
             self._died_at[worker.rank] = time.monotonic()
             while self._hear(worker):  # its last words first
@@ -335,40 +389,40 @@ class Supervisor:
             self.outcome.last_lines[worker.rank] = failure.last_words(worker.log.last_lines(), NUM_LAST_LINES)
             self._run.event("worker-exited", rank=worker.rank, incarnation=worker.incarnation, code=code)
             self._coordinator.tell(Reaped(worker.rank, worker.incarnation, code))
-            self._feed(fate_events.Exited(worker.rank, code))
+            self._feed(lifecycle.WorkerExited(worker.rank, code))
         else:
             self._servers.exited(pid, code)
 
     def _asked(self, signum: signal.Signals) -> None:
         self._run.event("asked-to-leave", signal=signum.name)
-        if self._fate.phase is Phase.RUNNING and self._workers:
+        if self._lifecycle.phase is JobPhase.RUNNING and self._workers:
             self._display.note("finishing the step and saving; Ctrl-C again to leave now")
-        self._feed(fate_events.Asked(signum))
+        self._feed(lifecycle.LeaveRequested(signum))
 
-    def _feed(self, event: fate_events.Event) -> None:
-        """Tell the job's fate what happened, and do what it asks for."""
-        for action in self._fate.handle(event, time.monotonic()):
+    def _feed(self, event: lifecycle.Event) -> None:
+        """Feed an event to the job's lifecycle and carry out its actions."""
+        for action in self._lifecycle.handle(event, time.monotonic()):
             match action:
-                case fate_events.AskToLeave(ranks, signum):
+                case lifecycle.AskToLeave(ranks, signum):
                     self._signal(ranks, LEAVE_SIGNALS[signum])
-                case fate_events.Kill(ranks):
+                case lifecycle.KillWorkers(ranks):
                     self._signal(ranks, signal.SIGKILL)
-                case fate_events.Replace(died, incarnation):
-                    self._display.note(notes.replacing(died, self._patience.max_restarts))
+                case lifecycle.ReplaceWorker(died, incarnation):
+                    self._display.note(outcomes.replacing(died, self._restart.max_restarts))
                     self._start_worker(died.rank, incarnation)
-                case fate_events.KillServers(numbers):
+                case lifecycle.KillServers(numbers):
                     self._servers.kill(numbers)
-                case fate_events.ReplaceServer(server_died, incarnation):
-                    self._display.note(notes.replacing_server(server_died, self._patience.max_restarts))
+                case lifecycle.ReplaceServer(server_died, incarnation):
+                    self._display.note(outcomes.replacing_server(server_died, self._restart.max_restarts))
                     self._servers.start(server_died.number, incarnation)
-                case fate_events.GoBack(lost):
+                case lifecycle.RollBack(lost):
                     self._go_back(lost)
-                case fate_events.StartAnew(ranks, servers):
+                case lifecycle.RestartAll(ranks, servers):
                     self._start_anew(ranks, servers)
-                case fate_events.RestartCoordinator():
+                case lifecycle.RestartCoordinator():
                     self._run.event("coordinator-restarted", pid=self._coordinator.start())
 
-    def _go_back(self, lost: fate_events.StateLost) -> None:
+    def _go_back(self, lost: lifecycle.StateLost) -> None:
         checkpoint, reached = self.outcome.checkpoint, self._furthest[2]
         if reached:  # progress is told now and then, every step is written down
             reached = max(reached, self._run.last_step())
@@ -376,7 +430,7 @@ class Supervisor:
         self._run.event(
             "went-back", servers=lost.servers, to_step=checkpoint.step if checkpoint else 0, from_step=reached
         )
-        self._display.note(notes.going_back(lost, checkpoint, reached))
+        self._display.note(outcomes.going_back(lost, checkpoint, reached))
 
     def _start_anew(self, ranks: dict[int, int], servers: dict[int, int]) -> None:
         job = replace(self._spec.job, resume=True)
@@ -387,9 +441,12 @@ class Supervisor:
             self._start_worker(rank, incarnation)
 
     def _inject(self) -> None:
-        """Cause the faults that are this process's to cause."""
+        """Inject the faults that this process causes."""
         step = max((progress.step for progress in self.outcome.progress.values()), default=0)
-        processes: list[Worker | ServerHandle] = [*self._workers.values(), *self._servers.living.values()]
+        processes: list[WorkerHandle | ServerHandle] = [
+            *self._workers.values(),
+            *self._servers.living.values(),
+        ]
         pids = {process.name: process.pid for process in processes}
         if self._coordinator.pid is not None:
             pids["coordinator"] = self._coordinator.pid
@@ -411,7 +468,7 @@ class Supervisor:
     # ---- ending ---------------------------------------------------------------------------------
 
     def _end_everything(self) -> None:
-        """Nobody is left behind, whatever brought us here."""
+        """Kill and reap every process of the job, however we got here."""
         self._servers.note_leases()
         for pid in (*self._workers, *self._servers.living):
             self._warm.signal(pid, signal.SIGKILL)

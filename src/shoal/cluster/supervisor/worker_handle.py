@@ -1,8 +1,7 @@
-"""A worker as its supervisor holds it: forked, listened to, and seen off.
+"""Worker as its supervisor sees it: process, output pipes, log and status socket.
 
-Starts the process with its pipes and its line, and closes them when it is
-gone. When one is started, and what is made of what it says, is decided
-elsewhere.
+Forks the process and closes its descriptors once it has exited. `supervisor.py`
+decides when one is started and interprets its messages.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _CREDENTIALS_BYTES = socket.CMSG_SPACE(struct.calcsize("iII"))  # room for who s
 
 
 @dataclass(slots=True, kw_only=True)
-class Worker:
-    """A living worker."""
+class WorkerHandle:
+    """A running worker process."""
 
     rank: int
     incarnation: int
@@ -43,23 +42,21 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """As faults call it."""
+        """Name of the process in faults."""
         return f"worker-{self.rank}"
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Listen to it."""
         for pipe in self.pipes:
             selector.register(pipe, selectors.EVENT_READ, pipe)
         selector.register(self.status, selectors.EVENT_READ, self)
 
     def unregister(self, selector: selectors.BaseSelector) -> None:
-        """Listen no more."""
         for fd in [self.status.fileno(), *(pipe.fileno() for pipe in self.pipes)]:
             with contextlib.suppress(KeyError):  # its other end may have been closed before
                 selector.unregister(fd)
 
     def hear(self) -> tuple[bool, Message | None]:
-        """Whether it has said something, and the message that was, if it was one."""
+        """Whether a packet was received, and its message, if it was one."""
         try:
             packet, sender, _, _ = self.status.recvmsg(MAX_STATUS_BYTES, _CREDENTIALS_BYTES)
         except OSError:
@@ -73,11 +70,10 @@ class Worker:
         return True, None
 
     def is_stopped(self) -> bool:
-        """Whether somebody stopped it (SIGSTOP, a debugger): the one kind of silence that is no work."""
         return is_stopped(self.pid)
 
     def close(self) -> None:
-        """Let go of everything, when it is dead: what it wrote is handed on first."""
+        """Close everything once the process has exited; its remaining output is forwarded first."""
         for pipe in self.pipes:
             pipe.close()
         self.status.close()
@@ -85,7 +81,7 @@ class Worker:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of ours was stopped by a signal or a debugger."""
+    """True where a process was stopped by a signal or a debugger: the one kind of silence that is no work."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
@@ -102,7 +98,7 @@ def start(
     run: RunDirectory,
     screen: Screen,
     warm: WarmParent,
-) -> Worker:
+) -> WorkerHandle:
     """Fork a worker. `spec` is rank 0's; `ways_in` lead to the coordinator and the servers.
 
     A replacement begins with its output going to its log alone: it repeats
@@ -127,7 +123,7 @@ def start(
     ]
     if incarnation:
         pipes.insert(0, Pipe(pipe("stdout", "stderr"), log))
-    worker = Worker(rank=rank, incarnation=incarnation, pid=0, status=status, pipes=pipes, log=log)
+    worker = WorkerHandle(rank=rank, incarnation=incarnation, pid=0, status=status, pipes=pipes, log=log)
     try:
         worker.pid = warm.fork(
             "worker",

@@ -1,9 +1,9 @@
-"""A worker's life: from a fresh fork to the user's script, and out again in order.
+"""Worker process: from a fresh fork to the user's script, and out again in order.
 
-Runs in the child. It puts everything in place that `python train.py` would
-have found (environment, folder, arguments, path) and what a job adds (a share
-of the cores, one seed, a line to supervisor and coordinator), runs the
-script, and tells how it ended. What is done about it is decided elsewhere.
+Runs in the child. It sets up everything that `python train.py` would have found
+(environment, folder, arguments, path) and what a job adds (a share of the
+cores, one seed, connections to supervisor and coordinator), runs the script,
+and reports how it ended. The supervisor decides what follows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEAVE = {signal.SIGUSR1: "SIGINT", signal.SIGINT: "SIGINT", signal.SIGTERM: "SI
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All a worker is told."""
+    """Everything a worker is started with."""
 
     job: Job
     env: dict[bytes, bytes]  # bytes: an environment need not be text
@@ -48,7 +48,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_spec(spec: WorkerSpec) -> bytes:
-    """A spec as bytes, for the fork."""
     return msgspec.msgpack.encode(spec, enc_hook=str)  # a Path is all there is to be turned into a str
 
 
@@ -57,7 +56,7 @@ def _decode(spec: bytes) -> WorkerSpec:
 
 
 def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
-    """Be a worker until the script has ended on every rank; returns the exit code."""
+    """Run the script until it has ended on every rank; returns the exit code."""
     spec = _decode(spec_bytes)
     # The sockets of coordinator and servers have no name in the file system: these descriptors are the ways to them.
     servers = [fds[name] for number in range(len(fds)) if (name := f"server-{number}") in fds]
@@ -85,7 +84,7 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
 
 
 def _tell(error: BaseException, rank: int) -> int:
-    """Tell the supervisor what ended the script; returns the exit code that goes with it."""
+    """Report to the supervisor what ended the script; returns the exit code that goes with it."""
     if isinstance(error, SystemExit) and isinstance(error.code, str):
         print(error.code, file=sys.stderr)
     told = failure.describe(error, rank=rank, stop=session.stop_requested())
@@ -111,7 +110,7 @@ def _enter(spec: WorkerSpec, job: Job) -> None:
 
 
 def _take_device(job: Job) -> None:
-    """Refuse a device that was asked for and is not there, before the script begins; make ours the current one."""
+    """Refuse a device that is not there, before the script begins; make this rank's the current one."""
     if job.device in (placement.AUTO, placement.CPU):
         return  # nothing can be missing: whoever needs a device finds it
     import torch
@@ -123,7 +122,7 @@ def _take_device(job: Job) -> None:
 
 
 def _seed(seed: int) -> None:
-    """The same on every rank, so that ranks which build things at random build the same things."""
+    """Seed every rank alike, so that ranks which build things at random build the same things."""
     import numpy
     import torch
 
@@ -157,7 +156,7 @@ def _run_with_the_others(script: str, job: Job) -> dict[str, object]:
 
 
 def _heed_signals() -> None:
-    """Being asked to leave is a wish. Where nobody would act on it, break off."""
+    """Turn signals into a request to stop. Where no call would read the request, raise."""
 
     def on_leave(signum: int, frame: FrameType | None) -> None:
         session.request_stop(_LEAVE[signal.Signals(signum)])
@@ -182,7 +181,7 @@ def _ignore_signals() -> None:
 
 
 def _clean_up() -> None:
-    """What python does when it ends, short of taking itself apart: torch's threads would not survive that."""
+    """Run exit handlers and flush, without finalizing the interpreter: torch's threads would not survive that."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()  # ends DataLoader workers, among others
     for stream in (sys.stdout, sys.stderr):

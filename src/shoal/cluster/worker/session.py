@@ -143,7 +143,7 @@ def enter_view(*, view_left: int, finished: int, waited_s: float = 0.0, waited_i
 
     `waited_s` is how long this rank waited for the others in the exchange
     that broke (`waited_in`): whoever is to blame for it has used up so much of
-    their patience.
+    their time.
     """
     if (client := _session.client) is None:
         return ViewFormed(view=view_left + 1, donor=-1, finished=-1, call=0, incarnations=[0])
