@@ -1,7 +1,8 @@
-"""What a user asks of a launch, and which wishes are refused before anything starts.
+"""Launch configuration: LaunchConfig as the user asks for it, RunConfig as config.json keeps it.
 
-Only what can be told from the wishes themselves: whether there is such a
-script or directory is looked up in `api.py`.
+A LaunchConfig refuses at birth what its values alone tell cannot work; whether
+the script or a directory exists is checked in `cluster/launch/api.py`. A
+RunConfig is enough to launch the job again.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class LaunchConfig(ParallelOptions):
             self.faults.check(num_workers=self.workers, num_servers=self.num_servers)
 
     def notes(self) -> list[str]:
-        """What was asked for and does nothing in one process, where a sweep over -n begins, or a resumed run ends."""
+        """Options that have no effect in one process, where a sweep over -n begins or a resumed run ends."""
         asked = [f"--exchange {self.exchange}"] if self.exchange != "auto" else []
         asked += [f"--compress {self.compress}"] if self.compress != "none" else []
         chosen = strategies.choose(self.strategy, self.workers)
@@ -160,19 +161,17 @@ class LaunchConfig(ParallelOptions):
 
     @property
     def is_mesh(self) -> bool:
-        """Whether the model is cut over the workers."""
         return strategies.parse(strategies.choose(self.strategy, self.workers)).base == "mesh"
 
     @property
     def num_servers(self) -> int:
-        """How many servers there will be."""
         if self.servers is not None:
             return self.servers
         return int(self._has_servers)
 
     @property
     def num_replicas(self) -> int:
-        """How many copies of everything there will be."""
+        """Copies of everything, the primary's among them."""
         if self.replicas is not None:
             return self.replicas
         return 2 if self.num_servers >= 2 else 1
@@ -211,7 +210,7 @@ class LaunchConfig(ParallelOptions):
 
 
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run's bits depend on besides its own configuration."""
+    """Versions that a run's bits depend on."""
 
     python: str
     torch: str
@@ -220,7 +219,7 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(ParallelOptions):
-    """config.json: what was launched. What an earlier version did not write there has its default."""
+    """config.json of a run directory. A field that an earlier version did not write has its default."""
 
     script: str
     """Absolute path of the Python file."""
