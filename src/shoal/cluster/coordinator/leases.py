@@ -50,7 +50,7 @@ EDGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseConfig:
-    """How an epoch is cut into leases and handed out."""
+    """Cut of an epoch into leases, and the rules by which they are handed out."""
 
     num_samples: int
     """Samples of an epoch."""

@@ -98,7 +98,7 @@ class RankRange(NamedTuple):
 
 
 @dataclass(slots=True)
-class Settled:
+class SettledEpoch:
     """Result of an epoch within one attempt."""
 
     counted: list[RankRange] = field(default_factory=list)
@@ -141,7 +141,7 @@ def settle(
     entries: Iterable[Trained],
     counted_before: dict[int, list[Range]],
     begins_anew: TrainingBegan | None,
-) -> Iterator[tuple[int, Settled]]:
+) -> Iterator[tuple[int, SettledEpoch]]:
     """Results of an attempt by epoch; `begins_anew`: the call restarts from a checkpoint."""
     by_epoch: dict[int, list[Trained]] = defaultdict(list)
     done: dict[int, list[RankRange]] = defaultdict(list)
@@ -165,8 +165,8 @@ def settle(
 
 def _settle_epoch(
     entries: list[Trained], done: list[RankRange], before: list[Range], kept: list[Range], *, is_lost: bool
-) -> Settled:
-    found = Settled()
+) -> SettledEpoch:
+    found = SettledEpoch()
     by_outcome: dict[PushOutcome, list[Trained]] = defaultdict(list)
     for entry in entries:
         by_outcome[entry.outcome].append(entry)

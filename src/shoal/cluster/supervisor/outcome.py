@@ -205,7 +205,7 @@ def summary_of(outcome: JobOutcome, *, started: float, ended: float, **facts: An
 
 
 def _bent(finished: Sequence[Finished]) -> dict[str, Any]:
-    """What a strategy with servers counted, over all workers; nothing where there is nothing of it."""
+    """Counts of a strategy with servers, over all workers; empty where there are none."""
     staleness: Counter[int] = Counter()
     for each in finished:
         staleness.update(each.staleness)

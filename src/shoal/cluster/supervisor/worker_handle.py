@@ -56,7 +56,7 @@ class WorkerHandle:
                 selector.unregister(fd)
 
     def hear(self) -> tuple[bool, Message | None]:
-        """Whether a packet was received, and its message, if it was one."""
+        """(received, message): False when no packet is left; None for a packet that is no message."""
         try:
             packet, sender, _, _ = self.status.recvmsg(MAX_STATUS_BYTES, _CREDENTIALS_BYTES)
         except OSError:
