@@ -1,8 +1,8 @@
-"""Named moments in the code at which a fault can be made to happen, exactly and on purpose.
+"""Failpoints: named moments at which a fault can be injected, exactly and on purpose.
 
-Free while nothing is armed: one look at a name. What is to happen where comes
-with a process's job, as plain values; see `shoal.config.faults` for how a
-user writes it. Nothing here decides what is done about a fault.
+Free while nothing is armed: one look at a name. Faults come with a process's
+job, as plain values; see `shoal.config.faults` for how a user writes them.
+Nothing here decides what is done about a fault.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A directory for what a job keeps on disk while it runs, and nobody wants afterwards.
+"""The scratch directory of a job: files that live as long as it runs.
 
-All workers of a job share it. The supervisor makes it empty and takes it away
+All workers of a job share it. The supervisor makes it empty and removes it
 with the job, however that ends; a plain process removes its own at exit, and
 when it makes it, those of processes that were killed.
 """

@@ -1,4 +1,4 @@
-"""Randomness as a function: every seed is mixed from what it is for, never from what happened before."""
+"""Seeds as a function: each is mixed from what it is for, never from what happened before."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The user's own lines in a stack: which one called shoal, and what a traceback looks like without ours.
+"""User frames of a stack: the line that called shoal, and tracebacks without shoal's own frames.
 
-Somebody whose function raises wants to see that function and the line of
-theirs that led to it, not the dozen calls of ours in between.
+Somebody whose function raises wants to see that function and the line that led
+to it, not the dozen calls of ours in between.
 """
 
 from __future__ import annotations

@@ -274,7 +274,7 @@ def test_reading_ahead_brings_blocks_before_they_are_asked_for(tmp_path: Path) -
         for number in range(16):
             store.put(number, block(number))
         store.prefetch(range(4))
-        wait_until(lambda: store._errands.is_idle)
+        wait_until(lambda: store._background.is_idle)
         before = store.stats.tiers[Tier.RAM].num_misses
         for number in range(4):
             assert number_of(store.get(number)) == number
@@ -291,11 +291,11 @@ def test_reading_ahead_goes_on_as_blocks_are_used(tmp_path: Path) -> None:
 
     with store_of(tmp_path, 4 * KIB + 500, disk_bytes=0) as store:
         store.prefetch(range(20), load)
-        wait_until(lambda: store._errands.is_idle)
+        wait_until(lambda: store._background.is_idle)
         assert 1 <= len(loaded) <= 3
         for number in range(20):
             assert number_of(store.get(number, load)) == number
-            wait_until(lambda: store._errands.is_idle)
+            wait_until(lambda: store._background.is_idle)
         assert loaded == list(range(20)), "each once, and in order"
 
 
@@ -307,7 +307,7 @@ def test_an_error_while_reading_ahead_waits_for_whoever_gets_the_block(tmp_path:
 
     with store_of(tmp_path, 8 * KIB) as store:
         store.prefetch([0, 1, 2], load)
-        wait_until(lambda: store._errands.is_idle)
+        wait_until(lambda: store._background.is_idle)
         assert number_of(store.get(2, load)) == 2
         with pytest.raises(ZeroDivisionError):
             store.get(1, load)

@@ -329,7 +329,7 @@ def test_only_a_few_pieces_are_in_memory() -> None:
     source = Counted()
     ahead = RowPrefetch(source.take, row_bytes=8, piece_bytes=80)
     ahead.announce(np.arange(1000))
-    wait_until(lambda: ahead._errands.is_idle)
+    wait_until(lambda: ahead._background.is_idle)
     assert len(source.asked) == 30
 
 

@@ -1,8 +1,10 @@
-"""Files without a name, in memory and on disk: gone with the last process that has them open, however it ends.
+"""Anonymous files in memory and on disk, shared by the processes of a host.
 
-Processes of one user hand them to each other through /proc: whoever knows a
-process and a descriptor of it can open the file behind, as long as that
-process lives.
+They have no name: when the last process that has one open ends, by whatever
+means, the file is gone. Processes of one user open each other's through
+/proc/PID/fd. The first process that needs some rows makes the files and writes
+its pid and descriptors down in a directory that all of them see; the next ones
+open them through it and register too.
 """
 
 from __future__ import annotations

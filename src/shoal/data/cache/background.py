@@ -1,4 +1,4 @@
-"""Work for a thread that is there only while there is some."""
+"""Background jobs in a thread that exists only while there is work."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""A store of blocks over device memory, RAM and disk.
+"""The block store: blocks by key over device memory, RAM and disk.
 
-The doing: bytes, files, threads and waiting. What goes where is decided by
-`tiering.py`. Slow work happens outside the lock, so that a block in RAM is
-handed out while another is written to disk.
+Bytes, files, threads and waiting; `tiering.py` decides what goes where. Slow
+work happens outside the lock, so that a block in RAM is handed out while
+another is written to disk. On disk a block is a file, whole or not there at
+all, and checked when it is read; the directory goes with the store, or at the
+latest with the process.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-from shoal.data.cache import statistics as figures
+from shoal.data.cache import statistics
 from shoal.data.cache.background import BackgroundJobs
 from shoal.data.cache.eviction import Key
 from shoal.data.cache.statistics import Stats, TierStats
@@ -93,9 +95,9 @@ class BlockStore:
         self._stats = Stats({tier: TierStats(limit_bytes=limits.of(tier)) for tier in Tier})
         self._changed = threading.Condition(threading.Lock())
         self._ahead: list[tuple[Key, Loader | None, Tier]] = []
-        self._errands = BackgroundJobs("shoal-read-ahead")
+        self._background = BackgroundJobs("shoal-read-ahead")
         self._pid = os.getpid()
-        figures.watch(self)
+        statistics.watch(self)
 
     # ---- reading -----------------------------------------------------------------------------------
 
@@ -206,7 +208,7 @@ class BlockStore:
         """Forget everything and remove what is on disk. The store may be used again, and begins empty."""
         with self._entered():
             self._ahead = []
-        self._errands.finish()
+        self._background.finish()
         with self._entered():
             self._tiering = Tiering(self._limits, self._policy)
             self._contents.close()
@@ -369,8 +371,8 @@ class BlockStore:
     # ---- reading ahead -----------------------------------------------------------------------------
 
     def _go_on_reading_ahead(self) -> None:
-        if self._ahead and self._errands.is_idle:
-            self._errands(self._read_ahead)
+        if self._ahead and self._background.is_idle:
+            self._background(self._read_ahead)
 
     def _read_ahead(self) -> None:
         while True:

@@ -1,4 +1,7 @@
-"""What of a data set lies in RAM and what on disk, and why."""
+"""Cache placement: the memory budget of caches, and which part of a data set lies in RAM and which on disk.
+
+Reports each decision with its reason. Holds no data.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What was found out about files by reading them once: where lines end, how many rows a condition keeps.
+"""Facts about files that take a pass to find: where lines end, how many rows a condition keeps.
 
-Kept by the identity of what was read: in this process, and in a launched job
-in its scratch directory too, where the first worker of a host finds out and
+Keyed by the identity of the files: kept in this process, and in a launched job
+in its scratch directory too, where the first worker of a host finds them and
 the others wait for it instead of reading the same files.
 """
 

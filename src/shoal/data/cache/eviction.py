@@ -1,92 +1,77 @@
-"""Which block of a tier goes first when room is needed.
+"""Eviction policies: the order in which blocks leave a tier when room is needed.
 
-A policy sees keys come, being used and go, and names them from cold to hot.
-It moves nothing and knows no sizes but of what was freed. One object per tier.
+A policy sees keys come, being used and go, and lists them from cold to hot. It
+moves nothing and knows no sizes but of freed blocks. One object per tier.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from typing import Protocol
 
 from shoal.errors import ConfigError
 
 Key = Hashable
 
 
-class Policy(Protocol):
-    """The order of eviction in one tier."""
+class Policy(ABC):
+    """The order of eviction in one tier. By default every block is admitted, and a freed one leaves at once."""
 
-    keeps_freed: bool
-    """Whether a block that nobody needs stays where it is until its memory is wanted."""
+    keeps_freed = False
+    """A block that nobody needs stays where it is until its memory is wanted."""
 
+    @abstractmethod
     def used(self, key: Key) -> None:
         """The block came into the tier, or was asked for while there."""
 
+    @abstractmethod
     def left(self, key: Key) -> None:
         """The block is not in the tier any more."""
 
-    def freed(self, key: Key, num_bytes: int) -> None:
-        """Whoever used the block does not need it any more."""
-
+    @abstractmethod
     def coldest_first(self) -> Iterator[Key]:
         """The tier's blocks, those to be evicted first in front."""
 
-    def admits(self, key: Key) -> bool:
-        """Whether the block is worth the place of the coldest one there."""
+    def freed(self, key: Key, num_bytes: int) -> None:  # noqa: B027  most policies note nothing
+        """Whoever used the block does not need it any more."""
 
-    def passed(self, key: Key) -> None:
+    def admits(self, key: Key) -> bool:
+        """Is the block worth the place of the coldest one there?"""
+        return True
+
+    def passed(self, key: Key) -> None:  # noqa: B027
         """The block was asked for and given from elsewhere: it was not admitted, or there was no room."""
 
     def due(self) -> list[Key]:
         """Blocks that the next request for memory releases, all of them at once."""
+        return []
 
 
-class LeastRecentlyUsed:
+class LeastRecentlyUsed(Policy):
     """What was not used for longest goes first."""
-
-    keeps_freed = False
 
     def __init__(self) -> None:
         self._order: OrderedDict[Key, None] = OrderedDict()
 
     def used(self, key: Key) -> None:
-        """It is the newest now."""
         self._order[key] = None
         self._order.move_to_end(key)
 
     def left(self, key: Key) -> None:
-        """Forgotten."""
         self._order.pop(key, None)
 
-    def freed(self, key: Key, num_bytes: int) -> None:
-        """Nothing to note: it leaves at once."""
-
     def coldest_first(self) -> Iterator[Key]:
-        """The oldest in front."""
         return iter(self._order)
 
-    def admits(self, key: Key) -> bool:
-        """What is asked for now is newer than anything there."""
-        return True
 
-    def passed(self, key: Key) -> None:
-        """Nothing to note."""
-
-    def due(self) -> list[Key]:
-        """None: blocks leave one by one, as room is needed."""
-        return []
-
-
-class LeastFrequentlyUsed:
+class LeastFrequentlyUsed(Policy):
     """What was used least often since it came goes first; of equals, what was not used for longest.
 
     Counts are halved now and then, so that a block that was hot long ago is
     not kept for ever.
     """
 
-    keeps_freed = False
     _FORGETS = True
 
     def __init__(self) -> None:
@@ -95,7 +80,6 @@ class LeastFrequentlyUsed:
         self._num_uses = 0
 
     def used(self, key: Key) -> None:
-        """Counted."""
         count = self._counts.get(key, 0)
         self._take_out(key, count)
         self._put(key, count + 1)
@@ -107,24 +91,9 @@ class LeastFrequentlyUsed:
         """Its count is forgotten."""
         self._take_out(key, self._counts.pop(key, 0))
 
-    def freed(self, key: Key, num_bytes: int) -> None:
-        """Nothing to note: it leaves at once."""
-
     def coldest_first(self) -> Iterator[Key]:
-        """The least used in front."""
         for count in sorted(self._buckets):
             yield from self._buckets[count]
-
-    def admits(self, key: Key) -> bool:
-        """A newcomer has to be let in to be counted."""
-        return True
-
-    def passed(self, key: Key) -> None:
-        """Nothing to note."""
-
-    def due(self) -> list[Key]:
-        """None: blocks leave one by one, as room is needed."""
-        return []
 
     def _put(self, key: Key, count: int) -> None:
         self._counts[key] = count
@@ -203,7 +172,6 @@ class DelayedRelease(LeastRecentlyUsed):
         self._forget(key)
 
     def left(self, key: Key) -> None:
-        """Forgotten."""
         super().left(key)
         self._forget(key)
 
@@ -223,7 +191,6 @@ class DelayedRelease(LeastRecentlyUsed):
         yield from [key for key in self._order if key not in self._freed and key not in self._marked]
 
     def due(self) -> list[Key]:
-        """The marked."""
         return list(self._marked)
 
     def _forget(self, key: Key) -> None:

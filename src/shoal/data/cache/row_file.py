@@ -1,7 +1,10 @@
-"""Where each column lies within a row: rows are kept one after the other, all columns of a row together.
+"""Rows of one length in an anonymous file, in RAM or on disk, read in any order.
 
-So a row is one stretch of memory, or of a file, whatever the number of its
-columns. Pure: arranges bytes, keeps none.
+All columns of a row lie together, so that a row is one stretch of memory or of
+a file. In RAM the rows are a matrix. From disk each row is read by a system
+call (1.1 µs where the kernel has it in its cache, and then nothing of the file
+counts as this process's memory); through a mapping it takes longer, a page
+fault each, and touched pages stay until they are released.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.data.cache import anon_file as nameless
+from shoal.data.cache import anon_file
 
 _WORD = 8
 _TILE_BYTES = 1 << 20  # packed at once: what stays in a core's cache
@@ -150,12 +153,12 @@ class RowFile:
 
     def write(self, begin: int, rows: NDArray[np.uint8]) -> None:
         """Rows that follow each other; OSError where the disk takes no more."""
-        nameless.write_at(self._fd, self._offset + begin * self.row_bytes, rows)
+        anon_file.write_at(self._fd, self._offset + begin * self.row_bytes, rows)
 
     def put(self, numbers: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
         """Rows here and there."""
         for number, row in zip(numbers.tolist(), rows, strict=True):
-            nameless.write_at(self._fd, self._offset + number * self.row_bytes, row)
+            anon_file.write_at(self._fd, self._offset + number * self.row_bytes, row)
 
     def take(self, numbers: NDArray[np.int64]) -> torch.Tensor:
         """Copies of these rows, in this order: int64, [n, words]. In RAM."""
@@ -179,7 +182,7 @@ class RowFile:
         if not self._is_on_disk:
             return self._rows[begin:end].clone()
         found = buffer(end - begin, self.row_bytes)
-        nameless.read_at(self._fd, self._offset + begin * self.row_bytes, found)
+        anon_file.read_at(self._fd, self._offset + begin * self.row_bytes, found)
         return torch.from_numpy(found)
 
     def _read_into(
@@ -228,7 +231,7 @@ class Heap:
 
     def write(self, at: int, data: Any) -> None:
         """Put bytes at a place that was asked for before."""
-        nameless.write_at(self._fd, at, data)
+        anon_file.write_at(self._fd, at, data)
 
     def read(self, at: int, length: int) -> bytes | memoryview:
         """The bytes at a place; in RAM without a copy."""

@@ -1,8 +1,9 @@
-"""Rows by number, decoded once and kept: the first part of them in RAM, the rest on disk.
+"""The row store: rows by number, decoded once, the first part in RAM and the rest on disk.
 
 Row-major, so that a gather of a shuffled batch touches one stretch per row.
-All processes of a host that open the same rows share one copy, forked
-children too; who decodes what is agreed by locks that end with their process.
+All processes of a host that open the same rows share one copy, forked children
+too; locks that end with their process decide who decodes what. Rows on disk
+that are announced are prefetched by a thread, a piece at a time.
 """
 
 from __future__ import annotations
@@ -23,10 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.data.cache import anon_file as nameless
-from shoal.data.cache import anon_file as sharing
-from shoal.data.cache import cache_plan as available
-from shoal.data.cache import statistics as figures
+from shoal.data.cache import anon_file, cache_plan, statistics
 from shoal.data.cache.background import BackgroundJobs
 from shoal.data.cache.cache_plan import NUM_AHEAD
 from shoal.data.cache.row_file import Field, Heap, RowFile, RowLayout, buffer
@@ -100,7 +98,7 @@ class RowStore:
         self._layout = RowLayout({**spec.fields, **hidden})
         self._control_bytes = -(-(_COUNTERS * 8 + spec.num_parts) // _PAGE) * _PAGE
         self._fds, self.is_first = self._open(shared_as, files)
-        self._finalizer = weakref.finalize(self, nameless.close_all, self._fds)
+        self._finalizer = weakref.finalize(self, anon_file.close_all, self._fds)
         control = mmap.mmap(self._fds[0], self._control_bytes)
         self._counters = np.frombuffer(control, np.int64, _COUNTERS)
         self.flags = np.frombuffer(control, np.uint8, spec.num_parts, _COUNTERS * 8)
@@ -112,8 +110,8 @@ class RowStore:
         self._counts = {"ram": 0, "disk": 0, "ahead": 0}
         self._written = np.zeros(2, np.int64)  # rows, to RAM and to disk, by this process
         self.granted_bytes = granted_bytes
-        available.grant(self)
-        figures.watch(self)
+        cache_plan.grant(self)
+        statistics.watch(self)
 
     @property
     def row_bytes(self) -> int:
@@ -228,11 +226,11 @@ class RowStore:
 
     def filled_bytes(self) -> int:
         """In RAM."""
-        return nameless.bytes_on_disk(self._fds[0]) + int(self._counters[0])
+        return anon_file.bytes_on_disk(self._fds[0]) + int(self._counters[0])
 
     def disk_bytes(self) -> int:
         """On disk."""
-        return sum(nameless.bytes_on_disk(fd) for fd in (self._fds[1], self._fds[3]))
+        return sum(anon_file.bytes_on_disk(fd) for fd in (self._fds[1], self._fds[3]))
 
     def count_ahead(self, num_rows: int) -> None:
         """So many rows of those on disk had been read before they were asked for."""
@@ -268,14 +266,14 @@ class RowStore:
         fds: list[int] = []
         try:
             for name in ("shoal-rows", "shoal-lists"):
-                fds.append(nameless.in_memory(name, 0))
+                fds.append(anon_file.in_memory(name, 0))
                 fds.append(
-                    nameless.in_memory("shoal-nothing", 0)
+                    anon_file.in_memory("shoal-nothing", 0)
                     if directory is None
-                    else nameless.on_disk(directory, 0)
+                    else anon_file.on_disk(directory, 0)
                 )
         except BaseException:
-            nameless.close_all(fds)
+            anon_file.close_all(fds)
             raise
         return fds
 
@@ -285,7 +283,7 @@ class RowStore:
             return self._sized(files or self._reserved()), True
         identity = [shared_as, self._layout.describe(), spec.num_rows, spec.num_parts]
         facts = {"num_ram_rows": spec.num_ram_rows, "heap_ram_bytes": spec.heap_ram_bytes}
-        fds, known, is_first = sharing.share(
+        fds, known, is_first = anon_file.share(
             scratch.directory("rows"), identity, lambda: (self._sized(self._reserved()), facts)
         )
         # Whoever came first has decided what lies where.
@@ -361,7 +359,7 @@ class RowStore:
             what=self.name,
             directory=str(self.directory),
             needed_bytes=num_bytes,
-            free_bytes=available.free_disk_bytes(self.directory),
+            free_bytes=cache_plan.free_disk_bytes(self.directory),
             reason=error.strerror or str(error),
         )
 
@@ -438,7 +436,7 @@ class RowPrefetch:
     ) -> None:
         self._take = take
         self._piece_rows = max(1, piece_bytes // row_bytes)
-        self._errands = BackgroundJobs("shoal-rows-ahead")
+        self._background = BackgroundJobs("shoal-rows-ahead")
         self._begin()
 
     def announce(self, rows: NDArray[np.int64]) -> None:
@@ -448,7 +446,7 @@ class RowPrefetch:
         with self._changed:
             for begin in range(0, len(rows), self._piece_rows):
                 self._pieces.append(_Piece(rows[begin : begin + self._piece_rows]))
-        self._errands(self._read)
+        self._background(self._read)
 
     def take(self, rows: NDArray[np.int64]) -> torch.Tensor | None:
         """The rows, if they were announced; waits for what is being read. None where they are not among the next."""
@@ -462,7 +460,7 @@ class RowPrefetch:
                 if piece is None or piece.offset_of(rows) != 0:
                     return None
                 if not piece.is_done:
-                    self._errands(self._read)
+                    self._background(self._read)
                     self._changed.wait_for(lambda piece=piece: piece.is_done)  # type: ignore[misc]  # the piece of this round
                 if piece.found is None:
                     self._pieces.clear()
@@ -473,7 +471,7 @@ class RowPrefetch:
                 piece.num_used = end
                 if end == len(piece.rows):
                     self._pieces.popleft()
-                    self._errands(self._read)
+                    self._background(self._read)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _begin(self) -> None:

@@ -1,8 +1,9 @@
 """`Dataset.cache`: samples are made once and kept, in RAM as far as they fit, else on disk.
 
-Every sample for itself: one that nobody asked for is not made. What is kept
-is what the source gives in its first epoch, so that a run that resumes, with
-an empty cache, sees the same.
+A sample that nobody asked for is not made. Samples of one shape are rows of
+numbers, batched in one go; others (text, ragged lists) are serialized each.
+The first epoch's sample is kept, so that a resumed run, with an empty cache,
+sees the same.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.config import job as jobs
-from shoal.data.cache import CacheConfig
-from shoal.data.cache import anon_file as nameless
-from shoal.data.cache import cache_plan as available
+from shoal.data.cache import CacheConfig, anon_file, cache_plan
 from shoal.data.cache.block_store import cannot_keep
 from shoal.data.cache.cache_plan import piece_bytes, place, say_where
 from shoal.data.cache.row_file import Field, RowLayout
@@ -142,7 +141,7 @@ class SampleStore:
         self._directory = (
             None if config.where == "ram" else config.directory or str(scratch.directory("rows"))
         )
-        budget = available.for_caches(num_sharers=jobs.current().num_workers)
+        budget = cache_plan.for_caches(num_sharers=jobs.current().num_workers)
         self._budget = budget if config.ram_bytes is None else config.ram_bytes
         heap = {"ram": UNLIMITED, "disk": 0, "auto": self._budget}[config.where]
         if config.where == "ram" and config.ram_bytes is not None:
@@ -162,9 +161,9 @@ class SampleStore:
             files=RowStore.reserve(self._directory),
         )
         self._regular_files = RowStore.reserve(self._directory)
-        self._plan_file = nameless.in_memory("shoal-template", 0)
+        self._plan_file = anon_file.in_memory("shoal-template", 0)
         self._owned = [self._plan_file, *self._regular_files]
-        self._finalizer = weakref.finalize(self, nameless.close_all, self._owned)
+        self._finalizer = weakref.finalize(self, anon_file.close_all, self._owned)
         self._plan: _Plan | None = None
         self._regular: RowStore | None = None
         self._ahead: RowPrefetch | None = None
@@ -232,7 +231,7 @@ class SampleStore:
             if not self._odd.note:
                 plan = self._decide(template)
                 content = msgspec.msgpack.encode(plan)
-                nameless.write_at(self._plan_file, 0, content)
+                anon_file.write_at(self._plan_file, 0, content)
                 self._odd.note = len(content)
         plan = self._known_plan()
         assert plan is not None

@@ -1,4 +1,4 @@
-"""Figures of stores: how often a tier had what was asked for, and how many bytes were moved."""
+"""Statistics of caches: hit rates by tier and bytes moved."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Where decoded rows of a table wait until they are asked for.
+"""Decoded rows of a table: each block decoded once and kept in RAM or on disk, or decoded again as it passes.
 
-The seam between tables and memory: `TableSource` asks for rows by number and
-does not know whether they lie in RAM, on disk, or are decoded just now.
+The seam between tables and caches: `TableSource` asks for rows by number. All
+workers of a host share the kept rows: a block is decoded by whichever of them
+needs it first, and a worker that was started again finds it there.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.config import job as jobs
-from shoal.data.cache import BlockStore, CacheConfig, Limits
-from shoal.data.cache import cache_plan as available
+from shoal.data.cache import BlockStore, CacheConfig, Limits, cache_plan
 from shoal.data.cache.cache_plan import piece_bytes, place, say_where
 from shoal.data.cache.row_file import Field, RowLayout
 from shoal.data.cache.row_store import UNLIMITED, Lists, RowPrefetch, RowSpec, RowStore
@@ -78,7 +78,7 @@ class PassingBlocks:
     def __init__(self, table: Table) -> None:
         self._table = table
         self._bounds = np.cumsum([0, *(block.num_rows for block in table.blocks)])
-        limit = min(_PASSING_BYTES, available.for_caches())
+        limit = min(_PASSING_BYTES, cache_plan.for_caches())
         self._blocks = BlockStore(Limits(ram_bytes=limit, disk_bytes=0), name="decoded blocks")
         self._bad: dict[int, Mapping[int, BadSample]] = {}
 
@@ -148,7 +148,7 @@ class StoredRows:
         row_bytes = RowLayout({**fields, **_hidden(lists)}).row_bytes
         num_rows = int(self._bounds[-1])
         list_bytes = sum(_list_bytes(block, table.columns) for block in table.blocks) if lists else 0
-        budget = available.for_caches()
+        budget = cache_plan.for_caches()
         self._limit = budget if config.ram_bytes is None else config.ram_bytes
         self._placement = placed = place(
             num_rows, row_bytes + list_bytes / max(num_rows, 1), config, budget_bytes=budget
@@ -287,7 +287,7 @@ class StoredRows:
             return
         placed, directory = self._placement, self._store.directory
         if placed.disk_bytes:
-            free = available.free_disk_bytes(directory)
+            free = cache_plan.free_disk_bytes(directory)
             if free < placed.disk_bytes:
                 raise CacheFull(
                     what=self._what,

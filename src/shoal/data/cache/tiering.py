@@ -1,4 +1,10 @@
-"""The tiers of a store, and how much each of them may hold."""
+"""Tiering of blocks: a state machine that decides which block lies in which tier.
+
+Pure: no bytes, no thread, no clock. `block_store.py` feeds events in, carries
+out the actions that come back, and asks again until it gets an answer.
+Invariants: no tier has more bytes promised than its limit, and a content that
+cannot be loaded again is in at least one tier.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""The front door of map_reduce: what was asked for becomes tasks in a directory, and those an Aggregate."""
+"""`map_reduce`: arguments become tasks in a directory, and those an Aggregate.
+
+An aggregate whose inputs are known by a key lies in the host's cache,
+`~/.cache/shoal/map_reduce/<key>/` (or under XDG_CACHE_HOME), and is reused, also
+while it is being computed. It is evicted when it was not used for 30 days, or
+as the least recently used when the cache has grown past 8 GiB; the directory
+may be deleted at any time. Any other aggregate lies in the scratch directory
+of the job or process and goes with it.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Who works on which task: a lock that dies with its process, and who to name while it is held.
+"""Claims on tasks: a file lock that dies with its process, and who holds it.
 
-A task's file holds a line per attempt to run it. Whoever has the file's lock
-runs the task; the kernel lets go of the lock when that process ends, however
-it ends, so a dead process's task is free at once. The locks are POSIX ones:
-they are not inherited by what a user's function forks, and the kernel says
-whose they are.
+A task's file holds a line per attempt. The process that has the file's lock
+runs the task; the kernel releases the lock when that process ends, however it
+ends, so a dead process's task is free at once. The locks are POSIX ones: they
+are not inherited by what a user's function forks, and the kernel says whose
+they are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a dataset and functions are, as bytes: equal only where they give the same.
+"""Identity of a dataset and functions, as a hash: equal only where they give the same.
 
 Data in memory counts by content, tables by their identity, functions by their
 code and by what it refers to. Where something cannot be looked into (a foreign
-dataset, an open connection, an object of a class nobody can compare), there is
-no identity: then nothing is reused, which is slow and never wrong.
+dataset, an open connection, an object of a class that cannot be compared) there
+is no identity: then nothing is reused, which is slow and never wrong.
 """
 
 from __future__ import annotations

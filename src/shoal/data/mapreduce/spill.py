@@ -1,8 +1,10 @@
-"""Sorted runs of (key, value) records in a file, one stretch per partition.
+"""Sorted runs of (key, value) records in files, and the buffer of a map task that spills them.
 
 A file appears under its name only when it is whole: it is written beside it
 and renamed. Its end says where each partition begins, how many records it has
-and their checksum.
+and their checksum. Values of a key keep the order in which they were given,
+through every spill and merge, so the input of a combine or reduce function
+does not depend on the process that ran the task.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""A line to a host's keeper: one question, one answer."""
+"""Connections to block servers, and the addresses at which they listen.
+
+Hosts find each other in a folder that all of them see, with a file per host.
+On one machine that may be treated as several (`shoal run --pretend-hosts 3`)
+it is the job's scratch directory.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +25,11 @@ LIMITS = Limits(num_frames=1, frames_bytes=BLOCK_BYTES)
 """A message about blocks carries one of them, or none."""
 
 ANSWER_TIMEOUT_S = 60.0
-"""For one block between two hosts. A keeper that is busy for longer is asked again, or another is."""
+"""For one block between two hosts. A block server that is busy for longer is asked again, or another is."""
 
 
 class BlockConnection:
-    """A connection to a keeper. Not for two threads at once."""
+    """A connection to a block server. Not for two threads at once."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._socket = tcp.connect(*address, timeout_s=5.0)
@@ -122,20 +127,20 @@ class Hosts:
         return [host for host in range(self.num_hosts) if host != self.mine]
 
     def folder(self) -> Path:
-        """My host's own folder: its keeper's lock, and its cache."""
+        """My host's own folder: its block server's lock, and its cache."""
         path = self._directory / f"host-{self.mine}"
         path.mkdir(exist_ok=True, mode=0o700)
         return path
 
     def publish(self, address: tuple[str, int]) -> None:
-        """My keeper listens there from now on."""
+        """My block server listens there from now on."""
         path = self._directory / f"{self.mine}.address"
         half = path.with_suffix(f".{os.getpid()}")
         half.write_text(f"{address[0]} {address[1]}")
         half.rename(path)
 
     def address(self, host: int) -> tuple[str, int] | None:
-        """Where a host's keeper listened last; None before it first did."""
+        """Where a host's block server listened last; None before it first did."""
         try:
             name, port = (self._directory / f"{host}.address").read_text().split()
         except (FileNotFoundError, ValueError):

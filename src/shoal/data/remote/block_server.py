@@ -1,9 +1,9 @@
-"""A host's keeper: gives out blocks of the files that lie here, and gets those that lie elsewhere.
+"""The block server of a host: serves blocks of files that lie here and fetches those that lie elsewhere.
 
-One per host, in whichever of its workers took the lock first; when that
-worker dies the lock is free, and the next one that needs a block takes it
-(`electing.py`). It holds nothing that cannot be told again: the cache is on
-disk, and workers introduce their files anew over each new line.
+One per host, in whichever of its workers took the leader lock first; when that
+worker dies the lock is free, and the next process that needs a block takes it.
+It holds nothing that cannot be told again: the cache is on disk, and workers
+introduce their files anew over each new connection.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class BlockServer:
             connection.close()
 
     def _start(self, target: object, *args: object) -> None:
-        thread = threading.Thread(target=target, args=args, name="shoal-keeper", daemon=True)  # type: ignore[arg-type]  # a method
+        thread = threading.Thread(target=target, args=args, name="shoal-block-server", daemon=True)  # type: ignore[arg-type]  # a method
         self._threads = [each for each in self._threads if each.is_alive()]
         self._threads.append(thread)
         thread.start()
@@ -161,7 +161,7 @@ class BlockServer:
                     return BlocksNoted(), None
         except (ShoalError, OSError) as error:
             return BlockRefused(str(error)), None
-        return BlockRefused(f"a keeper does not answer {type(message).__name__}"), None
+        return BlockRefused(f"a block server does not answer {type(message).__name__}"), None
 
     def _share(self, where: str, files: list[FileInfo]) -> None:
         with self._lock:
@@ -238,7 +238,7 @@ class BlockServer:
                 raise FileLost(
                     url=block.url, reason=f"block {block.number} could not be had from {'; '.join(reasons)}"
                 )
-            time.sleep(pause_s)  # a host's keeper may have died, and a new one come
+            time.sleep(pause_s)  # a host's block server may have died, and a new one come
             pause_s = min(2 * pause_s, 0.5)
 
     def _get_from(self, source: int, block: FileBlock) -> tuple[Bytes | None, str]:
@@ -259,11 +259,11 @@ class BlockServer:
     def _ask(self, host: int, message: Message, frame: Bytes | None = None) -> tuple[Message, Bytes]:
         address = self._hosts.address(host)
         if address is None:
-            return BlockRefused("its keeper is not there yet"), b""
+            return BlockRefused("its block server is not there yet"), b""
         try:
             return self._lines.ask(address, message, frame)
         except (OSError, WireError) as error:
-            return BlockRefused(f"its keeper does not answer ({error})"), b""
+            return BlockRefused(f"its block server does not answer ({error})"), b""
 
     def _wanted(self, url: str, stamp: str, first: int, last: int) -> list[int]:
         if (url, stamp) in self._own:
@@ -329,11 +329,11 @@ class BlockServer:
 
 _servers: dict[
     Path, tuple[BlockServer, int]
-] = {}  # of this process, by their host's folder: the keeper and its lock
+] = {}  # of this process, by their host's folder: the block server and its lock
 
 
 def connect_block_server(hosts: Hosts, cache: HostCache, *, timeout_s: float) -> BlockConnection:
-    """A line to my host's keeper, which may become this process."""
+    """A line to my host's block server, which may become this process."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.001
     while True:
         address = hosts.address(hosts.mine)
@@ -345,7 +345,7 @@ def connect_block_server(hosts: Hosts, cache: HostCache, *, timeout_s: float) ->
         if not _become_block_server(hosts, cache):
             if time.monotonic() > deadline:
                 raise DataError(
-                    f"host {hosts.mine} has a keeper of its data that has not listened for {timeout_s:g} s, and nobody can "
+                    f"host {hosts.mine} has a block server of its data that has not listened for {timeout_s:g} s, and nobody can "
                     "take its place while it lives. Nothing was lost; look for a worker of this job that is stopped or "
                     "very busy, and end it."
                 )
@@ -354,15 +354,15 @@ def connect_block_server(hosts: Hosts, cache: HostCache, *, timeout_s: float) ->
 
 
 def close_block_servers() -> None:
-    """End the keepers of this process. At exit, and in tests."""
+    """End the block servers of this process. At exit, and in tests."""
     for folder in list(_servers):
         close_block_server(folder)
 
 
 def close_block_server(folder: Path) -> None:
     """End one of them, and let another process take its place."""
-    keeper, lock = _servers.pop(folder)
-    keeper.close()
+    server, lock = _servers.pop(folder)
+    server.close()
     os.close(lock)
 
 
@@ -382,8 +382,8 @@ def _become_block_server(hosts: Hosts, cache: HostCache) -> bool:
 
 def _close_in_child() -> None:
     # A lock that a child inherits would outlive its parent, and so would a socket nobody serves.
-    for keeper, lock in _servers.values():
-        keeper.release_after_fork()
+    for server, lock in _servers.values():
+        server.release_after_fork()
         os.close(lock)
     _servers.clear()
 

@@ -1,4 +1,9 @@
-"""Files in blocks: what travels between hosts and what their caches hold. Pure."""
+"""Blocks of files: how files are cut, routes between hosts, a host's cache of them, and a file over them.
+
+All workers of a host read its cache; only the host's block server writes. A
+block appears by renaming, so there is never half of one. Least recently read
+blocks are evicted past the limit.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +154,7 @@ class HostCache:
         return data
 
     def keep(self, block: FileBlock, data: bytes | bytearray | memoryview) -> None:
-        """Put a block in. By the host's keeper alone."""
+        """Put a block in. By the host's block server alone."""
         path = self._directory / block.name
         half = path.with_name(f"{block.name}.half-{threading.get_ident()}")
         with self._lock:
@@ -181,7 +186,7 @@ class HostCache:
                 (self._directory / name).unlink()
 
     def _known(self) -> dict[str, int]:
-        """What is here, found once: a keeper may take over from one that died."""
+        """What is here, found once: a block server may take over from one that died."""
         if self._sizes is None:
             with os.scandir(self._directory) as entries:
                 found = [(entry.stat().st_mtime, entry.name, entry.stat().st_size) for entry in entries]

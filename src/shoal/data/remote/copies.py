@@ -1,7 +1,7 @@
-"""Second copies of files, with the hashes of their blocks: what disappears or rots is read from a copy.
+"""Second copies of files, with hashes of their blocks: a file that disappears or rots is read from a copy.
 
 A copy is made once, by whichever worker comes first, and its hashes are
-written last: what has no hashes is made anew. Every block is compared with
+written last: a copy without hashes is made anew. Every block is compared with
 its hash when it is first read, and again when its file has changed.
 """
 

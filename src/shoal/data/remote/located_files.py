@@ -1,7 +1,7 @@
 """Files that lie at one host, or some at each, read at all of them.
 
-What a host lacks comes in blocks into its cache, from which all its workers
-read: the first reader fetches, or everything is spread before anybody asks.
+A host gets the blocks it lacks into its cache, from which all its workers
+read: on demand by the first reader, or spread before anybody asks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class LocatedFiles:
         self._infos: dict[str, FileInfo] = {}
         self._holders: dict[str, list[int]] = {}
         self._wheres: list[str] = []
-        self._introductions: dict[tuple[str, str], Message] = {}  # told again to a keeper that took over
+        self._introductions: dict[
+            tuple[str, str], Message
+        ] = {}  # told again to a block server that took over
         self._needed: dict[str, list[int]] = {}
         self._line: tuple[int, BlockConnection] | None = None  # with the process that made it
         self._lock = threading.Lock()
@@ -113,7 +115,7 @@ class LocatedFiles:
             self._begin_spreading(key)
         if self._hosts.num_hosts > 1:
             with self._lock:
-                self._keeper()  # it must be there to be sent anything
+                self._connection()  # it must be there to be sent anything
         return sorted(found.values())
 
     def read(self, url: str, begin: int, end: int) -> bytes:
@@ -157,7 +159,7 @@ class LocatedFiles:
                 time.sleep(0.005)
 
     def close(self) -> None:
-        """Hang up. The host's keeper stays as long as its process."""
+        """Hang up. The host's block server stays as long as its process."""
         if self._line is not None:
             self._line[1].close()
             self._line = None
@@ -185,7 +187,7 @@ class LocatedFiles:
         return f"{info.num_bytes}-{digest.hexdigest()}"
 
     def _ask_files(self, host: int, key: str) -> list[FileInfo]:
-        deadline, reason = time.monotonic() + self._config.timeout_s, "its keeper is not there"
+        deadline, reason = time.monotonic() + self._config.timeout_s, "its block server is not there"
         while time.monotonic() < deadline:
             address = self._hosts.address(host)
             if address is not None:
@@ -231,7 +233,7 @@ class LocatedFiles:
     def _fetch(self, block: FileBlock) -> None:
         answer, _ = self._ask(FetchBlock(*block, self._holders[block.url]))
         if not isinstance(answer, BlockKept):
-            reason = answer.reason if isinstance(answer, BlockRefused) else f"its keeper said {answer}"
+            reason = answer.reason if isinstance(answer, BlockRefused) else f"its block server said {answer}"
             raise FileLost(url=block.url, reason=reason)
         self.origins[answer.origin] += 1
 
@@ -241,21 +243,21 @@ class LocatedFiles:
             self._ask(message)
 
     def _ask(self, message: Message) -> tuple[Message, Bytes]:
-        """Ask my host's keeper, or the one that comes after it."""
+        """Ask my host's block server, or the one that comes after it."""
         deadline = time.monotonic() + self._config.timeout_s
         with self._lock:
             while True:
                 try:
-                    return self._keeper().ask(message, timeout_s=self._config.timeout_s + 10.0)
+                    return self._connection().ask(message, timeout_s=self._config.timeout_s + 10.0)
                 except OSError as error:
                     self.close()
                     if time.monotonic() > deadline:
                         raise FileLost(
                             url=getattr(message, "url", "the data"),
-                            reason=f"the keeper of this host does not answer: {error}",
+                            reason=f"the block server of this host does not answer: {error}",
                         ) from error
 
-    def _keeper(self) -> BlockConnection:
+    def _connection(self) -> BlockConnection:
         if self._line is None or self._line[0] != os.getpid():
             line = connect_block_server(self._hosts, self._cache, timeout_s=self._config.timeout_s)
             self._line = os.getpid(), line

@@ -1,9 +1,9 @@
-"""Processes that read data beside the one that trains, and their restarts.
+"""The reader pool: processes that read data beside the one that trains, and their restarts.
 
 Carries out what `task_queue.py` decides: sends tasks, receives results in
-shared memory, notices at once when a process has died, starts another and
-sends its tasks again. A result is a function of its task alone, so nobody can
-see afterwards that a process was lost.
+shared memory, notices at once when a process has died, forks another and sends
+its tasks again. A result is a function of its task alone, so a retry leaves no
+trace. Processes are forked by the pool's own fork server.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Batches that are read in processes of their own: `map(fn, workers=4)`.
+"""The feed of `map(fn, workers=4)`: batches that are read in a pool of processes.
 
-The processes run the whole of the reading, source and functions alike, a
-share of a batch at a time. They start with the first pass and end with it,
-unless somebody `holds` them for several, as `fit` does.
+The processes run the whole of the reading, source and functions alike, a share
+of a batch at a time. They start with the first pass and end with it, unless
+they are `held` for several, as `fit` does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Reading ahead of the consumer, in a thread."""
+"""Reading ahead of the consumer in a thread, and pinning of batches for a GPU.
+
+The copy into page-locked memory is the only one: it is made in the thread that
+reads ahead where there is one, and torch keeps the memory for the next batch.
+On a CPU nothing is pinned.
+"""
 
 from __future__ import annotations
 

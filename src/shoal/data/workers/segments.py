@@ -1,10 +1,10 @@
-"""What a process has read, handed to another through memory they share.
+"""Shared memory segments in which reader processes hand over what they have read.
 
-A value's arrays and tensors, however deep inside it, are laid into a segment
-of memory (a memfd, so the size of /dev/shm is no limit); the rest of it goes
-beside them. The receiver's arrays lie in that memory and nothing is copied
-again. When the last of them is gone the segment is used for another value:
-pages that exist already are ten times faster to write than new ones.
+Arrays and tensors of a value, however deep inside it, are laid into a memfd
+(so the size of /dev/shm is no limit); the rest of the value is pickled beside
+them, between processes of one user. The receiver's arrays lie in that memory
+and nothing is copied again. When the last of them is gone the segment is
+reused: pages that exist already are ten times faster to write than new ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which process reads what, and what comes back in order.
+"""Task assignment of a reader pool: which process reads what, and results in order.
 
-Pure: no process, no pipe, no clock. `process_pool.py` feeds in who came, who
-finished what and who died, and sends out what `hand_out` says.
+Pure: no process, no pipe, no clock. `pool.py` feeds in joins, results and
+deaths, and sends out what `hand_out` says.
 """
 
 from __future__ import annotations
