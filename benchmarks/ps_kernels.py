@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shoal.embedding.kernels import expand, sum_back, unique
-from shoal.ps.server.contents import Table
+from shoal.ps.server.contents import ServerTable
 from shoal.runtime.kernel_cache import warm
 from shoal.runtime.transport.messages.client_server import TableSpec
 
@@ -63,7 +63,7 @@ def click_batches(seconds: float) -> None:
     timed("expand", lambda keys, inverse: expand(rows, inverse, out))
     timed("sum back", lambda keys, inverse: sum_back(out, inverse, sums[: len(keys)]))
     for kind, num_rows in (("ids below 1 M", NUM_ROWS), ("any id", None)):
-        table = Table(TableSpec(0, "click", DIM, "float32", "adagrad", {"lr": 0.02}, num_rows=num_rows))
+        table = ServerTable(TableSpec(0, "click", DIM, "float32", "adagrad", {"lr": 0.02}, num_rows=num_rows))
         every = np.arange(NUM_ROWS)
         start = time.perf_counter()
         table.pull(every, np.empty((NUM_ROWS, DIM), np.float32), create=True)
@@ -82,7 +82,7 @@ def click_batches(seconds: float) -> None:
 
 
 def pairs(kind: str, num_rows: int | None) -> None:
-    table = Table(TableSpec(0, "pairs", 1, "float32", "store", {}, num_rows=num_rows))
+    table = ServerTable(TableSpec(0, "pairs", 1, "float32", "store", {}, num_rows=num_rows))
     keys = np.arange(NUM_PAIRS)
     values = np.random.default_rng(0).random((NUM_PAIRS, 1), np.float32)
     out = np.empty_like(values)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shoal.embedding.lookup import Bag, Lookup, bag_elsewhere, embedding_bag_forward, embedding_forward
+from shoal.embedding.lookup import BagLookup, Lookup, bag_elsewhere, embedding_bag_forward, embedding_forward
 from shoal.embedding.row_source import merged, uniques_of
 from shoal.errors import TrainingError
 
@@ -116,10 +116,10 @@ def test_gradients_of_bags_are_the_ones_of_the_function(padding: int) -> None:
     inverse = torch.tensor([0, 4, 4, 1, 0, 2, 1, 4], dtype=torch.int32)
     bounds = torch.tensor([0, 3, 3, 7, 8])
     assert torch.autograd.gradcheck(
-        lambda rows, weights: Bag.apply(rows, weights, inverse, bounds, padding, False), (rows, weights)
+        lambda rows, weights: BagLookup.apply(rows, weights, inverse, bounds, padding, False), (rows, weights)
     )
     assert torch.autograd.gradcheck(
-        lambda rows: Bag.apply(rows, None, inverse, bounds, padding, True), (rows,)
+        lambda rows: BagLookup.apply(rows, None, inverse, bounds, padding, True), (rows,)
     )
 
 
@@ -131,7 +131,7 @@ def test_bags_on_another_device_are_the_same_function(padding: int, mode: str) -
     rows = torch.randn(5, 3, dtype=torch.float64)
     weights = torch.randn(8, dtype=torch.float64)
     grads = []
-    for function in (Bag.apply, bag_elsewhere):
+    for function in (BagLookup.apply, bag_elsewhere):
         wanting = [tensor.clone().requires_grad_() for tensor in (rows, weights)]
         out = function(
             wanting[0], wanting[1] if mode == "weights" else None, inverse, bounds, padding, mode == "mean"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import ConfigError
 from shoal.parallel.ps import embedding_placement as takeover
-from shoal.parallel.ps.embedding_placement import Plan
+from shoal.parallel.ps.embedding_placement import PlacementPlan
 
 
 class Looks(nn.Module):
@@ -35,7 +35,7 @@ class Looks(nn.Module):
         return self.head(rows)
 
 
-def planned(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Plan:
+def planned(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> PlacementPlan:
     optimizer = optimizer or torch.optim.Adagrad(model.parameters())
     ids = torch.tensor([[1, 2], [3, 1]])
     found = takeover.plan(model, optimizer)

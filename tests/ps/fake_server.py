@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from shoal.cluster.launch import threads
 from shoal.cluster.launch.roles import ServerSpec
 from shoal.ps.server import process as server_process
-from shoal.ps.server.actions import Action, Drop, Reply, Request, Send, Tell
+from shoal.ps.server.actions import Action, DropPeer, Reply, Request, Send, Tell
 from shoal.runtime.transport.messages.client_server import (
     Committed,
     Declared,
@@ -45,7 +45,7 @@ class FakeCore:
             case Hello(name):
                 yield Reply(peer, ticket, Welcome(name, self._told.incarnation, self._view))
             case PushRows(stream=13):
-                yield Drop(peer, "thirteen")
+                yield DropPeer(peer, "thirteen")
             case PushRows():
                 self._kept = [bytearray(frame) for frame in request.frames]
                 yield Reply(peer, ticket, Committed(seq=1, updates=1, slowest=1))

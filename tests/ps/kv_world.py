@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.errors import LinkLost
-from shoal.ps.server.actions import Action, Drop, Reply, Request, Send
+from shoal.ps.server.actions import Action, DropPeer, LinkReply, Request, Send
 from shoal.ps.server.core import ServerCore
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.messages.client_server import Hello
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView
-from shoal.runtime.transport.shared_client import Reply as Answer
+from shoal.runtime.transport.shared_client import LinkReply as Answer
 
 NUM_SERVERS = 3
 
@@ -110,11 +110,11 @@ class World:
     def _act(self, number: int, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Reply(peer, ticket, message, frames) if peer < 0:
+                case LinkReply(peer, ticket, message, frames) if peer < 0:
                     source = -1 - peer
                     if source in self.cores and ticket:
                         self._act(source, self.cores[source].answered(number, message))
-                case Reply(peer, ticket, message, frames):
+                case LinkReply(peer, ticket, message, frames):
                     link = self._peers[peer]
                     assert isinstance(link, Link)
                     link.arrived(ticket, message, [memoryview(bytes(frame)) for frame in frames])
@@ -124,7 +124,7 @@ class World:
                         self._connected.add((number, other))
                         line.append((0, Hello(f"server-{number}", 0), []))
                     line.append((1, message, [memoryview(frame).cast("B") for frame in frames]))
-                case Drop(peer):
+                case DropPeer(peer):
                     link = self._peers[peer]
                     assert isinstance(link, Link)
                     link.is_lost = True

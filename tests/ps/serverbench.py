@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.ps.server.actions import Action, Drop, Reply, Request, Send
+from shoal.ps.server.actions import Action, DropPeer, Reply, Request, Send
 from shoal.ps.server.apply_filters import PushFilters
 from shoal.ps.server.core import ServerCore
 from shoal.runtime.transport.messages.client_server import (
@@ -109,4 +109,4 @@ def messages(actions: Sequence[Action]) -> list[Message]:
 
 
 def drops(actions: Sequence[Action]) -> list[int]:
-    return [action.peer for action in actions if isinstance(action, Drop)]
+    return [action.peer for action in actions if isinstance(action, DropPeer)]

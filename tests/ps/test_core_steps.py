@@ -23,7 +23,7 @@ from shoal.runtime.transport.messages.client_server import (
     PushDense,
     PushRows,
     ReadRows,
-    Rows,
+    RowsRead,
     SetClock,
     Summed,
     TableSpec,
@@ -260,7 +260,7 @@ def test_rows_are_read_and_set_with_their_state() -> None:
     for slot in range(256):
         (reply,) = bench.ask(1, ReadRows(1, 0, slot))
         assert isinstance(reply, Reply)
-        assert isinstance(reply.message, Rows)
+        assert isinstance(reply.message, RowsRead)
         read += len(reply.frames[0]) // 8
         assert not len(reply.frames[0]) or reply.message.step == 4
     assert read == 2

@@ -19,7 +19,7 @@ from shoal.ps.client import kv as kv_tables
 from shoal.ps.client import kv_requests as kv_line
 from shoal.ps.client import server_group as groups
 from shoal.ps.client.kv import Kv
-from shoal.ps.client.kv_requests import Line
+from shoal.ps.client.kv_requests import RequestQueue
 from shoal.ps.client.server_group import Group
 from shoal.ps.layout import FIRST_NAMED
 from shoal.runtime.transport.messages.client_server import DeclareMode
@@ -170,12 +170,12 @@ def test_requests_that_fill_the_memory_wait_for_the_oldest(monkeypatch: pytest.M
 
 
 def test_pushes_that_overtake_each_other_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def send_newest_first(self: Line, group: Group) -> None:
+    def send_newest_first(self: RequestQueue, group: Group) -> None:
         for request in reversed(self._sent):
             request.send(group)
         self._flush()
 
-    monkeypatch.setattr(Line, "send", send_newest_first)
+    monkeypatch.setattr(RequestQueue, "send", send_newest_first)
     wrong = 0
     for seed in range(20):
         world, totals = World(seed), Counter[int]()

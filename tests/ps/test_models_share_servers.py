@@ -12,7 +12,7 @@ from shoal.runtime.transport.messages.client_server import (
     DeclareTable,
     PushRows,
     ReadRows,
-    Rows,
+    RowsRead,
     TableSpec,
     WriteRows,
 )
@@ -80,7 +80,7 @@ def test_the_count_goes_with_its_slot_and_with_a_checkpoint() -> None:
     assert other.core.state.digests() == bench.core.state.digests()
     for table, num_steps in ((FIRST, 2), (SECOND, 1)):
         (reply,) = other.ask(1, ReadRows(1, table, 0))
-        assert reply.message == Rows(4, num_steps)  # type: ignore[union-attr]
+        assert reply.message == RowsRead(4, num_steps)  # type: ignore[union-attr]
     other.ask(1, WriteRows(1, SECOND, 9), [KEYS, np.zeros((2, 2)), b""])
     assert {*other.core.state.applied.steps(1).tolist()} == {1, 9}
     assert {*other.core.state.applied.steps(0).tolist()} == {2}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
 from shoal.ps.kernels import slot_of
-from shoal.ps.server.contents import Table
+from shoal.ps.server.contents import ServerTable
 from shoal.runtime.transport.messages.client_server import TableSpec
 
 KEYS = st.sets(st.integers(-40, 40), max_size=40)
@@ -17,8 +17,8 @@ KEYS = st.sets(st.integers(-40, 40), max_size=40)
 
 def table_of(
     dtype: str = "float32", *, rule: str = "adagrad", num_rows: int | None = None, dim: int = 3
-) -> Table:
-    return Table(TableSpec(2, "t", dim, dtype, rule, {}, num_rows=num_rows, init="normal"))  # type: ignore[arg-type]
+) -> ServerTable:
+    return ServerTable(TableSpec(2, "t", dim, dtype, rule, {}, num_rows=num_rows, init="normal"))  # type: ignore[arg-type]
 
 
 def contribution(keys: set[int], seed: int, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ from shoal.cluster.coordinator.server_group import (
     ServerRemoved,
     SlotsCaughtUp,
 )
-from shoal.ps.server.actions import Action, Drop, Reply, Request, Send, Tell
+from shoal.ps.server.actions import Action, DropPeer, Reply, Request, Send, Tell
 from shoal.ps.server.core import ServerCore
 from shoal.runtime.transport.messages.client_server import Hello
 from shoal.runtime.transport.messages.message import Message
@@ -99,7 +99,7 @@ class SimServer(Process):
                     self.tell("has lost a step in view", view, "with rank", rank)
                     lost = server_group.StepUnrecoverable(self.number, self.incarnation, view, rank)
                     self.job.tell_coordinator(self, lost)
-                case Drop(peer):
+                case DropPeer(peer):
                     if peer in self.peers:
                         self.peers[peer].close()
         if not self._is_working and self.core.replication.next_copy is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shoal.ps.kernels import slot_of
-from shoal.ps.server.contents import Table
+from shoal.ps.server.contents import ServerTable
 from shoal.ps.server.dense import DenseStore
 from shoal.runtime.transport.messages.client_server import (
     ChunkSpec,
@@ -66,7 +66,7 @@ class Job(Simulated):
         return server.core.state.contents.dense.read(chunk.number)[0].numpy()
 
 
-def _rows(table: Table, slots: Any) -> dict[int, tuple[bytes, bytes]]:
+def _rows(table: ServerTable, slots: Any) -> dict[int, tuple[bytes, bytes]]:
     keys, values, state = table.read_rows(np.arange(table.num_rows))
     inside = slots[slot_of(0, keys)]
     return {
@@ -78,7 +78,7 @@ class Reference:
     """The same steps without servers: tables and chunks in one place, ranks in order."""
 
     def __init__(self, job: Exact) -> None:
-        self.table, self.dense = Table(job.spec), DenseStore()
+        self.table, self.dense = ServerTable(job.spec), DenseStore()
         self.dense.declare(job.chunks, job.dense.optimizer, job.dense.groups)
         for chunk in job.chunks:
             self.dense.write(chunk.number, job.first_dense(chunk.number))

@@ -15,7 +15,7 @@ from shoal.ps.server.applied_seqs import AppliedSeqs, Slots, no_slots
 from shoal.ps.server.core import ServerCore
 from shoal.ps.server.mailbox import Mailbox
 from shoal.ps.server.replication import Replication, Written
-from shoal.ps.server.state import Counted, State
+from shoal.ps.server.state import Counted, ServerState
 from shoal.ps.server.steps import Steps, Sum
 from shoal.runtime.transport.messages.client_server import Commit, CopySlot, Replicate, StepEnd, ViewOver
 from shoal.runtime.transport.messages.message import Message
@@ -37,7 +37,7 @@ def plant(name: str, scenario: type[Job]) -> Callable[[type[ServerCore]], type[S
 
 def altered(
     *,
-    state: type[State] = State,
+    state: type[ServerState] = ServerState,
     replication: type[Replication] = Replication,
     steps: type[Steps] = Steps,
     marks: type[AppliedSeqs] = AppliedSeqs,
@@ -123,7 +123,7 @@ class MarksOneSlotForAll(AppliedSeqs):
 plant("one mark for all slots", Relaxed)(altered(marks=MarksOneSlotForAll))
 
 
-class CountsTwiceOnReplicas(State):
+class CountsTwiceOnReplicas(ServerState):
     def follow(self, record: Any, frames: Sequence[Frame], slots: Slots) -> None:
         self.is_following = True
         super().follow(record, frames, slots)
@@ -198,7 +198,7 @@ plant("a copy misses the updates after it", Relaxed)(altered(replication=CopiesA
 plant("a copy misses the updates after it (exact)", Exact)(altered(replication=CopiesAndForgets))
 
 
-class CopiesWithout(State):
+class CopiesWithout(ServerState):
     without = ""
 
     def write_slot(self, slot: int) -> Written:
@@ -220,7 +220,7 @@ for _part, _scenario in (("marks", Relaxed), ("version", Exact), ("board", Exact
     plant(f"a slot is copied without its {_part}", _scenario)(altered(state=_state))
 
 
-class CopiesNoState(State):
+class CopiesNoState(ServerState):
     """Weights without the optimizer's state."""
 
     def write_slot(self, slot: int) -> Written:
@@ -302,7 +302,7 @@ class AppliesEverywhere(ServerCore):
     _kept = None
 
 
-class AppliesWhatIsLeftOut(State):
+class AppliesWhatIsLeftOut(ServerState):
     def count(self, counted: Counted) -> None:
         super().count(replace(counted, applies=True))
 
@@ -310,7 +310,7 @@ class AppliesWhatIsLeftOut(State):
 plant("a step that is left out is applied", Exact)(altered(state=AppliesWhatIsLeftOut))
 
 
-class ForgetsTheLastStep(State):
+class ForgetsTheLastStep(ServerState):
     def count(self, counted: Counted) -> None:
         super().count(counted)
         if self.steps is not None and counted.is_step and self.is_replica:
@@ -327,7 +327,7 @@ class ForgetsTheLastStep(State):
 plant("a replica does not keep what came of the last step", Exact)(altered(state=ForgetsTheLastStep))
 
 
-class ForgetsTheFactor(State):
+class ForgetsTheFactor(ServerState):
     def write_counted(self, counted: Counted, slots: Slots) -> Written:
         record, frames = super().write_counted(counted, slots)
         return msgspec.structs.replace(record, factor=1.0), frames
@@ -336,7 +336,7 @@ class ForgetsTheFactor(State):
 plant("the factor is not replicated", Exact)(altered(state=ForgetsTheFactor))
 
 
-class HearsOfChangesOnly(State):
+class HearsOfChangesOnly(ServerState):
     """Settings are remembered, and other servers told of them where they changed: one that came in between has not heard."""
 
     def __init__(self) -> None:
@@ -360,7 +360,7 @@ class HearsOfChangesOnly(State):
 plant("settings are told only where they change", Exact)(altered(state=HearsOfChangesOnly))
 
 
-class CountsEveryStepItself(State):
+class CountsEveryStepItself(ServerState):
     """A rule's step counter that counts calls, as a table would by itself."""
 
     def count(self, counted: Counted) -> None:
@@ -395,7 +395,7 @@ class ClosesTooSoon(Mailbox):
 plant("an exchange is over before all have posted", Exact)(altered(board=ClosesTooSoon))
 
 
-class KeepsNotesToItself(State):
+class KeepsNotesToItself(ServerState):
     def write_counted(self, counted: Counted, slots: Slots) -> Written:
         return super().write_counted(replace(counted, notes={}), slots)
 

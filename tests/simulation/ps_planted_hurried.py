@@ -12,7 +12,7 @@ from shoal.ps.server.actions import Action, Request
 from shoal.ps.server.applied_seqs import Slots
 from shoal.ps.server.core import ServerCore
 from shoal.ps.server.replication import Written
-from shoal.ps.server.state import Counted, State
+from shoal.ps.server.state import Counted, ServerState
 from shoal.ps.server.steps import Contribution, Steps
 from shoal.runtime.transport.messages.client_server import Committed, StepEnd
 from simulation.ps_hurried import Hurried
@@ -85,7 +85,7 @@ class KeepsOverViews(Steps):
 plant("what was kept is used once more for slots that came since", Hurried)(altered(steps=KeepsOverViews))
 
 
-class ReplicasForgetWho(State):
+class ReplicasForgetWho(ServerState):
     def write_counted(self, counted: Counted, slots: Slots) -> Written:
         return super().write_counted(replace(counted, seqs=()), slots)
 

@@ -57,7 +57,7 @@ def embedding_bag_forward(
     rows = _pulled(source, keys, padding, ids.device)
     weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
     if rows.device.type == "cpu":
-        return Bag.apply(rows, weights, torch.from_numpy(inverse), bounds, padding, mode == "mean")  # type: ignore[no-untyped-call, no-any-return]  # torch's
+        return BagLookup.apply(rows, weights, torch.from_numpy(inverse), bounds, padding, mode == "mean")  # type: ignore[no-untyped-call, no-any-return]  # torch's
     return bag_elsewhere(rows, weights, torch.from_numpy(inverse), bounds, padding, mode == "mean")
 
 
@@ -137,7 +137,7 @@ class Lookup(torch.autograd.Function):
         return out, None
 
 
-class Bag(torch.autograd.Function):
+class BagLookup(torch.autograd.Function):
     """Sums or means of rows[inverse] over runs, on the CPU."""
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 See docs/adr/0007-recovery.md. Knows nothing of how exchanges travel or where
 heritage comes from: `together.py` runs them over a group and takes state from
-a donor, `served.py` runs them through servers and finds it there.
+a donor, `parallel/ps/session.py` runs them through servers and finds it there.
 """
 
 from __future__ import annotations

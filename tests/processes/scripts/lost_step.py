@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.config import job
 from shoal.parallel.ps import exact as ps
-from shoal.parallel.ps.session import served
+from shoal.parallel.ps.session import ps_session
 from shoal.ps.client.step import Decision
 
 AT_STEP = 6
@@ -19,9 +19,9 @@ about_to_run = ps.Ps.about_to_run
 
 def with_a_lost_step(self: ps.Ps) -> None:
     me = job.current()
-    if (me.rank, me.incarnation, served().updates) == (1, 0, AT_STEP):
-        served().updates += 1
-        served().commit_again(Decision(1.0, True))
+    if (me.rank, me.incarnation, ps_session().updates) == (1, 0, AT_STEP):
+        ps_session().updates += 1
+        ps_session().commit_again(Decision(1.0, True))
         raise AssertionError("a step was committed that nobody has run")
     about_to_run(self)
 

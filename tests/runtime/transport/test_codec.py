@@ -17,7 +17,7 @@ from shoal.runtime.transport.framing import (
     MAGIC,
     VERSION,
     Decoder,
-    Limits,
+    FrameLimits,
     decode,
     encode,
     read_message,
@@ -28,7 +28,7 @@ from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import Progress
 from shoal.runtime.transport.messages.worker_coordinator import Leave, StoreGet, StoreSet
 
-FRAMES = Limits(header_bytes=1 << 20, num_frames=8, frames_bytes=1 << 20)
+FRAMES = FrameLimits(header_bytes=1 << 20, num_frames=8, frames_bytes=1 << 20)
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:

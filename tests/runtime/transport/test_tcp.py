@@ -21,7 +21,7 @@ from shoal.runtime.transport import framing as codec
 from shoal.runtime.transport import tcp
 from shoal.runtime.transport.messages.worker_coordinator import StoreCheck, StoreSet
 
-LIMITS = codec.Limits(num_frames=4, frames_bytes=1 << 16)
+LIMITS = codec.FrameLimits(num_frames=4, frames_bytes=1 << 16)
 
 
 @contextmanager

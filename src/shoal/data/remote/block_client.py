@@ -18,10 +18,10 @@ from shoal.errors import WireError
 from shoal.runtime import scratch
 from shoal.runtime.transport import framing as codec
 from shoal.runtime.transport import tcp
-from shoal.runtime.transport.framing import Bytes, Limits
+from shoal.runtime.transport.framing import Bytes, FrameLimits
 from shoal.runtime.transport.messages.message import Message
 
-LIMITS = Limits(num_frames=1, frames_bytes=BLOCK_BYTES)
+LIMITS = FrameLimits(num_frames=1, frames_bytes=BLOCK_BYTES)
 """A message about blocks carries one of them, or none."""
 
 ANSWER_TIMEOUT_S = 60.0

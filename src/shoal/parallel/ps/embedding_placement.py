@@ -31,7 +31,7 @@ _KINDS = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RowRule:
     """How rows are updated: a rule of the servers and its settings."""
 
     name: str
@@ -39,7 +39,7 @@ class Rule:
 
 
 @dataclass(slots=True)
-class Taken:
+class PlacedEmbedding:
     """A module whose weight becomes rows."""
 
     name: str
@@ -49,23 +49,23 @@ class Taken:
     group: int
     """Parameter group of the optimizer; -1 for rows that are no parameter."""
 
-    rule: Rule
+    rule: RowRule
     leaf: int | None = None
     """Which tensor of a batch are its ids; None: computed in forward."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlacementPlan:
     """What becomes of a model's embeddings."""
 
-    taken: list[Taken]
+    taken: list[PlacedEmbedding]
     """Those that become rows."""
 
     dense: dict[str, str]
     """Name of the weight: why it stays dense."""
 
 
-def plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> Plan:
+def plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> PlacementPlan:
     """What can be told without running the model."""
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -75,7 +75,7 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> Plan:
             rule, name = row_rule(optimizer, 0), f"{path}.rows" if path else "rows"
             if isinstance(rule, str):
                 raise cannot_follow(name, rule)
-            taken.append(Taken(name, module, -1, rule))
+            taken.append(PlacedEmbedding(name, module, -1, rule))
             continue
         if not isinstance(module, _KINDS):
             continue
@@ -87,15 +87,15 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> Plan:
             why = rule
         if why is not None:
             dense[name] = why
-        elif group is not None and isinstance(rule, Rule):
-            taken.append(Taken(name, module, group, rule))
-    return Plan(taken, dense)
+        elif group is not None and isinstance(rule, RowRule):
+            taken.append(PlacedEmbedding(name, module, group, rule))
+    return PlacementPlan(taken, dense)
 
 
-def row_rule(optimizer: torch.optim.Optimizer, group: int) -> Rule | str:
+def row_rule(optimizer: torch.optim.Optimizer, group: int) -> RowRule | str:
     """The servers' rule that does to rows what this optimizer does; or why there is none."""
     found = rule_of_optimizer(type(optimizer).__name__, optimizer.param_groups[group])
-    return found if isinstance(found, str) else Rule(*found)
+    return found if isinstance(found, str) else RowRule(*found)
 
 
 def _why_dense(module: nn.Embedding | nn.EmbeddingBag, uses: Counter[int]) -> str | None:
@@ -117,7 +117,7 @@ def _why_dense(module: nn.Embedding | nn.EmbeddingBag, uses: Counter[int]) -> st
     return None
 
 
-def watch(found: Plan, batch: Tree, run: Callable[[], Any]) -> Plan:
+def watch(found: PlacementPlan, batch: Tree, run: Callable[[], Any]) -> PlacementPlan:
     """Run the model once, and leave dense whose weight was used outside of its lookup; find ids among the batch.
 
     `run` must be a forward without gradients that leaves no trace.
@@ -161,7 +161,7 @@ def watch(found: Plan, batch: Tree, run: Callable[[], Any]) -> Plan:
         places = seen[id(each.module)]
         each.leaf = places[0] if len(places) == 1 else None
         taken.append(each)
-    return Plan(taken, dense)
+    return PlacementPlan(taken, dense)
 
 
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -187,7 +187,7 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def describe(found: Plan) -> list[str]:
+def describe(found: PlacementPlan) -> list[str]:
     """One line per embedding, for the start of a run."""
     lines = [
         f"{each.name}: rows on the servers ({each.rule.name}"

@@ -31,18 +31,17 @@ from shoal.parallel.optimizer_state import load_settings
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.parallel.ps import embedding_placement as takeover
 from shoal.parallel.ps.served_model import ServedModel
-from shoal.parallel.ps.session import Served, served
+from shoal.parallel.ps.session import PsSession, ps_session
 from shoal.parallel.state import load_state, state_pieces
 from shoal.parallel.step_result import contribution, decide
 from shoal.parallel.update import clip_factor, gradient_norm
 from shoal.ps.client.pulls import DenseLook, DensePull
-from shoal.ps.client.step import Decision, Step
+from shoal.ps.client.step import Decision, PushStep
 from shoal.ps.layout import check_optimizer
 from shoal.recovery.replay_log import Timeline
 from shoal.recovery.state_transfer import Part
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.serialization import decode, encode, raw_bytes
-from shoal.runtime.transport.messages.client_server import StepEnd
 
 
 class Ps:
@@ -54,13 +53,13 @@ class Ps:
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
         self._step_at_anchor = 0  # a replacement counts those since then once more
-        self.timeline: Timeline | None = served()
-        self._served: Served = served()
+        self.timeline: Timeline | None = ps_session()
+        self._session: PsSession = ps_session()
         self._model: ServedModel | None = None
         self._saved: PieceReader | None = None
         self._prepared_at: int | None = None
         self._laid_out_at: int | None = None
-        self._current: Step | None = None
+        self._current: PushStep | None = None
         self._home_at = -1  # the clock as of which all of the model is in this process
         self._weights_at = -1  # the clock as of which this process's copy of the weights is
         self._buffers_before: dict[str, Tensor] = {}
@@ -72,12 +71,12 @@ class Ps:
         """Check that all ranks built the same model; the rest waits for the first batch."""
         self._job = job
         job.model.to(job.device)
-        waiting = self._served.waiting_part(job.number)
+        waiting = self._session.waiting_part(job.number)
         done = waiting.plain["prepared_at"] if waiting is not None else None
-        is_past = done is not None and done <= self._served.anchored_at
+        is_past = done is not None and done <= self._session.anchored_at
         if not is_past:
             refuse_different_models(job.model, self.gather)
-            self._prepared_at = self._served.num_finished
+            self._prepared_at = self._session.num_finished
         self._compute = Compute(job, check_loss=True)
         self._travelling = Travelling(job.model)
         self._parameters = list(job.model.parameters())
@@ -86,16 +85,16 @@ class Ps:
             check_optimizer(optimizer)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # it never steps here, and schedulers would warn
             self.optimizer = optimizer
-        self._served.hold(job.number, self)
+        self._session.hold(job.number, self)
 
     def _lay_out(self, batch: Slice | None, layout: dict[str, Any] | None = None) -> None:
         """Put the model on the servers, once all that forward uses can be told."""
         if self._model is not None or self.optimizer is None:
             return
-        group, job = self._served.group, self._job
-        self._served._be_there()
+        group, job = self._session.group, self._job
+        self._session._ensure_joined()
         if self._wants_norm:
-            mode = msgspec.structs.replace(self._served.mode, two_phase=True, wants_norm=True)
+            mode = msgspec.structs.replace(self._session.mode, two_phase=True, wants_norm=True)
             group.declare(mode)
         model = ServedModel(job, self.optimizer, group, self._launched)
         if layout is not None:
@@ -105,13 +104,13 @@ class Ps:
             model.lay_out(placed, lambda: self._compute.try_out(batch, rank=self._rank) if batch else None)
         model.declare()
         if layout is None:
-            if self._rank == 0 and not self._served.next_is_known:
+            if self._rank == 0 and not self._session.next_is_known:
                 model.write(self._saved)
                 self._write_marks(self._saved)
                 for line in takeover.describe(model.plan):
                     print(f"note: {line}", file=sys.stderr, flush=True)
-            self._served.exchange(b"")
-            self._laid_out_at = self._served.num_finished
+            self._session.exchange(b"")
+            self._laid_out_at = self._session.num_finished
         self._saved = None
         model.install()
         self._model = model
@@ -129,7 +128,7 @@ class Ps:
         """Compute this rank's gradients; they leave chunk by chunk while backward runs."""
         self._lay_out(batch)
         self._num_global, self._share = batch.num_global, batch.share
-        if self._served.next_is_known:
+        if self._session.next_is_known:
             return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
         self.about_to_run()
         self._begin()
@@ -148,7 +147,7 @@ class Ps:
     def adopt(self, batch: Slice) -> None:
         """Take gradients of the slice's mean that the user's own backward computed, weighted by its samples."""
         self._num_global, self._share = batch.num_global, batch.share
-        if self._served.next_is_known:
+        if self._session.next_is_known:
             self._travelling.restore()
             for module in self._model.rows if self._model is not None else ():
                 module.forget()
@@ -169,37 +168,37 @@ class Ps:
 
     def commit(self) -> Verdict:
         """Say that all is pushed, and wait until the servers have summed and updated."""
-        step = self._end_step() if not self._served.next_is_known else None
+        step = self._end_step() if not self._session.next_is_known else None
         ahead = None
         if step is not None:
-            ahead = self._pull_ahead(self._served.updates + 1)
-        vector = self._served.commit(step)
+            ahead = self._pull_ahead(self._session.updates + 1)
+        vector = self._session.commit(step)
         failpoint("worker: committed, not counted")
         if step is not None:
             step.release()
         else:
             self._travelling.was_computed_elsewhere()
-            self._served.have_two_phases()
+            self._session.have_two_phases()
             if (
-                self._served.mode.two_phase
+                self._session.mode.two_phase
             ):  # whoever committed it may have died before it had told every server
-                self._served.commit_again(self._decision_of(vector))
+                self._session.commit_again(self._decision_of(vector))
         verdict = self._conclude(vector)
         if ahead is not None:
             assert self._model is not None
-            self._served.group.finish(ahead)
+            self._session.group.finish(ahead)
             self._model.dense.take(ahead)
-            self._weights_at = self._served.updates
+            self._weights_at = self._session.updates
         return verdict
 
     def _begin(self) -> None:
         assert self._model is not None
-        self._served.have_two_phases()
-        updates = self._served.updates
+        self._session.have_two_phases()
+        updates = self._session.updates
         for module in self._model.rows:
             module.clock, module.is_training = updates, True
-        self._current = Step(
-            self._served.group,
+        self._current = PushStep(
+            self._session.group,
             stream=self._rank,
             seq=updates + 1,
             decide=self._decide,
@@ -220,35 +219,31 @@ class Ps:
         self._vector = torch.cat(parts).numpy()
         self._model.dense.arm(self._current)
 
-    def _end_step(self) -> Step:
+    def _end_step(self) -> PushStep:
         assert self._model is not None
         assert self._current is not None
         step, self._current = self._current, None
         self._model.dense.send_rest()
         self._model.push_rows(step)
         settings, table_settings = self._model.settings()
-        end = StepEnd(
-            view=0,
-            stream=step.stream,
-            seq=step.seq,
+        step.end(
+            self._vector,
+            self._session.note_of_step(is_needed=bool(self._travelling)),
             rank=self._rank,
-            num_pushes=0,
-            exchange=self._served.num_finished,
-            anchored_at=self._served.anchored_at,
+            exchange=self._session.num_finished,
+            anchored_at=self._session.anchored_at,
             settings=settings,
             model=self._job.number,
             table_settings=table_settings,
             factor=float(self._num_global),
             is_spoilt=self._has_seen_more_than(step.seq - 1),
         )
-        note = self._served.note_of_step(is_needed=bool(self._travelling))
-        step.end(end, self._vector, note)
         return step
 
     def _pull_ahead(self, clock: int) -> DensePull | DenseLook:
         assert self._model is not None
         pull = self._model.dense.pull(clock)
-        self._served.group.start(pull)
+        self._session.group.start(pull)
         coming, self._coming = self._coming, None
         if coming is not None:
             self._model.pull_rows_ahead(coming.batch, clock)
@@ -333,7 +328,7 @@ class Ps:
 
     def gather(self, value: Tensor | None) -> list[Tensor]:
         """Every rank's tensor, in rank order."""
-        contributions = self._served.exchange(b"" if value is None else encode(value))
+        contributions = self._session.exchange(b"" if value is None else encode(value))
         tensors = [decode(raw) if raw else None for raw in contributions]
         known = next((tensor for tensor in tensors if tensor is not None), torch.empty(0))
         empty = torch.empty([0, *known.shape[1:]], dtype=known.dtype)
@@ -360,7 +355,7 @@ class Ps:
         if self._rank == 0:
             self._model.write(pieces, keeps_state=pieces.optimizer_settings is None)
         self._home_at = self._weights_at = -1
-        self._served.exchange(b"")
+        self._session.exchange(b"")
 
     def bring_home(self) -> None:
         """Put the trained weights into the model of this process."""
@@ -369,9 +364,9 @@ class Ps:
 
     def _bring_home(self) -> None:
         assert self._model is not None
-        if self._home_at != self._served.updates:
-            self._model.bring_home(self._served.updates)
-            self._home_at = self._weights_at = self._served.updates
+        if self._home_at != self._session.updates:
+            self._model.bring_home(self._session.updates)
+            self._home_at = self._weights_at = self._session.updates
 
     # ---- what a replacement is given ------------------------------------------------------------
 
@@ -397,23 +392,23 @@ class Ps:
         self._prepared_at, self._laid_out_at = part.plain["prepared_at"], part.plain["laid_out_at"]
         self._travelling.take(part.plain["travelling"], part.tensors)
         self._home_at = self._weights_at = -1
-        if self._laid_out_at is not None and self._laid_out_at <= self._served.anchored_at:
+        if self._laid_out_at is not None and self._laid_out_at <= self._session.anchored_at:
             self._lay_out(None, part.plain["layout"])
-            if self._served.is_between_calls:
+            if self._session.is_between_calls:
                 self._bring_home()
 
     # ---- small things ---------------------------------------------------------------------------
 
     def _refresh(self) -> None:
         """Have the weights as of the newest commit."""
-        if self._model is not None and self._weights_at != self._served.updates:
-            self._model.dense.refresh(self._served.group, self._served.updates)
-            self._weights_at = self._served.updates
+        if self._model is not None and self._weights_at != self._session.updates:
+            self._model.dense.refresh(self._session.group, self._session.updates)
+            self._weights_at = self._session.updates
 
     def _have_newest(self) -> int:
         """Have the weights there are, for a forward that trains nothing; the clock as of which rows may be read."""
         self._refresh()
-        return self._served.updates
+        return self._session.updates
 
     def _equalize(self) -> None:
         """Before the model is on the servers: everybody has rank 0's weights."""
@@ -421,7 +416,7 @@ class Ps:
             return
         tensors = list(plain_tensors(self._job.model).values())
         mine = b"".join(raw_bytes(tensor) for tensor in tensors) if self._rank == 0 else b""
-        raw, at = self._served.exchange(mine)[0], 0
+        raw, at = self._session.exchange(mine)[0], 0
         with torch.no_grad():
             for tensor in tensors:
                 size = tensor.numel() * tensor.element_size()

@@ -24,10 +24,9 @@ from shoal.parallel.ddp import Ddp, sparse_parameters
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, Verdict
 from shoal.parallel.ps.relaxed import needs_trainer
 from shoal.parallel.ps.served_model import ServedModel
-from shoal.parallel.ps.session import served
-from shoal.ps.client.step import Step
+from shoal.parallel.ps.session import ps_session
+from shoal.ps.client.step import PushStep
 from shoal.recovery.state_transfer import Part
-from shoal.runtime.transport.messages.client_server import StepEnd
 
 
 class PsHybrid(Ddp):
@@ -42,12 +41,12 @@ class PsHybrid(Ddp):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._launched = job
-        self._served = served()
+        self._session = ps_session()
         self._rows: ServedModel | None = None
         self._saved: PieceReader | None = None
         self._laid_out_at: int | None = None
         self._coming: Slice | None = None
-        self._pushed: Step | None = None
+        self._pushed: PushStep | None = None
         self._tells_losses_last = True
         self.staleness: Counter[int] = Counter()
         """How many pulls were how far ahead of the slowest worker."""
@@ -146,8 +145,8 @@ class PsHybrid(Ddp):
         """Put the rows on the servers, once a batch has shown which those are; or find them where the donor knows them."""
         if self._rows is not None or self.optimizer is None:
             return
-        job, group = self._job, self._served.group
-        group.declare(self._served.mode)
+        job, group = self._job, self._session.group
+        group.declare(self._session.mode)
         rows = ServedModel(job, self.optimizer, group, self._launched, rows_only=True)
         if layout is not None:
             rows.lay_out_as(layout)
@@ -179,25 +178,15 @@ class PsHybrid(Ddp):
     def _push(self) -> None:
         assert self._rows is not None
         self._finish_push()
-        step = Step(self._served.group, stream=self._rank + 1, seq=self.step + 1)
+        step = PushStep(self._session.group, stream=self._rank + 1, seq=self.step + 1)
         self._rows.push_rows(step)
         _, table_settings = self._rows.settings()
-        end = StepEnd(
-            view=0,
-            stream=step.stream,
-            seq=step.seq,
-            rank=self._rank,
-            num_pushes=0,
-            exchange=0,
-            anchored_at=0,
-            table_settings=table_settings,
-        )
-        step.end(end, self._my_vector.numpy()[:4], b"")
+        step.end(self._my_vector.numpy()[:4], b"", rank=self._rank, table_settings=table_settings)
         self._pushed = step
         coming, self._coming = self._coming, None
         if coming is not None:
             self._rows.pull_rows_ahead(coming.batch, self.step + 1)
-        self._served.group.finish(step)
+        self._session.group.finish(step)
 
     def _finish_push(self) -> None:
         step, self._pushed = self._pushed, None

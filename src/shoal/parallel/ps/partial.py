@@ -28,7 +28,7 @@ from shoal.parallel.protocol import LossSum, Verdict
 from shoal.parallel.ps.exact import Ps
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.update import clip_factor
-from shoal.ps.client.step import Step
+from shoal.ps.client.step import PushStep
 from shoal.ps.server.steps import LOSSES
 
 
@@ -51,7 +51,7 @@ class PsDrop(Ps):
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients, unless the others are through with the step."""
         self._lay_out(batch)
-        self._is_passing = self._served.updates < self._passed and not self._served.next_is_known
+        self._is_passing = self._session.updates < self._passed and not self._session.next_is_known
         if self._is_passing:
             self._num_global, self._share = batch.num_global, batch.share
             return LossSum(torch.zeros(()), 0.0, None)
@@ -61,15 +61,15 @@ class PsDrop(Ps):
         """Say that all is pushed; wait until enough of the others have."""
         if self._is_passing:
             return self._pass_by()
-        step = self._end_step() if not self._served.next_is_known else None
-        vector = self._served.commit(step)
+        step = self._end_step() if not self._session.next_is_known else None
+        vector = self._session.commit(step)
         if step is not None:
             assert step.committed is not None
             step.release()
             self._last, self._passed = vector, max(self._passed, step.committed.updates)
             self.num_late += step.is_late
             # The vector is of the servers' newest step; until there this worker knows nothing of its own.
-            if self._served.updates < self._passed:
+            if self._session.updates < self._passed:
                 vector = _neutral(vector, self._num_workers)
         return self._conclude(vector)
 
@@ -90,7 +90,7 @@ class PsDrop(Ps):
             assert self._model is not None
             self._model.dense.disarm()  # nothing leaves before the whole gradient is known
 
-    def _end_step(self) -> Step:
+    def _end_step(self) -> PushStep:
         if self._looks_at_its_own:
             assert self._model is not None
             assert self._current is not None
@@ -151,9 +151,9 @@ class PsDrop(Ps):
     def _pass_by(self) -> Verdict:
         assert self._last is not None
         self.num_missed += 1
-        is_last = self._served.updates + 1 == self._passed
+        is_last = self._session.updates + 1 == self._passed
         vector = self._last if is_last else _neutral(self._last, self._num_workers)
-        self._served.pass_by(vector)
+        self._session.pass_by(vector)
         verdict = self._conclude(vector)
         return dataclasses.replace(verdict, loss_total=0.0, count=0.0)
 

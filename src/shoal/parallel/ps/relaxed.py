@@ -30,10 +30,10 @@ from shoal.parallel.step_result import contribution, decide
 from shoal.parallel.update import clip_factor
 from shoal.ps.client.bulk_transfer import read_marks, write_marks
 from shoal.ps.client.pulls import DenseLook, DensePull
-from shoal.ps.client.step import Step
+from shoal.ps.client.step import PushStep
 from shoal.recovery.state_transfer import Part
 from shoal.runtime.failpoints import failpoint
-from shoal.runtime.transport.messages.client_server import Hold, Rest, StepEnd
+from shoal.runtime.transport.messages.client_server import Hold, Rest
 
 STOP, CHECKPOINT, LEAVE = 1, 2, 4
 
@@ -126,7 +126,7 @@ class PsRelaxed(Ps):
     @property
     def session(self):  # type: ignore[no-untyped-def]
         """The lines to the coordinator."""
-        return self._served.session
+        return self._session.session
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute the gradients of a whole batch on the weights there are."""
@@ -146,7 +146,7 @@ class PsRelaxed(Ps):
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self._model is not None:
             began_at = time.monotonic()
-            self._served.group.finish(ahead)
+            self._session.group.finish(ahead)
             self.waited_s += time.monotonic() - began_at
             self.staleness[max(ahead.staleness, 0)] += 1
             self._model.dense.take(ahead)
@@ -155,14 +155,14 @@ class PsRelaxed(Ps):
 
     def _refresh(self) -> None:
         if self._model is not None and self._weights_at != self._clock:
-            self._model.dense.refresh(self._served.group, self._clock)
+            self._model.dense.refresh(self._session.group, self._clock)
             self._weights_at = self._clock
 
     def _have_newest(self) -> int:
         # At clock 0 nobody is waited for: others may have come less far, and be waiting for us by now.
         if self._model is not None and self._weights_at != NEWEST:
             self._drop_ahead()
-            self._model.dense.refresh(self._served.group, 0)
+            self._model.dense.refresh(self._session.group, 0)
             self._weights_at = NEWEST
         return 0
 
@@ -182,7 +182,7 @@ class PsRelaxed(Ps):
             if self._naming is not None
             else (self._rank + 1, self._clock + 1)
         )
-        self._current = Step(self._served.group, stream=stream, seq=seq)
+        self._current = PushStep(self._session.group, stream=stream, seq=seq)
 
     def _contribute_alone(self, loss: LossSum) -> None:
         assert self._model is not None
@@ -220,26 +220,19 @@ class PsRelaxed(Ps):
         settings, table_settings = self._model.settings()
         self._note_push()
         step.end(
-            StepEnd(
-                view=0,
-                stream=step.stream,
-                seq=step.seq,
-                rank=self._rank,
-                num_pushes=0,
-                exchange=0,
-                anchored_at=self._served.anchored_at,
-                settings=settings,
-                model=self._job.number,
-                table_settings=table_settings,
-                factor=factor if verdict.applied else 0.0,
-                done_below=self._naming.stream(self._naming.done_below) if self._naming else 0,
-            ),
             self._vector,
-            self._served.note_of_step(is_needed=False),
+            self._session.note_of_step(is_needed=False),
+            rank=self._rank,
+            anchored_at=self._session.anchored_at,
+            settings=settings,
+            model=self._job.number,
+            table_settings=table_settings,
+            factor=factor if verdict.applied else 0.0,
+            done_below=self._naming.stream(self._naming.done_below) if self._naming else 0,
         )
         self._current = None
         self._ahead = self._pull_ahead(self._clock + 1)
-        self._served.group.finish(step)
+        self._session.group.finish(step)
         failpoint("worker: committed, not counted")
         committed = step.committed
         assert committed is not None
@@ -248,7 +241,7 @@ class PsRelaxed(Ps):
         # A replacement begins at 0, and is as far as the slowest: servers let it in there.
         self._clock = max(self._clock + 1, committed.slowest)
         self.step += 1
-        self._served.updates = self.updates = step.num_updates
+        self._session.updates = self.updates = step.num_updates
         for module in self._model.rows:
             self.staleness.update(max(each, 0) for each in module.staleness)
             module.staleness.clear()
@@ -275,7 +268,7 @@ class PsRelaxed(Ps):
         stop = part.start + part.num_global
         self._trained.pushing(call=self._naming.call, epoch=part.epoch, start=part.start, stop=stop)
 
-    def _note_outcome(self, step: Step) -> None:
+    def _note_outcome(self, step: PushStep) -> None:
         if self._naming is not None and self._trained is not None:
             # Sent again after a server was lost: what counted before may have been this very push.
             is_other = PushOutcome.PUSHED if step.was_sent_again else PushOutcome.KNOWN
@@ -286,7 +279,7 @@ class PsRelaxed(Ps):
         if self._model is None or self._rank != 0:
             yield from super().state()
             return
-        group = self._served.group
+        group = self._session.group
         group.tell(lambda view: Hold(view, True))
         try:
             pieces = list(super().state())
@@ -300,12 +293,12 @@ class PsRelaxed(Ps):
 
     def _write_marks(self, saved: PieceReader | None) -> None:
         if saved is not None and saved.optimizer_settings is not None and MARKS in saved.tensors:
-            write_marks(self._served.group, saved.tensors[MARKS].numpy())
+            write_marks(self._session.group, saved.tensors[MARKS].numpy())
 
     def take(self, part: Part) -> None:
         """Stand where this rank stood."""
         super().take(part)
-        self.updates = self._served.updates
+        self.updates = self._session.updates
 
     def share_statistics(self) -> None:
         """Average what BatchNorm has counted on every worker; all of them call it."""
@@ -314,12 +307,12 @@ class PsRelaxed(Ps):
     def rest(self) -> None:
         """This worker has nothing to do for now: nobody has to wait for it."""
         if self._model is not None:
-            self._served.group.tell(lambda view: Rest(view, self._rank))
+            self._session.group.tell(lambda view: Rest(view, self._rank))
 
     def bring_home(self) -> None:
         """Put the trained weights into the model of this process: all workers are through by now."""
         if self._model is not None:
-            self._served.exchange(b"")  # nobody pushes any more
+            self._session.exchange(b"")  # nobody pushes any more
             self._bring_home()
         session.bent(staleness=self.staleness, num_late=0, num_missed=0)
         self.staleness.clear()

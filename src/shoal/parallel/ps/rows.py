@@ -14,7 +14,7 @@ from shoal.embedding import HashEmbedding
 from shoal.embedding.lookup import embedding_bag_forward, embedding_forward
 from shoal.embedding.row_source import LocalRows, merged, uniques_of
 from shoal.errors import TrainingError
-from shoal.parallel.ps.embedding_placement import Taken
+from shoal.parallel.ps.embedding_placement import PlacedEmbedding
 from shoal.ps.client.bulk_transfer import read_table
 from shoal.ps.client.pulls import RowsPull
 from shoal.ps.client.server_group import Group
@@ -31,7 +31,9 @@ class RowModule:
     Outside of training what is pulled is a copy, and gradients are nobody's.
     """
 
-    def __init__(self, taken: Taken, number: int, group: Group, *, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, taken: PlacedEmbedding, number: int, group: Group, *, dtype: torch.dtype, seed: int
+    ) -> None:
         self.taken, self.module = taken, taken.module
         self.clock, self.is_training = 0, True
         self.staleness: list[int] = []

@@ -27,13 +27,13 @@ from shoal.parallel.hashed_rows import pieces_of, plain_tensors, saved_state, sa
 from shoal.parallel.optimizer_state import PREFIX
 from shoal.parallel.protocol import Piece, PieceReader, TrainJob
 from shoal.parallel.ps import embedding_placement as takeover
-from shoal.parallel.ps.embedding_placement import Plan, Rule
+from shoal.parallel.ps.embedding_placement import PlacementPlan, RowRule
 from shoal.parallel.ps.rows import RowModule
 from shoal.parallel.state import MODEL
 from shoal.ps.client.bulk_transfer import read_chunk, read_rows, read_table, write_chunk, write_rows
 from shoal.ps.client.pulls import DenseLook, DensePull, RowsPull
 from shoal.ps.client.server_group import Group
-from shoal.ps.client.step import Step
+from shoal.ps.client.step import PushStep
 from shoal.ps.layout import CHUNKS_PER_MODEL, TABLES_PER_MODEL, plan_chunks
 from shoal.ps.server.dense import as_flat
 from shoal.runtime.transport.messages.client_server import ChunkSpec, DeclareDense, DeclareTable
@@ -59,7 +59,7 @@ class _Chunk:
         return self.numel * self.dtype.itemsize
 
 
-class DensePart:
+class DenseParameters:
     """Every trained parameter that is not rows."""
 
     def __init__(
@@ -91,7 +91,7 @@ class DensePart:
                 chunk.numel += numel
                 self._of_parameter.setdefault(id(parameter), []).append(chunk)
             self._chunks.append(chunk)
-        self._step: Step | None = None
+        self._step: PushStep | None = None
         self.newest = 0
         """The most updates that anything pulled so far had behind it."""
         self._hooks = [
@@ -106,7 +106,7 @@ class DensePart:
 
     # ---- pushing --------------------------------------------------------------------------------
 
-    def arm(self, step: Step) -> None:
+    def arm(self, step: PushStep) -> None:
         """Gradients that backward makes from now on belong to this step and are its last."""
         self._step = step
         for chunk in self._chunks:
@@ -241,7 +241,7 @@ class ServedModel:
         self._rows_only = rows_only
         self._job, self._optimizer, self._group, self._launched = job, optimizer, group, launched
         self.rows: list[RowModule] = []
-        self.plan = Plan([], {})
+        self.plan = PlacementPlan([], {})
         self._declared_settings: list[dict[str, Any]] = []
         self._settings: list[dict[str, Any]] = []  # as they were at the last step
         self._table_settings: dict[int, dict[str, float]] = {}
@@ -252,7 +252,7 @@ class ServedModel:
         if batch is None:
             hashed = [each for each in found.taken if isinstance(each.module, HashEmbedding)]
             others = {e.name: "the loop is the script's own" for e in found.taken if e not in hashed}
-            found = Plan(hashed, {**found.dense, **others})
+            found = PlacementPlan(hashed, {**found.dense, **others})
         elif found.taken:
             found = takeover.watch(found, batch, run)
         self._settle(found)
@@ -262,8 +262,8 @@ class ServedModel:
         found = takeover.plan(self._job.model, self._optimizer)
         taken = {each.name: each for each in found.taken}
         for name, leaf, settings in layout["rows"]:
-            taken[name].leaf, taken[name].rule = leaf, Rule(taken[name].rule.name, settings)
-        self._settle(Plan([taken[name] for name, _, _ in layout["rows"]], {}))
+            taken[name].leaf, taken[name].rule = leaf, RowRule(taken[name].rule.name, settings)
+        self._settle(PlacementPlan([taken[name] for name, _, _ in layout["rows"]], {}))
         self._declared_settings = layout["groups"]
 
     @property
@@ -272,7 +272,7 @@ class ServedModel:
         rows = [[each.taken.name, each.taken.leaf, dict(each.spec.settings)] for each in self.rows]
         return {"rows": rows, "groups": self._declared_settings}
 
-    def _settle(self, found: Plan) -> None:
+    def _settle(self, found: PlacementPlan) -> None:
         job, optimizer = self._job, self._optimizer
         self.plan = found
         self._declared_settings = [plain_settings(group) for group in optimizer.param_groups]
@@ -290,7 +290,7 @@ class ServedModel:
         groups = {
             id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
         }
-        self.dense = DensePart(
+        self.dense = DenseParameters(
             [
                 (name, parameter, groups[id(parameter)])
                 for name, parameter in job.model.named_parameters()
@@ -371,7 +371,7 @@ class ServedModel:
         for module in self.rows:
             module.install()
 
-    def push_rows(self, step: Step) -> None:
+    def push_rows(self, step: PushStep) -> None:
         """Add what backward left for the rows to a step."""
         for module in self.rows:
             gradients = module.take_gradients()
@@ -399,7 +399,7 @@ class ServedModel:
                 for module in self.rows
             }
             self._table_settings = {
-                number: rule.settings for number, rule in rules.items() if isinstance(rule, Rule)
+                number: rule.settings for number, rule in rules.items() if isinstance(rule, RowRule)
             }
         return settings if self.dense.specs else [], self._table_settings
 

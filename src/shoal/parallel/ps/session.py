@@ -7,7 +7,6 @@ need: see docs/adr/0009-parameter-server.md.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -18,16 +17,15 @@ from numpy.typing import NDArray
 from shoal.cluster.worker.coordinator_client import LeaseClient
 from shoal.config import job as jobs
 from shoal.config import strategy as strategies
-from shoal.errors import ServerRefused
-from shoal.ps.client.server_group import Group
-from shoal.ps.client.step import Decision, Step
+from shoal.ps.client.server_group import AskAll, AskOwner, Group
+from shoal.ps.client.step import Decision, PushStep
 from shoal.recovery import state_transfer as heritage
 from shoal.recovery.call_results import KeptResults
 from shoal.recovery.replay_log import Timeline
 from shoal.recovery.state_transfer import Heritage, Part
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport.framing import unpack
-from shoal.runtime.transport.messages.client_server import AskNote, Commit, DeclareMode, Note, Post, Posted
+from shoal.runtime.transport.messages.client_server import AskNote, Commit, DeclareMode, Note, Post
 
 Vector: TypeAlias = NDArray[np.float64]
 
@@ -36,7 +34,7 @@ NOTE_EVERY = 16
 """Steps from one note to the next, where a replacement can run through those between."""
 
 
-class Served(Timeline):
+class PsSession(Timeline):
     """The servers of this process's job, and what was exchanged through them."""
 
     def __init__(self) -> None:
@@ -80,21 +78,21 @@ class Served(Timeline):
 
     def exchange(self, contribution: bytes) -> list[bytes]:
         """Every rank's contribution to the next exchange, in rank order."""
-        self._be_there()
+        self._ensure_joined()
         known, result = self._log.recall()
         if known:
             self._caught_up()
             return list(result)
         failpoint("worker: exchange begun")
-        posting = _Posting(
-            self._log.num_finished, self._job.rank, self._log.anchored_at, contribution, self.note()
-        )
+        name = (self._log.num_finished, self._job.rank, self._log.anchored_at)
+        posting = AskOwner(0, lambda view: Post(view, *name), [contribution, self.note()])
         self.group.run(posting)
         failpoint("worker: exchange finished, not committed")
-        self._log.finish(posting.contributions)
-        return posting.contributions
+        contributions = [bytes(frame) for frame in posting.frames]
+        self._log.finish(contributions)
+        return contributions
 
-    def commit(self, step: Step | None) -> Vector:
+    def commit(self, step: PushStep | None) -> Vector:
         """See an exact step to its end, as the next exchange; what its vectors sum up to, and how it was decided."""
         known, vector = self._log.recall()
         if not known:
@@ -117,7 +115,9 @@ class Served(Timeline):
 
     def commit_again(self, decision: Decision) -> None:
         """Tell every server how the newest step was decided: one that has not heard it still waits."""
-        self.group.run(_Recommit(self.updates, decision))
+        what = (self.updates, decision.factor, decision.apply, decision.norm)
+        # A server where it cannot be summed again any more takes the job back to a checkpoint.
+        self.group.run(AskAll(lambda view: Commit(view, *what), may_refuse=True))
 
     def pass_by(self, vector: Vector) -> None:
         """A step was over before this worker began it: it counts as one that it took part in."""
@@ -161,24 +161,30 @@ class Served(Timeline):
         for holder in self._holders.values():
             holder.anchored()  # type: ignore[attr-defined]
 
-    def _be_there(self) -> None:
+    def _ensure_joined(self) -> None:
         if self._is_there:
             return
         self._is_there = True
         self.group.declare(self.mode)
         if self._job.incarnation:
-            asking = _AskingNote(self._job.rank)
+            asking = AskOwner(0, lambda view: AskNote(view, self._job.rank))
             self.group.run(asking)
-            self._take(asking)
+            assert isinstance(asking.answer, Note)
+            self._take(asking.answer, [bytes(frame) for frame in asking.frames])
 
-    def _take(self, asked: _AskingNote) -> None:
-        self._log.inherit(asked.log, starts_at=asked.anchored_at)
-        if asked.note:
-            given = heritage.from_bytes(asked.note)
+    def _take(self, answer: Note, frames: list[bytes]) -> None:
+        note, *results = frames
+        log: dict[int, Any] = {
+            number: np.frombuffer(frame, np.float64) if is_commit else unpack(frame)
+            for number, is_commit, frame in zip(answer.log, answer.is_commit, results, strict=True)
+        }
+        self._log.inherit(log, starts_at=answer.anchored_at)
+        if note:
+            given = heritage.from_bytes(note)
             self.was_given_state = True
             self.updates = self._updates_at_anchor = given["updates"]
             self._heritage = Heritage(
-                anchored_at=asked.anchored_at,
+                anchored_at=answer.anchored_at,
                 call=given["call"],
                 call_is_over=given["call_is_over"],
                 anchor=given["anchor"],
@@ -189,75 +195,12 @@ class Served(Timeline):
             self._caught_up()
 
 
-class _Posting:
-    """One contribution to an exchange."""
-
-    def __init__(self, number: int, rank: int, anchored_at: int, contribution: bytes, note: bytes) -> None:
-        self._what = (number, rank, anchored_at)
-        self._frames = [contribution, note]
-        self.sent_in = 0
-        self.contributions: list[bytes] = []
-        self._asked = (0, 0)
-
-    def send(self, group: Group) -> None:
-        server = group.owner(0)
-        self._asked = (server, group.send(server, Post(group.view, *self._what), self._frames))
-
-    def receive(self, group: Group) -> None:
-        answer, frames = group.wait(*self._asked)
-        assert isinstance(answer, Posted)
-        self.contributions = [bytes(frame) for frame in frames]
+_current: PsSession | None = None
 
 
-class _Recommit:
-    """A Commit, for whoever has not got it. One where it cannot be summed again any more takes the job back to a checkpoint."""
-
-    def __init__(self, seq: int, decision: Decision) -> None:
-        self._what = (seq, decision.factor, decision.apply, decision.norm)
-        self.sent_in = 0
-        self._asked: dict[int, int] = {}
-
-    def send(self, group: Group) -> None:
-        self._asked = {
-            server: group.send(server, Commit(group.view, *self._what)) for server in group.servers
-        }
-
-    def receive(self, group: Group) -> None:
-        for server, ticket in self._asked.items():
-            with contextlib.suppress(ServerRefused):
-                group.wait(server, ticket)
-
-
-class _AskingNote:
-    """What a replacement is given."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.sent_in = 0
-        self.anchored_at, self.note = 0, b""
-        self.log: dict[int, Any] = {}
-        self._asked = (0, 0)
-
-    def send(self, group: Group) -> None:
-        server = group.owner(0)
-        self._asked = (server, group.send(server, AskNote(group.view, self._rank)))
-
-    def receive(self, group: Group) -> None:
-        answer, frames = group.wait(*self._asked)
-        assert isinstance(answer, Note)
-        self.anchored_at, self.note = answer.anchored_at, bytes(frames[0])
-        self.log = {
-            number: np.frombuffer(bytes(frame), np.float64) if is_commit else unpack(frame)
-            for number, is_commit, frame in zip(answer.log, answer.is_commit, frames[1:], strict=True)
-        }
-
-
-_served: Served | None = None
-
-
-def served() -> Served:
+def ps_session() -> PsSession:
     """The one of this process."""
-    global _served
-    if _served is None:
-        _served = Served()
-    return _served
+    global _current
+    if _current is None:
+        _current = PsSession()
+    return _current

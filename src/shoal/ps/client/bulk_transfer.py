@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.ps.client.pulls import split
-from shoal.ps.client.server_group import Group, memory_of
+from shoal.ps.client.server_group import AskAll, AskOwner, Group, memory_of
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.messages.client_server import (
     Chunk,
@@ -20,35 +20,13 @@ from shoal.runtime.transport.messages.client_server import (
     ReadChunk,
     ReadMarks,
     ReadRows,
-    Rows,
+    RowsRead,
     TableSpec,
     WriteChunk,
     WriteMarks,
     WriteRows,
 )
-from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.shared_client import Link
-
-
-class Asking:
-    """One question to whoever holds a slot; `ask` makes it for the view it is asked in."""
-
-    def __init__(self, slot: int, ask: Callable[[int], Message], frames: Sequence[bytes] = ()) -> None:
-        self._slot, self._ask, self._frames = slot, ask, frames
-        self.sent_in = 0
-        self._asked = (0, 0)
-        self.answer: Message | None = None
-        self.frames: list[memoryview] = []
-
-    def send(self, group: Group) -> None:
-        """Ask."""
-        server = group.owner(self._slot)
-        self._asked = (server, group.send(server, self._ask(group.view), self._frames))
-
-    def receive(self, group: Group) -> None:
-        """Take the answer."""
-        self.answer, frames = group.wait(*self._asked)
-        self.frames = list(frames)
 
 
 def read_rows(
@@ -56,9 +34,9 @@ def read_rows(
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int]]:
     """(keys, values, state, step of the rule) of one slot after the other."""
     for slot in range(NUM_SLOTS):
-        asking = Asking(slot, lambda view, slot=slot: ReadRows(view, table.number, slot))  # type: ignore[misc]
+        asking = AskOwner(slot, lambda view, slot=slot: ReadRows(view, table.number, slot))  # type: ignore[misc]
         group.run(asking)
-        assert isinstance(asking.answer, Rows)
+        assert isinstance(asking.answer, RowsRead)
         keys, values, state = (bytearray(frame) for frame in asking.frames)  # arrays that may be written
         num_rows = len(keys) // 8
         yield (
@@ -127,7 +105,7 @@ def write_rows(
 
 def read_chunk(group: Group, chunk: ChunkSpec) -> tuple[Tensor, dict[tuple[int, str], Tensor]]:
     """A chunk's elements, and its optimizer state by (part, key)."""
-    asking = Asking(chunk.slot, lambda view: ReadChunk(view, chunk.number))
+    asking = AskOwner(chunk.slot, lambda view: ReadChunk(view, chunk.number))
     group.run(asking)
     assert isinstance(asking.answer, Chunk)
     elements = torch.frombuffer(bytearray(asking.frames[0]), dtype=getattr(torch, chunk.dtype))
@@ -149,39 +127,21 @@ def write_chunk(
         for (part, key), tensor in state.items()
     ]
     frames = [_raw(elements), *(_raw(tensor) for tensor in state.values())]
-    group.run(Asking(chunk.slot, lambda view: WriteChunk(view, chunk.number, described), frames))
-
-
-class _AskingAll:
-    """One question to every server."""
-
-    def __init__(self, ask: Callable[[int], Message], frames: Sequence[bytes] = ()) -> None:
-        self._ask, self._frames = ask, frames
-        self.sent_in = 0
-        self._asked: dict[int, int] = {}
-        self.answers: list[list[memoryview]] = []
-
-    def send(self, group: Group) -> None:
-        self._asked = {
-            server: group.send(server, self._ask(group.view), self._frames) for server in group.servers
-        }
-
-    def receive(self, group: Group) -> None:
-        self.answers = [list(group.wait(server, ticket)[1]) for server, ticket in self._asked.items()]
+    group.run(AskOwner(chunk.slot, lambda view: WriteChunk(view, chunk.number, described), frames))
 
 
 def read_marks(group: Group) -> NDArray[np.int64]:
     """(slot, stream, seq) of all slots: the newest push of each stream that counts there."""
-    asking = _AskingAll(ReadMarks)
+    asking = AskAll(ReadMarks)
     group.run(asking)
-    parts = [np.frombuffer(bytes(frames[0]), np.int64).reshape(-1, 3) for frames in asking.answers]
+    parts = [np.frombuffer(bytes(frames[0]), np.int64).reshape(-1, 3) for _, frames in asking.answers]
     return np.concatenate(parts).copy()
 
 
 def write_marks(group: Group, marks: NDArray[np.int64]) -> None:
     """Have every slot count what these say."""
     raw = np.ascontiguousarray(marks, np.int64).tobytes()
-    group.run(_AskingAll(WriteMarks, [raw]))
+    group.run(AskAll(WriteMarks, [raw]))
 
 
 def _raw(tensor: Tensor) -> bytes:

@@ -35,7 +35,8 @@ from shoal.config.job import Job
 from shoal.embedding.kernels import sum_back, unique
 from shoal.embedding.rules import rule_named
 from shoal.errors import ConfigError, LinkLost, PsError
-from shoal.ps.client.kv_requests import Keys, Line, Pull, Push, Request
+from shoal.ps.client.bulk_transfer import read_marks
+from shoal.ps.client.kv_requests import Keys, KvRequest, Pull, Push, RequestQueue
 from shoal.ps.client.server_group import Group
 from shoal.ps.kernels import first_wrong_key
 from shoal.ps.layout import FIRST_NAMED
@@ -43,8 +44,6 @@ from shoal.runtime.seeds import mix
 from shoal.runtime.transport.messages.client_server import (
     DeclareMode,
     DeclareTable,
-    Marks,
-    ReadMarks,
     TableSpec,
 )
 
@@ -188,7 +187,7 @@ _numbers = itertools.count()
 class Handle:
     """A request under way."""
 
-    def __init__(self, kv: Kv, request: Request) -> None:
+    def __init__(self, kv: Kv, request: KvRequest) -> None:
         self._kv, self._request = kv, request
 
     def result(self) -> Any:
@@ -207,7 +206,7 @@ class Kv:
 
     def __init__(self, job: Job, group: Group, mode: DeclareMode, number: int) -> None:
         """`number`: how many this process connected before."""
-        self._group, self._line = group, Line(group)
+        self._group, self._line = group, RequestQueue(group)
         self._stream = FIRST_STREAM | (job.rank << 32) | number
         self._rank = mode.num_workers
         self._seq = 0
@@ -368,13 +367,13 @@ class Kv:
             )
         return spec
 
-    def _requests(self, after: Sequence[Handle]) -> list[Request]:
+    def _requests(self, after: Sequence[Handle]) -> list[KvRequest]:
         for handle in after:
             if handle._kv is not self:
                 handle._kv.wait(handle)
         return [handle._request for handle in after if handle._kv is self]
 
-    def _tell(self, request: Request) -> None:
+    def _tell(self, request: KvRequest) -> None:
         self._line.failed = [each for each in self._line.failed if each is not request]
         if request.error is not None:
             raise request.error
@@ -384,30 +383,9 @@ class Kv:
             raise ConfigError("this kv is closed. Nothing was sent; shoal.ps.connect() makes another one.")
 
     def _last_counted(self) -> int:
-        asking = _AskingMarks(self._stream)
-        self._group.run(asking)
-        return asking.newest
-
-
-class _AskingMarks:
-    """How far a stream is, wherever something of it counts."""
-
-    def __init__(self, stream: int) -> None:
-        self._stream = stream
-        self.sent_in = 0
-        self.newest = 0
-        self._tickets: dict[int, int] = {}
-
-    def send(self, group: Group) -> None:
-        self._tickets = {server: group.send(server, ReadMarks(group.view)) for server in group.servers}
-
-    def receive(self, group: Group) -> None:
-        for server, ticket in self._tickets.items():
-            answer, frames = group.wait(server, ticket)
-            assert isinstance(answer, Marks)
-            marks = np.frombuffer(frames[0], np.int64).reshape(-1, 3)
-            mine = marks[marks[:, 1] == self._stream]
-            self.newest = max(self.newest, int(mine[:, 2].max(initial=0)))
+        """The last push of this stream that counts anywhere."""
+        marks = read_marks(self._group)
+        return int(marks[marks[:, 1] == self._stream, 2].max(initial=0))
 
 
 def connect() -> Kv:

@@ -35,7 +35,7 @@ from shoal.runtime.transport.shared_client import Link
 Keys: TypeAlias = NDArray[np.int64]
 
 
-class Request:
+class KvRequest:
     """What pushes and pulls have in common: tickets, answers, memory."""
 
     def __init__(self, table: TableSpec, num_bytes: int) -> None:
@@ -110,7 +110,7 @@ class Request:
         self._held = [(link, buffer) for link, buffer in self._held if id(link) in links]
 
 
-class Push(Request):
+class Push(KvRequest):
     """Rows for one table, under a name; keys strictly increasing."""
 
     def __init__(
@@ -182,7 +182,7 @@ class Push(Request):
         return whole[order], np.concatenate(values).reshape(-1, self.table.dim)[order]
 
 
-class Pull(Request):
+class Pull(KvRequest):
     """Rows of one table, in the order of the keys asked for."""
 
     def __init__(
@@ -254,25 +254,25 @@ MAX_BYTES = 1 << 30
 """The same for what they carry."""
 
 
-class Line:
+class RequestQueue:
     """An operation of the group: all that is under way, up to the request that is waited for."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.sent_in = 0
-        self._sent: deque[Request] = deque()
-        self._held: deque[tuple[Request, list[Request]]] = deque()
-        self._target: Request | None = None
+        self._sent: deque[KvRequest] = deque()
+        self._held: deque[tuple[KvRequest, list[KvRequest]]] = deque()
+        self._target: KvRequest | None = None
         self._is_behind = False
-        self.failed: list[Request] = []
+        self.failed: list[KvRequest] = []
         """Refused, and nobody has been told yet."""
 
     @property
-    def all(self) -> list[Request]:
+    def all(self) -> list[KvRequest]:
         """What is not acknowledged, in order."""
         return [*self._sent, *(request for request, _ in self._held)]
 
-    def add(self, request: Request, after: Sequence[Request] = ()) -> None:
+    def add(self, request: KvRequest, after: Sequence[KvRequest] = ()) -> None:
         """Send it now, or once those it follows are acknowledged."""
         self.advance()
         waits_for = [each for each in after if not each.is_done or each.error]
@@ -292,7 +292,7 @@ class Line:
             self.sent_in, self._is_behind = 0, True
         self._release()
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: KvRequest) -> None:
         """Wait until this one is acknowledged, or refused."""
         while any(held is request for held, _ in self._held):
             first, waits_for = self._held[0]
@@ -336,7 +336,7 @@ class Line:
             else:
                 self._begin(request)
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: KvRequest) -> None:
         while self._sent and (
             len(self._sent) >= MAX_REQUESTS
             or request.num_bytes + sum(each.num_bytes for each in self._sent) > MAX_BYTES
@@ -365,6 +365,6 @@ class Line:
         for server in self._group.servers:
             self._group.link(server).flush()
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: KvRequest) -> None:
         if request.error is not None:
             self.failed.append(request)

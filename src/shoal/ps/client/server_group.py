@@ -152,14 +152,14 @@ class Group:
 
     def tell(self, say: Callable[[int], Message]) -> None:
         """Say something, made for the view it is said in, to every server."""
-        self.run(_Telling(say))
+        self.run(AskAll(say))
 
     def declare(self, message: Message) -> bool:
         """Tell every server of something, those to come too; whether it was new to any of them."""
-        telling = _Telling(lambda _: message)
-        self.run(telling)
+        asking = AskAll(lambda _: message)
+        self.run(asking)
         self._declared.append(message)
-        return telling.was_new
+        return any(isinstance(answer, Declared) and answer.is_new for answer, _ in asking.answers)
 
     # ---- views and connections ------------------------------------------------------------------
 
@@ -314,22 +314,52 @@ class Group:
             known[1].close()
 
 
-class _Telling:
-    """A sentence to every server, answered by Declared."""
+class AskOwner:
+    """One question to the owner of a slot; `ask` makes it for the view it is asked in."""
 
-    def __init__(self, say: Callable[[int], Message]) -> None:
-        self._say = say
+    def __init__(self, slot: int, ask: Callable[[int], Message], frames: Sequence[bytes] = ()) -> None:
+        self._slot, self._ask, self._frames = slot, ask, frames
         self.sent_in = 0
-        self.was_new = False
-        self._tickets: dict[int, int] = {}
+        self._asked = (0, 0)
+        self.answer: Message | None = None
+        self.frames: list[memoryview] = []
 
     def send(self, group: Group) -> None:
-        self._tickets = {server: group.send(server, self._say(group.view)) for server in group.servers}
+        server = group.owner(self._slot)
+        self._asked = (server, group.send(server, self._ask(group.view), self._frames))
 
     def receive(self, group: Group) -> None:
+        self.answer, frames = group.wait(*self._asked)
+        self.frames = list(frames)
+
+
+class AskAll:
+    """One question to every server; `ask` makes it for the view it is asked in."""
+
+    def __init__(
+        self, ask: Callable[[int], Message], frames: Sequence[bytes] = (), *, may_refuse: bool = False
+    ) -> None:
+        """With `may_refuse` a refusal is an answer like another, and left out."""
+        self._ask, self._frames, self._may_refuse = ask, frames, may_refuse
+        self.sent_in = 0
+        self._tickets: dict[int, int] = {}
+        self.answers: list[tuple[Message, list[memoryview]]] = []
+
+    def send(self, group: Group) -> None:
+        self._tickets = {
+            server: group.send(server, self._ask(group.view), self._frames) for server in group.servers
+        }
+
+    def receive(self, group: Group) -> None:
+        self.answers = []
         for server, ticket in self._tickets.items():
-            answer, _ = group.wait(server, ticket)
-            self.was_new |= isinstance(answer, Declared) and answer.is_new
+            try:
+                answer, frames = group.wait(server, ticket)
+            except ServerRefused:
+                if not self._may_refuse:
+                    raise
+            else:
+                self.answers.append((answer, list(frames)))
 
 
 def memory_of(array: np.ndarray[Any, Any]) -> memoryview:

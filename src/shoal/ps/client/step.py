@@ -58,7 +58,7 @@ class _Dense:
 
 
 @dataclass(slots=True)
-class Step:
+class PushStep:
     """An operation that grows while backward runs: `push_*` sends at once, `end` makes it whole."""
 
     group: Group
@@ -119,9 +119,11 @@ class Step:
         dense.unused = unused
         self._now(lambda: self._send_dense(dense))
 
-    def end(self, end: StepEnd, vector: NDArray[np.float64], note: bytes) -> None:
-        """All is pushed. View and number of pushes are filled in for each server."""
-        self._end, self._frames = end, (vector.tobytes(), note)
+    def end(self, vector: NDArray[np.float64], note: bytes, *, rank: int, **others: Any) -> None:
+        """All is pushed; `others` are fields of StepEnd. View and number of pushes are filled in for each server."""
+        fields = {"exchange": 0, "anchored_at": 0, **others}
+        self._end = StepEnd(view=0, stream=self.stream, seq=self.seq, rank=rank, num_pushes=0, **fields)
+        self._frames = (vector.tobytes(), note)
         self._now(self._send_end)
 
     # ---- an operation ---------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.shared_server import Request
 
-__all__ = ["Action", "Drop", "Frame", "Reply", "Request", "Send", "Tell"]
+__all__ = ["Action", "DropPeer", "Frame", "Reply", "Request", "Send", "Tell"]
 
 Frame: TypeAlias = bytes | memoryview
 """Raw bytes of a message, wherever they lie."""
@@ -48,11 +48,11 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropPeer:
     """Close this connection: whoever is there has been replaced, or makes no sense."""
 
     peer: int
     problem: str
 
 
-Action: TypeAlias = Reply | Send | Tell | Drop
+Action: TypeAlias = Reply | Send | Tell | DropPeer

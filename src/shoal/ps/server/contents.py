@@ -28,7 +28,7 @@ from shoal.runtime.transport.messages.client_server import ChunkSpec, DeclareDen
 _INT64 = np.iinfo(np.int64)
 
 
-class Table(RowTable):
+class ServerTable(RowTable):
     """A table as a server has it.
 
     One sum may be under way: `accumulate` once per rank, in rank order, then
@@ -150,7 +150,7 @@ class Contents:
     """Tables and chunks of all slots of one server."""
 
     def __init__(self) -> None:
-        self.tables: dict[int, Table] = {}
+        self.tables: dict[int, ServerTable] = {}
         self.dense = DenseStore()
         self.declared_dense: dict[int, DeclareDense] = {}
         self.chunks: dict[int, ChunkSpec] = {}
@@ -165,7 +165,7 @@ class Contents:
         """There is this table; whether that is news."""
         known = self.tables.get(spec.number)
         if known is None:
-            self.tables[spec.number] = Table(spec)
+            self.tables[spec.number] = ServerTable(spec)
             return True
         if known.spec != spec:
             raise Refusal(f"table {spec.number} was declared as {known.spec}, now as {spec}")
@@ -211,7 +211,7 @@ class Contents:
         for table in self.tables.values():
             table.drop_slots(slots)
 
-    def table(self, number: int) -> Table:
+    def table(self, number: int) -> ServerTable:
         """The table of this number."""
         if number not in self.tables:
             raise Refusal(
@@ -233,7 +233,7 @@ class Contents:
 
     # ---- frames ---------------------------------------------------------------------------------
 
-    def keys(self, table: Table, frame: Frame, mine: Slots) -> Keys:
+    def keys(self, table: ServerTable, frame: Frame, mine: Slots) -> Keys:
         """A copy of the keys in a frame: whole, strictly increasing, in range, and all of slots that are `mine`.
 
         A copy, because the client can write to the frame at any time, and kernels take keys on trust.
@@ -254,7 +254,7 @@ class Contents:
                 )
         return keys
 
-    def values(self, table: Table, frame: Frame, num_rows: int) -> Values:
+    def values(self, table: ServerTable, frame: Frame, num_rows: int) -> Values:
         """One row of values per key, as they lie in a frame."""
         values = as_array(frame, table.spec.dtype, "values")
         if len(values) != num_rows * table.spec.dim:
@@ -302,7 +302,7 @@ class Contents:
             gradient, unused = update.dense[number]
             self.dense.update(number, gradient, unused, settings, factor=update.factor)
 
-    def _have_settings(self, table: Table, given: dict[str, float]) -> None:
+    def _have_settings(self, table: ServerTable, given: dict[str, float]) -> None:
         if given != self._of_tables.get(table.spec.number, {}):
             table.settings = {**table.rule.complete(table.spec.settings), **given}
             self._of_tables[table.spec.number] = given

@@ -17,7 +17,7 @@ import numpy as np
 
 from shoal.errors import ShoalError
 from shoal.ps.layout import counter_of_update
-from shoal.ps.server.actions import Action, Drop, Frame, Reply, Request, Tell
+from shoal.ps.server.actions import Action, DropPeer, Frame, Reply, Request, Tell
 from shoal.ps.server.applied_seqs import Slots, no_slots, some_slots
 from shoal.ps.server.apply_filters import PushFilters
 from shoal.ps.server.clients import Clients, rank_of
@@ -25,9 +25,9 @@ from shoal.ps.server.contents import Keys, Refusal, Update, Vector, chunk_bytes,
 from shoal.ps.server.mailbox import Result
 from shoal.ps.server.replica import Replica
 from shoal.ps.server.replication import Change, PostRecord, Replication, Written
-from shoal.ps.server.state import Counted, State, answer_whole
+from shoal.ps.server.state import Counted, ServerState, answer_whole
 from shoal.ps.server.steps import LOSSES, PARTIAL_MODES, Contribution, Staging, Steps, Sum, read_vector
-from shoal.ps.server.waiting import PendingReply, Waits, expect_frames, expect_into
+from shoal.ps.server.waiting import PendingReply, WaitingRequests, expect_frames, expect_into
 from shoal.runtime.transport.messages.client_server import (
     AskDense,
     AskMissing,
@@ -80,9 +80,9 @@ class ServerCore:
     def __init__(self, number: int, incarnation: int = 0, *, filters: PushFilters | None = None) -> None:
         self.number, self.incarnation, self.view_number = number, incarnation, 0
         self.clients = Clients()
-        self.state = State()
+        self.state = ServerState()
         self.staging = Staging()
-        self.waits = Waits()
+        self.waits = WaitingRequests()
         self.replication = Replication(number)
         self.replica = Replica(number)
         self.mine: Slots = no_slots()
@@ -101,7 +101,7 @@ class ServerCore:
         """A request of a client or another server."""
         if request.peer not in self.clients and not isinstance(request.message, Hello):
             problem = f"its first sentence was {type(request.message).__name__}, not Hello"
-            return [Reply(request.peer, request.ticket, PsRefused(problem)), Drop(request.peer, problem)]
+            return [Reply(request.peer, request.ticket, PsRefused(problem)), DropPeer(request.peer, problem)]
         view = getattr(request.message, "view", None)
         if view is not None and view != self.view_number:
             if view > self.view_number and len(self._early) < MAX_EARLY:
@@ -314,7 +314,7 @@ class ServerCore:
         newest = self.clients.newest(name)
         if incarnation < newest:
             problem = f"{name} is in incarnation {newest} by now, incarnation {incarnation} is not heard"
-            return [Reply(request.peer, request.ticket, PsRefused(problem)), Drop(request.peer, problem)]
+            return [Reply(request.peer, request.ticket, PsRefused(problem)), DropPeer(request.peer, problem)]
         actions = self._admit(name, incarnation)
         self.clients.add(request.peer, name, incarnation)
         rank = self.clients.rank(request.peer)
@@ -337,7 +337,7 @@ class ServerCore:
         old = self.clients.fence(name, incarnation)
         for peer in old:
             self._forget(peer)
-        return [Drop(peer, f"{name} was replaced by incarnation {incarnation}") for peer in old]
+        return [DropPeer(peer, f"{name} was replaced by incarnation {incarnation}") for peer in old]
 
     def _forget(self, peer: int) -> None:
         """A connection is over. What it ended stays; what it only began does not."""

@@ -104,7 +104,7 @@ class _Run:
     """Its first element in the chunk."""
 
 
-class Chunk:
+class DenseChunk:
     """Elements in one piece, parts as views of it, and an optimizer over runs of them.
 
     A run is cut into its parts for good once they differ in more than their
@@ -188,7 +188,7 @@ class Chunk:
             if together:
                 self.optimizer.state[run.tensor] = together[0]
 
-    def take_settings(self, other: Chunk) -> None:
+    def take_settings(self, other: DenseChunk) -> None:
         """Have the hyper-parameters of another chunk's last update."""
         for mine, theirs in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
@@ -284,7 +284,7 @@ class DenseStore:
     """
 
     def __init__(self) -> None:
-        self._chunks: dict[int, Chunk] = {}
+        self._chunks: dict[int, DenseChunk] = {}
         self.memory = DenseMemory()
 
     def declare(self, chunks: Sequence[ChunkSpec], optimizer: str, groups: Sequence[Settings]) -> None:
@@ -298,7 +298,7 @@ class DenseStore:
                     "It was not declared."
                 )
             if spec.number not in self._chunks:
-                self._chunks[spec.number] = Chunk(spec, kind, list(groups), self.memory)
+                self._chunks[spec.number] = DenseChunk(spec, kind, list(groups), self.memory)
 
     def drop(self, chunk: int) -> None:
         """Forget a chunk and its state."""
@@ -381,7 +381,7 @@ class DenseStore:
                 )
             state.setdefault(part, {})[key] = as_flat(given, torch_dtype(dtype)).reshape(shape).clone()
         flat = self._as_tensor(chunk, elements)
-        renewed = Chunk(spec, kept.kind, kept.groups, (kept.flat, kept.place))
+        renewed = DenseChunk(spec, kept.kind, kept.groups, (kept.flat, kept.place))
         renewed.flat.copy_(flat)
         renewed.take_settings(kept)
         renewed.set_state(state)

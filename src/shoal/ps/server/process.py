@@ -25,7 +25,7 @@ from shoal.cluster.launch import threads
 from shoal.cluster.launch.roles import ServerSpec, decode_spec
 from shoal.config.liveness import LivenessConfig
 from shoal.errors import CoordinatorLost
-from shoal.ps.server.actions import Action, Drop, Reply, Request, Send, Tell
+from shoal.ps.server.actions import Action, DropPeer, Reply, Request, Send, Tell
 from shoal.ps.server.connections import CoordinatorLine, ServerLinks
 from shoal.ps.server.memory_limit import MemoryGuard
 from shoal.runtime import failpoints
@@ -224,7 +224,7 @@ class ServerLoop:
                     self._links.send(action)
                 case Tell(message):
                     self._line.tell(message)
-                case Drop(peer, problem):
+                case DropPeer(peer, problem):
                     self._listener.flush()  # why it is dropped
                     self._listener.close_peer(peer, problem)
         self._is_at_it = False

@@ -14,7 +14,7 @@ from shoal.ps.server.actions import Action, Frame, Tell
 from shoal.ps.server.applied_seqs import Slots, no_slots
 from shoal.ps.server.contents import Refusal
 from shoal.ps.server.replication import FollowingRecord, SlotRecord, decode, first_number, from_bits
-from shoal.ps.server.state import State
+from shoal.ps.server.state import ServerState
 from shoal.runtime.transport.messages.server_coordinator import ServerView, SlotsFilled
 
 
@@ -29,7 +29,7 @@ class Replica:
         self._has_told = False
         self.primary_of: list[int] = [-1] * NUM_SLOTS
 
-    def view(self, view: ServerView, state: State) -> None:
+    def view(self, view: ServerView, state: ServerState) -> None:
         """Hold the slots of a new view, and no others."""
         self._view = view.view
         self._last.clear()
@@ -45,7 +45,9 @@ class Replica:
         state.drop(state.contents.held & ~kept)
         state.contents.hold(kept)
 
-    def apply(self, source: int, number: int, record: bytes, frames: Sequence[Frame], state: State) -> int:
+    def apply(
+        self, source: int, number: int, record: bytes, frames: Sequence[Frame], state: ServerState
+    ) -> int:
         """Apply one record of a primary; the number up to which all of it is here."""
         if self._is_next(source, number):
             match found := decode(record):
@@ -57,7 +59,7 @@ class Replica:
         return self._last[source]
 
     def take_slot(
-        self, source: int, number: int, slot: int, record: bytes, frames: Sequence[Frame], state: State
+        self, source: int, number: int, slot: int, record: bytes, frames: Sequence[Frame], state: ServerState
     ) -> int:
         """Take all of a slot from its primary; the number up to which all of it is here."""
         if self._is_next(source, number):

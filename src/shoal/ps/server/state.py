@@ -24,7 +24,7 @@ from shoal.ps.server.contents import (
     Contents,
     Keys,
     Refusal,
-    Table,
+    ServerTable,
     Update,
     Vector,
     as_array,
@@ -57,7 +57,7 @@ from shoal.runtime.transport.messages.client_server import (
     ReadChunk,
     ReadMarks,
     ReadRows,
-    Rows,
+    RowsRead,
     SetClock,
     WriteChunk,
     WriteMarks,
@@ -89,7 +89,7 @@ class Counted:
     done_below: int = 0
 
 
-class State:
+class ServerState:
     """What one server has."""
 
     steps_class = Steps
@@ -325,7 +325,7 @@ class State:
         steps = self.applied.steps(counter_of(number))
         steps[slots] = np.maximum(steps[slots], step)
 
-    def _set(self, table: Table, keys: Frame, values: Frame, state: Frame, step: int) -> Keys:
+    def _set(self, table: ServerTable, keys: Frame, values: Frame, state: Frame, step: int) -> Keys:
         numbers = as_array(keys, np.int64, "keys")
         rows = self.contents.values(table, values, len(numbers))
         given = as_array(state, table.dtype, "state")
@@ -443,7 +443,9 @@ class State:
 # ---- reads and writes of a checkpoint ------------------------------------------------------------
 
 
-def answer_whole(state: State, mine: Slots, request: Request) -> tuple[Message, list[Frame], Change | None]:
+def answer_whole(
+    state: ServerState, mine: Slots, request: Request
+) -> tuple[Message, list[Frame], Change | None]:
     """Read or set; the answer, its frames, and what other holders must hear of it."""
     frames = request.frames
     match request.message:
@@ -451,7 +453,11 @@ def answer_whole(state: State, mine: Slots, request: Request) -> tuple[Message, 
             table = state.contents.table(number)
             _require(slot < NUM_SLOTS and bool(mine[slot]), f"slot {slot} has another primary")
             read = [bytes_of(array) for array in table.read(slot)]
-            return Rows(table.state_dim, int(state.applied.steps(counter_of(number))[slot])), [*read], None
+            return (
+                RowsRead(table.state_dim, int(state.applied.steps(counter_of(number))[slot])),
+                [*read],
+                None,
+            )
         case WriteRows() as message:
             return Declared(False), [], _write_rows(state, mine, message, request)
         case ReadChunk(_, number):
@@ -484,7 +490,7 @@ def answer_whole(state: State, mine: Slots, request: Request) -> tuple[Message, 
     raise Refusal(f"a server is not asked {type(request.message).__name__}")
 
 
-def _write_rows(state: State, mine: Slots, message: WriteRows, request: Request) -> Change:
+def _write_rows(state: ServerState, mine: Slots, message: WriteRows, request: Request) -> Change:
     # Copies: the client can write to the frames at any time, and they may be gone before all holders have them.
     arrays = [np.frombuffer(frame, np.uint8).copy() for frame in request.frames]
     frames = [bytes_of(array) for array in arrays]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from shoal.ps.server.actions import Frame, Request
 from shoal.ps.server.contents import Keys, Refusal
-from shoal.ps.server.state import State
+from shoal.ps.server.state import ServerState
 from shoal.runtime.transport.messages.client_server import PullDense, PullRows
 from shoal.runtime.transport.messages.message import Message
 
@@ -27,7 +27,7 @@ class PendingReply:
 
 
 @dataclass(slots=True)
-class Waits:
+class WaitingRequests:
     """All requests without an answer. They end with their view: clients ask again."""
 
     pulls: list[tuple[Request, Keys | None]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Waits:
         for requests in self.posts.values():
             requests[:] = [request for request in requests if request.peer != peer]
 
-    def missing_ranks(self, peer: int, state: State) -> set[int]:
+    def missing_ranks(self, peer: int, state: ServerState) -> set[int]:
         """Ranks whose contributions the requests of a peer wait for."""
         steps, mode = state.steps, state.mode
         if steps is None or mode is None:

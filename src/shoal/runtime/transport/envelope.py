@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeAlias
 from shoal.errors import WireError
 from shoal.runtime.transport import framing as codec
 from shoal.runtime.transport import memfd
-from shoal.runtime.transport.framing import Bytes, Limits, Received
+from shoal.runtime.transport.framing import Bytes, FrameLimits, Received
 from shoal.runtime.transport.messages.message import Message
 
 MAX_FRAMES = 4096
@@ -51,8 +51,8 @@ _BUFFER_BYTES = 64 << 10
 _BIG_BYTES = 32 << 10
 _CUT, _CLOEXEC = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC)  # as enums they cost microseconds
 
-REQUESTS = Limits(num_frames=1 + MAX_FRAMES, frames_bytes=REQUEST_BYTES + _TABLE_BYTES)
-REPLIES = Limits(num_frames=1 + MAX_FRAMES, frames_bytes=REPLY_BYTES + _TABLE_BYTES)
+REQUESTS = FrameLimits(num_frames=1 + MAX_FRAMES, frames_bytes=REQUEST_BYTES + _TABLE_BYTES)
+REPLIES = FrameLimits(num_frames=1 + MAX_FRAMES, frames_bytes=REPLY_BYTES + _TABLE_BYTES)
 
 
 class Envelope(NamedTuple):
@@ -65,7 +65,7 @@ class Envelope(NamedTuple):
 
 
 def seal(
-    envelope: Envelope, message: Message, inline: Sequence[Bytes], *, limits: Limits = REQUESTS
+    envelope: Envelope, message: Message, inline: Sequence[Bytes], *, limits: FrameLimits = REQUESTS
 ) -> list[Bytes]:
     """The parts to send, in order. `inline` are the frames of segment 0."""
     ticket, new, frames, into = envelope
@@ -122,7 +122,7 @@ class Intake:
     fills: a length that was only announced costs nothing.
     """
 
-    def __init__(self, limits: Limits, *, max_fds: int = 0) -> None:
+    def __init__(self, limits: FrameLimits, *, max_fds: int = 0) -> None:
         self.fds: deque[int] = deque()
         self._limits, self._max_fds = limits, max_fds
         self._room = socket.CMSG_SPACE(min(max_fds, memfd.MAX_FDS) * array("i").itemsize) if max_fds else 0

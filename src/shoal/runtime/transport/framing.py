@@ -42,7 +42,7 @@ _from_header = msgspec.msgpack.Decoder(Union[MESSAGES]).decode  # noqa: UP007  `
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class FrameLimits:
     """The largest message a receiver takes; what is larger is refused before it is allocated."""
 
     header_bytes: int = 4 << 20
@@ -55,11 +55,11 @@ class Limits:
     """All frames of one message together."""
 
 
-CONTROL = Limits()
+CONTROL = FrameLimits()
 """For conversations without frames: the coordinator's and the supervisor's."""
 
 
-def encode(message: Message, frames: Sequence[Bytes] = (), *, limits: Limits = CONTROL) -> list[Bytes]:
+def encode(message: Message, frames: Sequence[Bytes] = (), *, limits: FrameLimits = CONTROL) -> list[Bytes]:
     """The parts to send, in order: for `sendmsg`, or joined. Refuses what the other side would refuse."""
     header = _to_header(message)
     lengths = [len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames]
@@ -71,7 +71,7 @@ def encode(message: Message, frames: Sequence[Bytes] = (), *, limits: Limits = C
     return [summed + checksum.to_bytes(4, "little") + table + header, *frames]
 
 
-def decode(packet: Bytes, *, limits: Limits = CONTROL) -> Received:
+def decode(packet: Bytes, *, limits: FrameLimits = CONTROL) -> Received:
     """The one message that `packet` holds, whole and alone: for sockets that keep packets apart."""
     decoder = Decoder(limits)
     received = decoder.feed(packet)
@@ -83,7 +83,7 @@ def decode(packet: Bytes, *, limits: Limits = CONTROL) -> Received:
 class Decoder:
     """Takes bytes as they come and gives the messages they complete: for a server that must not block."""
 
-    def __init__(self, limits: Limits = CONTROL) -> None:
+    def __init__(self, limits: FrameLimits = CONTROL) -> None:
         self._limits = limits
         self._pending = bytearray()
         self._parser = parse(limits)
@@ -113,7 +113,7 @@ class Decoder:
 
 
 def send_message(
-    sock: socket.socket, message: Message, frames: Sequence[Bytes] = (), *, limits: Limits = CONTROL
+    sock: socket.socket, message: Message, frames: Sequence[Bytes] = (), *, limits: FrameLimits = CONTROL
 ) -> None:
     """Send one message over a blocking socket."""
     first, *rest = encode(message, frames, limits=limits)
@@ -123,7 +123,7 @@ def send_message(
 
 
 def read_message(
-    sock: socket.socket, *, limits: Limits = CONTROL, timeout_s: float | None = None
+    sock: socket.socket, *, limits: FrameLimits = CONTROL, timeout_s: float | None = None
 ) -> Received:
     """Read one message from a blocking socket; EOFError where the other side closed it between messages.
 
@@ -156,7 +156,7 @@ def read_message(
             return received
 
 
-def take(buffer: bytearray, start: int, end: int, limits: Limits) -> tuple[Received, int] | None:
+def take(buffer: bytearray, start: int, end: int, limits: FrameLimits) -> tuple[Received, int] | None:
     """The message that begins at `start`, and where it ends, if all of it is there and nothing is wrong with it.
 
     Else None, and `parse` says what is missing or wrong: this is its short cut.
@@ -187,7 +187,7 @@ def take(buffer: bytearray, start: int, end: int, limits: Limits) -> tuple[Recei
     return (message, frames), stop
 
 
-def parse(limits: Limits) -> Generator[int, Bytes, Received]:
+def parse(limits: FrameLimits) -> Generator[int, Bytes, Received]:
     """Asks for so many bytes at a time and returns the message they make, wherever they come from."""
     preamble = yield _PREAMBLE.size
     magic, version, num_frames, header_bytes, checksum = _PREAMBLE.unpack(preamble)
@@ -214,14 +214,14 @@ def parse(limits: Limits) -> Generator[int, Bytes, Received]:
     return message, frames
 
 
-def _check(header_bytes: int, num_frames: int, limits: Limits) -> None:
+def _check(header_bytes: int, num_frames: int, limits: FrameLimits) -> None:
     if not 0 < header_bytes <= limits.header_bytes:
         raise WireError(f"a header of {header_bytes} bytes, where at most {limits.header_bytes} are allowed")
     if num_frames > limits.num_frames:
         raise WireError(f"{num_frames} frames, where at most {limits.num_frames} are allowed")
 
 
-def _check_frames(lengths: Sequence[int], limits: Limits) -> None:
+def _check_frames(lengths: Sequence[int], limits: FrameLimits) -> None:
     if sum(lengths) > limits.frames_bytes:
         raise WireError(f"frames of {sum(lengths)} bytes, where at most {limits.frames_bytes} are allowed")
 

@@ -42,7 +42,7 @@ BLOCKED_LOOK_S = 0.01
 """How often a sender whose socket is full looks whether it has to read for others too."""
 
 
-class Reply(NamedTuple):
+class LinkReply(NamedTuple):
     """An answer: whose it is, what it says, and those of its frames that came in the socket."""
 
     ticket: int
@@ -72,7 +72,7 @@ class Link:
         self.peer = peer or str(path)
         self.on_lost: Callable[[LinkLost], None] | None = None
         """Called once, by whoever notices first that the connection is lost."""
-        self.unasked: deque[Reply] = deque()
+        self.unasked: deque[LinkReply] = deque()
         """Answers to requests that were sent with `wants_reply=False`: refusals."""
         self.welcome: Welcome | None = None
         self.arena = Arena(arena)
@@ -85,7 +85,7 @@ class Link:
         self._awaited: set[int] = set()
         self._held: list[Bytes] = []
         self._held_bytes = 0
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, LinkReply] = {}
         try:
             self._sock = unix.connect(path, timeout_s=timeout_s)
         except OSError as error:
@@ -246,7 +246,7 @@ class Link:
                     self._read()
             return self._take(ticket)[1:] if ticket in self._replies else None
 
-    def poll(self) -> list[Reply]:
+    def poll(self) -> list[LinkReply]:
         """All answers that are here, without waiting; sends what is left. For a loop that never waits."""
         with self._lock:
             if self._replies:
@@ -278,7 +278,7 @@ class Link:
 
     # ---- with the lock held -----------------------------------------------------------------------
 
-    def _take(self, ticket: int) -> Reply:
+    def _take(self, ticket: int) -> LinkReply:
         self._awaited.discard(ticket)
         return self._replies.pop(ticket)
 
@@ -314,7 +314,9 @@ class Link:
                 received = self._intake.receive(self._sock)
                 for message, parts in received:
                     envelope, inline = open_table((message, parts))
-                    self._sort_in(Reply(envelope.ticket, message, [memoryview(frame) for frame in inline]))
+                    self._sort_in(
+                        LinkReply(envelope.ticket, message, [memoryview(frame) for frame in inline])
+                    )
                 if received:
                     return
         except BlockingIOError:
@@ -322,7 +324,7 @@ class Link:
         except (OSError, EOFError, WireError) as error:
             raise self._lose(error) from None
 
-    def _sort_in(self, reply: Reply) -> None:
+    def _sort_in(self, reply: LinkReply) -> None:
         if reply.ticket in self._awaited:
             self._replies[reply.ticket] = reply
         elif reply.ticket < self._next_ticket:

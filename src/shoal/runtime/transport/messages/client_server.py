@@ -361,7 +361,7 @@ class ReadRows(Message, frozen=True, tag="ps-read-rows"):
     slot: Count
 
 
-class Rows(Message, frozen=True, tag="ps-rows"):
+class RowsRead(Message, frozen=True, tag="ps-rows"):
     """Server to client. Frames: int64 keys, increasing; then values; then the state, `state_dim` numbers per row."""
 
     state_dim: Count
