@@ -75,7 +75,7 @@ class HashEmbedding(nn.Module):
 
     @property
     def source(self) -> RowSource:
-        """Where its rows are: in this process, unless a strategy said otherwise."""
+        """The source of its rows: this process, unless a strategy set another."""
         if self._source is None:
             # "add" has no state: what rows need besides their values is known with the optimizer.
             self._source = LocalRows(self.table_spec(rule="add", settings={}))
@@ -134,7 +134,6 @@ class HashEmbedding(nn.Module):
         return embedding_forward(self.source, ids)
 
     def extra_repr(self) -> str:
-        """What is shown in print(model)."""
         return f"{self.embedding_dim}, init={self.init!r}, scale={self.scale}, seed={self.seed}"
 
     # ---- rows as part of a state_dict ----

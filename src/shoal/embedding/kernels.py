@@ -168,7 +168,7 @@ def sum_back(grad: Any, inverse: Any, out: Any) -> None:
 
 @inlined
 def _share(inverse: Any, start: int, end: int, padding: int, is_mean: bool, one: Any) -> Any:
-    """What an id of the bag counts, in the type of `one`."""
+    """Weight of an id of the bag, in the type of `one`."""
     if not is_mean:
         return one
     count = one * 0

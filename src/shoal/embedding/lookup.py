@@ -1,4 +1,4 @@
-"""What nn.Embedding and nn.EmbeddingBag do, over rows that a RowSource gives: pull, use, push what backward found.
+"""Forward and backward of nn.Embedding and nn.EmbeddingBag over a RowSource: pull rows, push their gradients.
 
 Equal to torch's modules with `sparse=True`: a row is only heard of where an
 id asked for it, and the padding's row gets no gradient. Loops are numba's on
@@ -64,7 +64,7 @@ def embedding_bag_forward(
 def bag_elsewhere(
     rows: Tensor, weights: Tensor | None, inverse: Tensor, bounds: Tensor, padding: int, is_mean: bool
 ) -> Tensor:
-    """What Bag gives, by torch's own operator on the device of `rows`."""
+    """The result of BagLookup, by torch's own operator on the device of `rows`."""
     return F.embedding_bag(
         inverse.to(rows.device, torch.int64), rows, bounds.to(rows.device), mode="mean" if is_mean else "sum",
         per_sample_weights=weights, include_last_offset=True, padding_idx=padding if padding >= 0 else None,
@@ -96,7 +96,7 @@ def _place(keys: NDArray[np.int64], key: int | None) -> int:
 
 
 def _bounds(ids: Tensor, offsets: Tensor | None, include_last: bool) -> Tensor:
-    """Where bags begin, and where the last one ends."""
+    """Beginnings of the bags, and the end of the last one."""
     num_ids = ids.numel()
     if ids.dim() == 2 and offsets is None:
         return torch.arange(ids.shape[0] + 1) * ids.shape[1]

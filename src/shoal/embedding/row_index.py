@@ -88,7 +88,7 @@ _MAX_ROWS = 2**31 - 2
 
 
 class RowIndex(Protocol):
-    """Where the row of a key is. `find` writes -1 for keys without a row and says how many those are."""
+    """Rows by key. `find` writes -1 for keys without a row and returns how many those are."""
 
     keys: GrowingArray
     num_rows: int

@@ -34,7 +34,7 @@ class RowSource(Protocol):
         ...
 
     def push(self, keys: NDArray[np.int64], gradients: NDArray[Any]) -> None:
-        """What backward found for these keys, one row each."""
+        """Gradients of these keys, one row each."""
         ...
 
     def everything(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
@@ -43,7 +43,7 @@ class RowSource(Protocol):
 
 
 def uniques_of(ids: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """What `uniques` gives where nothing is known beforehand."""
+    """`uniques` without a prefetch."""
     return unique(ids.detach().reshape(-1).cpu().numpy())
 
 
@@ -128,7 +128,7 @@ class LocalRows:
         self.table.set(both, values[new], state[old], step)
 
     def gradients(self) -> tuple[NDArray[np.int64], NDArray[Any]] | None:
-        """What waits for the next update, each key once; None where backward never came here."""
+        """Gradients of the next update, each key once; None where backward never came here."""
         if not self._gradients:
             return None
         self._gradients = [merged(self._gradients)]

@@ -55,7 +55,7 @@ class UpdateRule:
     """Settings that a gradient of zero, or any, is divided by: with them at zero rows would become NaN."""
 
     takes_gradients: bool = True
-    """Whether pushes are gradients, which may be scaled; else values."""
+    """False where pushes are values, which are never scaled."""
 
     optimizer: str | None = None
     """Class of torch.optim that does the same with sparse gradients."""

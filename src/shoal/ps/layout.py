@@ -21,7 +21,7 @@ FIRST_NAMED = 1 << 40
 
 
 def counter_of(table: int) -> int:
-    """What counts the updates of a table: its model's steps, or, of one declared by name, its own pushes."""
+    """Counter of a table's updates: its model's steps, or, of one declared by name, its own pushes."""
     return table if table >= FIRST_NAMED else table // TABLES_PER_MODEL
 
 

@@ -1,4 +1,4 @@
-"""Which embeddings become rows of a table on the servers, and which stay dense, with the reason.
+"""Placement of embeddings: rows of a table on the servers, or dense, with the reason.
 
 An embedding is taken over only where that changes nothing: where the
 optimizer leaves a row alone whose gradient is zero, and where nothing but the
@@ -32,7 +32,7 @@ _KINDS = (nn.Embedding, nn.EmbeddingBag)
 
 @dataclass(frozen=True, slots=True)
 class RowRule:
-    """How rows are updated: a rule of the servers and its settings."""
+    """An update rule of the servers and its settings."""
 
     name: str
     settings: dict[str, float]
@@ -51,12 +51,12 @@ class PlacedEmbedding:
 
     rule: RowRule
     leaf: int | None = None
-    """Which tensor of a batch are its ids; None: computed in forward."""
+    """Number of the batch's tensor that holds its ids; None: computed in forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """What becomes of a model's embeddings."""
+    """Placement of a model's embeddings."""
 
     taken: list[PlacedEmbedding]
     """Those that become rows."""
@@ -66,7 +66,7 @@ class PlacementPlan:
 
 
 def plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> PlacementPlan:
-    """What can be told without running the model."""
+    """The plan as far as it needs no forward."""
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     taken, dense = [], {}
@@ -165,7 +165,7 @@ def watch(found: PlacementPlan, batch: Tree, run: Callable[[], Any]) -> Placemen
 
 
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Which of these weights any operation has read but the lookup of their own module, `inside` which we are."""
+    """Weights that any operation has read but the lookup of their own module, the one that runs being `inside`."""
 
     def __init__(self, weights: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -250,7 +250,7 @@ class Ps:
         return pull
 
     def _decide(self, vector: NDArray[np.float64], norm: float) -> Decision:
-        """What every rank makes of a summed step, in two phases."""
+        """Decide a summed step, in two phases; the same on every rank."""
         verdict = decide(torch.from_numpy(vector[: 4 + self._num_workers].copy()))
         factor = self._num_global / verdict.count if verdict.count else 0.0
         if not verdict.applied or not self._wants_norm:
@@ -260,7 +260,7 @@ class Ps:
         return Decision(factor, math.isfinite(norm), norm)
 
     def _decision_of(self, vector: NDArray[np.float64]) -> Decision:
-        """What a step was committed with, from what is told of it afterwards."""
+        """The decision of a committed step, from its result."""
         factor = self._num_global / vector[0] if vector[0] else 0.0
         apply, norm = bool(vector[-2]), float(vector[-1])
         if apply:
@@ -273,7 +273,7 @@ class Ps:
         return gradient_norm((p.grad for p in self._parameters if isinstance(p.grad, Tensor)), squares)
 
     def _has_seen_more_than(self, updates: int) -> bool:
-        """Whether this step ran on weights of a later one: another worker was lost, and a server with it."""
+        """True where this step ran on weights of a later one: another worker was lost, and a server with it."""
         assert self._model is not None
         seen = [self._model.dense.newest, *(module.newest for module in self._model.rows)]
         return max(seen) > updates
@@ -375,7 +375,7 @@ class Ps:
         self._step_at_anchor = self.step
 
     def give(self) -> Part:
-        """What of this rank is not on the servers: where it is, and the buffers as of the last commit."""
+        """State of this rank that is not on the servers: its position, and the buffers as of the last commit."""
         travelling, buffers = self._travelling.give()
         plain = {
             "step": self._step_at_anchor,

@@ -49,7 +49,7 @@ class PsHybrid(Ddp):
         self._pushed: PushStep | None = None
         self._tells_losses_last = True
         self.staleness: Counter[int] = Counter()
-        """How many pulls were how far ahead of the slowest worker."""
+        """Number of pulls, by their distance ahead of the slowest worker."""
 
     def _refuse_rows(self, model: nn.Module) -> None:
         """They are on the servers."""

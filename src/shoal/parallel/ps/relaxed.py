@@ -54,7 +54,7 @@ def needs_trainer(strategy: str) -> ConfigError:
 
 @dataclass(slots=True)
 class Naming:
-    """How pushes of the running fit are named: by the lease and the batch within it."""
+    """Names of the running fit's pushes: the lease, and the batch within it."""
 
     call: int
     num_leases: int
@@ -102,7 +102,7 @@ class PsRelaxed(Ps):
         self._ahead: DensePull | DenseLook | None = None
         self._unused: list[DensePull | DenseLook] = []  # the servers may still write into their memory
         self.staleness: Counter[int] = Counter()
-        """How many pulls were how far ahead of the slowest worker."""
+        """Number of pulls, by their distance ahead of the slowest worker."""
 
         self.updates = 0
         """Updates of all workers, as far as this one has heard."""
@@ -116,7 +116,6 @@ class PsRelaxed(Ps):
 
     @property
     def is_laid_out(self) -> bool:
-        """Whether the model is on the servers."""
         return self._model is not None
 
     def lay_out(self, batch: Slice) -> None:
@@ -167,7 +166,7 @@ class PsRelaxed(Ps):
         return 0
 
     def _drop_ahead(self) -> None:
-        """What was asked for ahead is not going to be used."""
+        """Drop a prefetch that is not going to be used."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._unused.append(ahead)

@@ -130,7 +130,7 @@ class RowModule:
         return read_table(self._group, self.spec)[:2]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
-        """What a copy of the model gets: the rows as they are now."""
+        """Rows of a copied model: those on the servers now, in this process."""
         copied = LocalRows(self.spec)
         copied.replace(*self.everything(), None, 0)
         return copied
@@ -160,11 +160,11 @@ class RowModule:
 
     @property
     def gradients(self) -> tuple[NDArray[np.int64], NDArray[Any]] | None:
-        """What `merge_gradients` has made; None where the module was not used."""
+        """Result of `merge_gradients`; None where the module was not used."""
         return self._gradients[0] if self._gradients else None
 
     def take_gradients(self) -> tuple[NDArray[np.int64], NDArray[Any]] | None:
-        """What backward left, merged; None where the module was not used."""
+        """Take the gradients of backward, merged; None where the module was not used."""
         weight = getattr(self.module, "weight", None)
         if weight is not None and weight.grad is not None:
             raise TrainingError(

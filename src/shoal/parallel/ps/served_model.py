@@ -120,7 +120,7 @@ class DenseParameters:
         self._step = None
 
     def disarm(self) -> None:
-        """Whatever backward makes now is nobody's."""
+        """Gradients of backward belong to no step from now on."""
         self._step = None
 
     def _ready(self, parameter: Tensor) -> None:
@@ -268,7 +268,7 @@ class ServedModel:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """What was decided and declared: plain values."""
+        """The plan and its declarations, as plain values."""
         rows = [[each.taken.name, each.taken.leaf, dict(each.spec.settings)] for each in self.rows]
         return {"rows": rows, "groups": self._declared_settings}
 

@@ -1,8 +1,8 @@
-"""One process's place in a job whose workers meet at servers: numbered exchanges posted there, notes left there.
+"""Session of a worker with the parameter servers: exchanges by number, and notes for its replacement.
 
-What `together.py` is to a group of workers, this is to a group of servers. No
-worker is connected to another, and none holds what its replacement would
-need: see docs/adr/0009-parameter-server.md.
+The counterpart of the elastic group, through servers: no worker is connected
+to another, and none holds what its replacement would need. See
+docs/adr/0009-parameter-server.md.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PsSession(Timeline):
         return vector  # type: ignore[no-any-return]
 
     def have_two_phases(self) -> None:
-        """Where there are several servers by now, all of them must have a step before any updates."""
+        """Switch to two phases where there are several servers by now: all must have a step before any updates."""
         if self.mode.kind == "exact" and not self.mode.two_phase and len(self.group.servers) > 1:
             self.mode = msgspec.structs.replace(self.mode, two_phase=True)
             self.group.declare(self.mode)

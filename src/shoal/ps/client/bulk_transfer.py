@@ -1,4 +1,4 @@
-"""Tables and chunks read and written as a whole by a client, optimizer state included: what checkpoints are made of."""
+"""Reads and writes of whole tables and chunks with their optimizer state, for checkpoints."""
 
 from __future__ import annotations
 

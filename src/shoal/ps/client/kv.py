@@ -196,7 +196,7 @@ class Handle:
 
     @property
     def is_done(self) -> bool:
-        """Whether it was answered, without waiting."""
+        """True once it was answered; does not wait."""
         self._kv._look()
         return self._request.is_done
 

@@ -36,7 +36,7 @@ Keys: TypeAlias = NDArray[np.int64]
 
 
 class KvRequest:
-    """What pushes and pulls have in common: tickets, answers, memory."""
+    """A push or a pull: its tickets, answers and buffers."""
 
     def __init__(self, table: TableSpec, num_bytes: int) -> None:
         self.table, self.num_bytes = table, num_bytes
@@ -68,7 +68,7 @@ class KvRequest:
         self._finish()
 
     def poll(self) -> bool:
-        """Whether all answers are here, without waiting for them; raises as `receive` does."""
+        """True once all answers are here; does not wait, and raises as `receive` does."""
         for server, (link, ticket) in list(self._left.items()):
             answer = link.take(ticket)
             if answer is None:
@@ -171,7 +171,7 @@ class Push(KvRequest):
         return parts
 
     def _gathered(self) -> tuple[Keys, NDArray[Any]]:
-        """What was cut over the servers of an earlier view, whole again."""
+        """Put together the parts that were cut over the servers of an earlier view."""
         keys = [np.zeros(0, np.int64), *(np.frombuffer(frame.view, np.int64) for _, frame, _ in self._parts)]
         values = [
             np.zeros(0, self.table.dtype),
@@ -269,7 +269,7 @@ class RequestQueue:
 
     @property
     def all(self) -> list[KvRequest]:
-        """What is not acknowledged, in order."""
+        """Requests without an acknowledgement, in order."""
         return [*self._sent, *(request for request, _ in self._held)]
 
     def add(self, request: KvRequest, after: Sequence[KvRequest] = ()) -> None:
@@ -361,7 +361,7 @@ class RequestQueue:
             request.keep()
 
     def _flush(self) -> None:
-        """What was said leaves now: nobody may wait for it for long."""
+        """Send what is buffered: nobody may wait for it for long."""
         for server in self._group.servers:
             self._group.link(server).flush()
 

@@ -1,4 +1,4 @@
-"""Rows and chunks on their way from the servers to a client.
+"""Pulls of rows and chunks from the servers.
 
 With one server the answer lands where it is used: a pulled row is read from
 the memory that the server gathered it into. With several, what each holds is
@@ -29,9 +29,9 @@ class RowsPull:
         self.table, self.keys, self.clock = table, keys, clock
         self.sent_in = 0
         self.staleness = 0
-        """How far the slowest worker was behind `clock` when the rows were read."""
+        """Distance of the slowest worker behind `clock` when the rows were read."""
         self.updates = 0
-        """How many updates there were by then, on the server with most."""
+        """Updates by then, on the server with most."""
         self._dim, self._dtype, self._create = dim, dtype, create
         self._asked: list[tuple[int, int, Buffer, NDArray[np.int64] | None]] = []
         self._held: list[tuple[Link, Buffer]] = []

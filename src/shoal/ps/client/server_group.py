@@ -1,4 +1,4 @@
-"""The servers of a job as one client sees them: who holds what, and asking again when that changes.
+"""The servers of a job as one client sees them: owners of slots, connections, and retries in a new view.
 
 Knows views and connections, not what is asked: that is an `Operation`, sent
 once per view and finished in whichever view it succeeds. Every message of the
@@ -36,15 +36,15 @@ from shoal.runtime.transport.messages.server_coordinator import ServerView
 from shoal.runtime.transport.shared_client import Link
 
 BEHIND_S = 0.005
-"""How long a server that has not heard of the newest view is given, before it is asked again."""
+"""Pause before a server that has not heard of the newest view is asked again."""
 
 CONNECT_TIMEOUT_S = 10.0
 
 LOST_S = 2.0
-"""How long a view without the server is waited for, whose connection broke, before it is tried again."""
+"""Wait for a view without a server whose connection broke, before the connection is retried."""
 
 ANSWER_S = 2.0
-"""How long a server is given to say who is missing: it has to look, not to wait."""
+"""Time-out of AskMissing: a server answers it without waiting."""
 
 
 class ViewChanged(Exception):
@@ -300,7 +300,7 @@ class Group:
         return list(answer.ranks) if isinstance(answer, Missing) else []
 
     def _flush(self) -> None:
-        """What was said to the servers leaves at once, to all of them."""
+        """Send what is buffered, to all servers at once."""
         for server, (_, link) in list(self._links.items()):
             try:
                 link.flush()

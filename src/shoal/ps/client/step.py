@@ -1,4 +1,4 @@
-"""One step of one worker, as the servers get it: pushes, then StepEnd, then (in two phases) Commit.
+"""One step of one worker at the servers: pushes, then StepEnd, then (in two phases) Commit.
 
 Keeps everything until it is acknowledged, and can send all of it again in
 another view, cut anew over whoever holds the slots by then.
@@ -33,7 +33,7 @@ NUM_SLOTS = 256
 
 @dataclass(slots=True)
 class Decision:
-    """What follows from a summed step: the same on every rank."""
+    """The outcome of a summed step: the same on every rank."""
 
     factor: float
     apply: bool
@@ -74,10 +74,10 @@ class PushStep:
 
     decision: Decision | None = None
     committed: Committed | None = None
-    """What the server with the fewest updates said."""
+    """Answer of the server with the fewest updates."""
 
     is_new: bool = True
-    """Whether it counts by this push, and not by one before it; relaxed strategies. What slot 0's holder says is so."""
+    """True where it counts by this push, and not by one before it; relaxed strategies. The owner of slot 0 decides."""
 
     was_sent_again: bool = False
     """Then a push before it may have been this one."""
@@ -86,7 +86,7 @@ class PushStep:
     """As many as any server has made by then: each counts them all, in its own order; relaxed strategies."""
 
     is_late: bool = False
-    """Whether a server was through with it before this came; strategies that do not wait for all."""
+    """True where a server had ended the step before this push came; strategies that do not wait for all."""
 
     _rows: list[_Rows] = field(default_factory=list)
     _dense: list[_Dense] = field(default_factory=list)
@@ -107,7 +107,7 @@ class PushStep:
         self._now(lambda: self._send_rows(rows))
 
     def chunk_memory(self, chunk: int, slot: int, nbytes: int) -> memoryview:
-        """Where a chunk's gradient is to be written before `push_dense`."""
+        """Memory for a chunk's gradient, to be written before `push_dense`."""
         link = self.group.link(self.group.owner(slot))
         frame = self._alloc(link, nbytes)
         self._dense.append(_Dense(chunk, slot, frame.view, [], frame, link))

@@ -1,4 +1,4 @@
-"""What a server's core hears, and what it wants done: the seam between it and the process around it."""
+"""Requests and actions: the seam between a server's core and the process around it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How far every slot is: per stream the last push that counted, and how many updates there were.
+"""Deduplication of pushes: per slot and stream the last seq that was applied, and the number of updates.
 
-A mark changes in the same turn as the parameters of its slot, travels with
-them, and alone decides whether a push that comes again counts.
+A seq changes in the same turn as the parameters of its slot and travels with
+them; it alone makes a repeated push idempotent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def some_slots(slots: list[int]) -> Slots:
 
 
 class AppliedSeqs:
-    """The marks of all slots that a server holds, as primary or not."""
+    """Applied seqs of all slots that a server holds, as primary or replica."""
 
     def __init__(self) -> None:
         self.version = np.zeros(NUM_SLOTS, dtype=np.int64)
@@ -80,7 +80,7 @@ class AppliedSeqs:
                 del self._streams[each]
 
     def forget_streams(self) -> None:
-        """What they had pushed is not here any more."""
+        """Forget all streams: their pushes are not here any more."""
         self._streams.clear()
 
     def drop(self, slots: Slots) -> None:

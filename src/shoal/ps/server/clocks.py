@@ -1,4 +1,4 @@
-"""How many batches every rank has finished, and what follows for pulls and wishes; relaxed strategies.
+"""Clocks of the ranks in relaxed strategies: batches finished, and who waits for whom.
 
 A rank counts a batch when this server hears its StepEnd for the first time
 from that incarnation, whether or not the batch counted: a lease may be run
@@ -49,7 +49,7 @@ class Clocks:
                 del counted[next(iter(counted))]
 
     def wish(self, rank: int, vector: Vector, *, call: int = 0) -> None:
-        """What the rank would like, in its vector: stop, checkpoint, leave. What was wished in an earlier call is over."""
+        """Take the control flags of a rank's vector: stop, checkpoint, leave. Those of an earlier call are over."""
         if call > self._call:
             self._call, self._sticky = call, 0
             self._wishes.clear()
@@ -77,7 +77,7 @@ class Clocks:
         return min(there) if there else max(self._clocks.values(), default=0)
 
     def have_reached(self, clock: int, *, besides: int | None) -> bool:
-        """Whether all that are there have come so far. Nobody waits for itself."""
+        """True once all present ranks have come so far. Nobody waits for itself."""
         return all(
             mine >= clock
             for rank, mine in self._clocks.items()
@@ -85,7 +85,7 @@ class Clocks:
         )
 
     def behind(self, clock: int) -> list[int]:
-        """Who of those that are there has not come so far."""
+        """Present ranks that have not come so far."""
         return [rank for rank, mine in self._clocks.items() if mine < clock and rank not in self._absent]
 
     def at_least(self, rank: int, clock: int) -> None:
@@ -130,7 +130,7 @@ class Clocks:
         return [(each, self._clocks.get(each, 0), dict(self._counted.get(each, {}))) for each in ranks]
 
     def heard(self, state: ClockState) -> None:
-        """What another server's clocks say; it may count here one day."""
+        """Set aside another server's clocks, for a failover."""
         for rank, clock, counted in state:
             old, old_counted = self._heard.get(rank, (0, {}))
             self._heard[rank] = (max(old, clock), _newest(old_counted, counted))

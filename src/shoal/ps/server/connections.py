@@ -213,7 +213,7 @@ class CoordinatorLine:
         self._flush()
 
     def attend(self, mask: int) -> list[Message]:
-        """What the coordinator has said."""
+        """Read; the messages of the coordinator."""
         heard: list[Message] = []
         if mask & selectors.EVENT_WRITE:
             self._flush()
@@ -244,7 +244,7 @@ class CoordinatorLine:
 
     @property
     def wait_s(self) -> float | None:
-        """How long until `tick` has something to do."""
+        """Seconds until `tick` has something to do; None: nothing."""
         return None if self._sock is not None else max(0.0, self._try_at - time.monotonic())
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ class Update:
     """One change of rows and chunks, ready to be applied."""
 
     slots: Slots
-    """Where it counts, whether or not anything of it lies there."""
+    """Slots in which it counts, whether or not anything of it lies there."""
 
     rows: dict[int, tuple[Keys, Values]] = field(default_factory=dict)
     """By table: keys and the gradients of their rows."""
@@ -131,10 +131,10 @@ class Update:
     """By chunk: its gradient, and the parts without one."""
 
     factor: float = 1.0
-    """What all gradients are multiplied with."""
+    """Factor of all gradients."""
 
     step: int = 0
-    """How many updates there were before."""
+    """Number of updates before it."""
 
     settings: list[Settings] = field(default_factory=list)
     """Of the optimizer's groups; empty: as they were declared. They are not remembered: an update says what it needs."""
@@ -325,7 +325,7 @@ class Contents:
 
 
 def restrict(update: Update, slots: Slots, chunks: dict[int, ChunkSpec]) -> Update:
-    """What is left of an update in these slots."""
+    """The part of an update in these slots."""
     if not (update.slots & ~slots).any():
         return update
     rows = {}
@@ -337,7 +337,7 @@ def restrict(update: Update, slots: Slots, chunks: dict[int, ChunkSpec]) -> Upda
 
 
 def chunk_bytes(chunk: ChunkSpec) -> int:
-    """How many bytes a chunk's elements take."""
+    """Bytes of a chunk's elements."""
     return sum(map(num_elements, chunk.parts)) * torch_dtype(chunk.dtype).itemsize
 
 

@@ -634,12 +634,12 @@ class ServerCore:
         return actions
 
     def _step_of(self, slots: Slots, part: Contribution) -> int:
-        """How many updates of the model there were in these slots."""
+        """Updates of the model so far in these slots."""
         counter = counter_of_update(part.staged.rows, part.end.model)
         return int(self.state.applied.steps(counter)[slots].max(initial=0))
 
     def _partial(self, message: StepEnd) -> Committed:
-        """Where not all ranks need be in a step: whether this contribution is in it, in every slot."""
+        """The answer to a StepEnd in a partial mode: late where the contribution is missing in some slot."""
         late = bool((self.state.applied.missing(message.stream, message.seq) & self.mine).any())
         self._steps().num_late += late
         return self._committed(self._high if late else message.seq, late=late)

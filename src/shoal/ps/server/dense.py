@@ -132,7 +132,7 @@ class DenseChunk:
         self._run_over(self._together() if kind.__name__ in ELEMENT_WISE else self._apart())
 
     def sum_memory(self) -> torch.Tensor:
-        """Where gradients are added."""
+        """Memory of the sum, kept over steps."""
         if self._sum is None:
             self._sum = torch.empty_like(self.flat)
         return self._sum
@@ -245,7 +245,7 @@ class DenseChunk:
         self.set_state(before)
 
     def _is_alike(self, run: _Run, state: State) -> bool:
-        """Whether its parts' state can be one: all have it or none, and the same numbers where it is not by element."""
+        """True where the state of its parts can be one: all have it or none, and equal numbers where it is not by element."""
         if len(run.numbers) == 1 or not any(number in state for number in run.numbers):
             return True
         if not all(number in state for number in run.numbers):
@@ -307,7 +307,7 @@ class DenseStore:
             self.memory.free(dropped.place, dropped.flat.numel(), dropped.flat.dtype)
 
     def place(self, chunk: int) -> tuple[int, int]:
-        """Where its elements are, for as long as it is kept: (memory, offset)."""
+        """(memory, offset) of its elements, for as long as it is kept."""
         return self._chunks[chunk].place
 
     def __contains__(self, chunk: int) -> bool:

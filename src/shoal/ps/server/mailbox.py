@@ -1,4 +1,4 @@
-"""What workers tell each other through the holder of slot 0, and what a replacement finds there.
+"""Mailbox of the workers at the owner of slot 0: exchanges, and the notes from which a replacement resumes.
 
 Exchanges are numbered; one is over when every rank has posted. The newest
 note of every rank is kept, and the results of the exchanges since the oldest
@@ -17,7 +17,7 @@ from shoal.runtime.transport.framing import pack, unpack
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an exchange gave: all contributions packed, or for a commit the vectors' sum."""
+    """Result of an exchange: all contributions packed, or for a commit the vectors' sum."""
 
     is_commit: bool
     frame: bytes
@@ -79,14 +79,14 @@ class Mailbox:
                 del self.log[number]
 
     def contributions(self, exchange: int) -> list[bytes]:
-        """What every rank posted, in rank order."""
+        """Every rank's contribution, in rank order."""
         result = self.log[exchange]
         if result.is_commit:
             raise Refusal(f"exchange {exchange} was the commit of a step, and nothing was posted to it")
         return unpack(result.frame)
 
     def since(self, rank: int) -> tuple[int, bytes, list[int]]:
-        """Where a replacement of this rank goes on: its note, and the exchanges after it."""
+        """The note from which a replacement of this rank resumes, and the exchanges to replay after it."""
         anchored_at, note = self.notes.get(rank, (0, b""))
         return anchored_at, note, [number for number in sorted(self.log) if number >= anchored_at]
 

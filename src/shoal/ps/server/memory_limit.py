@@ -1,4 +1,4 @@
-"""How much memory a server may hold, what it says when that is all in use, and what it gives back.
+"""Memory limit of a server: refusals in time, and pages given back after bulk transfers.
 
 A server that refuses in time ends a job with a sentence; one that does not is
 ended by the kernel without one, and its replacement after it. What malloc
@@ -44,7 +44,7 @@ GROWING = (DeclareTable, DeclareDense, PushRows, PushDense, WriteRows, WriteChun
 """Requests of clients that may make a server hold more than before."""
 
 BULKY = (ReadRows, ReadChunk, WriteRows, WriteChunk, CopySlot)
-"""What moves whole tables, with copies on the way that no step needs again."""
+"""Requests that move whole tables, with copies on the way that no step needs again."""
 
 GIVE_BACK_AFTER_S = 0.2
 """Without any of those: then they are over for now."""

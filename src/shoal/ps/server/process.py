@@ -49,7 +49,7 @@ WORK_EVERY_S = 0.004
 
 
 class Core(Protocol):
-    """What decides: `core.ServerCore`, or what a test puts in its place."""
+    """The state machine that the loop runs: `core.ServerCore`, or a test's."""
 
     def hear(self, request: Request, now: float) -> Iterable[Action]:
         """A request of a client or another server."""
@@ -64,7 +64,7 @@ class Core(Protocol):
         """The connection to another server is over; what it did not answer may not have arrived."""
 
     def view(self, view: ServerView) -> Iterable[Action]:
-        """Who holds what from now on."""
+        """A new view."""
 
     def rank_joined(self, rank: int, incarnation: int) -> Iterable[Action]:
         """This incarnation of a rank is in."""
@@ -286,7 +286,6 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
 
 
 def make_core(told: ServerSpec) -> Core:
-    """What decides in this server."""
     from shoal.ps.server.apply_filters import PushFilters
     from shoal.ps.server.core import ServerCore
 

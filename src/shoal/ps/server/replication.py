@@ -130,7 +130,7 @@ class PostRecord(_Record, frozen=True, tag="post"):
 
 
 class DeclareRecord(_Record, frozen=True, tag="declare"):
-    """What there is: the first record on any connection, and after every declaration."""
+    """All declarations: the first record on any connection, and after every new one."""
 
     tables: list[TableSpec]
     dense: list[DeclareDense]
@@ -179,7 +179,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(record: bytes) -> Record:
-    """What `encode` was given; msgspec.MsgspecError where it is no record of this version."""
+    """Inverse of `encode`; msgspec.MsgspecError where it is no record of this version."""
     return _decoder.decode(record)
 
 
@@ -258,7 +258,7 @@ class Replication:
         return {link.server: link.number for link in self._links.values()}
 
     def is_met(self, need: dict[int, int]) -> bool:
-        """Whether all have answered, and no holder lacks a slot."""
+        """True once all have acknowledged, and no holder lacks a slot."""
         return all(
             not link.owed and link.answered >= max(need.get(server, 0), link.owed_number)
             for server, link in self._links.items()
@@ -321,7 +321,7 @@ class Replication:
     def view(
         self, view: ServerView, *, was_primary: Slots, is_new: bool, trusted: dict[int, Slots] | None = None
     ) -> list[Send]:
-        """Who follows in a new view. `was_primary`: slots of which this server was primary in the view just before.
+        """Links of a new view. `was_primary`: slots of which this server was primary in the view just before.
 
         `is_new`: it has held nothing so far, and neither have the others: a job's begin.
         `trusted`: by server, slots of which it is known to have all that this one has.

@@ -90,7 +90,7 @@ class Counted:
 
 
 class ServerState:
-    """What one server has."""
+    """Contents, applied seqs, clocks, mailbox and steps of one server."""
 
     steps_class = Steps
 
@@ -108,7 +108,7 @@ class ServerState:
 
     @property
     def mode(self) -> DeclareMode | None:
-        """How contributions count, once somebody said so."""
+        """The declared mode; None before the first declaration."""
         return self.steps.mode if self.steps is not None else None
 
     @property
@@ -175,7 +175,7 @@ class ServerState:
 
     @staticmethod
     def committed_frame(counted: Counted) -> bytes:
-        """What Committed carries."""
+        """The frame of a Committed."""
         return np.append(counted.vector, [float(counted.applies), counted.norm]).tobytes()
 
     def last_frame(self) -> bytes:
@@ -295,12 +295,12 @@ class ServerState:
 
     @property
     def num_declared(self) -> int:
-        """How much is known of what there is."""
+        """Number of declarations heard."""
         contents = self.contents
         return len(contents.tables) + len(contents.declared_dense) + (self.steps is not None)
 
     def declarations(self) -> DeclareRecord:
-        """What there is, for a server that may have heard of none of it."""
+        """All declarations, for a server that may have heard none."""
         contents = self.contents
         return DeclareRecord(
             tables=[table.spec for table in contents.tables.values()],

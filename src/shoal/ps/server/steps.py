@@ -27,7 +27,7 @@ MAX_NAMES = 16
 
 @dataclass(slots=True)
 class Staged:
-    """What one name holds so far."""
+    """Pushes of one (stream, seq) so far."""
 
     rows: dict[int, tuple[Keys, Values]] = field(default_factory=dict)
     dense: dict[int, tuple[Tensor, tuple[int, ...]]] = field(default_factory=dict)
@@ -122,7 +122,7 @@ def read_vector(frame: bytes | memoryview, *, at_least: int) -> Vector:
 
 
 COUNT, LOSSES = 0, 4
-"""Where the count and the first rank's loss are in a step's vector; see parallel/step_result.py."""
+"""Places of the count and of the first rank's loss in a step's vector; see parallel/step_result.py."""
 
 PARTIAL_MODES = ("drop", "stale")
 """Kinds of steps that do not wait for all ranks. The marks of a slot tell whose contributions are in it."""
@@ -179,7 +179,7 @@ class Steps:
         return self.summed is None and len(self.ended) >= self.waits_for
 
     def missing_ranks(self) -> list[int]:
-        """Who has not ended the step yet."""
+        """Ranks that have not ended the step yet."""
         return [rank for rank in range(self.mode.num_workers) if rank not in self.ended]
 
     @staticmethod
@@ -196,7 +196,7 @@ class Steps:
         self._kept = {}
 
     def reused(self) -> dict[int, Contribution]:
-        """What stands in for ranks that have not ended the step; what those that have contribute is kept for the next."""
+        """Kept contributions that stand in for missing ranks; those of this step are kept for the next."""
         if self.mode.kind != "stale":
             return {}
         reused = {rank: kept for rank, kept in self._kept.items() if rank not in self.ended}

@@ -1,1 +1,1 @@
-"""What processes say to each other: messages, their bytes, and the sockets they travel on. Imports no torch."""
+"""Transport between processes: messages, their bytes, sockets and shared memory. Imports no torch."""

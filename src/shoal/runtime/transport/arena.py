@@ -1,4 +1,4 @@
-"""Memory that a client shares with one server: who has which bytes of it.
+"""Arena of shared memory between a client and one server: its segments and buffers.
 
 Decides where a buffer lies: in segments of memfd, by size class, never more
 than a limit. Does not know what is in a buffer, nor when a server has read
@@ -25,13 +25,13 @@ STEPS_PER_OCTAVE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaConfig:
-    """How much memory one connection may share."""
+    """Limits of the memory that one connection shares."""
 
     limit_bytes: int = 4 << 30
     """All segments together. Backed as it is touched, so it is a bound and no cost."""
 
     segment_bytes: int = 16 << 20
-    """What is reserved at first; later a quarter of what there is, and never less than a buffer needs."""
+    """First reservation; later a quarter of what there is, and never less than a buffer needs."""
 
     def __post_init__(self) -> None:
         if not ALIGNMENT <= self.segment_bytes <= self.limit_bytes:

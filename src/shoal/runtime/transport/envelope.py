@@ -56,7 +56,7 @@ REPLIES = FrameLimits(num_frames=1 + MAX_FRAMES, frames_bytes=REPLY_BYTES + _TAB
 
 
 class Envelope(NamedTuple):
-    """What the table says."""
+    """The fixed part of a message, as the table says."""
 
     ticket: int
     new: list[tuple[int, int]]  # segment, bytes
@@ -210,7 +210,7 @@ class Intake:
 
 
 class Outbox:
-    """What is to be sent over a socket that does not block; in order, descriptors with the first byte of theirs."""
+    """Send queue of a non-blocking socket; in order, descriptors with the first byte of theirs."""
 
     def __init__(self) -> None:
         self._parts: deque[tuple[memoryview, tuple[int, ...]]] = deque()

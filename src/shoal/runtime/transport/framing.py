@@ -230,13 +230,13 @@ def _check_frames(lengths: Sequence[int], limits: FrameLimits) -> None:
 
 
 def pack(pieces: Sequence[bytes | memoryview]) -> bytes:
-    """How many, their lengths, then they."""
+    """Pieces as one: their number, their lengths, then they."""
     lengths = [memoryview(piece).nbytes for piece in pieces]
     return struct.pack(f"<{1 + len(lengths)}Q", len(lengths), *lengths) + b"".join(pieces)
 
 
 def unpack(raw: bytes | memoryview) -> list[bytes]:
-    """What `pack` was given; WireError where it cannot have been."""
+    """Inverse of `pack`; WireError where it cannot be one."""
     memory = memoryview(raw)
     try:
         (count,) = struct.unpack_from("<Q", memory)

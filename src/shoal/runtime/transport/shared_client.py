@@ -39,7 +39,7 @@ INLINE_BYTES = 4096
 """Buffers up to this size are sent in the socket: that is quicker than looking them up."""
 
 BLOCKED_LOOK_S = 0.01
-"""How often a sender whose socket is full looks whether it has to read for others too."""
+"""Interval at which a sender with a full socket checks whether it has to read for others too."""
 
 
 class LinkReply(NamedTuple):

@@ -56,7 +56,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerConfig:
-    """What a server bears from its peers."""
+    """Limits of a server's connections."""
 
     num_peers: int = 1024
     """Connections at a time."""

@@ -24,7 +24,7 @@ MAX_PATH_BYTES = 107
 
 
 class Peer(NamedTuple):
-    """Who is at the other end of a connection, by the kernel's word."""
+    """The process at the other end of a connection, by the kernel's word."""
 
     pid: int
     uid: int
@@ -89,7 +89,7 @@ def connect(path: str | Path, *, timeout_s: float) -> socket.socket:
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """Who is at the other end, as of the moment it connected or listened."""
+    """The other end, as of the moment it connected or listened."""
     pid, uid, _gid = struct.unpack(
         "iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
     )

@@ -1,4 +1,4 @@
-"""What hosts say to each other about files that not all of them have.
+"""Messages between hosts about files that not all of them have.
 
 A block is (url, stamp, number): the stamp changes with the file's content, so
 a block of an older file is never taken for one of the newer.

@@ -1,4 +1,4 @@
-"""What every sentence between two processes has in common."""
+"""Base class of all messages, and the types of their fields."""
 
 from __future__ import annotations
 
