@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.errors import LinkLost
-from shoal.ps.server.actions import Action, DropPeer, LinkReply, Request, Send
+from shoal.ps.server.actions import Action, DropPeer, Reply, Request, Send
 from shoal.ps.server.core import ServerCore
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.messages.client_server import Hello
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView
-from shoal.runtime.transport.shared_client import LinkReply as Answer
+from shoal.runtime.transport.shared_client import LinkReply
 
 NUM_SERVERS = 3
 
@@ -110,11 +110,11 @@ class World:
     def _act(self, number: int, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case LinkReply(peer, ticket, message, frames) if peer < 0:
+                case Reply(peer, ticket, message, frames) if peer < 0:
                     source = -1 - peer
                     if source in self.cores and ticket:
                         self._act(source, self.cores[source].answered(number, message))
-                case LinkReply(peer, ticket, message, frames):
+                case Reply(peer, ticket, message, frames):
                     link = self._peers[peer]
                     assert isinstance(link, Link)
                     link.arrived(ticket, message, [memoryview(bytes(frame)) for frame in frames])
@@ -159,7 +159,7 @@ class Link:
 
     def __init__(self, number: int) -> None:
         self.number, self.is_lost = number, False
-        self.unasked: list[Answer] = []
+        self.unasked: list[LinkReply] = []
         self._wanted: set[int] = set()
         self._answers: dict[int, tuple[Message, list[memoryview]]] = {}
         self._held: list[Any] = []
@@ -228,7 +228,7 @@ class Link:
         if ticket in self._wanted:
             self._answers[ticket] = (message, frames)
         else:
-            self.unasked.append(Answer(ticket, message, frames))
+            self.unasked.append(LinkReply(ticket, message, frames))
 
     def close(self) -> None:
         self.is_lost = True
