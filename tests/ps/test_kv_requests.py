@@ -15,8 +15,8 @@ from kv_world import Link, World
 from shoal.config.job import Job
 from shoal.embedding.rules import RULES
 from shoal.errors import ConfigError, PsError
-from shoal.ps.client import kv as kv_tables
-from shoal.ps.client import kv_requests as kv_line
+from shoal.ps.client import kv as kv_module
+from shoal.ps.client import kv_requests
 from shoal.ps.client import server_group as groups
 from shoal.ps.client.kv import Kv
 from shoal.ps.client.kv_requests import RequestQueue
@@ -36,7 +36,7 @@ SCRIPT = st.lists(
 def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "Link", Link)
     monkeypatch.setattr(groups, "BEHIND_S", 0.0)
-    monkeypatch.setattr(kv_line, "MAX_REQUESTS", 6)
+    monkeypatch.setattr(kv_requests, "MAX_REQUESTS", 6)
 
 
 def client(world: World, rank: int = 0, incarnation: int = 0) -> Kv:
@@ -142,7 +142,7 @@ def test_what_follows_something_refused_is_not_sent_and_says_why() -> None:
     while world.step():  # servers tell each other of tables
         pass
     for core in world.cores.values():
-        del core.state.contents.tables[kv_tables.spec_of("bad", 1, "add", {}, **DEFAULTS).number]
+        del core.state.contents.tables[kv_module.spec_of("bad", 1, "add", {}, **DEFAULTS).number]
     refused = kv.push(bad, [1, 2, 3], [1.0, 1.0, 1.0])
     following = kv.push(good, [1], [1.0], after=[refused])
     independent = kv.push(good, [1], [2.0])
@@ -158,7 +158,7 @@ def test_what_follows_something_refused_is_not_sent_and_says_why() -> None:
 
 
 def test_requests_that_fill_the_memory_wait_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_line, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(kv_requests, "MAX_BYTES", 10_000)
     world = World(1)
     kv = client(world)
     table = kv.table("sums", dim=1, rule="add")
@@ -196,8 +196,8 @@ def test_repeats_are_summed_and_stored_ones_replaced_whatever_the_order(data: st
     keys = np.array(data.draw(KEYS), np.int64)
     values = np.arange(2.0 * len(keys)).reshape(-1, 2)
     for rule in RULES:
-        spec = kv_tables.spec_of("t", 2, rule, {}, **DEFAULTS | {"dtype": "float64"})
-        found, rows = kv_tables.once_each(spec, keys, values, merge=True)
+        spec = kv_module.spec_of("t", 2, rule, {}, **DEFAULTS | {"dtype": "float64"})
+        found, rows = kv_module.once_each(spec, keys, values, merge=True)
         expected: dict[int, np.ndarray] = {}
         for key, value in zip(keys.tolist(), values, strict=True):
             expected[key] = value if rule == "store" or key not in expected else expected[key] + value
@@ -208,10 +208,10 @@ def test_repeats_are_summed_and_stored_ones_replaced_whatever_the_order(data: st
 @pytest.mark.parametrize("keys", [[0.5], np.array([True]), ["a"], np.array([2**63], np.uint64)])
 def test_keys_that_are_no_int64_are_refused(keys: Any) -> None:
     with pytest.raises(ConfigError, match="keys must"):
-        kv_tables.keys_of(kv_tables.spec_of("t", 1, "add", {}, **DEFAULTS), keys)
+        kv_module.keys_of(kv_module.spec_of("t", 1, "add", {}, **DEFAULTS), keys)
 
 
 def test_tables_of_names_have_numbers_that_no_model_has_and_differ() -> None:
-    numbers = {kv_tables.spec_of(f"table {n}", 1, "add", {}, **DEFAULTS).number for n in range(1000)}
+    numbers = {kv_module.spec_of(f"table {n}", 1, "add", {}, **DEFAULTS).number for n in range(1000)}
     assert len(numbers) == 1000
     assert min(numbers) >= FIRST_NAMED

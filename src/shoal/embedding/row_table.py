@@ -1,6 +1,6 @@
 """The rows of one table in one process: values and optimizer state side by side, found by key, changed by a rule.
 
-Single-threaded. Knows nothing of servers, slots or ranks: ps/server/table.py adds
+Single-threaded. Knows nothing of servers, slots or ranks: ps/server/contents.py adds
 those. A row nobody wrote has values that are a function of (seed, key).
 """
 

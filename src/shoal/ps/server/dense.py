@@ -318,10 +318,6 @@ class DenseStore:
         flat = self._chunks[chunk].flat
         return flat.numel() * flat.element_size()
 
-    def num_state_bytes(self, chunk: int) -> int:
-        """Of its optimizer's state."""
-        return sum(tensor.numel() * tensor.element_size() for _, _, tensor in self._chunks[chunk].state())
-
     def pull(self, chunk: int, out: Elements) -> None:
         """Write the elements to `out`."""
         self._as_tensor(chunk, out).copy_(self._chunks[chunk].flat)
