@@ -92,7 +92,7 @@ class Ps:
         if self._model is not None or self.optimizer is None:
             return
         group, job = self._session.group, self._job
-        self._session._ensure_joined()
+        self._session._be_there()
         if self._wants_norm:
             mode = msgspec.structs.replace(self._session.mode, two_phase=True, wants_norm=True)
             group.declare(mode)

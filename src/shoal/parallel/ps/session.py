@@ -78,7 +78,7 @@ class PsSession(Timeline):
 
     def exchange(self, contribution: bytes) -> list[bytes]:
         """Every rank's contribution to the next exchange, in rank order."""
-        self._ensure_joined()
+        self._be_there()
         known, result = self._log.recall()
         if known:
             self._caught_up()
@@ -161,7 +161,7 @@ class PsSession(Timeline):
         for holder in self._holders.values():
             holder.anchored()  # type: ignore[attr-defined]
 
-    def _ensure_joined(self) -> None:
+    def _be_there(self) -> None:
         if self._is_there:
             return
         self._is_there = True
