@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from shoal.train.custom import reduce as reduce
     from shoal.train.custom import setup as setup
     from shoal.train.custom import should_stop as should_stop
+    from shoal.train.custom import sum_gradients as sum_gradients
+    from shoal.train.gradient_sums import clip_grad_norm_ as clip_grad_norm_
     from shoal.train.history import History as History
     from shoal.train.trainer import Trainer as Trainer
 
@@ -40,6 +42,7 @@ _HOMES = {
     "ShoalError": "shoal.errors",
     "Trainer": "shoal.train.trainer",
     "callbacks": "shoal.callbacks",
+    "clip_grad_norm_": "shoal.train.gradient_sums",
     "collectives": "shoal.collectives",
     "data": "shoal.data",
     "features": "shoal.features",
@@ -53,6 +56,7 @@ _HOMES = {
     "run": "shoal.cluster.launch.api",
     "setup": "shoal.train.custom",
     "should_stop": "shoal.train.custom",
+    "sum_gradients": "shoal.train.custom",
 }
 
 __all__ = [
@@ -63,6 +67,7 @@ __all__ = [
     "ShoalError",
     "Trainer",
     "callbacks",
+    "clip_grad_norm_",
     "collectives",
     "data",
     "features",
@@ -76,6 +81,7 @@ __all__ = [
     "run",
     "setup",
     "should_stop",
+    "sum_gradients",
 ]
 
 importlib.import_module("shoal.runtime.user_frames").hide_ours_from_plain_python()

@@ -8,6 +8,7 @@ gradients in one small vector.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from shoal.parallel.check_same_model import refuse_different_models
 from shoal.parallel.compute import Compute
 from shoal.parallel.hashed_rows import hash_embeddings, layer_of, plain_tensors
 from shoal.parallel.optimizer_state import optimizer_settings
+from shoal.parallel.own_gradients import OwnGradients
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.parallel.state import MODEL, load_state, state_pieces
 from shoal.parallel.statistics import RunningStatistics
@@ -65,6 +67,8 @@ class Ddp:
         self._norm_of: Callable[[], float] | None = None
         self._prepared_at: int | None = None
         self._buffers_before: dict[str, torch.Tensor] = {}
+        self._has_kept_buffers = False
+        self._own: OwnGradients | None = None  # in a loop of the user's own
 
     @property
     def traffic(self) -> Traffic | None:
@@ -96,6 +100,8 @@ class Ddp:
         self._statistics = RunningStatistics(job.model)
         self._changing = ChangingBuffers(job.model)
         self._parameters = list(job.model.parameters())
+        if job.is_own_loop:
+            self._own = OwnGradients(job.model)
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
             self._exchange = self._make_exchange(job.model)
@@ -125,6 +131,7 @@ class Ddp:
         """Compute this rank's gradients; they leave bucket by bucket while backward runs."""
         if self._together.next_is_known:
             return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
+        self._has_kept_buffers = False
         self.about_to_run()
         self._num_global = batch.num_global
         if self._ranks is None:
@@ -149,6 +156,9 @@ class Ddp:
 
         A donor hands these over, and a step that is left out goes back to them.
         """
+        if self._has_kept_buffers:
+            return  # another batch of the same step
+        self._has_kept_buffers = True
         self._keep_buffers()
         self._changing.look()
 
@@ -160,19 +170,55 @@ class Ddp:
             if id(buffer) not in constants
         }
 
+    def weigh(self, batch: Slice) -> None:
+        """Weight what the user's own backward leaves from now on by this slice's share of the global batch."""
+        assert self._own is not None
+        self._own.weight = batch.num_local / batch.num_global
+
+    def sum_gradients(self, batch: Slice) -> None:
+        """Exchange what the user's own backward left, now: `commit` then only updates."""
+        assert self._own is not None
+        if self._own.is_summed:
+            return
+        if not self._together.next_is_known:
+            self._own.check()
+        own, num_global = self._own, batch.num_global
+
+        def summed(native: Reducer) -> dict[str, Any]:
+            assert self._exchange is not None
+            count = torch.tensor([float(batch.num_local)], dtype=torch.float64)
+            work = native.start_all_reduce(count)
+            self._exchange.arm(native)
+            self._exchange.finish()
+            native.finish(work, "the exchange of counts")
+            # Copies: buckets are filled again by the next step, and a replacement may need this one's.
+            return {"count": float(count), "gradients": [_kept(p.grad) for p in own.parameters]}
+
+        result = self._together.exchange(summed, abandon=self._abandon, kind="a sum of gradients")
+        # Backward divided by samples; bad ones may have been left out of the batch.
+        factor = num_global / result["count"] if result["count"] else 0.0
+        gradients = [
+            given.to(p.device) if (given := _given(kept)) is not None else None
+            for p, kept in zip(own.parameters, result["gradients"], strict=True)
+        ]
+        own.summed([g if factor == 1.0 or g is None else g * factor for g in gradients])
+
     def adopt(self, batch: Slice) -> None:
-        """Take gradients of the slice's mean that the user's own backward computed, weighted by its samples."""
+        """Take the gradients that the user's own backward left since the last commit."""
+        assert self._own is not None
+        self._has_kept_buffers = False
         if self._together.next_is_known:
             # The donor's state holds this step already: the forward that the user's loop ran has to leave no trace.
             self._restore_buffers()
+            self._own.forget()
             return
+        self._own.check()
         self._num_global = batch.num_global
-        share = batch.num_local / batch.num_global
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                # A borrowed sample gives nothing, NaN or not.
-                parameter.grad = parameter.grad * share if share else None
         self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None), batch.share)
+
+    @property
+    def _is_summed(self) -> bool:
+        return self._own is not None and self._own.is_summed
 
     def commit(self) -> Verdict:
         """Finish the exchange, then clip, decide and update alike on every rank."""
@@ -230,7 +276,7 @@ class Ddp:
         """Stand where the donor stands."""
         self.step, self._prepared_at = part.plain["step"], part.plain["prepared_at"]
         self._load_given(PieceReader(part.tensors, part.plain["optimizer"]))
-        self._buffers_before = {}
+        self._buffers_before, self._has_kept_buffers = {}, False
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -269,7 +315,8 @@ class Ddp:
         if self._my_statistics is not None:
             self._statistics_sum = self._my_statistics.clone()
             self._works.append(native.start_all_reduce(self._statistics_sum))
-        self._exchange.arm(native)
+        if not self._is_summed:
+            self._exchange.arm(native)
 
     def _finish(self, native: Reducer) -> None:
         assert self._exchange is not None
@@ -277,7 +324,8 @@ class Ddp:
             raise PeerLost(rank=self._rank, operation="the exchange of losses", reason="a peer went away")
         for work in self._works:
             native.finish(work, "the exchange of losses and statistics")
-        self._exchange.send_rest()
+        if not self._is_summed:
+            self._exchange.send_rest()
         if self._tells_losses_last:
             native.finish(native.start_all_reduce(self._vector), "the exchange of losses")
         # Which buffers changed on any rank, all ranks read from the summed flags.
@@ -288,7 +336,8 @@ class Ddp:
                 self._changed, share=self._my_share, rank=self._data_rank if self._tells_buffers else -1
             )
             native.finish(native.start_all_reduce(self._changed_sum), "the exchange of buffers")
-        self._exchange.finish()
+        if not self._is_summed:
+            self._exchange.finish()
 
     def _exchange_again(self, native: Reducer) -> None:
         if self._ranks is None:
@@ -325,14 +374,18 @@ class Ddp:
 
     def _update(self, _: None) -> Verdict:
         assert self.optimizer is not None
+        verdict = decide(self._take_buffers())
         verdict = update(
             self._job,
             self.optimizer,
             self._parameters,
-            decide(self._take_buffers()),
-            self._num_global,
+            verdict,
+            # Gradients summed before the commit are divided by what was counted already.
+            int(verdict.count) if self._is_summed else self._num_global,
             norm_of=self._norm_of,
         )
+        if self._own is not None:
+            self._own.forget()
         if not verdict.applied:  # a step that is left out leaves no trace
             self._restore_buffers()
         self._works, self._buffers_before = [], {}
@@ -348,6 +401,28 @@ class Ddp:
         with torch.no_grad():
             for tensor in plain_tensors(self._job.model).values():
                 native.broadcast(tensor)
+
+
+def _kept(gradient: torch.Tensor | None) -> Any:
+    """A copy of a gradient as the log of exchanges holds it: of dense tensors."""
+    if gradient is None or gradient.layout is not torch.sparse_coo:
+        return gradient.clone() if gradient is not None else None
+    gradient = gradient.coalesce()
+    return {
+        "indices": gradient.indices().clone(),
+        "values": gradient.values().clone(),
+        "shape": list(gradient.shape),
+    }
+
+
+def _given(kept: Any) -> torch.Tensor | None:
+    """A gradient of its own, from what `_kept` made."""
+    if not isinstance(kept, dict):
+        return kept.clone() if kept is not None else None
+    rows = torch.sparse_coo_tensor(
+        kept["indices"].clone(), kept["values"].clone(), kept["shape"], check_invariants=False
+    )
+    return rows.coalesce()
 
 
 def sparse_parameters(model: nn.Module) -> frozenset[str]:

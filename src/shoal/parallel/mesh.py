@@ -186,8 +186,8 @@ class ModelParallel(Ddp):
             "ways between the parts of the model. Checkpoints are whole: go on from the newest with `shoal resume`."
         )
 
-    def adopt(self, batch: Slice) -> None:
-        """A loop of the user's own has run backward, and with it the exchange, before anybody knew its weight."""
+    def weigh(self, batch: Slice) -> None:
+        """A loop of the user's own runs backward, and with it the exchange, before anybody is asked."""
         raise ConfigError(
             f"'{self._axes}' sums gradients while backward runs, and shoal.setup learns of a loop's own backward only after "
             "it. Nothing was trained; use shoal.Trainer, or --strategy ddp."

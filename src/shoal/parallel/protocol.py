@@ -82,6 +82,9 @@ class TrainJob:
     compile: bool = False
     """Compile the model."""
 
+    is_own_loop: bool = False
+    """Whether the user's own loop calls backward."""
+
     number: int = 0
     """Which Trainer or loop of the script this is, counted from 0: ranks hand its state over by it."""
 
@@ -215,8 +218,14 @@ class TakesGradients(Protocol):
     def about_to_run(self) -> None:
         """The user's loop takes a slice: what follows runs the model, up to the next commit."""
 
+    def weigh(self, batch: Slice) -> None:
+        """The slice that backward is computed on from now on: gradients are weighted by its share of the global batch."""
+
+    def sum_gradients(self, batch: Slice) -> None:
+        """Have the sum over the ranks in `.grad`, before the commit; a loop clips it, or looks at it."""
+
     def adopt(self, batch: Slice) -> None:
-        """Take the gradients of the slice's mean loss, which the user's own backward left in the parameters."""
+        """Take what the user's own backward left in the parameters; `batch` is the slice that was taken last."""
 
 
 @runtime_checkable

@@ -68,6 +68,12 @@ class Single:
     def about_to_run(self) -> None:
         """Nothing to keep: nobody else needs this process's state."""
 
+    def weigh(self, batch: Slice) -> None:
+        """Every slice is the whole batch."""
+
+    def sum_gradients(self, batch: Slice) -> None:
+        """This process has the whole gradient."""
+
     def adopt(self, batch: Slice) -> None:
         """Take gradients that the user's own backward computed."""
         self._contributed = LossSum(torch.zeros(()), float(batch.num_global if batch.num_local else 0), None)

@@ -32,7 +32,14 @@ from shoal.runtime.failpoints import failpoint
 
 T = TypeVar("T")
 
-KINDS = ("an exchange", "a step", "a sum over the workers", "a gathering", "a call of shoal.collectives")
+KINDS = (
+    "an exchange",
+    "a step",
+    "a sum over the workers",
+    "a gathering",
+    "a call of shoal.collectives",
+    "a sum of gradients",
+)
 """What an exchange may be for: ranks whose scripts went apart are found out by it."""
 
 

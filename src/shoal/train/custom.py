@@ -6,8 +6,9 @@
         loss_of(model(x), y).backward()    # a mean over the slice
         optimizer.step()                   # exchange, update: the same on every rank
 
-Gradients are exchanged when `step` is called, however many backward passes
-came before it, each rank's weighted by the samples of its slice.
+Gradients are exchanged when `step` is called, or when they are clipped. Each
+backward is weighted by the samples of the slice that was taken before it, so
+several batches may be accumulated into one step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shoal.config.parallel_options import refuse_own_loop
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, TrainingError
 from shoal.parallel import create
 from shoal.parallel.compute import place, seed_all
 from shoal.parallel.loss import loss_rule
@@ -40,6 +41,7 @@ from shoal.train import custom_anchors as custom_anchoring
 from shoal.train import fingerprint
 from shoal.train.arguments import device_of
 from shoal.train.calls import Call, batches_of, described, next_number
+from shoal.train.gradient_sums import extend_torch
 from shoal.train.interrupts import asked_to_leave
 from shoal.train.ledger_report import LedgerNotes
 from shoal.train.load_balance import refuse
@@ -71,6 +73,7 @@ class WorkerData:
         self._ledger = LedgerNotes(self, batches)
         self._ledger.begin(is_inherited=is_inherited, again={})
         self._pending: list[_Taken] = []  # since the last step
+        self._num_left_out = 0  # samples, of those
         self.epoch = 0
         self.num_local = 0
         """Samples of this worker's own in the batch given last; 0 where one was borrowed, which nobody should count."""
@@ -82,7 +85,7 @@ class WorkerData:
 
     def stepped(self) -> None:
         """A step is committed: what was handed out before it is trained."""
-        pending, self._pending = self._pending, []
+        pending, self._pending, self._num_left_out = self._pending, [], 0
         for part in pending:
             self.position.next_index = part.start + part.num_global
             self._ledger.count(part)
@@ -102,12 +105,13 @@ class WorkerData:
                 epoch=epoch, start=start, rank=job.rank, num_workers=job.num_workers
             ):
                 _script.slice, _script.between = part, None
+                self._refuse_left_out(part)
                 self._pending.append(_Taken(part.start, part.num_global, part.cuts))
                 if self not in _script.data:
                     _script.data.append(self)
                 self.num_local = part.num_local
                 for loop in _script.loops:
-                    loop.about_to_run()
+                    loop.about_to_run(part)
                 custom_anchoring.note(
                     self.number, part, self._loop.strategy, _script.optimizers, self.position.stretch
                 )
@@ -122,6 +126,17 @@ class WorkerData:
             _script.between = f"after epoch {epoch} of {self.number}"
             self._pending.clear()  # nothing was made of them
             self._ledger.reached(is_end=is_over)
+
+    def _refuse_left_out(self, part: Slice) -> None:
+        """Backward divides by the samples of a batch, commit corrects it: for one batch, not for the sum of several."""
+        self._num_left_out += part.num_local if part.num_asked is None else part.num_asked
+        self._num_left_out -= part.num_local
+        if self._num_left_out and self._pending:
+            raise TrainingError(
+                f"{self._num_left_out} bad samples were left out of batches whose gradients are accumulated into one step, and how "
+                "much each batch counts is then known too late. Nothing of this step was applied; repair the data, or take "
+                "a step after every batch."
+            )
 
     def __len__(self) -> int:
         num_steps = self._batches.num_steps(self._loop.job.num_workers)
@@ -143,13 +158,20 @@ class CustomLoop:
         self._verification: Verification | None = None
         if self.job.verify:
             self._verification = Verification(self.job.verify, rank=self.job.rank, is_own_loop=True)
-        self._committing = False
+        self.is_committing = False
         self._number = next_number()
 
-    def about_to_run(self) -> None:
-        """A slice is handed to the script: models will run, up to the next commit."""
+    def about_to_run(self, part: Slice) -> None:
+        """A slice is handed to the script: models will run on it, up to the next commit."""
         if self.optimizer is not None:
             self._stepping.about_to_run()
+            self._stepping.weigh(part)
+
+    def sum_gradients(self) -> None:
+        """Have sums over the workers in `.grad`; the commit that follows only updates."""
+        if _script.slice is None:
+            raise _no_batch_yet("the gradients were to be summed")
+        self._stepping.sum_gradients(_script.slice)
 
     def epoch_is_over(self) -> None:
         """The script may end with it, before the steps that a verification asked for."""
@@ -175,6 +197,9 @@ class CustomLoop:
         else:
             self.device = device_of(self.job, None)
         self.model, self.optimizer = model, optimizer
+        self.parameter_ids = {id(parameter) for parameter in model.parameters()}
+        if self.job.num_workers > 1:
+            extend_torch(_sum_gradients_of, _owner_of)
         fingerprint.watch(model)
         self.strategy.prepare(
             TrainJob(
@@ -183,6 +208,7 @@ class CustomLoop:
                 build_optimizer=lambda _: optimizer,
                 device=self.device,
                 number=self._number,
+                is_own_loop=True,
                 checkpoint_activations=self.job.checkpoint_activations,
                 wishes=self._wishes,
             )
@@ -190,7 +216,7 @@ class CustomLoop:
         update = optimizer.step
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
-            if self._committing:
+            if self.is_committing:
                 return update()
             if closure is not None:
                 raise ConfigError(
@@ -205,17 +231,14 @@ class CustomLoop:
 
     def _commit(self) -> None:
         if _script.slice is None:
-            raise ConfigError(
-                "optimizer.step() was called before the first batch was taken from the data that shoal.setup returned. "
-                "Loop over that data: `for x, y in data:`."
-            )
+            raise _no_batch_yet("optimizer.step() was called")
         self._wishes.leave = asked_to_leave() is not None
         self._stepping.adopt(_script.slice)
-        self._committing = True
+        self.is_committing = True
         try:
             verdict = self.strategy.commit()
         finally:
-            self._committing = False
+            self.is_committing = False
         _script.ended = _script.ended or verdict.leave
         for data in _script.data:
             data.stepped()
@@ -293,6 +316,34 @@ def present_moment() -> tuple[Strategy, Callable[[str, Callable[[], T]], T]]:
     return strategy, lambda what, run: timeline.remembered(f"{what} {between}", run)
 
 
+def sum_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Have the sum over all workers in `.grad` of the parameters of this optimizer, before its step.
+
+    Between backward and step a gradient is only this worker's part; after this it is the whole, the same on every worker,
+    and may be read and changed. Call it after the last backward of a step; `optimizer.step()` then only updates.
+    """
+    loop = next((loop for loop in _script.loops if loop.optimizer is optimizer), None)
+    if loop is None:
+        raise ConfigError("shoal.sum_gradients was given an optimizer that shoal.setup does not know.")
+    loop.sum_gradients()
+
+
+def _sum_gradients_of(parameters: list[Tensor]) -> None:
+    """Of every loop that one of these belongs to; while one commits, its gradients are what they should be."""
+    given = {id(parameter) for parameter in parameters}
+    for loop in _script.loops:
+        if loop.optimizer is not None and not given.isdisjoint(loop.parameter_ids) and not loop.is_committing:
+            loop.sum_gradients()
+
+
+def _owner_of(gradient: Tensor) -> Tensor | None:
+    for loop in _script.loops:
+        for parameter in loop.model.parameters() if loop.optimizer is not None else ():
+            if parameter.grad is gradient:
+                return parameter
+    return None
+
+
 def mean(total: Tensor, count: Tensor | float) -> Tensor:
     """A loss over something other than samples: its local sum and local count, as a mean over all workers.
 
@@ -313,6 +364,13 @@ def mean(total: Tensor, count: Tensor | float) -> Tensor:
 def should_stop() -> bool:
     """True once somebody asked the job to leave; decided with a step, so it turns true on all ranks at once."""
     return _script.ended
+
+
+def _no_batch_yet(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} before the first batch was taken from the data that shoal.setup returned. Loop over that data: "
+        "`for x, y in data:`."
+    )
 
 
 def _current_loop() -> CustomLoop:

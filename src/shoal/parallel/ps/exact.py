@@ -9,6 +9,7 @@ connection to each other, and nothing a replacement would need.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,11 +24,13 @@ from torch import Tensor
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
+from shoal.errors import TrainingError
 from shoal.parallel.buffer_sync import Travelling
 from shoal.parallel.check_same_model import refuse_different_models
 from shoal.parallel.compute import Compute, place
 from shoal.parallel.hashed_rows import plain_tensors
 from shoal.parallel.optimizer_state import load_settings
+from shoal.parallel.own_gradients import OwnGradients
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.parallel.ps import embedding_placement as takeover
 from shoal.parallel.ps.served_model import ServedModel
@@ -38,6 +41,7 @@ from shoal.parallel.update import clip_factor, gradient_norm
 from shoal.ps.client.pulls import DenseLook, DensePull
 from shoal.ps.client.step import Decision, PushStep
 from shoal.ps.layout import check_optimizer
+from shoal.recovery import state_transfer
 from shoal.recovery.replay_log import Timeline
 from shoal.recovery.state_transfer import Part
 from shoal.runtime.failpoints import failpoint
@@ -64,6 +68,8 @@ class Ps:
         self._weights_at = -1  # the clock as of which this process's copy of the weights is
         self._buffers_before: dict[str, Tensor] = {}
         self._coming: Slice | None = None
+        self._has_looked = False
+        self._own: OwnGradients | None = None  # in a loop of the script's own
 
     # ---- preparing ------------------------------------------------------------------------------
 
@@ -80,6 +86,8 @@ class Ps:
         self._compute = Compute(job, check_loss=True)
         self._travelling = Travelling(job.model)
         self._parameters = list(job.model.parameters())
+        if job.is_own_loop:
+            self._own = OwnGradients(job.model)
         if job.build_optimizer is not None and self.optimizer is None:
             optimizer = job.build_optimizer(job.model)
             check_optimizer(optimizer)
@@ -130,6 +138,7 @@ class Ps:
         self._num_global, self._share = batch.num_global, batch.share
         if self._session.next_is_known:
             return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
+        self._has_looked = False
         self.about_to_run()
         self._begin()
         return self._compute.forward_backward(
@@ -142,24 +151,62 @@ class Ps:
         self._refresh()
         for module in self._model.rows if self._model is not None else ():
             module.clock, module.is_training = self._weights_at, True
-        self._travelling.look()
+        if not self._has_looked:  # else it is another batch of the same step
+            self._has_looked = True
+            self._travelling.look()
+
+    def weigh(self, batch: Slice) -> None:
+        """Weight what the user's own backward leaves from now on by this slice's share of the global batch."""
+        assert self._own is not None
+        self._own.weight = weight = batch.num_local / batch.num_global
+        for module in self._model.rows if self._model is not None else ():
+            module.weight = weight
+
+    def sum_gradients(self, batch: Slice) -> None:
+        """Every rank reads every rank's gradients and adds them up as the servers would; at commit one of them pushes."""
+        assert self._own is not None
+        if self._own.is_summed:
+            return
+        if not self._session.next_is_known:
+            self._own.check()
+        mine = {
+            "count": float(batch.num_local),
+            "gradients": [
+                p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
+                for p in self._own.parameters
+            ],
+        }
+        ranks = [
+            state_transfer.from_bytes(raw) for raw in self._session.exchange(state_transfer.to_bytes(mine))
+        ]
+        if sum(rank["count"] for rank in ranks) != batch.num_global:
+            raise TrainingError(
+                f"samples of a batch of {batch.num_global} were left out, and gradients of the parameter server are divided by the "
+                "rest only when it updates, after they were clipped. Nothing of this step was applied; repair the data, or use "
+                "--strategy ddp."
+            )
+        sums: list[Tensor | None] = []
+        for parts in zip(*(rank["gradients"] for rank in ranks), strict=True):
+            there = [part for part in parts if part is not None]
+            sums.append(functools.reduce(torch.add, there) if there else None)
+        own = self._own.parameters
+        self._own.summed([g.to(p.device) if g is not None else None for p, g in zip(own, sums, strict=True)])
 
     def adopt(self, batch: Slice) -> None:
-        """Take gradients of the slice's mean that the user's own backward computed, weighted by its samples."""
+        """Take the gradients that the user's own backward left since the last commit."""
+        assert self._own is not None
         self._num_global, self._share = batch.num_global, batch.share
+        self._has_looked = False
         if self._session.next_is_known:
             self._travelling.restore()
             for module in self._model.rows if self._model is not None else ():
                 module.forget()
+            self._own.forget()
             return
+        self._own.check()
         self._begin()
-        assert self._model is not None
-        weight = batch.num_local / batch.num_global
-        for module in self._model.rows:
-            module.scale(weight)
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad * weight if weight else None
+        if self._own.is_summed and self._rank:
+            self._own.forget()  # rank 0 pushes the sum
         self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None))
 
     def coming(self, batch: Slice) -> None:
@@ -294,7 +341,10 @@ class Ps:
                 module.release()
         for parameter in self._parameters:
             parameter.grad = None
+        if self._own is not None:
+            self._own.forget()
         self._travelling.forget()
+        self._has_looked = False
         self.step += 1
         return verdict
 
@@ -392,6 +442,7 @@ class Ps:
         self._prepared_at, self._laid_out_at = part.plain["prepared_at"], part.plain["laid_out_at"]
         self._travelling.take(part.plain["travelling"], part.tensors)
         self._home_at = self._weights_at = -1
+        self._has_looked = False
         if self._laid_out_at is not None and self._laid_out_at <= self._session.anchored_at:
             self._lay_out(None, part.plain["layout"])
             if self._session.is_between_calls:

@@ -36,6 +36,8 @@ class RowModule:
     ) -> None:
         self.taken, self.module = taken, taken.module
         self.clock, self.is_training = 0, True
+        self.weight = 1.0
+        """Of gradients that backward leaves, where a loop of the script's own calls it."""
         self.staleness: list[int] = []
         self.newest = 0
         """The most updates that any row pulled so far had behind it."""
@@ -122,8 +124,8 @@ class RowModule:
 
     def push(self, keys: NDArray[np.int64], gradients: NDArray[Any]) -> None:
         """The gradients of rows that were pulled; kept for the step."""
-        if self.is_training:
-            self._gradients.append((keys, gradients))
+        if self.is_training and self.weight:  # a borrowed sample gives nothing
+            self._gradients.append((keys, gradients if self.weight == 1.0 else gradients * self.weight))
 
     def everything(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """All rows that the servers hold, by increasing key."""

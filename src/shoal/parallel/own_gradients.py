@@ -1,0 +1,152 @@
+"""Gradients of a loop that calls backward itself, from backward to commit.
+
+Weights each backward by the slice it came from, and tells gradients that the
+script wrote from those that backward left. Exchanges nothing: `ddp.py` and
+`ps.py` sum, each in its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError
+
+
+class OwnGradients:
+    """Watches `.grad` of a model's parameters.
+
+    Before `summed` it is this rank's part of the gradient of the global
+    batches, however many were accumulated; after it, the whole gradient.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weight = 1.0
+        """Share of the global batch that the next backward is computed on."""
+
+        self.num_backwards = 0
+        """Gradients that backward has left here so far; changes with every backward that reaches the model."""
+
+        self._all = list(model.named_parameters())
+        self._watched = [(name, p) for name, p in self._all if p.requires_grad]
+        self._left: dict[int, tuple[int, int]] = {}  # by parameter: the gradient as backward left it
+        self._contributed: set[int] = set()  # parameters that a sample of this rank's own reached
+        self._sums: dict[int, Tensor] = {}
+        self._nodes = []
+        for number, (_, parameter) in enumerate(self._watched):
+            with torch.enable_grad():  # type: ignore[no-untyped-call]
+                node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            # On the node that accumulates, not on the parameter: torch.autograd.grad must give what it gives elsewhere.
+            node.register_prehook(self._weigh(number))
+            parameter.register_post_accumulate_grad_hook(self._note(number))  # type: ignore[no-untyped-call]
+            self._nodes.append(node)  # autograd drops the hooks of a node that nobody holds
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained."""
+        return [parameter for _, parameter in self._watched]
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the gradients are sums over the ranks."""
+        for number in [n for n in self._sums if self._watched[n][1].grad is None]:
+            del self._sums[number]
+        return bool(self._sums)
+
+    def summed(self, gradients: Sequence[Tensor | None]) -> None:
+        """Put sums over the ranks in place of the gradients, in the order of `parameters`."""
+        self._clear()
+        for number, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
+            parameter.grad = gradient
+            if gradient is not None:
+                self._sums[number] = gradient
+
+    def check(self) -> None:
+        """Refuse gradients that are neither as backward left them nor zero: they would be summed as if they were.
+
+        After it a parameter that only borrowed samples reached has none, as one that no sample reached.
+        """
+        is_summed = self.is_summed
+        numbers = {id(parameter): number for number, (_, parameter) in enumerate(self._watched)}
+        for name, parameter in self._all:
+            if parameter.grad is None:
+                continue
+            number = numbers.get(id(parameter))
+            if number is None:
+                raise ConfigError(
+                    f"'{name}' has a gradient, and was frozen (requires_grad=False) when shoal.setup was called, so its gradient "
+                    "would not be exchanged. Nothing of this step was applied; call shoal.setup with every parameter that will "
+                    "be trained unfrozen, and freeze them after it."
+                )
+            if is_summed:
+                if number in self._left:
+                    raise _after_the_sum(name)
+            elif self._left.get(number) != _standing(parameter.grad) and _is_anything(parameter.grad):
+                raise ConfigError(
+                    f"the gradient of '{name}' was changed between backward() and optimizer.step(), where it is only this worker's "
+                    "part: the sum over the workers would not be what one process computes. Nothing of this step was applied; "
+                    "call shoal.sum_gradients(optimizer) after the last backward() of a step and change the gradients then, or "
+                    "use shoal.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_, which do so."
+                )
+            elif number not in self._contributed:
+                parameter.grad = None
+
+    def forget(self) -> None:
+        """The step is committed."""
+        self._clear()
+        for _, parameter in self._all:
+            parameter.grad = None
+
+    def _clear(self) -> None:
+        self._left.clear()
+        self._contributed.clear()
+        self._sums.clear()
+
+    def _weigh(self, number: int) -> Callable[[Any], Any]:
+        name, parameter = self._watched[number]
+
+        def weigh(gradients: tuple[Tensor | None]) -> tuple[Tensor | None] | None:
+            if self._sums and number in self._sums:
+                if parameter.grad is not None and _is_anything(parameter.grad):
+                    raise _after_the_sum(name)
+                del self._sums[number]  # the step was left out
+            (gradient,) = gradients
+            if gradient is None:
+                return None
+            if (
+                not self.weight
+            ):  # a borrowed sample gives nothing, NaN or not; but `.grad` is there, as on every rank
+                return (torch.zeros_like(gradient),)
+            self._contributed.add(number)
+            return (gradient * self.weight,) if self.weight != 1.0 else None
+
+        return weigh
+
+    def _note(self, number: int) -> Callable[[Tensor], None]:
+        def note(parameter: Tensor) -> None:
+            self.num_backwards += 1
+            if parameter.grad is not None:
+                self._left[number] = _standing(parameter.grad)
+
+        return note
+
+
+def _standing(gradient: Tensor) -> tuple[int, int]:
+    """Changes with every write in place, and with a new tensor in its stead."""
+    return id(gradient), gradient._version
+
+
+def _is_anything(gradient: Tensor) -> bool:
+    values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+    return bool(values.any())
+
+
+def _after_the_sum(name: str) -> ConfigError:
+    return ConfigError(
+        f"backward() added to the gradient of '{name}' after the gradients of this step had been summed over the workers (by "
+        "clip_grad_norm_, clip_grad_value_ or shoal.sum_gradients): a part of one worker on top of the sum of all. Nothing of "
+        "this step was applied; sum or clip after the last backward() of a step."
+    )
