@@ -160,24 +160,24 @@ class Timeline:
                 self._counted.add(key)
                 self._num_kept_bytes += num_bytes(result)
             if self._num_kept_bytes > KEPT_BYTES:
-                self._let_go()
+                self.let_go(
+                    f"note: what the script exchanged so far takes {self._num_kept_bytes / 2**20:,.0f} MiB, too much to keep it for a "
+                    "worker that is replaced: from here on one that dies takes all of them back to the script's begin, or to the "
+                    "newest checkpoint of a Trainer"
+                )
         if self._has_let_go and self._call_is_over:
             self._log.anchor()  # nobody will run up to here
 
-    def _let_go(self) -> None:
+    def let_go(self, note: str) -> None:
         """From here on a death takes everybody back to the script's begin: one that came later could not pass."""
+        if self._has_let_go:
+            return
         events.emit(RESULTS_LET_GO, num_bytes=self._num_kept_bytes)  # before anything is gone
         self._has_let_go = True
         self._results.clear()
         self._counted.clear()
         if jobs.rank() == 0:
-            print(
-                f"note: what the script exchanged so far takes {self._num_kept_bytes / 2**20:,.0f} MiB, too much to keep it for a "
-                "worker that is replaced: from here on one that dies takes all of them back to the script's begin, or to the "
-                "newest checkpoint of a Trainer",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(note, file=sys.stderr, flush=True)
 
     def _note(self, state: Callable[[], dict[str, Any]]) -> None:
         self._log.anchor()

@@ -13,6 +13,7 @@ several batches may be accumulated into one step.
 
 from __future__ import annotations
 
+import functools
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -32,15 +33,17 @@ from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.errors import ConfigError, TrainingError
 from shoal.parallel import create
-from shoal.parallel.compute import place, seed_all
+from shoal.parallel.compute import place as place_on
+from shoal.parallel.compute import seed_all
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import Strategy, TakesGradients, TrainJob, Wishes
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.seeds import mix
-from shoal.train import custom_anchors as custom_anchoring
-from shoal.train import fingerprint
+from shoal.runtime.user_frames import calling_line
+from shoal.train import fingerprint, loop_shape
 from shoal.train.arguments import device_of
 from shoal.train.calls import Call, batches_of, described, next_number
+from shoal.train.custom_anchors import Place, Recovery
 from shoal.train.gradient_sums import extend_torch
 from shoal.train.interrupts import asked_to_leave
 from shoal.train.ledger_report import LedgerNotes
@@ -74,7 +77,7 @@ class WorkerData:
         self._ledger.begin(is_inherited=is_inherited, again={})
         self._pending: list[_Taken] = []  # since the last step
         self._num_left_out = 0  # samples, of those
-        self.epoch = 0
+        self.epoch, self.index = 0, -1
         self.num_local = 0
         """Samples of this worker's own in the batch given last; 0 where one was borrowed, which nobody should count."""
 
@@ -82,6 +85,11 @@ class WorkerData:
     def data_description(self) -> dict[str, Any]:
         """Which data it is, for the ledger."""
         return self._batches.describe()
+
+    def counted_from(self, start: int) -> Iterator[tuple[int, Tree]]:
+        """As `enumerate` does, and from where this worker begins."""
+        for batch in self:
+            yield start + self.index, batch
 
     def stepped(self) -> None:
         """A step is committed: what was handed out before it is trained."""
@@ -93,17 +101,22 @@ class WorkerData:
 
     def __iter__(self) -> Iterator[Tree]:
         job = self.job
+        place = _script.recovery.start_of(self.number, self.epoch, self._loop.strategy.timeline)
         epoch, self.epoch = self.epoch, self.epoch + 1
-        place_in = custom_anchoring.start_of(self.number, epoch, self._loop.strategy, _script.optimizers)
         is_over = False
         try:
-            if place_in is None:
-                return  # the others were through with this epoch before this worker came to be
-            start, stretch = place_in
-            self.position = Position(epoch=epoch, next_index=start, stretch=stretch)
+            if place is None:
+                return  # the others were through with this data before this worker came to be
+            _script.began(place)
+            epoch, self.index = place.epoch, place.index - 1
+            self.position = Position(epoch=epoch, next_index=place.next_index, stretch=place.stretch)
+            _script.open.append(self)
             for part in self._batches.slices(
-                epoch=epoch, start=start, rank=job.rank, num_workers=job.num_workers
+                epoch=epoch, start=place.next_index, rank=job.rank, num_workers=job.num_workers
             ):
+                self.index += 1
+                if not _script.is_anchored and _script.open == [self]:
+                    _script.anchor(self, part)
                 _script.slice, _script.between = part, None
                 self._refuse_left_out(part)
                 self._pending.append(_Taken(part.start, part.num_global, part.cuts))
@@ -112,17 +125,16 @@ class WorkerData:
                 self.num_local = part.num_local
                 for loop in _script.loops:
                     loop.about_to_run(part)
-                custom_anchoring.note(
-                    self.number, part, self._loop.strategy, _script.optimizers, self.position.stretch
-                )
                 if job.num_workers > 1:  # else every worker would draw the same dropout as the others
                     seed_all(mix(self._seed, job.rank, epoch, part.start), self._loop.device)
                 failpoint(BEFORE_FORWARD, self._loop.strategy.step + 1)
-                yield place(part.batch, self._loop.device, self._loop.dtype)
+                yield place_on(part.batch, self._loop.device, self._loop.dtype)
             is_over = True
             for loop in _script.loops:
                 loop.epoch_is_over()
         finally:
+            if self in _script.open:
+                _script.open.remove(self)
             _script.between = f"after epoch {epoch} of {self.number}"
             self._pending.clear()  # nothing was made of them
             self._ledger.reached(is_end=is_over)
@@ -166,6 +178,11 @@ class CustomLoop:
         if self.optimizer is not None:
             self._stepping.about_to_run()
             self._stepping.weigh(part)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has left any that no step has used."""
+        return self.optimizer is not None and any(p.grad is not None for p in self.model.parameters())
 
     def sum_gradients(self) -> None:
         """Have sums over the workers in `.grad`; the commit that follows only updates."""
@@ -232,6 +249,7 @@ class CustomLoop:
     def _commit(self) -> None:
         if _script.slice is None:
             raise _no_batch_yet("optimizer.step() was called")
+        _script.about_to_commit(self)
         self._wishes.leave = asked_to_leave() is not None
         self._stepping.adopt(_script.slice)
         self.is_committing = True
@@ -257,14 +275,52 @@ class _Script:
     data: list[WorkerData] = field(default_factory=list)
     """From which any was taken."""
 
+    every: list[WorkerData] = field(default_factory=list)
+    open: list[WorkerData] = field(default_factory=list)
+    """In the middle of an epoch."""
+
     ended: bool = False
     between: str | None = ""
     """Where the script is while it is not in an epoch of its data; None while it is."""
 
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those of all loops."""
-        return [loop.optimizer for loop in self.loops if loop.optimizer is not None]
+    recovery: Recovery = field(default_factory=Recovery)
+    is_anchored: bool = False
+    """Whether the step that is under way has been noted for a replacement."""
+
+    committed: CustomLoop | None = None
+    """Took a step since then."""
+
+    def anchor(self, data: WorkerData, part: Slice) -> None:
+        """The first batch since the last step is about to be handed out: a replacement runs the step from here."""
+        self.is_anchored, self.committed = True, None
+        self.recovery.note(
+            self.loops[-1].strategy.timeline,
+            Place(
+                data=data.number,
+                epoch=part.epoch,
+                next_index=part.start,
+                index=data.index,
+                stretch=data.position.stretch,
+                epochs={each.number: each.epoch for each in self.every},
+            ),
+        )
+
+    def began(self, place: Place) -> None:
+        """A replacement goes on where the others are."""
+        for data in self.every:
+            data.epoch = place.epochs.get(data.number, data.epoch)
+
+    def about_to_commit(self, loop: CustomLoop) -> None:
+        """A replacement has weights of after a step: it cannot compute gradients again that were computed before it."""
+        timeline = loop.strategy.timeline
+        waiting = [other for other in self.loops if other is not loop and other.has_gradients]
+        if self.committed is not None or waiting:
+            self.recovery.give_up(
+                timeline, f"{calling_line()}: more than one optimizer step is taken on a batch"
+            )
+        if timeline is None or not timeline.next_is_known:
+            self.committed = loop
+        self.is_anchored = False
 
 
 _script = _Script()
@@ -278,6 +334,9 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     batches = batches_of(data, what="setup", seed=jobs.current().seed, may_be_endless=True)
     job = jobs.current()
     refuse_own_loop(job.sync_every)
+    _script.recovery.set_up()
+    if job.incarnation:
+        _catch_up_quietly()
     refuse(batches, num_workers=job.num_workers, strategy=job.strategy, what="shoal.setup")
     number = session.begin_call("setup", described(batches))
     loop = next((loop for loop in _script.loops if loop.optimizer is optimizer), None)
@@ -286,6 +345,8 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
         call = Call(number, loop.strategy.timeline)
         loop.take(model, optimizer)
         _script.loops.append(loop)
+        _script.recovery.models.append(model)
+        _script.recovery.optimizers.append(optimizer)
     elif loop.model is not model:
         raise ConfigError(
             "shoal.setup was given an optimizer that it already has, with another model. Nothing was changed; build an "
@@ -296,7 +357,27 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     is_inherited = call.is_over  # a replacement passes here, where the others were before
     if not call.is_over:
         call.end(None)
-    return model, optimizer, WorkerData(loop, batches.for_device(loop.device), is_inherited=is_inherited)
+    mine = WorkerData(loop, batches.for_device(loop.device), is_inherited=is_inherited)
+    _script.every.append(mine)
+    return model, optimizer, mine
+
+
+def _catch_up_quietly() -> None:
+    """Let the script of a replacement enter its loops where the others are, and write no files before it is there."""
+
+    def count(data: Any, start: int = 0) -> Any:
+        return data.counted_from(start) if isinstance(data, WorkerData) else enumerate(data, start)
+
+    loop_shape.use_enterable(loop_shape.script_frames(), {"range": loop_shape.Range, "enumerate": count})
+    save = torch.save
+
+    @functools.wraps(save)
+    def save_when_live(*args: Any, **kwargs: Any) -> None:
+        if session.is_live():
+            save(*args, **kwargs)
+
+    if not hasattr(torch.save, "__wrapped__"):
+        torch.save = save_when_live
 
 
 def reduce(value: Tensor | float) -> Any:

@@ -142,7 +142,7 @@ def lost_state(lost: StateLost) -> str:
     if lost.holds_parts:
         return f"worker {lost.rank} {how}, and nobody else held its part of the model"
     if lost.has_let_go:
-        return f"worker {lost.rank} {how}, and results that its replacement would need had become too large to be kept"
+        return f"worker {lost.rank} {how}, and the others did not keep what its replacement would need"
     if lost.rank is not None:
         return f"worker {lost.rank} and a server died in the same step, and what it had pushed to that server is lost"
     who = ("server " if len(lost.servers) == 1 else "servers ") + ", ".join(map(str, lost.servers))
