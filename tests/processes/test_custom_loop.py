@@ -159,6 +159,8 @@ def test_should_stop_turns_true_on_all_ranks_after_the_same_step(
     )
     assert done.exit_code == code
     assert len({(tmp_path / f"stopped-{rank}").read_text() for rank in range(3)}) == 1
+    assert "a loop of your own is not saved by shoal" in done.stderr
+    assert "and saving" not in done.stderr
 
 
 def test_a_loop_that_leaves_out_a_step_on_one_rank_is_not_waited_for_for_ever(launch_script: Launch) -> None:

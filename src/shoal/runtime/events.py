@@ -13,6 +13,9 @@ from typing import Any
 RESULTS_LET_GO = "results-let-go"
 """A worker no longer keeps the results that a replacement of another would need."""
 
+OWN_LOOP = "own-loop"
+"""A script trains in a loop of its own, which saves nothing that the script does not save."""
+
 _MAX_KEPT = 10_000
 
 emitted: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_MAX_KEPT)

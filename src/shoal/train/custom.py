@@ -37,6 +37,7 @@ from shoal.parallel.compute import place as place_on
 from shoal.parallel.compute import seed_all
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import Strategy, TakesGradients, TrainJob, Wishes
+from shoal.runtime import events
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.seeds import mix
 from shoal.runtime.user_frames import calling_line
@@ -214,6 +215,7 @@ class CustomLoop:
         else:
             self.device = device_of(self.job, None)
         self.model, self.optimizer = model, optimizer
+        events.tell(events.OWN_LOOP)
         self.parameter_ids = {id(parameter) for parameter in model.parameters()}
         if self.job.num_workers > 1:
             extend_torch(_sum_gradients_of, _owner_of)

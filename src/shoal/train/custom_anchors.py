@@ -192,7 +192,8 @@ class Recovery:
             self._schedulers[id(optimizer)] = [
                 thing
                 for thing in gc.get_objects()
-                if isinstance(thing, LRScheduler) and thing.optimizer is optimizer
+                # Not isinstance: it asks the object itself, and deprecated ones answer with a warning.
+                if issubclass(type(thing), LRScheduler) and thing.optimizer is optimizer
             ]
         return self._schedulers[id(optimizer)]
 

@@ -55,6 +55,7 @@ class Variables:
 
     def __init__(self, trained: Callable[[], list[nn.Module]], carried: frozenset[str]) -> None:
         self._trained, self._carried = trained, carried
+        self._constants: dict[int, dict[str, Any]] = collections.defaultdict(dict)
         self._lists: dict[
             int, tuple[list[Any], list[Any]]
         ] = {}  # long ones: the list, and what was noted of it
@@ -67,10 +68,15 @@ class Variables:
         noted = []
         for depth, frame in enumerate(frames):
             here = {}
+            constants = self._constants[depth]
             for name, value in frame.f_locals.items():
                 if type(value) in _SCALARS:
                     here[name] = value
-                elif not isinstance(value, _CONSTANT) and not name.startswith("__"):
+                elif constants.get(name) is value:
+                    continue  # a module, a function, the optimizer: most of what a script has
+                elif isinstance(value, (*_CONSTANT, torch.optim.Optimizer, LRScheduler)) or name[:2] == "__" or any(value is model for model in self._trained()):
+                    constants[name] = value
+                else:
                     copied = self._copied(value)
                     if copied is not _SKIPPED:
                         here[name] = copied
@@ -83,7 +89,7 @@ class Variables:
         kind = type(value)
         if kind in _SCALARS:
             return value
-        if depth > 4 or isinstance(value, _KNOWN):
+        if kind is not Tensor and (depth > 4 or isinstance(value, _KNOWN)):
             return _SKIPPED
         if isinstance(value, Tensor):
             if (
@@ -136,12 +142,14 @@ class Variables:
         if not all(type(item) in _SCALARS for item in added):
             return _SKIPPED
         noted.extend(added)
+        if len(self._lists) > MAX_ITEMS:
+            self._lists.clear()  # lists of epochs that are over
         self._lists[id(value)] = value, noted
         return Long(noted, len(value))
 
     def _refuse_changed(self, depth: int, name: str, value: Any) -> None:
         standing = _standing(value)
-        if standing is None or (isinstance(value, nn.Module) and any(value is m for m in self._trained())):
+        if standing is None:
             return
         which, before = self._seen.get((depth, name), (id(value), standing))
         self._seen[depth, name] = id(value), standing
@@ -389,7 +397,7 @@ def _equal(left: Noted, right: Noted) -> bool:
 
 
 def _without_long(names: dict[str, Noted]) -> dict[str, Noted]:
-    return {name: value for name, value in names.items() if not _has_long(value)}
+    return {name: value for name, value in names.items() if type(value) in _SCALARS or not _has_long(value)}
 
 
 def _has_long(noted: Noted) -> bool:

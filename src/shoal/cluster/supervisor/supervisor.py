@@ -44,7 +44,7 @@ from shoal.cluster.worker.process import WorkerSpec
 from shoal.config.faults import Faults, Injector
 from shoal.errors import ClusterError
 from shoal.runtime import scratch
-from shoal.runtime.events import RESULTS_LET_GO
+from shoal.runtime.events import OWN_LOOP, RESULTS_LET_GO
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import (
     Failed,
@@ -135,6 +135,7 @@ class Supervisor:
         self._lifecycle = JobLifecycle(num_workers=spec.job.num_workers, restart=restart)
         self.outcome = JobOutcome(self._lifecycle)
         self._workers: dict[int, WorkerHandle] = {}  # by pid, while they live
+        self._has_own_loop = False
         self._died_at: dict[int, float] = {}  # by rank, until its replacement has caught up
         self._suspects: dict[int, tuple[Suspect, bool]] = {}  # by rank: what was written down last
         self._coordinator_died_at: float | None = None  # until the next one answers
@@ -302,6 +303,7 @@ class Supervisor:
                 self._run.event(kind, **{**told, "rank": rank})
                 if kind == "sharding":
                     self.outcome.sharding = told
+                self._has_own_loop |= kind == OWN_LOOP
                 if kind == RESULTS_LET_GO:
                     self._feed(lifecycle.ResultsDropped(rank))
                 if kind == "exchanged":
@@ -396,7 +398,10 @@ class Supervisor:
     def _asked(self, signum: signal.Signals) -> None:
         self._run.event("asked-to-leave", signal=signum.name)
         if self._lifecycle.phase is JobPhase.RUNNING and self._workers:
-            self._display.note("finishing the step and saving; Ctrl-C again to leave now")
+            doing = "finishing the step and saving"
+            if self._has_own_loop:
+                doing = "finishing the step (shoal.should_stop() is true then; a loop of your own is not saved by shoal)"
+            self._display.note(f"{doing}; Ctrl-C again to leave now")
         self._feed(lifecycle.LeaveRequested(signum))
 
     def _feed(self, event: lifecycle.Event) -> None:
