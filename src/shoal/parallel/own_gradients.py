@@ -37,8 +37,11 @@ class OwnGradients:
         self._sums: dict[int, Tensor] = {}
         self._nodes = []
         for number, (_, parameter) in enumerate(self._watched):
-            with torch.enable_grad():  # type: ignore[no-untyped-call]
-                node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            with torch.enable_grad():
+                copy = parameter.view_as(parameter)
+            assert copy.grad_fn is not None
+            node = copy.grad_fn.next_functions[0][0]
+            assert node is not None
             # On the node that accumulates, not on the parameter: torch.autograd.grad must give what it gives elsewhere.
             node.register_prehook(self._weigh(number))
             parameter.register_post_accumulate_grad_hook(self._note(number))  # type: ignore[no-untyped-call]

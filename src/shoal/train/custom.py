@@ -218,7 +218,7 @@ class CustomLoop:
         events.tell(events.OWN_LOOP)
         self.parameter_ids = {id(parameter) for parameter in model.parameters()}
         if self.job.num_workers > 1:
-            extend_torch(_sum_gradients_of, _owner_of)
+            extend_torch(_sum_gradients_of, _owners_of_gradients)
         fingerprint.watch(model)
         self.strategy.prepare(
             TrainJob(
@@ -419,12 +419,14 @@ def _sum_gradients_of(parameters: list[Tensor]) -> None:
             loop.sum_gradients()
 
 
-def _owner_of(gradient: Tensor) -> Tensor | None:
-    for loop in _script.loops:
-        for parameter in loop.model.parameters() if loop.optimizer is not None else ():
-            if parameter.grad is gradient:
-                return parameter
-    return None
+def _owners_of_gradients() -> dict[int, Tensor]:
+    return {
+        id(parameter.grad): parameter
+        for loop in _script.loops
+        if loop.optimizer is not None
+        for parameter in loop.model.parameters()
+        if parameter.grad is not None
+    }
 
 
 def mean(total: Tensor, count: Tensor | float) -> Tensor:

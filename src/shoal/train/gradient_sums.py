@@ -21,8 +21,8 @@ Sum = Callable[[list[Tensor]], None]
 _is_extended = False
 
 
-def extend_torch(sum_of: Sum, owner_of: Callable[[Tensor], Tensor | None]) -> None:
-    """Let torch's functions see sums; `owner_of` a gradient is the parameter it is of, None for any other tensor."""
+def extend_torch(sum_of: Sum, owners_of: Callable[[], dict[int, Tensor]]) -> None:
+    """Let torch's functions see sums; `owners_of` gives parameters by the identity of their gradients."""
     global _is_extended
     if _is_extended:
         return
@@ -39,7 +39,8 @@ def extend_torch(sum_of: Sum, owner_of: Callable[[Tensor], Tensor | None]) -> No
     def of_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
         def total(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            owners = [owner_of(tensor) for tensor in given]
+            by_gradient = owners_of()
+            owners = [by_gradient.get(id(tensor)) for tensor in given]
             sum_of([owner for owner in owners if owner is not None])
             now = [
                 tensor if owner is None or owner.grad is None else owner.grad
@@ -69,7 +70,9 @@ def clip_grad_norm_(
 
 
 def _extend(name: str, extended: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    function = getattr(clip_grad, name)
+    function: Callable[..., Any] | None = getattr(clip_grad, name, None)
+    if function is None:  # of another version of torch
+        return
     inner = _cell_of(function)
     if inner is not None:
         inner.cell_contents = extended(inner.cell_contents)

@@ -29,7 +29,7 @@ _HIDDEN_STATE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_G
 
 
 class CannotEnter(Exception):
-    """A loop that has to be run from its beginning; says which line is why."""
+    """Not an error: a loop that has to be run from its beginning, and which line is why."""
 
 
 class RangeLoop(NamedTuple):
@@ -58,12 +58,13 @@ class Shape(NamedTuple):
 
 def script_frames() -> list[FrameType]:
     """The script's own frames on this stack, innermost first."""
-    frames, frame = [], sys._getframe(1)
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not is_ours(file) and not any(bar in file for bar in _PROGRESS_BARS):
             frames.append(frame)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frames
 
 

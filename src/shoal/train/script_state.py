@@ -74,7 +74,11 @@ class Variables:
                     here[name] = value
                 elif constants.get(name) is value:
                     continue  # a module, a function, the optimizer: most of what a script has
-                elif isinstance(value, (*_CONSTANT, torch.optim.Optimizer, LRScheduler)) or name[:2] == "__" or any(value is model for model in self._trained()):
+                elif (
+                    isinstance(value, (*_CONSTANT, torch.optim.Optimizer, LRScheduler))
+                    or name[:2] == "__"
+                    or any(value is model for model in self._trained())
+                ):
                     constants[name] = value
                 else:
                     copied = self._copied(value)
@@ -107,7 +111,7 @@ class Variables:
         if isinstance(value, np.generic) and value.dtype.kind in "biuf":
             return {"is": "number", "of": value.item(), "dtype": value.dtype.str}
         if isinstance(value, (list, collections.deque)):
-            if kind is list and len(value) > MAX_ITEMS:
+            if isinstance(value, list) and len(value) > MAX_ITEMS:
                 return self._long_list(value)
             return self._all({"is": "list"}, value, depth)
         if kind is tuple or kind is set:
@@ -161,16 +165,16 @@ class Variables:
 
 
 class Long(NamedTuple):
-    """A list that grows: its first `count` items."""
+    """A list that grows: its first `length` items."""
 
     noted: list[Any]
-    count: int
+    length: int
 
 
 def plain(noted: Noted) -> Noted:
     """A note with its long lists written out, to be handed over."""
     if isinstance(noted, Long):
-        return {"is": "list", "of": noted.noted[: noted.count]}
+        return {"is": "list", "of": noted.noted[: noted.length]}
     if isinstance(noted, dict):
         return {key: plain(value) for key, value in noted.items()}
     return [plain(item) for item in noted] if isinstance(noted, list) else noted
@@ -246,12 +250,12 @@ def _items(old: Any, contents: list[Noted]) -> list[Any]:
 def note_generators() -> dict[str, Noted]:
     """The global generators of Python and numpy; torch's are seeded for every batch."""
     version, words, gauss = random.getstate()
-    kind, keys, at, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    kind, keys, at, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": {"is": "tensor", "of": torch.tensor(words)},
         "gauss": gauss,
         "version": version,
-        "numpy": {"is": "tensor", "of": torch.from_numpy(keys.astype(np.int64))},  # type: ignore[union-attr]
+        "numpy": {"is": "tensor", "of": torch.from_numpy(np.asarray(keys, np.int64))},
         "more": [kind, at, has_gauss, cached],
     }
 
