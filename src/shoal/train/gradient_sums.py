@@ -77,10 +77,11 @@ def _extend(name: str, extended: Callable[[Callable[..., Any]], Callable[..., An
     if inner is not None:
         inner.cell_contents = extended(inner.cell_contents)
         return
+    replacement = extended(function)
     for module in (clip_grad, torch.nn.utils):
         for alias in (name, name.removeprefix("_")):
             if getattr(module, alias, None) is function:
-                setattr(module, alias, extended(function))
+                setattr(module, alias, replacement)
 
 
 def _cell_of(function: Any) -> CellType | None:
