@@ -104,5 +104,5 @@ def test_results_are_kept_up_to_a_limit_and_beyond_it_a_death_takes_all_back(
     assert [int((tmp_path / f"held-{rank}").read_text()) for rank in range(workers)] == [8_000] * workers
     went_back = [event for event in done.events if event["event"] == "went-back"]
     assert bool(went_back) == takes_all_back
-    assert ("had become too large to be kept" in done.stderr) == takes_all_back
+    assert ("did not keep what its replacement would need" in done.stderr) == takes_all_back
     assert "from here on one that dies takes all of them back to the script's begin" in done.stderr
