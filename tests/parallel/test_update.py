@@ -12,7 +12,7 @@ from torch import nn
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import TrainJob, Wishes
 from shoal.parallel.step_result import contribution, decide
-from shoal.parallel.update import update
+from shoal.parallel.update import clip, drop_gradients, gradients_of, scale
 
 
 def verdict(*, loss_total: float = 1.0, count: float = 4.0) -> Any:
@@ -28,7 +28,11 @@ def applied(
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     job = TrainJob(model=model, loss=loss_rule(nn.MSELoss()), build_optimizer=None, **options)
-    told = update(job, torch.optim.SGD(parameters, lr=1.0), parameters, verdict(count=count), 4)
+    told, factor = clip(job, verdict(count=count), gradients_of(parameters), 4)
+    if told.applied:
+        scale(gradients_of(parameters), factor)
+        torch.optim.SGD(parameters, lr=1.0).step()
+    drop_gradients(parameters)
     assert all(parameter.grad is None for parameter in parameters), "the gradients are gone afterwards"
     return [float(-parameter.detach().sum()) for parameter in parameters], told
 
@@ -76,7 +80,6 @@ def test_a_loss_that_is_not_finite_is_left_out() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
     job = TrainJob(model=nn.ParameterList([parameter]), loss=loss_rule(nn.MSELoss()), build_optimizer=None)
-    told = update(job, torch.optim.SGD([parameter], lr=1.0), [parameter], verdict(loss_total=math.nan), 4)
-    assert (told.applied, told.nonfinite[0][0]) == (False, 0)
-    assert parameter.grad is None
+    told, factor = clip(job, verdict(loss_total=math.nan), [parameter.grad], 4)
+    assert (told.applied, told.nonfinite[0][0], factor) == (False, 0, 0.0)
     assert torch.equal(parameter, torch.zeros(2))

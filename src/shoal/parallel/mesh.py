@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -44,6 +44,7 @@ from shoal.parallel.pipeline.stage import ModelStage
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
 from shoal.parallel.sharded_tensors import CutReader, ties_of, whole_pieces
 from shoal.parallel.state import load_state, state_pieces
+from shoal.parallel.step_exchange import StepExchange
 from shoal.parallel.tensor_parallel import cut as tensor_cut
 from shoal.parallel.tensor_parallel import plan as tensor_plan
 from shoal.parallel.tensor_parallel.attention import disable_encoder_fast_path
@@ -68,11 +69,9 @@ class ModelParallel(Ddp):
         assert axes is not None
         self._axes = strategies.fill_axes(axes, job.num_workers, job.strategy)
         self._speakers = self._axes.speakers()
-        self._data_rank = self._axes.data_rank(job.rank)
         self._is_cut = False
         self._view_of_mesh = 0
         self._speaks = job.rank in self._speakers
-        self._tells_buffers = self._axes.coordinates(job.rank).tp == 0
         self._timeout_s = job.liveness.step_timeout_s
         self._schedule, self._sequence, self._offload = job.schedule, job.sequence_parallel, job.offload
         self._pipeline: PipelineRunner | None = None
@@ -104,7 +103,7 @@ class ModelParallel(Ddp):
         if not self._is_cut:
             job.model.to(job.device)
             refuse_different_models(job.model, super().gather)
-            self._together.exchange(self._broadcast)
+            self._together.run(self._broadcast)
             names, uncut = optimizer_following.names_of(job.model), parameter_loss.Uncut(job.model)
             self._cut(job.model)
             job.loss = parameter_loss.WholeParameters(
@@ -193,8 +192,28 @@ class ModelParallel(Ddp):
             "it. Nothing was trained; use shoal.Trainer, or --strategy ddp."
         )
 
-    def _make_exchange(self, model: nn.Module) -> Sums:
+    def _make_gradients(self, model: nn.Module) -> Sums:
         return NothingToSend()
+
+    def _make_exchange(self, model: nn.Module) -> StepExchange:
+        return StepExchange(
+            model,
+            self._gradients,
+            rank=self._rank,
+            num_workers=self._num_workers,
+            data_rank=self._data_rank,
+            counts_loss=self._speaks,
+            counts_buffers=self._axes.coordinates(self._rank).tp == 0,
+        )
+
+    def _norm_over_ranks(self) -> Callable[[], float] | None:
+        ownership = self._ownership
+        if self._pipeline is None or ownership is None:
+            return None
+        parameters = dict(self._job.model.named_parameters())
+        return lambda: pipeline_state.norm_over_stages(
+            parameters, ownership, self._stages_group, self._job.device
+        )
 
     def _cut(self, model: nn.Module) -> None:
         """Cut the model, which is whole and the same on every rank."""
@@ -255,7 +274,7 @@ class ModelParallel(Ddp):
             except RuntimeError as error:
                 raise (parameter_loss.refusal(error, str(self._axes), in_stages=True) or error) from None
             costs = torch.tensor(measured, dtype=torch.float64)
-        self._together.exchange(lambda native: native.broadcast(costs))
+        self._together.run(lambda group: group.broadcast(costs))
         cut = pipeline_plan.find_cut(partition, num_stages, costs.tolist(), job.pipeline_cut, styles)
         pipeline_stage.refuse_different_results(partition, cut, inputs)
         if self._rank == 0:
@@ -300,10 +319,7 @@ class ModelParallel(Ddp):
             num_data_ranks=axes.num_data_ranks,
         )
         partition.forget()
-        model = partition.model
-        self._norm_of = lambda: pipeline_state.norm_over_stages(
-            dict(model.named_parameters()), ownership, group, self._job.device
-        )
+        self._stages_group = group
         return stages.values()
 
     def _say_what_offload_does(self) -> None:

@@ -92,6 +92,11 @@ class TrainJob:
     seed: int = 0
     wishes: Wishes = field(default_factory=Wishes)
 
+    @property
+    def measures_norm(self) -> bool:
+        """Whether a step needs the norm of its gradient: to clip it, or to leave out what is not finite."""
+        return self.clip_norm is not None or self.on_nonfinite == "skip"
+
 
 @dataclass(frozen=True, slots=True)
 class LossSum:

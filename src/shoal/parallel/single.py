@@ -16,7 +16,7 @@ from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdi
 from shoal.parallel.state import load_state, state_pieces
 from shoal.parallel.statistics import RunningStatistics
 from shoal.parallel.step_result import contribution, decide
-from shoal.parallel.update import update
+from shoal.parallel.update import clip, drop_gradients, gradients_of, scale
 from shoal.recovery.replay_log import Timeline
 
 
@@ -90,9 +90,18 @@ class Single:
             count=contributed.count,
             wishes=job.wishes,
         )
-        verdict = update(job, self.optimizer, self._parameters, decide(vector), self._num_global, self._rows)
-        if self._kept is not None and not verdict.applied:
-            self._statistics.take_back(self._kept)
+        rows, gradients = self._rows, gradients_of(self._parameters)
+        squares = rows.sum_of_squares() if job.measures_norm else 0.0
+        verdict, factor = clip(job, decide(vector), gradients, self._num_global, squares_of_rows=squares)
+        if verdict.applied:
+            scale(gradients, factor)
+            rows.apply(factor)  # before whatever follows the optimizer by a hook of its own
+            self.optimizer.step()
+        else:
+            rows.drop_gradients()
+            if self._kept is not None:
+                self._statistics.take_back(self._kept)
+        drop_gradients(self._parameters)
         self.step += 1
         return verdict
 

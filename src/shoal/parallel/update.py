@@ -1,8 +1,7 @@
-"""The end of a commit where a rank holds the whole gradient: correct, clip, decide, update.
+"""Clipping and correction of summed gradients, at the end of a commit.
 
-The same for one process and for `ddp`: both hold the summed gradient by now,
-divided by the samples of the global batch. Rows of HashEmbeddings come with it
-where they are in this process.
+The same for every strategy that holds the summed gradient, divided by the
+samples of the global batch. Applies nothing: the strategy calls the optimizer.
 """
 
 from __future__ import annotations
@@ -15,45 +14,50 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.parallel.hashed_rows import HashedRows
 from shoal.parallel.protocol import TrainJob, Verdict
 from shoal.parallel.sharded_tensors import norm_of
 
 
-def update(
+def clip(
     job: TrainJob,
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
     verdict: Verdict,
+    gradients: Sequence[Tensor],
     num_global: int,
-    rows: HashedRows | None = None,
-    norm_of: Callable[[], float] | None = None,
-) -> Verdict:
-    """Apply the step, or leave it out; the gradients are gone afterwards.
+    *,
+    squares_of_rows: float = 0.0,
+    norm: Callable[[], float] | None = None,
+) -> tuple[Verdict, float]:
+    """Decide whether the step is applied; returns the factor that corrects and clips its gradients.
 
-    `norm_of` where other ranks have gradients of other parameters: the norm over all of them.
+    `norm` where other ranks hold gradients of other parameters: the norm over all of them.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if verdict.applied:
-        # Backward divided by samples. What the loss really counted travelled with it; mostly it is the same.
-        factor = num_global / verdict.count if verdict.count else 0.0
-        if job.clip_norm is not None or job.on_nonfinite == "skip":
-            squares = rows.sum_of_squares() if rows is not None else 0.0
-            norm = factor * (norm_of() if norm_of is not None else gradient_norm(gradients, squares))
-            verdict = dataclasses.replace(verdict, grad_norm=norm, applied=math.isfinite(norm))
-            factor *= clip_factor(job, norm)
-    if verdict.applied:
-        if factor != 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)
-        if rows is not None:
-            rows.apply(factor)  # before whatever follows the optimizer by a hook of its own
-        optimizer.step()
-    elif rows is not None:
-        rows.drop_gradients()
+    if not verdict.applied:
+        return verdict, 0.0
+    # Backward divided by samples. What the loss really counted travelled with it; mostly it is the same.
+    factor = num_global / verdict.count if verdict.count else 0.0
+    if job.measures_norm:
+        measured = factor * (norm() if norm is not None else gradient_norm(gradients, squares_of_rows))
+        verdict = dataclasses.replace(verdict, grad_norm=measured, applied=math.isfinite(measured))
+        factor *= clip_factor(job, measured)
+    return verdict, factor
+
+
+def scale(gradients: Iterable[Tensor], factor: float) -> None:
+    """Multiply in place; a factor of 1 costs nothing."""
+    if factor != 1.0:
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Those that there are."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """After a commit no parameter has a gradient."""
     for parameter in parameters:
         parameter.grad = None
-    return verdict
 
 
 def gradient_norm(gradients: Iterable[Tensor], squares_of_rows: float = 0.0) -> float:

@@ -1,18 +1,18 @@
-"""One process's place in the group: numbered exchanges that survive the death of a rank.
+"""Elastic process group: numbered exchanges that survive the death of a rank.
 
-See docs/adr/0007-recovery.md for the protocol. A strategy runs everything it
-does over the group through `exchange`; if that breaks, the view is over: the
-group is left, a new one is formed with the replacement in it, whoever is
-behind takes the donor's state, and the exchange is run again from what was
-contributed. Nobody above this file notices more than a longer wait.
+See docs/adr/0007-recovery.md for the protocol. Everything a strategy does over
+the group is an `exchange`. When a peer is lost the view is over: the group is
+left, a new one is formed with the replacement in it, ranks that are behind take
+the donor's state, and the exchange is retried from what each rank contributed.
+Above this file a death is a longer wait.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -44,7 +44,7 @@ KINDS = (
 
 
 class Together(Timeline):
-    """The group of this process's job, through all its views."""
+    """Process group of the job's workers, through all its views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,76 +78,48 @@ class Together(Timeline):
     def _be_there(self) -> None:
         _ = self.native
 
-    def exchange(
-        self,
-        first: Callable[[Reducer], T],
-        again: Callable[[Reducer], T] | None = None,
-        *,
-        conclude: Callable[[T], Any] = lambda result: result,
-        abandon: Callable[[], None] = lambda: None,
-        patience: Waits | None = None,
-        kind: str = KINDS[0],
-        doing: str = "",
-    ) -> Any:
-        """Run the next exchange to its end, through however many views; returns what `conclude` made of it.
+    def exchange(self, kind: str = KINDS[0], *, timeout: Waits | None = None, doing: str = "") -> Exchange:
+        """Begin the next numbered exchange. `kind` is one of KINDS, `doing` the same in the words of the script.
 
-        `first` may only finish what is already under way; `again` runs all of
-        it anew from what this rank contributed. `conclude` changes state, and
-        counts as part of the exchange: an exchange whose outcome was taken
-        from the donor is not concluded, the donor's state came with it.
-        `abandon` drops every reference to the group that broke. `patience`
-        ends a wait for ranks that do not come before the job's own time-out.
-        `kind` is one of KINDS, `doing` the same in the words of the script.
+        `timeout` ends a wait for ranks that do not come before the job's own time-out.
         """
-        attempt = first
         self._kind, self._doing = KINDS.index(kind), doing
         self._be_there()
-        while True:
-            known, result = self._log.recall()
-            if known:
-                self._caught_up()
-                return result
-            began_at = time.monotonic()
-            try:
-                failpoint("worker: exchange begun")
-                if patience is not None:
-                    patience.begin(self._log.num_finished)
-                self._patience = patience
-                done = attempt(self.native)
-            except PeerLost as broken:
-                # Nothing here may keep the exception: it holds the old group, and with it everybody that waits on it.
-                self._waited_in = broken.operation
-            else:
-                failpoint("worker: exchange finished, not committed")
-                result = conclude(done)
-                failpoint("worker: committed, not counted")
-                self._log.finish(result)
-                return result
-            finally:
-                self._patience = None
-            abandon()
-            self._is_exchanging, self._waited_s = True, time.monotonic() - began_at
-            self.regroup()
-            self._is_exchanging, self._waited_s = False, 0.0
-            attempt = again or first
+        return Exchange(self, timeout)
 
-    def within(self, run: Callable[[], T], *, abandon: Callable[[], None]) -> T:
-        """Run what sums over the group without being an exchange: in the next view from its beginning, should this one end.
+    def run(
+        self,
+        operation: Callable[[Reducer], T],
+        kind: str = KINDS[0],
+        *,
+        timeout: Waits | None = None,
+        doing: str = "",
+    ) -> T:
+        """A whole exchange whose every attempt is `operation`: a sum, a gather, a broadcast."""
+        exchange = self.exchange(kind, timeout=timeout, doing=doing)
+        for attempt in exchange.attempts():
+            with attempt as reducer:
+                result = operation(reducer)
+        return exchange.result if exchange.is_replayed else exchange.finish(result)
 
-        Every rank does so that has not finished the exchange after it, which is a step's.
+    def retries(self) -> Iterator[Attempt]:
+        """Attempts at what sums over the group within a step's forward, before its exchange.
+
+        Not numbered: every rank that has not finished the step's exchange runs it again.
         """
         self._kind, self._doing = KINDS.index("a step"), ""
         self._be_there()
-        while True:
-            began_at = time.monotonic()
-            try:
-                return run()
-            except PeerLost as broken:
-                self._waited_in = broken.operation  # not the error itself: it holds the old group
-            abandon()
-            self._is_exchanging, self._waited_s = True, time.monotonic() - began_at
-            self.regroup()
-            self._is_exchanging, self._waited_s = False, 0.0
+        attempt = Attempt(self)
+        yield attempt
+        while attempt.is_broken:
+            self._regroup_after(attempt)
+            attempt = Attempt(self, is_retry=True)
+            yield attempt
+
+    def _regroup_after(self, attempt: Attempt) -> None:
+        self._is_exchanging, self._waited_s = True, attempt.waited_s
+        self.regroup()
+        self._is_exchanging, self._waited_s = False, 0.0
 
     # ---- views ----------------------------------------------------------------------------------
 
@@ -316,6 +288,82 @@ class Together(Timeline):
             results=self._results,
             parts=parts,
         )
+
+
+class Attempt:
+    """One attempt at an exchange, in one view. A lost peer ends the attempt, not the exchange."""
+
+    def __init__(
+        self,
+        group: Together,
+        *,
+        is_retry: bool = False,
+        is_numbered: bool = False,
+        timeout: Waits | None = None,
+    ) -> None:
+        self.is_retry, self.is_broken, self.waited_s = is_retry, False, 0.0
+        self._group, self._is_numbered, self._timeout = group, is_numbered, timeout
+
+    def __enter__(self) -> Reducer:
+        self._began_at = time.monotonic()
+        if self._is_numbered:
+            failpoint("worker: exchange begun")
+        if self._timeout is not None:
+            self._timeout.begin(self._group._log.num_finished)
+        self._group._patience = self._timeout
+        return self._group.native
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        self._group._patience = None
+        if isinstance(error, PeerLost):
+            # Nothing here may keep the exception: it holds the old group, and with it everybody that waits on it.
+            self.is_broken, self.waited_s = True, time.monotonic() - self._began_at
+            self._group._waited_in = error.operation
+            return True
+        if error is None and self._is_numbered:
+            failpoint("worker: exchange finished, not committed")
+        return False
+
+
+class Exchange:
+    """One numbered exchange, through however many views it takes.
+
+        for attempt in exchange.attempts():
+            with attempt as reducer:        # PeerLost ends the attempt; the next one is in the next view
+                sums = ...
+            if attempt.is_broken:
+                ...                         # drop every reference to the group that broke
+        return exchange.result if exchange.is_replayed else exchange.finish(update(sums))
+
+    What follows the last attempt changes state and counts as part of the
+    exchange. A replayed one was finished by a donor, whose state came with the
+    result: nothing is left to do for it.
+    """
+
+    def __init__(self, group: Together, timeout: Waits | None) -> None:
+        self._group, self._timeout = group, timeout
+        self.is_replayed, self.result = False, None
+
+    def attempts(self) -> Iterator[Attempt]:
+        """Until one succeeds, or the result turns out to be known."""
+        is_retry = False
+        while True:
+            self.is_replayed, self.result = self._group._log.recall()
+            if self.is_replayed:
+                self._group._caught_up()
+                return
+            attempt = Attempt(self._group, is_retry=is_retry, is_numbered=True, timeout=self._timeout)
+            yield attempt
+            if not attempt.is_broken:
+                return
+            self._group._regroup_after(attempt)
+            is_retry = True
+
+    def finish(self, result: T) -> T:
+        """Count the exchange, with its result for whoever replays it."""
+        failpoint("worker: committed, not counted")
+        self._group._log.finish(result)
+        return result
 
 
 _together: Together | None = None

@@ -152,10 +152,10 @@ def collectively(call: str, run: Callable[[Reducer], T], timeout_s: float | None
         timeline = strategy.timeline
         if isinstance(timeline, Together):
             patience = Patience(call, timeout_s) if timeout_s is not None else None
-            return timeline.exchange(  # type: ignore[no-any-return]
+            return timeline.run(
                 alike,
-                patience=patience,
-                kind="a call of shoal.collectives",
+                "a call of shoal.collectives",
+                timeout=patience,
                 doing=f"{call}, its call {number} of shoal.collectives",
             )
         return alike(ViaGather(job.rank, job.num_workers, strategy.gather))

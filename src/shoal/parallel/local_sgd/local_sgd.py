@@ -31,7 +31,7 @@ from shoal.parallel.local_sgd.early_sync import EarlySync
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict, Wishes
 from shoal.parallel.state import state_pieces
 from shoal.parallel.step_result import contribution, decide
-from shoal.parallel.update import update
+from shoal.parallel.update import clip, drop_gradients, gradients_of, scale
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class LocalSgd(Ddp):
             choice, settings = self._outer_choice
             self._outer = choice.load()(self._trained, **settings)
 
-    def _make_exchange(self, model: nn.Module) -> Sums:
+    def _make_gradients(self, model: nn.Module) -> Sums:
         # Of differences, which are dense where gradients may be rows.
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         return GradientExchange(trained, sparse=frozenset(), compressor=compressor(self._compress))
@@ -100,10 +100,10 @@ class LocalSgd(Ddp):
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this worker's gradients, for itself."""
         if not self.is_apart:
-            self._changing.look()
+            self._exchange.watch_buffers()
             self._save_anchor()
             self._early_sync = self._next_early_sync()
-        self._keep_buffers()
+        self._exchange.keep_buffers()
         self._batch = batch
         self._mine = self._compute.forward_backward(batch, rank=self._data_rank, step=self.step)
         if self._job.on_nonfinite == "skip" and not math.isfinite(self._mine.read()):
@@ -122,9 +122,14 @@ class LocalSgd(Ddp):
             count=self._mine.count,
             wishes=Wishes(),  # those are heard when all meet
         )
-        alone = update(self._job, self.optimizer, self._parameters, decide(vector), self._batch.num_global)
+        gradients = gradients_of(self._parameters)
+        alone, factor = clip(self._job, decide(vector), gradients, self._batch.num_global)
+        if alone.applied:
+            scale(gradients, factor)
+            self.optimizer.step()
+        drop_gradients(self._parameters)
         if not alone.applied:
-            self._restore_buffers()
+            self._exchange.restore_buffers()
             if self._job.on_nonfinite == "raise":
                 return alone  # which ends the job: nobody waits to meet
         self._count(alone)
@@ -144,7 +149,7 @@ class LocalSgd(Ddp):
             mine.count += alone.count
         else:
             mine.num_skipped += 1
-        self._buffers_before = {}
+        self._exchange.forget_buffers()
         self.step += 1
 
     def _next_early_sync(self) -> EarlySync:
@@ -177,23 +182,25 @@ class LocalSgd(Ddp):
             for parameter, anchor in zip(self._trained, self._anchor, strict=True):
                 parameter.grad = (anchor - parameter).mul_(weight)
         self._refuse_nonfinite()
-        self._told_besides = [float(mine.num_skipped)]
         total = torch.tensor(mine.loss_total, dtype=torch.float64)
-        self._contribute(LossSum(total, mine.count, None), mine.num_local / mine.num_global)
-        verdict: Verdict = self._together.exchange(
-            self._finish,
-            self._exchange_again,
-            conclude=self._update,
-            abandon=self._abandon,
-            patience=self._early_sync,
-            kind="a step",
+        loss = LossSum(total, mine.count, None)
+        self._exchange.contribute(
+            loss, mine.num_local / mine.num_global, wishes, besides=[float(mine.num_skipped)]
         )
+        sync = self._together.exchange("a step", timeout=self._early_sync)
+        for attempt in sync.attempts():
+            with attempt as group:
+                self._exchange.start(group)
+                self._exchange.finish(group)
+            if attempt.is_broken:
+                self._exchange.abandon()
+        verdict: Verdict = sync.result if sync.is_replayed else sync.finish(self._step_from_anchor())
         wishes.checkpoint = False
         return verdict
 
-    def _update(self, _: None) -> Verdict:
+    def _step_from_anchor(self) -> Verdict:
         """Step from the anchor by the average difference: the same bits on every rank."""
-        vector = self._take_buffers()
+        vector = self._exchange.write_buffers()
         verdict = dataclasses.replace(decide(vector[:-1]), num_skipped=int(vector[-1]))
         factor = self._round.num_global / verdict.count if verdict.count else 0.0
         with torch.no_grad():
@@ -203,9 +210,8 @@ class LocalSgd(Ddp):
                     parameter.grad.mul_(factor)
         if self._outer is not None:
             self._outer.step()
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._works, self._round = [], SyncRound()
+        drop_gradients(self._parameters)
+        self._round = SyncRound()
         return verdict
 
     def _refuse_nonfinite(self) -> None:
@@ -230,8 +236,8 @@ class LocalSgd(Ddp):
         yield from state_pieces(self._job.model, None)
         if self._outer is not None:
             yield from own_optimizers.outer_pieces(self._job.model, self._outer)
-        if isinstance(self._exchange, GradientExchange) and self._exchange.compressor is not None:
-            yield from residuals.pieces(self._exchange.compressor, self.gather)
+        if self._buckets is not None and self._buckets.compressor is not None:
+            yield from residuals.pieces(self._buckets.compressor, self.gather)
 
     def own_pieces(self) -> Iterator[Piece]:
         """The state of this worker's optimizer."""
@@ -257,6 +263,10 @@ class LocalSgd(Ddp):
 
     def _gather_for_disk(self, value: Tensor | None) -> list[Tensor]:
         """As `gather`, but kept for nobody: whoever dies takes all back to a snapshot."""
-        gathered: list[Tensor] = []
-        self._together.exchange(lambda native: gather_any(native, value), conclude=gathered.extend)
+        exchange, gathered = self._together.exchange(), list[Tensor]()
+        for attempt in exchange.attempts():
+            with attempt as group:
+                gathered = gather_any(group, value)
+        if not exchange.is_replayed:
+            exchange.finish(None)
         return gathered

@@ -25,6 +25,7 @@ from shoal.parallel.protocol import LossSum, Piece, PieceReader, Verdict
 from shoal.parallel.ps.relaxed import needs_trainer
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import ps_session
+from shoal.parallel.step_exchange import StepExchange
 from shoal.ps.client.step import PushStep
 from shoal.recovery.state_transfer import Part
 
@@ -47,15 +48,19 @@ class PsHybrid(Ddp):
         self._laid_out_at: int | None = None
         self._coming: Slice | None = None
         self._pushed: PushStep | None = None
-        self._tells_losses_last = True
         self.staleness: Counter[int] = Counter()
         """Number of pulls, by their distance ahead of the slowest worker."""
 
     def _refuse_rows(self, model: nn.Module) -> None:
         """They are on the servers."""
 
-    def _make_exchange(self, model: nn.Module) -> GradientExchange | None:
+    def _make_gradients(self, model: nn.Module) -> GradientExchange | None:
         return None  # which parameters are rows, the first batch shows
+
+    def _make_exchange(self, model: nn.Module) -> StepExchange:
+        return StepExchange(
+            model, self._gradients, rank=self._rank, num_workers=self._num_workers, losses_last=True
+        )
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; the dense ones leave while backward runs."""
@@ -161,7 +166,8 @@ class PsHybrid(Ddp):
         trainable = [
             (name, p) for name, p in job.model.named_parameters() if p.requires_grad and name not in taken
         ]
-        self._exchange = GradientExchange(trainable, sparse=sparse_parameters(job.model) - taken)
+        self._gradients = GradientExchange(trainable, sparse=sparse_parameters(job.model) - taken)
+        self._exchange.gradients = self._gradients
         done = self._laid_out_at
         if done is None or done > self._together.anchored_at:
             if self._rank == 0 and not self._together.next_is_known:
@@ -181,7 +187,7 @@ class PsHybrid(Ddp):
         step = PushStep(self._session.group, stream=self._rank + 1, seq=self.step + 1)
         self._rows.push_rows(step)
         _, table_settings = self._rows.settings()
-        step.end(self._my_vector.numpy()[:4], b"", rank=self._rank, table_settings=table_settings)
+        step.end(self._exchange.vector.numpy()[:4], b"", rank=self._rank, table_settings=table_settings)
         self._pushed = step
         coming, self._coming = self._coming, None
         if coming is not None:
