@@ -91,6 +91,7 @@ class Single:
             wishes=job.wishes,
         )
         rows, gradients = self._rows, gradients_of(self._parameters)
+        assert rows is not None
         squares = rows.sum_of_squares() if job.measures_norm else 0.0
         verdict, factor = clip(job, decide(vector), gradients, self._num_global, squares_of_rows=squares)
         if verdict.applied:

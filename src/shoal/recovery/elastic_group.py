@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -100,7 +100,8 @@ class Together(Timeline):
         for attempt in exchange.attempts():
             with attempt as reducer:
                 result = operation(reducer)
-        return exchange.result if exchange.is_replayed else exchange.finish(result)
+        known: T = exchange.result if exchange.is_replayed else exchange.finish(result)
+        return known
 
     def retries(self) -> Iterator[Attempt]:
         """Attempts at what sums over the group within a step's forward, before its exchange.
@@ -342,7 +343,8 @@ class Exchange:
 
     def __init__(self, group: Together, timeout: Waits | None) -> None:
         self._group, self._timeout = group, timeout
-        self.is_replayed, self.result = False, None
+        self.is_replayed = False
+        self.result: Any = None
 
     def attempts(self) -> Iterator[Attempt]:
         """Until one succeeds, or the result turns out to be known."""

@@ -215,7 +215,7 @@ class CustomLoop:
         else:
             self.device = device_of(self.job, None)
         self.model, self.optimizer = model, optimizer
-        events.tell(events.OWN_LOOP)
+        events.emit(events.OWN_LOOP)
         self.parameter_ids = {id(parameter) for parameter in model.parameters()}
         if self.job.num_workers > 1:
             extend_torch(_sum_gradients_of, _owners_of_gradients)
