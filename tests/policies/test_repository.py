@@ -78,6 +78,16 @@ def test_the_readme_draws_the_real_folders(root: Path) -> None:
     )
 
 
+def test_the_architecture_page_names_files_that_exist(root: Path) -> None:
+    text = (root / "docs/architecture.md").read_text()
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]*(?:\.py)?)`", text))
+    assert len(named) > 40, "the walks of docs/architecture.md name their files in backticks: `train/loop.py`"
+    missing = sorted(
+        path for path in named if not any((base / path).exists() for base in (root / "src/shoal", root))
+    )
+    assert not missing, f"docs/architecture.md names files that are not there: {missing}"
+
+
 def test_no_path_of_a_machine_is_written_down(root: Path) -> None:
     personal = re.compile(
         "|".join([r"/(?:home|Users)/(?!me\b|you\b)\w", re.escape(f"{root}/"), re.escape(f"{Path.home()}/")])
