@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shoal.train.custom import should_stop as should_stop
     from shoal.train.custom import sum_gradients as sum_gradients
     from shoal.train.gradient_sums import clip_grad_norm_ as clip_grad_norm_
-    from shoal.train.history import History as History
+    from shoal.train.progress import History as History
     from shoal.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -37,7 +37,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Dataset": "shoal.data",
     "Faults": "shoal.config.faults",
-    "History": "shoal.train.history",
+    "History": "shoal.train.progress",
     "RunResult": "shoal.cluster.launch.api",
     "ShoalError": "shoal.errors",
     "Trainer": "shoal.train.trainer",

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from shoal.train.callbacks.base import Callback
-from shoal.train.callbacks.csv_log import CSVLog
-from shoal.train.callbacks.early_stopping import EarlyStopping
-from shoal.train.callbacks.json_log import JSONLog
-from shoal.train.callbacks.learning_rate import LearningRateMonitor
+from shoal.train.callbacks.logs import CSVLog, JSONLog, LearningRateMonitor
 from shoal.train.callbacks.model_checkpoint import ModelCheckpoint
-from shoal.train.callbacks.stop_at_step import StopAtStep
+from shoal.train.callbacks.stopping import EarlyStopping, StopAtStep
 from shoal.train.callbacks.tensorboard import TensorBoard
 
 __all__ = [

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from shoal.cli.compare import Array, compare, difference
+from shoal.cli.equality import Array, compare, difference
 
 SHAPES = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 FLOATS = st.sampled_from([np.float32, np.float64]).flatmap(lambda dtype: arrays.arrays(dtype, SHAPES))

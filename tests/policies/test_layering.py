@@ -41,7 +41,6 @@ RUN_IN_WORKERS = {
     "shoal.recovery.store",
     "shoal.recovery.device_group",
     "shoal.recovery.rendezvous",
-    "shoal.cli.bench_exchange_job",
 }
 
 

@@ -25,8 +25,7 @@ from shoal.errors import (
     ScriptFailed,
     TrainingError,
 )
-from shoal.train.checkpoint.checkpoint import open_checkpoint
-from shoal.train.checkpoint.directory import list_checkpoints
+from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint
 
 Launch = Callable[..., Launched]
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from launched import Launched
 
-from shoal.train.checkpoint.checkpoint import open_checkpoint
-from shoal.train.checkpoint.directory import list_checkpoints
+from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint
 
 SCRIPT = """
 import json, pathlib, sys, torch, shoal

@@ -13,8 +13,7 @@ import torch
 
 from shoal.errors import CheckpointDamaged
 from shoal.parallel.protocol import Piece
-from shoal.train.checkpoint.checkpoint import write_checkpoint
-from shoal.train.checkpoint.directory import newest_checkpoint, step_path
+from shoal.train.checkpoint.checkpoint import newest_checkpoint, step_path, write_checkpoint
 
 WRITER = """
 import sys, time
@@ -22,7 +21,7 @@ import torch
 from shoal.parallel.protocol import Piece
 from shoal.train.checkpoint import storage as checkpoint_storage
 from shoal.train.checkpoint.checkpoint import write_checkpoint
-from shoal.train.checkpoint.directory import step_path
+from shoal.train.checkpoint.checkpoint import step_path
 
 def write(step):
     piece = Piece("model/w", torch.full((200_000,), float(step)), (200_000,), (0,))

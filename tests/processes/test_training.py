@@ -13,7 +13,7 @@ import torch
 from launched import Launched
 from safetensors.torch import load_file
 
-from shoal.train.checkpoint.directory import list_checkpoints
+from shoal.train.checkpoint.checkpoint import list_checkpoints
 
 Launch = Callable[..., Launched]
 Told = list[tuple[dict[str, torch.Tensor], dict[str, Any]]]

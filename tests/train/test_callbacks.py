@@ -27,8 +27,7 @@ from shoal.callbacks import (
 from shoal.config import job
 from shoal.errors import ConfigError
 from shoal.train.callbacks.base import StepLogs
-from shoal.train.checkpoint.checkpoint import open_checkpoint
-from shoal.train.checkpoint.directory import list_checkpoints
+from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint
 
 STEPS_PER_EPOCH = 5
 

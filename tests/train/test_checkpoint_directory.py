@@ -9,8 +9,13 @@ import torch
 
 from shoal.errors import CheckpointDamaged, ConfigError
 from shoal.parallel.protocol import Piece
-from shoal.train.checkpoint.checkpoint import write_checkpoint
-from shoal.train.checkpoint.directory import list_checkpoints, newest_checkpoint, prune, step_path
+from shoal.train.checkpoint.checkpoint import (
+    list_checkpoints,
+    newest_checkpoint,
+    prune,
+    step_path,
+    write_checkpoint,
+)
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -16,8 +16,8 @@ from shoal.cluster.worker import session
 from shoal.errors import NonFiniteLoss
 from shoal.runtime.transport.messages.supervisor import Progress
 from shoal.train.callbacks.base import Callback, StepLogs
-from shoal.train.checkpoint.directory import list_checkpoints
-from shoal.train.interrupts import asked_to_leave
+from shoal.train.checkpoint.checkpoint import list_checkpoints
+from shoal.train.foreground import asked_to_leave
 
 
 class Watch(Callback):

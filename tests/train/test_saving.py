@@ -21,7 +21,7 @@ from shoal.errors import (
     NoCheckpoint,
     OptimizerMismatch,
 )
-from shoal.train.checkpoint.directory import list_checkpoints
+from shoal.train.checkpoint.checkpoint import list_checkpoints
 
 
 def with_dropout() -> nn.Module:

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler as lr
 
 from shoal.errors import CheckpointMismatch, ConfigError
 from shoal.parallel.optimizer_state import load_optimizer, optimizer_pieces, optimizer_settings
-from shoal.train.checkpoint.scheduler_state import load_scheduler, scheduler_state
+from shoal.train.checkpoint.saving import load_scheduler, scheduler_state
 
 
 def sequential(optimizer: optim.Optimizer) -> lr.SequentialLR:

@@ -1,24 +1,250 @@
-"""`shoal doctor`: what this machine can do, line by line, and the cure for what it cannot."""
+"""`shoal doctor`: checks of this machine, line by line, and the cure for each failure.
+
+Sockets, memory, disk and limits are tried, not looked up; each check returns
+one Finding. Nothing here imports torch: a process of its own asks torch.
+"""
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
 import platform
+import resource
+import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import typer
 
 import shoal
-from shoal.cli import machine
-from shoal.cli.machine import Finding, Level, fail, ok
 from shoal.cli.options import RunDir
 from shoal.cli.verb import console
 from shoal.config.strategy import STRATEGIES
 from shoal.errors import ShoalError
+
+GIB = 1 << 30
+
+
+class Level(StrEnum):
+    """How a finding bears on training here."""
+
+    OK = "ok"
+    WARN = "warn"  # training works, with less speed or room
+    FAIL = "fail"  # no job can run before this is cured
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor: what was looked at, what was found, and the cure where it is needed."""
+
+    level: Level
+    what: str
+    found: str
+    cure: str = ""
+
+
+def ok(what: str, found: str) -> Finding:
+    """All is well."""
+    return Finding(Level.OK, what, found)
+
+
+def warn(what: str, found: str, cure: str) -> Finding:
+    """Training works, but."""
+    return Finding(Level.WARN, what, found, cure)
+
+
+def fail(what: str, found: str, cure: str = "") -> Finding:
+    """No job can run."""
+    return Finding(Level.FAIL, what, found, cure)
+
+
+def memory() -> Finding:
+    """Memory this process may use: the machine's, or its control group's limit."""
+    import psutil
+
+    machine = psutil.virtual_memory()
+    limit = cgroup_memory_bytes()
+    total = min(machine.total, limit) if limit else machine.total
+    free = min(machine.available, total)
+    found = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB available"
+    if limit and limit < machine.total:
+        found += f" (limited by the control group; the machine has {machine.total / GIB:.1f} GiB)"
+    if free < GIB:
+        return warn(
+            "memory",
+            found,
+            "a worker with torch needs about 0.3 GiB before its model: close something",
+        )
+    return ok("memory", found)
+
+
+def cgroup_memory_bytes() -> int | None:
+    """The smallest memory limit of this process's control group and those around it; None where there is none."""
+    try:
+        own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()  # version 2 writes "0::/path"
+    except OSError:
+        own = "/"
+    groups = Path("/sys/fs/cgroup") / own.strip("/")
+    files = [group / "memory.max" for group in (groups, *groups.parents)]
+    limits = []
+    for path in (*files, Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        try:
+            limits.append(int(path.read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    # Version 1 writes "no limit" as the largest multiple of a page.
+    return min((limit for limit in limits if limit < 1 << 60), default=None)
+
+
+def shared_memory() -> Finding:
+    """Anonymous shared memory, written through one mapping and read through another."""
+    try:
+        descriptor = os.memfd_create("shoal-doctor")
+        try:
+            os.ftruncate(descriptor, mmap.PAGESIZE)
+            with mmap.mmap(descriptor, mmap.PAGESIZE) as one, mmap.mmap(descriptor, mmap.PAGESIZE) as other:
+                one[:5] = b"shoal"
+                if other[:5] != b"shoal":
+                    raise OSError("what one mapping writes the other does not see")
+        finally:
+            os.close(descriptor)
+    except (AttributeError, OSError) as error:
+        return fail("shared memory", f"memfd_create: {error}", "shoal needs Linux 3.17 or newer")
+    try:
+        room = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        # Only a DataLoader's own workers use it; shoal's segments have no name.
+        return warn(
+            "shared memory",
+            f"memfd works; /dev/shm: {error}",
+            "a DataLoader with num_workers > 0 needs /dev/shm: mount it, or give the container --shm-size",
+        )
+    found = f"memfd works; /dev/shm has {room.free / GIB:.1f} of {room.total / GIB:.1f} GiB free"
+    if room.free < GIB // 4:
+        return warn("shared memory", found, "a DataLoader with num_workers > 0 may run out: --shm-size=1g")
+    return ok("shared memory", found)
+
+
+def loopback() -> Finding:
+    """A TCP connection over loopback, as collectives use it."""
+    begin = time.perf_counter()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            with socket.create_connection(server.getsockname(), timeout=5.0) as client:
+                accepted, _ = server.accept()
+                with accepted:
+                    _say_something(client, accepted)
+    except OSError as error:
+        return fail(
+            "loopback",
+            f"bind, connect on 127.0.0.1: {error}",
+            "bring the interface up: ip link set lo up",
+        )
+    return ok("loopback", f"bind and connect on 127.0.0.1 in {1e3 * (time.perf_counter() - begin):.1f} ms")
+
+
+def runtime_directory() -> Finding:
+    """A Unix socket where a job's sockets live, made and reached as a job does it."""
+    from shoal.runtime.transport import unix
+
+    what = "runtime directory"
+    directory: Path | None = None
+    try:
+        directory = unix.runtime_dir()
+        path = directory / "doctor"
+        with unix.listen(path) as server, unix.connect(path, timeout_s=5.0) as client:
+            accepted, peer = unix.accept(server)
+            with accepted:
+                _say_something(client, accepted)
+    except (ShoalError, OSError) as error:
+        return fail(what, str(error), "set XDG_RUNTIME_DIR or TMPDIR to a short directory of your own")
+    finally:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+    return ok(what, f"{directory.parent}, sockets work, the peer is known (process {peer.pid})")
+
+
+def _say_something(speaker: socket.socket, listener: socket.socket) -> None:
+    listener.settimeout(5.0)
+    speaker.sendall(b"shoal")
+    if listener.recv(5) != b"shoal":
+        raise OSError("the bytes that came are not the ones that were sent")
+
+
+def disk(run_dir: Path) -> Finding:
+    """Whether run directories can be written, and how much room they have."""
+    home = next(parent for parent in (run_dir.absolute(), *run_dir.absolute().parents) if parent.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=home, prefix=".shoal-doctor-"):
+            pass
+        free = shutil.disk_usage(home).free
+    except OSError as error:
+        return fail(
+            "disk",
+            f"{run_dir} cannot be written: {error.strerror}",
+            "choose another with --run-dir",
+        )
+    found = f"{run_dir} has {free / GIB:.1f} GiB free"
+    if free < GIB:
+        return warn("disk", found, "checkpoints may not fit: make room, or choose another --run-dir")
+    return ok("disk", found)
+
+
+def descriptors() -> Finding:
+    """Open files a process may have: each worker costs the supervisor a few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < 256:
+        return warn(
+            "open files",
+            f"{soft}",
+            f"raise it: ulimit -n {min(hard, 4096) if hard > 0 else 4096}",
+        )
+    return ok("open files", "unlimited" if soft < 0 else f"{soft}")
+
+
+_ASK_TORCH = """
+import json, time
+begin = time.perf_counter()
+import torch, torch.distributed as dist
+kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+module = torch.get_device_module(kind) if kind is not None else None
+name = getattr(module, "get_device_name", lambda i: f"{kind.type}:{i}")
+print(json.dumps({
+    "version": torch.__version__,
+    "import_s": time.perf_counter() - begin,
+    "gloo": dist.is_available() and dist.is_gloo_available(),
+    "nccl": dist.is_available() and dist.is_nccl_available(),
+    "gpus": [name(i) for i in range(torch.accelerator.device_count())] if kind is not None else [],
+}))
+"""
+
+
+def ask_torch(timeout_s: float = 120.0) -> dict[str, Any] | str:
+    """What torch says of itself in a fresh process; a sentence where it could not be asked."""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-P", "-c", _ASK_TORCH],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if asked.returncode:
+        return (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+    answer: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
+    return answer
+
 
 MAX_PLANS = 8
 """Worker counts shown of the thread plan."""
@@ -53,12 +279,12 @@ def findings(run_dir: Path) -> Iterator[Finding]:
         f"{platform.python_version()} on {platform.system()} {platform.release()} {platform.machine()}",
     )
     yield from cores()
-    yield machine.memory()
-    yield machine.shared_memory()
-    yield machine.loopback()
-    yield machine.runtime_directory()
-    yield machine.disk(run_dir)
-    yield machine.descriptors()
+    yield memory()
+    yield shared_memory()
+    yield loopback()
+    yield runtime_directory()
+    yield disk(run_dir)
+    yield descriptors()
     torch = list(torch_and_devices())
     yield from torch
     if all(finding.level is not Level.FAIL for finding in torch):
@@ -79,7 +305,7 @@ def cores() -> Iterator[Finding]:
 
 def torch_and_devices() -> Iterator[Finding]:
     """What torch has, asked in a process of its own."""
-    answer = machine.ask_torch()
+    answer = ask_torch()
     if isinstance(answer, str):
         yield fail("torch", answer, f"{Path(sys.executable).name} -m pip install torch")
         return

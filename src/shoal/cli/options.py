@@ -1,12 +1,23 @@
-"""Options that several verbs share, written once: names, units, help, completion."""
+"""Options that several commands share, written once: names, units, help, completion.
+
+Names and defaults of the options beside a strategy are those of
+`shoal.config.parallel_options.ParallelOptions`; combinations are checked at launch.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from shoal.config import placement
+from shoal.config.choices import COMPRESSORS, EXCHANGES, OUTERS, SCHEDULES
+from shoal.config.parallel_options import ParallelOptions
 from shoal.config.shard import FORMS
 from shoal.config.strategy import STRATEGIES
 
@@ -114,3 +125,146 @@ Oversubscribe = Annotated[
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+OPTIONS: dict[str, Any] = {
+    "shard": Shard,
+    "exchange": Annotated[
+        str,
+        typer.Option(
+            "--exchange",
+            metavar="EXCHANGE",
+            help=f"How gradients are summed: {EXCHANGES.forms}.",
+        ),
+    ],
+    "sync_every": Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            help="For slow networks: each worker of ddp makes K steps with its own optimizer, then their models are averaged.",
+            show_default="gradients are summed at every step",
+        ),
+    ],
+    "outer": Annotated[
+        str,
+        typer.Option(
+            "--outer",
+            metavar="OUTER",
+            help=f"With --sync-every, how the models are averaged: {OUTERS.forms}.",
+        ),
+    ],
+    "schedule": Annotated[
+        str,
+        typer.Option(
+            "--schedule",
+            metavar="SCHEDULE",
+            help=f"Of a pipeline (pp): {SCHEDULES.forms}.",
+        ),
+    ],
+    "compress": Annotated[
+        str,
+        typer.Option(
+            "--compress",
+            metavar="COMPRESS",
+            help=f"Make gradients smaller before they are summed: {COMPRESSORS.forms}.",
+        ),
+    ],
+    "staleness_lr": Annotated[
+        bool,
+        typer.Option(
+            "--staleness-lr",
+            help="With ps:ssp, ps:async and ps:hybrid: divide the learning rate of a push by 1 + the updates it has missed.",
+        ),
+    ],
+    "push_norm": Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="With the same: scale a push whose gradient is longer than X down to X, on each server.",
+            show_default="no bound",
+        ),
+    ],
+    "snapshot_every": Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Where each worker holds a part (fsdp, tp, pp, --sync-every): steps between the snapshots to which all go back "
+            "when one dies. 0: none, they go back to the newest checkpoint.",
+            show_default="50, or as the script says",
+        ),
+    ],
+    "device": Annotated[
+        str,
+        typer.Option(
+            "--device", metavar="DEVICE", help=f"Where workers compute: {', '.join(placement.FORMS)}."
+        ),
+    ],
+    "soft_placement": Annotated[
+        bool,
+        typer.Option(
+            "--soft-placement",
+            help="A worker whose device is missing computes on the CPU, and says so; else the job is refused.",
+        ),
+    ],
+    "batchnorm": Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="Over what BatchNorm normalises: local (each worker its own slice) or sync (the whole batch, as one process does).",
+        ),
+    ],
+    "sequence_parallel": Annotated[
+        bool,
+        typer.Option(
+            "--sequence-parallel",
+            help="With tp: norms and dropout between the layers that are cut run on a part of the sequence each.",
+        ),
+    ],
+    "checkpoint_activations": Annotated[
+        bool,
+        typer.Option(
+            "--checkpoint-activations",
+            help="Keep only the inputs of the model's blocks, and run them again within backward: less memory, more time.",
+        ),
+    ],
+    "offload": Annotated[
+        bool,
+        typer.Option(
+            "--offload",
+            help="With fsdp on GPUs: shards and the optimizer's state stay in the host's memory. Without GPUs they are there anyway.",
+        ),
+    ],
+}
+"""By field of ParallelOptions, in the order of the help.
+
+A flag that is only ever set has its name, or it would have a --no-; and so has one whose value is called after it, which
+some versions of typer take for its name.
+"""
+
+
+def takes_parallel_options(
+    *, but_not: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb these flags where its signature has `parallel`, which it is then called with."""
+    defaults = {option.name: option.default for option in fields(ParallelOptions)}
+    flags = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
+        for name, annotation in OPTIONS.items()
+        if name not in but_not
+    ]
+
+    def give(verb: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(verb, eval_str=True)
+
+        @functools.wraps(verb)
+        def called(**said: Any) -> None:
+            parallel = ParallelOptions(**{flag.name: said.pop(flag.name) for flag in flags})
+            verb(parallel=parallel, **said)
+
+        shown: list[inspect.Parameter] = []
+        for parameter in own.parameters.values():
+            shown += flags if parameter.name == "parallel" else [parameter]
+        called.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]  # what typer reads
+        return called
+
+    return give

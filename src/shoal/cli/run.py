@@ -18,8 +18,8 @@ from shoal.cli.options import (
     StepTimeout,
     Strategy,
     Workers,
+    takes_parallel_options,
 )
-from shoal.cli.parallel_options import takes_parallel_options
 from shoal.cli.verb import leave
 from shoal.config.parallel_options import ParallelOptions, options_of
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.options import Replicas, Script, Servers, Strategy, Workers
-from shoal.cli.parallel_options import takes_parallel_options
+from shoal.cli.options import Replicas, Script, Servers, Strategy, Workers, takes_parallel_options
 from shoal.cli.verb import console, leave
 from shoal.config import strategy as strategies
 from shoal.config.choices import COMPRESSORS
@@ -27,8 +26,7 @@ from shoal.errors import ClusterError, ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shoal.cli.compare import Difference
-    from shoal.cli.equality import Dump, Judged, Outcome
+    from shoal.cli.equality import Difference, Dump, Judged, Outcome
     from shoal.cluster.launch.api import LaunchConfig
     from shoal.cluster.supervisor.warm_parent import WarmParent
 

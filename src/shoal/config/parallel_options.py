@@ -3,7 +3,7 @@
 `LaunchConfig` (the user's request), `RunConfig` (the launch, flat in
 config.json) and `Job` (a worker's view) inherit `ParallelOptions`. A new option
 is a field here, a rule in `check` where it does not go with everything, and a
-flag in `shoal.cli.parallel_options`. Torch-free: a launch is refused before
+flag in `shoal.cli.options`. Torch-free: a launch is refused before
 torch is imported.
 """
 

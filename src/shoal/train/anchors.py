@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.runtime.serialization import from_plain, to_plain
-from shoal.train.history import History
+from shoal.train.progress import History
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer

@@ -41,16 +41,15 @@ from shoal.runtime import events
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.seeds import mix
 from shoal.runtime.user_frames import calling_line
-from shoal.train import fingerprint, loop_shape
-from shoal.train.arguments import device_of
-from shoal.train.calls import Call, batches_of, described, next_number
+from shoal.train import loop_shape
+from shoal.train.calls import Call, batches_of, described, device_of, next_number
 from shoal.train.custom_anchors import Place, Recovery
 from shoal.train.gradient_sums import extend_torch
-from shoal.train.interrupts import asked_to_leave
-from shoal.train.ledger_report import LedgerNotes
+from shoal.train.foreground import asked_to_leave
 from shoal.train.load_balance import refuse
-from shoal.train.position import Position
-from shoal.train.verification import Verification
+from shoal.train.progress import Position
+from shoal.train.reports import LedgerReport
+from shoal.train.verification import Verification, fingerprint_at_end
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Model = TypeVar("Model", bound=nn.Module)
@@ -74,7 +73,7 @@ class WorkerData:
         self.number = next_number()
         self._seed = torch.initial_seed()
         self.position = Position()
-        self._ledger = LedgerNotes(self, batches)
+        self._ledger = LedgerReport(self, batches)
         self._ledger.begin(is_inherited=is_inherited, again={})
         self._pending: list[_Taken] = []  # since the last step
         self._num_left_out = 0  # samples, of those
@@ -219,7 +218,7 @@ class CustomLoop:
         self.parameter_ids = {id(parameter) for parameter in model.parameters()}
         if self.job.num_workers > 1:
             extend_torch(_sum_gradients_of, _owners_of_gradients)
-        fingerprint.watch(model)
+        fingerprint_at_end(model)
         self.strategy.prepare(
             TrainJob(
                 model=model,

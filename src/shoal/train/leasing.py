@@ -23,8 +23,8 @@ from shoal.data.slice import Slice
 from shoal.errors import ConfigError
 from shoal.parallel.ps.relaxed import Naming, PsRelaxed
 from shoal.runtime.transport.messages.worker_coordinator import Leases, NoMoreLeases
-from shoal.train.ledger_report import data_identity
-from shoal.train.position import Position
+from shoal.train.progress import Position
+from shoal.train.reports import data_identity
 
 LEASES_PER_WORKER = 8
 """Of an epoch, at least: so that a slow worker keeps the others waiting only for its last one."""

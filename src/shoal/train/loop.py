@@ -29,12 +29,10 @@ from shoal.train.anchors import BEFORE_A_STEP, Place
 from shoal.train.callbacks.base import StepLogs
 from shoal.train.checkpoint.snapshots import Snapshots
 from shoal.train.evaluation import evaluate
-from shoal.train.history import History
-from shoal.train.interrupts import asked_to_leave
-from shoal.train.ledger_report import LedgerNotes
+from shoal.train.foreground import asked_to_leave
 from shoal.train.load_balance import Sharing
-from shoal.train.metrics.log import MetricsLog
-from shoal.train.traffic_report import TrafficNotes
+from shoal.train.progress import History
+from shoal.train.reports import LedgerReport, MetricsLog, TrafficReport
 
 if TYPE_CHECKING:
     from shoal.train.leasing import Leasing
@@ -74,8 +72,8 @@ class FitLoop:
         self._log: MetricsLog | None = None
         self._leasing = self._lease()
         self._sharing = Sharing(trainer, batches) if self._leasing is None else None
-        self._ledger = trainer.ledger = LedgerNotes(trainer, batches) if self._leasing is None else None
-        self._traffic = TrafficNotes(trainer)
+        self._ledger = trainer.ledger = LedgerReport(trainer, batches) if self._leasing is None else None
+        self._traffic = TrafficReport(trainer)
         self._is_inherited = is_inherited
         # Leases look ahead themselves: the next one may not be at hand before this worker has done its part.
         strategy = trainer.strategy

@@ -1,73 +1,58 @@
-"""How far a pass is: told to whoever listens, and in a plain `python train.py` drawn by the process itself."""
+"""Training progress: the position in the data and the values of each epoch. No I/O, no collectives."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
-
-from shoal.cluster.supervisor.display import open_display
-from shoal.cluster.worker import session
-from shoal.config.job import Job
-from shoal.data.batches import Batches
-from shoal.data.slice import Slice
-from shoal.errors import Interrupted
-from shoal.runtime.transport.messages.supervisor import Progress
-from shoal.train.interrupts import asked_to_leave
-
-if TYPE_CHECKING:
-    from shoal.train.trainer import Trainer
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
-@contextlib.contextmanager
-def drawn_here(job: Job, *, wanted: bool) -> Iterator[None]:
-    """Show what is reported inside, unless somebody else does or nobody wants to see it."""
-    raw_out, raw_err = getattr(sys.stdout, "buffer", None), getattr(sys.stderr, "buffer", None)
-    if job.launched or not wanted or raw_out is None or raw_err is None:
-        yield
-        return
-    sys.stdout.flush()
-    display = open_display(raw_out, raw_err)
+@dataclass(slots=True)
+class Position:
+    """A place in the data, and what was counted on the way there."""
 
-    def show(progress: Progress) -> None:
-        display.update(progress)
-        display.tick()
+    epoch: int = 0
+    next_index: int = 0
+    """Position within the epoch of the first sample not trained yet."""
 
-    session.listen(show)
-    try:
-        with display.owning_prints():
-            yield
-    finally:
-        session.listen(None)
-        display.close()
+    step: int = 0
+    samples: int = 0
+    loss_total: float = 0.0
+    """Sum and count of the running epoch's loss."""
+
+    loss_count: float = 0.0
+    measured_at: int = -1
+    """The step up to which the running epoch, whole or cut short, is in the history."""
+
+    weights: list[float] = field(default_factory=list)
+    """Shares by measured speed, and the step before which they were agreed on. Replaced, never changed in place."""
+
+    weights_at: int = -1
+    stretch: dict[str, Any] | None = None
+    """What each worker has had of the epoch since it, or this launch, began: start, samples and batches by rank."""
 
 
-def passing(trainer: Trainer, phase: str, batches: Batches) -> Callable[[Slice], None]:
-    """What to call after every slice of a pass without updates: tells how far it is, and leaves when asked to."""
-    began_at, samples = time.monotonic(), 0
-    num_steps = batches.num_steps(trainer.num_workers)
-    done = 0
+class History(Mapping[str, list[float]]):
+    """Loss and metrics of every epoch, equal on every rank: `history["val_loss"][-1]`."""
 
-    def tick(part: Slice) -> None:
-        nonlocal samples, done
-        samples += part.num_global
-        done += 1
-        asked = asked_to_leave()
-        if asked is not None:
-            raise Interrupted(signal_name=asked, step=trainer.step, checkpoint=trainer.newest_checkpoint)
-        session.report(
-            phase=phase,
-            epoch=0,
-            num_epochs=None,
-            step=done,
-            num_steps=num_steps,
-            loss=None,
-            metrics={},
-            samples=samples,
-            samples_per_s=samples / max(time.monotonic() - began_at, 1e-9),
-            eta_s=None,
-        )
+    def __init__(self, epochs: list[dict[str, float]] | None = None) -> None:
+        self.epochs: list[dict[str, float]] = list(epochs or [])
 
-    return tick
+    def append(self, logs: dict[str, float]) -> None:
+        """Add one epoch."""
+        self.epochs.append(dict(logs))
+
+    def __getitem__(self, name: str) -> list[float]:
+        values = [logs[name] for logs in self.epochs if name in logs]
+        if not values:
+            raise KeyError(name)
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for logs in self.epochs for name in logs))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __repr__(self) -> str:
+        return f"History({dict(self)!r})"

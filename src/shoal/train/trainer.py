@@ -27,28 +27,30 @@ from shoal.parallel import create
 from shoal.parallel.batch_dependence import describe_mixing, mixing_layers
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import Strategy, TrainJob, Wishes
-from shoal.train import fingerprint
+from shoal.train import verification
 from shoal.train.anchors import BEFORE_A_STEP, inherit, restore, snapshot
-from shoal.train.arguments import (
+from shoal.train.callbacks.base import Callback, refuse_unknown_hooks
+from shoal.train.calls import (
+    Call,
     OptimizerFactory,
+    batches_of,
     build_model,
     build_optimizer,
     check_callable,
     check_choice,
     check_limit,
+    described,
     device_of,
+    first_inputs,
+    next_number,
 )
-from shoal.train.callbacks.base import Callback, refuse_unknown_hooks
-from shoal.train.calls import Call, batches_of, described, first_inputs, next_number
 from shoal.train.checkpoint import saving
 from shoal.train.evaluation import evaluate, predict
-from shoal.train.history import History
-from shoal.train.interrupts import asked_to_leave, signals_finish_the_step
-from shoal.train.ledger_report import LedgerNotes
+from shoal.train.foreground import asked_to_leave, drawn_here, passing, signals_finish_the_step
 from shoal.train.loop import FitLoop
 from shoal.train.metrics.metric_set import metric_set
-from shoal.train.position import Position
-from shoal.train.progress import drawn_here, passing
+from shoal.train.progress import History, Position
+from shoal.train.reports import LedgerReport
 from shoal.train.verification import Verification
 
 if TYPE_CHECKING:
@@ -138,7 +140,7 @@ class Trainer:
         self.fit_began_s, self.fit_began_samples = 0.0, 0
         self.data_description: dict[str, Any] = {}
         self.leasing: Leasing | None = None
-        self.ledger: LedgerNotes | None = None
+        self.ledger: LedgerReport | None = None
         self.kept_leases: dict[str, Any] | None = None
         self._model_or_factory = model
         self._optimizer_or_factory = optimizer
@@ -420,7 +422,7 @@ class Trainer:
             **settings,  # type: ignore[arg-type]
         )
         strategy.prepare(self.train_job)
-        fingerprint.watch(model)
+        verification.fingerprint_at_end(model)
         if self.num_workers > 1 and self.rank == 0:
             for note in describe_mixing(mixing_layers(model), sync_every=self.job.sync_every):
                 print(f"note: {note}", file=sys.stderr, flush=True)

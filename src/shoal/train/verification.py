@@ -1,12 +1,14 @@
-"""What a job under `shoal verify` does differently: another precision, a few steps, the weights written down.
+"""Output of workers that `shoal verify` and `shoal chaos` compare.
 
-`shoal verify` starts the same script several times and compares what this
-file dumps. The script itself ends with the last of the steps.
+Under `shoal verify` a job runs in another precision, for a few steps, and
+writes its weights down; the script ends with the last of the steps. Under
+`shoal chaos` every rank hashes its final weights when the script has ended.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from shoal.cluster.worker import session
+from shoal.config import job as jobs
 from shoal.config.job import VerifyPlan
 from shoal.parallel.batch_dependence import MixingLayer, mixing_layers, watch_randomness
 from shoal.parallel.protocol import Strategy
@@ -98,3 +102,33 @@ def keep_at_rest(module: nn.Module) -> None:
 
     module.train = resting  # type: ignore[method-assign]
     module.training = False
+
+
+_models: list[nn.Module] = []
+
+
+def fingerprint_at_end(model: nn.Module) -> None:
+    """A model of this script is trained; its weights count at the end."""
+    if jobs.current().fingerprints is None or any(known is model for known in _models):
+        return
+    if not _models:
+        session.at_end(_write_fingerprints)
+    _models.append(model)
+
+
+def _write_fingerprints() -> None:
+    job = jobs.current()
+    directory = Path(str(job.fingerprints))
+    directory.mkdir(parents=True, exist_ok=True)
+    hashes = {
+        f"model {number}: {name}": _hash(tensor)
+        for number, model in enumerate(_models)
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta  # another stage's
+    }
+    (directory / f"worker-{job.rank}.json").write_text(json.dumps(hashes))
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()

@@ -1,7 +1,7 @@
 """Saves while training: by steps, by time, by epochs; keeps the last few and the best.
 
 Decides when, and which may go; the Trainer knows what has to be in a
-checkpoint, `checkpoint_directory.py` how old ones are removed.
+checkpoint, `checkpoint.py` how old ones are removed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import time
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.errors import ConfigError
-from shoal.train.callbacks.base import Callback, StepLogs
-from shoal.train.callbacks.monitor import Mode, Monitor
-from shoal.train.checkpoint.directory import prune, step_path
+from shoal.train.callbacks.base import Callback, Mode, Monitor, StepLogs
+from shoal.train.checkpoint.checkpoint import prune, step_path
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError
 from shoal.train.callbacks.base import Callback, StepLogs
-from shoal.train.callbacks.learning_rate import named_rates
+from shoal.train.callbacks.logs import named_rates
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer

@@ -1,10 +1,10 @@
 """Checkpoints: a directory of safetensors files and a manifest with their hashes.
 
 `write_checkpoint` lays pieces out in files and describes them; `open_checkpoint`
-believes nothing before sizes and hashes are what the manifest says. Pieces are
-whole tensors or parts of one: a reader gets whole tensors by name, whoever
-wrote them. Which checkpoints a directory holds is `checkpoint_directory.py`'s
-business, how a directory appears at once is `checkpoint_storage.py`'s.
+trusts nothing before sizes and hashes match the manifest. Pieces are whole
+tensors or parts of one: a reader gets whole tensors by name, whoever wrote
+them. Steps are in the names of the directories (`step-000000500`), so that
+nothing needs to be read to put them in order. Atomic writes are storage.py's.
 """
 
 from __future__ import annotations
@@ -13,21 +13,28 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.errors import CheckpointDamaged, CheckpointMismatch, CheckpointWriteFailed, NoCheckpoint
+from shoal.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    CheckpointWriteFailed,
+    ConfigError,
+    NoCheckpoint,
+)
 from shoal.parallel.protocol import Piece
 from shoal.runtime.serialization import from_plain, to_plain
 from shoal.train.checkpoint import manifest, safetensors_file
 from shoal.train.checkpoint.manifest import FileRecord, Manifest, PieceRecord
-from shoal.train.checkpoint.storage import Place, writing
+from shoal.train.checkpoint.storage import Place, remove, step_name, step_of, writing
 
 MODEL = "model/"
 
@@ -286,3 +293,78 @@ def _is_like(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
 def _shown(shape: tuple[int | None, ...], dtype: torch.dtype) -> str:
     sizes = ", ".join("any" if size is None else str(size) for size in shape)
     return f"{str(dtype).removeprefix('torch.')}[{sizes}]"
+
+
+def step_path(directory: str | os.PathLike[str], step: int) -> str:
+    """Where the checkpoint of a step belongs."""
+    return Place.at(directory).child(step_name(step)).url
+
+
+def list_checkpoints(directory: str | os.PathLike[str]) -> list[str]:
+    """The paths of the finished ones, oldest step first."""
+    return [place.url for place in _steps(directory) if place.has(manifest.NAME)]
+
+
+def newest_checkpoint(
+    directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]
+) -> Checkpoint | None:
+    """The newest that is whole; every newer one that is not is told to `on_damaged`. None when there is none."""
+    for place in reversed(_steps(directory)):
+        try:
+            return open_checkpoint(place.url)
+        except CheckpointDamaged as damage:
+            on_damaged(damage)
+        except NoCheckpoint as error:
+            on_damaged(CheckpointDamaged(path=place.url, problem=error.reason))
+    return None
+
+
+def prune(directory: str | os.PathLike[str], keep_last: int, protect: Iterable[str] = ()) -> list[str]:
+    """Remove all but the last `keep_last` and those in `protect`; return what went.
+
+    The newest that is whole always stays: the one before is given up only
+    once a newer one has been read back and verified.
+    """
+    if keep_last < 1:
+        raise ConfigError(
+            f"keep_last must be at least 1, got {keep_last}: a run without a checkpoint cannot go on."
+        )
+    kept = {os.fspath(path).rstrip("/").rpartition("/")[2] for path in protect}
+    places = [place for place in _steps(directory)[:-keep_last] if _name(place) not in kept]
+    if not places:
+        return []
+    newest = newest_checkpoint(directory, on_damaged=lambda damage: None)
+    if newest is None:
+        return []  # nothing is whole, so nothing is spare
+    going = [place for place in places if place.url != newest.path]
+    for place in going:
+        remove(place)
+    return [place.url for place in going]
+
+
+def set_aside(directory: str | os.PathLike[str], *, after_step: int) -> str | None:
+    """Move checkpoints of later steps into a folder `before-<n>` of their own; return it, None when there are none.
+
+    Whoever has just saved a step cannot have written a later one: those are
+    of a run that began here earlier. Left in place, they would be the newest.
+    """
+    place = Place.at(directory)
+    names = place.names()
+    later = [name for name in names if (step := step_of(name)) is not None and step > after_step]
+    if not later:
+        return None
+    aside = place.child(next(name for n in count(1) if (name := f"before-{n}") not in names))
+    place.fs.makedirs(aside.path, exist_ok=True)
+    for name in later:
+        place.fs.mv(place.child(name).path, aside.child(name).path, recursive=True)
+    return aside.url
+
+
+def _steps(directory: str | os.PathLike[str]) -> list[Place]:
+    place = Place.at(directory)
+    found = [(step, name) for name in place.names() if (step := step_of(name)) is not None]
+    return [place.child(name) for _, name in sorted(found)]
+
+
+def _name(place: Place) -> str:
+    return place.url.rpartition("/")[2]

@@ -1,38 +1,51 @@
-"""What of a Trainer goes to disk and comes back: models, checkpoints, and where a resumed fit goes on.
+"""Trainer state on disk: models, checkpoints, and where a resumed fit goes on.
 
-checkpoint.py knows files, hashes and names; this file knows what has to be in
-them. Saving is collective (state may live in parts on all ranks); rank 0
-writes.
+checkpoint.py knows files, hashes and names; this module decides what has to be
+in them. Saving is collective (state may live in parts on all ranks); rank 0
+writes. A snapshot is only read by the workers that took it, in the same
+places, so each keeps its rank-local state in the job's scratch directory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.cluster.worker import session
 from shoal.data.batches import Batches
 from shoal.errors import CheckpointDamaged, CheckpointError, NoCheckpoint, OptimizerMismatch
 from shoal.parallel.hashed_rows import expected_shapes, plain_tensors
 from shoal.parallel.optimizer_state import optimizer_settings
-from shoal.parallel.protocol import Leased, Piece, PieceReader
+from shoal.parallel.protocol import Leased, MeetsNowAndThen, Piece, PieceReader
 from shoal.parallel.state import MODEL
 from shoal.runtime import scratch
 from shoal.runtime.failpoints import failpoint
+from shoal.runtime.serialization import from_plain, to_plain
 from shoal.train.callbacks.model_checkpoint import ModelCheckpoint
-from shoal.train.checkpoint import rank_local_state as own_parts
-from shoal.train.checkpoint.checkpoint import Checkpoint, check_fits, open_checkpoint, write_checkpoint
-from shoal.train.checkpoint.directory import newest_checkpoint, set_aside, step_path
-from shoal.train.checkpoint.scheduler_state import load_scheduler, scheduler_state
-from shoal.train.history import History
+from shoal.train.checkpoint.checkpoint import (
+    Checkpoint,
+    check_fits,
+    newest_checkpoint,
+    open_checkpoint,
+    set_aside,
+    step_path,
+    write_checkpoint,
+)
+from shoal.train.progress import History
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
+
 
 _METRICS = "metrics/"
 
@@ -66,7 +79,7 @@ def save_checkpoint(trainer: Trainer, directory: str | None, *, is_snapshot: boo
     """Everything needed to go on, at any number of workers. A snapshot goes with the job: nobody is told to go on from it."""
     home = directory or _homes(trainer)[0]
     path = step_path(home, trainer.step)
-    pieces = [*own_parts.state(trainer, path), *_metric_pieces(trainer)]
+    pieces = [*snapshot_pieces(trainer, path), *_metric_pieces(trainer)]
     failpoint("worker: checkpoint not written")
     if trainer.rank == 0:
         write_checkpoint(path, pieces, progress=_progress(trainer), previous=trainer.newest_checkpoint)
@@ -202,7 +215,7 @@ def _load(trainer: Trainer, checkpoint: Checkpoint, *, with_optimizer: bool) -> 
     check_fits({**shapes, **expected_shapes(trainer.model)}, checkpoint.pieces, checkpoint.path)
     settings = checkpoint.progress.get("optimizer") if with_optimizer else None
     try:
-        pieces = own_parts.joined(trainer, checkpoint)
+        pieces = with_rank_local_state(trainer, checkpoint)
         trainer.strategy.load(PieceReader(pieces, settings, checkpoint.path))
     except OptimizerMismatch as error:  # raised where the file's name is not known
         raise OptimizerMismatch(path=checkpoint.path, problem=error.problem) from None
@@ -234,3 +247,59 @@ def _tell(trainer: Trainer) -> Any:
             print(f"{error} Going on with the one before it.", file=sys.stderr, flush=True)
 
     return damaged
+
+
+def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
+    """What a fresh scheduler of the same kind needs to go on."""
+    kind = type(scheduler).__name__
+    return {"class": kind, "state": to_plain(scheduler.state_dict(), kind)}
+
+
+def load_scheduler(scheduler: LRScheduler, saved: dict[str, Any], *, path: str = "") -> None:
+    """Give a scheduler, built afresh, the state that was saved.
+
+    It sets no learning rate: the optimizer's own state brings that. Load the
+    optimizer after the scheduler was built, in either order with this.
+    """
+    kind = type(scheduler).__name__
+    if saved["class"] != kind:
+        raise OptimizerMismatch(
+            path=path, problem=f"its scheduler is {saved['class']}, the script builds {kind}"
+        )
+    scheduler.load_state_dict(from_plain(saved["state"]))
+
+
+def snapshot_pieces(trainer: Trainer, path: str) -> Iterable[Piece]:
+    """The pieces of a checkpoint at `path`: of a snapshot, only what all have alike. Collective."""
+    strategy, mine = trainer.strategy, _rank_local_path(trainer, path)
+    if mine is None or not isinstance(strategy, MeetsNowAndThen):
+        return strategy.state()
+    common = list(strategy.common_pieces())
+    write_checkpoint(str(mine), list(strategy.own_pieces()), progress={"step": trainer.step})
+    strategy.reduce(torch.zeros(1))  # a snapshot counts once every part of it is there
+    return common
+
+
+def with_rank_local_state(trainer: Trainer, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+    """A checkpoint's tensors, and this worker's own beside them."""
+    mine = _rank_local_path(trainer, checkpoint.path)
+    if mine is None or not mine.exists():
+        return checkpoint.pieces
+    own = open_checkpoint(str(mine)).pieces
+    return ChainMap({name: own[name] for name in own}, checkpoint.pieces)  # type: ignore[arg-type]  # only read
+
+
+def remove_rank_local_state(trainer: Trainer, path: str) -> None:
+    """The snapshot at `path` goes, and this worker's part with it."""
+    if (mine := _rank_local_path(trainer, path)) is not None:
+        shutil.rmtree(mine, ignore_errors=True)
+
+
+def _rank_local_path(trainer: Trainer, path: str) -> Path | None:
+    """Where this worker's part of a snapshot is; None where `path` is none, or workers have no parts."""
+    at = Path(path)
+    if not trainer.job.launched or not isinstance(trainer.strategy, MeetsNowAndThen):
+        return None
+    if at.parent != scratch.directory("snapshots"):
+        return None
+    return scratch.directory("own-parts", f"worker-{trainer.rank}") / at.name

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shoal.runtime import scratch
-from shoal.train.checkpoint import rank_local_state as own_parts
 from shoal.train.checkpoint import saving
+from shoal.train.checkpoint import saving as own_parts
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
@@ -74,7 +74,7 @@ class Snapshots:
         self._since = time.monotonic()
         while len(self._taken) > 2:
             oldest = self._taken.pop(0)
-            own_parts.remove(trainer, oldest)
+            own_parts.remove_rank_local_state(trainer, oldest)
             if trainer.rank == 0:
                 shutil.rmtree(oldest, ignore_errors=True)
 

@@ -1,37 +1,44 @@
 """Metrics, exact over all workers.
 
 `MetricSet` counts what this rank sees and computes over what all ranks saw. It
-never talks to a process group itself: `gather` is handed in by whoever has one.
-The mean loss is not counted here; the loop has its sums from the verdicts.
+never talks to a process group: `gather` is handed in. A part is what one rank
+counted since the last reset. Parts are merged in rank order, each state by its
+own reduction, into a fresh metric that then computes: the same numbers on every
+rank, and those of one process over all the data. A part that counted nothing
+contributes nothing. The mean loss is not counted here.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
 
 from shoal.data.tree import Tree
 from shoal.errors import ConfigError
 from shoal.parallel.loss import OutputKind
-from shoal.train.metrics import state as metric_state
-from shoal.train.metrics.inputs import (
+from shoal.train.checkpoint import safetensors_file
+from shoal.train.metrics.named import (
     Kind,
     Task,
     aligned,
+    check_name,
     find_classes,
     first_tensor,
     infer_task,
+    named_metric,
     probabilities,
 )
-from shoal.train.metrics.named import check_name, named_metric
-from shoal.train.metrics.state import Part
 
 Gather = Callable[[Tensor | None], list[Tensor]]
 """Every rank's tensor, in rank order; collective. It is always given bytes on the CPU."""
@@ -74,7 +81,7 @@ class MetricSet:
         self._live = {name: metric.clone() for name, metric in self._fresh.items() if metric is not None}
         self._device = torch.device("cpu")
         self._num_updates = self._num_samples = 0
-        self._inherited: list[Part] = []
+        self._inherited: list[MetricPart] = []
 
     @torch.no_grad()
     def update(self, outputs: Tree, target: Tree | None, num_local: int) -> None:
@@ -122,16 +129,14 @@ class MetricSet:
         results: dict[str, float] = {}
         for name, fresh in self._fresh.items():
             assert fresh is not None
-            results.update(_flat(name, _value(metric_state.merged(name, fresh, parts))))
+            results.update(_flat(name, _value(merge_parts(name, fresh, parts))))
         return results
 
     def state(self, gather: Gather) -> dict[str, Tensor]:
         """What all ranks counted, for a checkpoint in the middle of an epoch; collective."""
         if not self._fresh:
             return {}
-        return {
-            f"part_{number}": metric_state.pack([part]) for number, part in enumerate(self._gathered(gather))
-        }
+        return {f"part_{number}": pack_parts([part]) for number, part in enumerate(self._gathered(gather))}
 
     def load_state(self, tensors: Mapping[str, Tensor], rank: int, num_workers: int | None = None) -> bool:
         """Go on from `state`. False, and nothing counted, where other metrics were saved.
@@ -140,9 +145,7 @@ class MetricSet:
         the bit; else rank 0 takes all.
         """
         self.reset()
-        parts = [
-            part for number in range(len(tensors)) for part in metric_state.unpack(tensors[f"part_{number}"])
-        ]
+        parts = [part for number in range(len(tensors)) for part in unpack_parts(tensors[f"part_{number}"])]
         if any(part.names != list(self._fresh) for part in parts):
             return False
         own = [parts[rank]] if num_workers == len(parts) else parts if rank == 0 else []
@@ -152,12 +155,12 @@ class MetricSet:
             if first.task is not None and self._task is None:
                 self._know(first.task)
             for name, metric in self._live.items():
-                metric_state.write(name, metric, first, self._device)
+                write_states(name, metric, first, self._device)
             self._num_updates, self._num_samples = first.num_updates, first.num_samples
         return True
 
-    def _gathered(self, gather: Gather) -> list[Part]:
-        own = Part(
+    def _gathered(self, gather: Gather) -> list[MetricPart]:
+        own = MetricPart(
             names=list(self._fresh),
             num_updates=self._num_updates,
             num_samples=self._num_samples,
@@ -165,9 +168,9 @@ class MetricSet:
         )
         if self._num_updates:
             for name, metric in self._live.items():
-                own.tensors.update(metric_state.read(name, metric))
-        packed = metric_state.pack([own, *self._inherited])
-        return [part for each in gather(packed) for part in metric_state.unpack(each)]
+                own.tensors.update(read_states(name, metric))
+        packed = pack_parts([own, *self._inherited])
+        return [part for each in gather(packed) for part in unpack_parts(each)]
 
     def _know(self, task: Task) -> None:
         """Make the metrics that were only names so far."""
@@ -264,3 +267,136 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
 def _snake_case(name: str) -> str:
     """F1Score, and the BinaryF1Score that it makes, as f1_score."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", _TASKS.sub("", name)).lower()
+
+
+@dataclass(slots=True, kw_only=True)
+class MetricPart:
+    """What one rank counted."""
+
+    names: list[str]
+    """The metrics, in order; parts of other metrics are not merged."""
+
+    num_updates: int = 0
+    num_samples: int = 0
+    task: Task | None = None
+    """As inferred from the first batch; None on a rank that saw none."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By metric, module within it, and state."""
+
+
+def pack_parts(parts: list[MetricPart]) -> Tensor:
+    """Parts as bytes: one collective for everything, whatever the states are."""
+    about = []
+    tensors = {}
+    for number, part in enumerate(parts):
+        described = {key: getattr(part, key) for key in ("names", "num_updates", "num_samples")}
+        about.append({**described, "task": asdict(part.task) if part.task else None})
+        tensors.update({f"{number}:{key}": tensor for key, tensor in part.tensors.items()})
+    buffer = io.BytesIO()
+    safetensors_file.write(buffer, tensors, {"parts": json.dumps(about)})
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def unpack_parts(packed: Tensor) -> list[MetricPart]:
+    """What `pack` was given."""
+    raw = packed.cpu().numpy().tobytes()
+    source = io.BytesIO(raw)
+    parts = []
+    for fields in json.loads(safetensors_file.read_metadata(source)["parts"]):
+        task = fields.pop("task")
+        parts.append(MetricPart(**fields, task=Task(**task) if task else None))
+    for key, entry in safetensors_file.read_header(source, len(raw)).items():
+        number, _, rest = key.partition(":")
+        parts[int(number)].tensors[rest] = safetensors_file.read_tensor(source, entry)
+    return parts
+
+
+def read_states(name: str, metric: Metric) -> dict[str, Tensor]:
+    """Every state of a metric, by name. Lists that are to be concatenated are, so that a part stays small."""
+    held: dict[str, Tensor] = {}
+    for key, module, state in _states(name, metric):
+        value = getattr(module, state)
+        if isinstance(value, Tensor):
+            held[key] = value
+        elif module._reductions[state] is dim_zero_cat:
+            if value:
+                held[key] = dim_zero_cat(value)
+        else:
+            for number, item in enumerate(value):
+                if not isinstance(item, Tensor):
+                    raise ConfigError(
+                        f"the metric {name} keeps a list of {type(item).__name__} in '{state}', which cannot be gathered "
+                        "over workers. Keep tensors in its states, or compute it after the run from trainer.predict()."
+                    )
+                held[f"{key}:{number}"] = item
+    return held
+
+
+def write_states(name: str, metric: Metric, part: MetricPart, device: torch.device) -> None:
+    """Make `metric` go on from where the part's was."""
+    for key, module, state in _states(name, metric):
+        if isinstance(module._defaults[state], Tensor):
+            setattr(module, state, part.tensors[key].to(device))
+        else:
+            setattr(module, state, [item.to(device) for item in _items(part, key)])
+    _counted(metric, part.num_updates)
+
+
+def merge_parts(name: str, fresh: Metric, parts: list[MetricPart]) -> Metric:
+    """A copy of `fresh` that has counted what all parts did. There is at least one part, and none is empty."""
+    metric = fresh.clone()
+    for key, module, state in _states(name, metric):
+        reduction: Any = module._reductions[state]
+        value: Any
+        if isinstance(module._defaults[state], Tensor):
+            value = _reduced(
+                reduction, [part.tensors[key] for part in parts], [part.num_samples for part in parts]
+            )
+        else:
+            items = [item for part in parts for item in _items(part, key)]
+            value = items if reduction is None or reduction is dim_zero_cat else reduction(items)
+        setattr(module, state, value)
+    _counted(metric, sum(part.num_updates for part in parts))
+    return metric
+
+
+def _states(name: str, metric: Metric) -> Iterator[tuple[str, Metric, str]]:
+    """(key, module, state) of a metric and of the metrics within it, in a fixed order."""
+    for path, module in metric.named_modules():
+        if isinstance(module, Metric):
+            for state in module._defaults:
+                yield f"{name}:{path}:{state}", module, state
+
+
+def _items(part: MetricPart, key: str) -> list[Tensor]:
+    """The list state `key`: one tensor when it was concatenated, else one by one."""
+    if key in part.tensors:
+        return [part.tensors[key]]
+    items: list[Tensor] = []
+    while f"{key}:{len(items)}" in part.tensors:
+        items.append(part.tensors[f"{key}:{len(items)}"])
+    return items
+
+
+def _reduced(reduction: Any, values: list[Tensor], num_samples: list[int]) -> Tensor:
+    if reduction is None and len(values) == 1:
+        return values[
+            0
+        ]  # a metric that merges by itself takes a stack for several ranks, and its own shape for one
+    stacked = torch.stack(values)
+    if reduction is dim_zero_mean:
+        weights = torch.tensor(num_samples, dtype=torch.float64)
+        share = (weights / weights.sum()).to(stacked.dtype).reshape(-1, *[1] * (stacked.dim() - 1))
+        return (stacked * share).sum(0)
+    if reduction is None:
+        return stacked
+    result: Tensor = reduction(stacked)
+    return result
+
+
+def _counted(metric: Metric, num_updates: int) -> None:
+    for module in metric.modules():
+        if isinstance(module, Metric):
+            module._update_count = num_updates
+            module._computed = None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.train.history import History
+from shoal.train.progress import History
 
 
 def test_a_history_is_a_list_per_value_and_reads_like_a_dict() -> None:

@@ -1,10 +1,9 @@
-"""What a fit has written into the job's ledger: where it began, how far it came, and what each worker had of it.
+"""Reports of a fit: the job's ledger, the gradient traffic, and metrics.jsonl.
 
-Rank 0 tells for all: how a batch is cut over the workers is known to each of
-them. Counted since the last begin of an epoch or a fit, in the position, so a
-replacement goes on counting, and a resumed run knows what was counted before
-it. Where ranges are leased the coordinator knows better, and nothing is told.
-A loop of the user's own tells the same of its data.
+Rank 0 reports for all ranks: how a batch is cut over the workers is known to
+each of them. Samples are counted in the position, so a replacement goes on
+counting and a resumed run knows what was counted before it. Where ranges are
+leased the coordinator keeps the ledger, and nothing is reported here.
 """
 
 from __future__ import annotations
@@ -12,15 +11,25 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
+import sys
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from shoal.cluster.ledger.entries import TrainedStretch, TrainingBegan, TrainingReached
+from shoal.cluster.supervisor import progress_text
 from shoal.cluster.worker import session
+from shoal.collectives.compression.compressor import Traffic
 from shoal.config.job import Job
 from shoal.data.batches import Batches
-from shoal.train.position import Position
+from shoal.runtime import events
+from shoal.train.progress import Position
+
+if TYPE_CHECKING:
+    from shoal.train.trainer import Trainer
+
 
 TELL_EVERY_S = 5.0
 """At most; epochs' ends and checkpoints are told at once. What was trained since is not known of a job that is killed."""
@@ -31,7 +40,7 @@ def data_identity(description: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-class Trains(Protocol):
+class Reporting(Protocol):
     """Whoever trains on some data: a Trainer, or a loop of the user's own."""
 
     position: Position
@@ -54,7 +63,7 @@ class Trains(Protocol):
         """Which data it is."""
 
 
-class Part(Protocol):
+class CutBatch(Protocol):
     """A batch, and how it was cut over the workers."""
 
     @property
@@ -70,10 +79,10 @@ class Part(Protocol):
         """Where each worker's part begins, and the end; empty: all of them had all of it."""
 
 
-class LedgerNotes:
+class LedgerReport:
     """The notes of one fit, or of the epochs of a loop over some data."""
 
-    def __init__(self, trainer: Trains, batches: Batches) -> None:
+    def __init__(self, trainer: Reporting, batches: Batches) -> None:
         self._trainer, self._batches = trainer, batches
         self._call = session.num_calls()
         self._is_on = trainer.job.launched
@@ -111,7 +120,7 @@ class LedgerNotes:
             )
         self._told_at = time.monotonic()
 
-    def count(self, part: Part) -> None:
+    def count(self, part: CutBatch) -> None:
         """A step is committed; the position is behind it."""
         if not self._is_on:
             return
@@ -150,3 +159,100 @@ class LedgerNotes:
 
 def _stretch(kept: dict[str, Any], stop: int) -> TrainedStretch:
     return TrainedStretch(kept["start"], stop, list(kept["samples"]), list(kept["batches"]))
+
+
+class TrafficReport:
+    """Of one fit: of this rank's own bytes, which are the same on every rank."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._first_step = trainer, trainer.position.step
+        before = self._traffic()
+        self._before = (before.raw_bytes, before.sent_bytes, before.num_sums) if before else (0, 0, 0)
+
+    def tell(self) -> None:
+        """The fit is over, well or not. Rank 0 speaks."""
+        job, traffic = self._trainer.job, self._traffic()
+        if traffic is None or self._trainer.rank != 0:
+            return
+        raw, sent, num_sums = (
+            now - then
+            for now, then in zip(
+                (traffic.raw_bytes, traffic.sent_bytes, traffic.num_sums), self._before, strict=True
+            )
+        )
+        num_steps = self._trainer.position.step - self._first_step
+        if not num_sums or not sent or num_steps < 1:
+            return
+        facts = {
+            "exchange": job.exchange_rule if job.exchange == "auto" and job.exchange_rule else job.exchange,
+            "compress": job.compress,
+            "steps": num_steps,
+            # What the gradients of a step are, and what of it a worker handed to the exchange.
+            "raw_bytes_per_step": round(raw / num_sums),
+            "sent_bytes_per_step": round(sent / num_steps),
+            "ratio": round(raw / num_sums * num_steps / sent, 2),
+            "loss_curve": "metrics.jsonl",
+        }
+        events.emit("exchanged", **facts)
+        if facts["ratio"] != 1:
+            print(f"note: {progress_text.exchanged(facts)}", file=sys.stderr, flush=True)
+
+    def _traffic(self) -> Traffic | None:
+        found = getattr(self._trainer.strategy, "traffic", None)
+        return found if isinstance(found, Traffic) else None
+
+
+_written_here: set[Path] = set()
+"""Files that this process has begun: a second Trainer of a script adds to what the first one wrote."""
+
+
+class MetricsLog:
+    """Appends lines; the first of a process drops those after the step it goes on from, which an earlier run left."""
+
+    def __init__(self, path: Path, *, from_step: int) -> None:
+        self._path = path
+        self.dropped: dict[int, int] = {}
+        """By epoch: samples of steps that an earlier run had trained, and that are trained again."""
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path not in _written_here:
+            self.dropped = _drop_after(path, from_step)
+        _written_here.add(path)
+        # By lines: what a killed worker wrote is written.
+        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add one step. What is not a finite number is null: NaN is no JSON."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in line.items()
+        }
+        self._file.write(json.dumps(finite) + "\n")
+
+    def make_up_for(self, line: dict[str, Any]) -> None:
+        """Write the line of a step, unless it is there."""
+        written = self._path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
+        if not written or json.loads(written)["step"] < line["step"]:
+            self.write(line)
+
+    def close(self) -> None:
+        """Flush and end."""
+        self._file.close()
+
+
+def _drop_after(path: Path, step: int) -> dict[int, int]:
+    kept: list[str] = []
+    dropped: dict[int, int] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            told = json.loads(line)
+            if told["step"] <= step:
+                kept.append(line + "\n")
+            else:
+                dropped[told["epoch"]] = dropped.get(told["epoch"], 0) + told["samples"]
+        except (ValueError, KeyError, TypeError):
+            continue  # a line torn by a kill
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+    return dropped

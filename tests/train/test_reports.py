@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shoal.train.metrics import log as metrics_log
-from shoal.train.metrics.log import MetricsLog
+from shoal.train import reports
+from shoal.train.reports import MetricsLog
 
 
 def lines(path: Path) -> list[Any]:
@@ -18,7 +18,7 @@ def lines(path: Path) -> list[Any]:
 
 def written(path: Path, *steps: int, from_step: int = 0, new_process: bool = True) -> list[int]:
     if new_process:
-        metrics_log._written_here.clear()
+        reports._written_here.clear()
     log = MetricsLog(path, from_step=from_step)
     for step in steps:
         log.write({"step": step, "loss": 0.5})

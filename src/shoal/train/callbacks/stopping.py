@@ -1,12 +1,11 @@
-"""Ends a fit when a value stops getting better."""
+"""Callbacks that end a fit: when a value no longer improves, or after a given step."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.errors import ConfigError
-from shoal.train.callbacks.base import Callback
-from shoal.train.callbacks.monitor import Mode, Monitor
+from shoal.train.callbacks.base import Callback, Mode, Monitor
 from shoal.train.checkpoint import saving
 
 if TYPE_CHECKING:
@@ -87,3 +86,18 @@ class EarlyStopping(Callback):
 
     def _path(self, trainer: Trainer) -> str:
         return str(trainer.run_dir / "best")
+
+
+class StopAtStep(Callback):
+    """Stops once the step of that number, counted over all fits of the run, is done.
+
+    Says so beforehand: `trainer.stop()` is decided with the next commit, which
+    would be one step late.
+    """
+
+    ranks: ClassVar[Literal["zero", "every"]] = "every"
+
+    def __init__(self, step: int) -> None:
+        if not isinstance(step, int) or step < 1:
+            raise ConfigError(f"StopAtStep's step must be a positive integer, got {step!r}.")
+        self.last_step = step

@@ -1,8 +1,7 @@
-"""`shoal bench`: how fast it is on this machine.
+"""`shoal bench`: speed on this machine, measured in real processes with the package alone.
 
-What can be measured with nothing but the package is measured here, in real
-processes; comparisons with other software, and what takes hours, stand in
-benchmarks/ of the source and are only named.
+Comparisons with other software, and measurements that take hours, are in
+benchmarks/ of the source and are only named here.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from shoal.cli.verb import console, did_you_mean
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.cli.bench_ps import Figure
+    from shoal.cli.bench.measure import Figure
 
 EXAMPLES = (
     "\b\n"
@@ -32,22 +31,22 @@ EXAMPLES = (
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Something that can be measured with the package alone."""
+    """A measurement that needs the package alone."""
 
     measures: str
     run: Callable[[float, Callable[[Figure], None]], None]
 
 
-def _ps(seconds: float, tell: Callable[[Figure], None]) -> None:
-    from shoal.cli import bench_ps
+def _ps(seconds: float, emit: Callable[[Figure], None]) -> None:
+    from shoal.cli.bench.measure import measure_ps
 
-    bench_ps.measure(seconds, tell)
+    measure_ps(seconds, emit)
 
 
-def _exchange(seconds: float, tell: Callable[[Figure], None]) -> None:
-    from shoal.cli import bench_exchange
+def _exchange(seconds: float, emit: Callable[[Figure], None]) -> None:
+    from shoal.cli.bench.measure import measure_exchange
 
-    bench_exchange.measure(seconds, tell)
+    measure_exchange(seconds, emit)
 
 
 BENCHES = {
@@ -120,7 +119,7 @@ def bench(
         )
     screen = console()
 
-    def tell(figure: Figure) -> None:
+    def emit(figure: Figure) -> None:
         if as_json:
             typer.echo(json.dumps(figure.line()))
         else:
@@ -129,7 +128,7 @@ def bench(
                 f"{figure.what:<44} {figure.value:>12,.1f} {figure.unit:<16} {figure.how}", soft_wrap=True
             )
 
-    BENCHES[name].run(seconds, tell)
+    BENCHES[name].run(seconds, emit)
 
 
 def _list(as_json: bool) -> None:

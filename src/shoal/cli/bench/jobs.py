@@ -1,0 +1,204 @@
+"""Jobs that `shoal bench` launches: `jobs.py NAME OUT ARGUMENT`. Each rank writes its figures to OUT/RANK.json.
+
+Imports are inside the jobs, so that each loads no more than it measures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.collectives.native import Native
+    from shoal.collectives.reducer import Reducer
+
+KV_ROWS, DIM = 1 << 20, 16
+
+NUM_IDS, BATCH, NUM_BATCHES = 1_000_000, 1024, 64
+NUM_WARM_STEPS = 10
+
+SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
+SHORT_SIZES = SIZES[:3]
+SHORT_S = 3.0
+"""In less, large tensors are left out: three rounds of all exchanges alone would take longer."""
+
+MAX_ROUNDS = 200
+
+
+def median_s(call: Callable[[], object], times: int) -> float:
+    """Of so many calls, after one that is not counted."""
+    call()
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+def run_kv(out: Path, num_pairs: int) -> None:
+    """Push to a server and pull from it, in one worker.
+
+    A push is over when it is acknowledged; a pull when the rows lie in an array
+    of the caller's. Keys come in order; the first push of a table, which makes
+    its rows, is not counted.
+    """
+    import numpy as np
+
+    from shoal.ps.client.kv import connect
+
+    told = []
+    with connect() as kv:
+        table = kv.table("small", dim=DIM, num_rows=KV_ROWS)
+        few, some = np.arange(16) * 1009, np.ones((16, DIM), np.float32)  # 1 KiB
+        push_s = median_s(lambda: kv.push(table, few, some).result(), 1000)
+        pull_s = median_s(lambda: kv.pull(table, few).result(), 1000)
+        told += [("push of 1 KiB", 1e6 * push_s, "us"), ("pull of 1 KiB", 1e6 * pull_s, "us")]
+
+        for what, rows, dim, is_bounded, times in (
+            ("64 MiB", KV_ROWS, DIM, True, 7),
+            (f"{num_pairs / 1e6:g} M pairs, ids of a known range", num_pairs, 1, True, 3),
+            (f"{num_pairs / 1e6:g} M pairs, any int64 key", num_pairs, 1, False, 3),
+        ):
+            table = kv.table(what, dim=dim, num_rows=rows if is_bounded else None)
+            keys = np.arange(rows) if is_bounded else np.arange(rows) * 922_337_203_685
+            draw = np.random.default_rng(0)
+            first, second = draw.random((rows, dim), np.float32), draw.random((rows, dim), np.float32)
+            # Other values each time: a push that did nothing would show.
+            turns = itertools.cycle([first, second])
+            push_s = median_s(lambda: kv.push(table, keys, next(turns)).result(), times)  # noqa: B023
+            pull_s = median_s(lambda: kv.pull(table, keys).result(), times)  # noqa: B023
+            if not np.array_equal(kv.pull(table, keys).result(), second if times % 2 else first):
+                raise AssertionError("the server gave back other rows than it was given")
+            size, unit = (first.nbytes / 1e9, "GB/s") if dim > 1 else (rows / 1e6, "M pairs/s")
+            told += [(f"push of {what}", size / push_s, unit), (f"pull of {what}", size / pull_s, unit)]
+    lines = [{"what": what, "value": round(value, 2), "unit": unit} for what, value, unit in told]
+    (out / "0.json").write_text(json.dumps(lines))
+
+
+def run_click(out: Path, seconds: float) -> None:
+    """Train a click model under the strategy of the launch: 26 columns of ids into one table, three layers on top.
+
+    Every rank writes how many samples it trained a second, between a warm-up
+    and the end; samples are counted where the loss sees them, so the sum is
+    right whatever a strategy makes of a batch.
+    """
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional
+
+    from shoal.config import job
+    from shoal.data import generated
+    from shoal.data.dataset import Dataset
+    from shoal.train.callbacks.base import Callback
+    from shoal.train.trainer import Trainer
+
+    seen = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal seen
+        seen += len(target)
+        return functional.binary_cross_entropy_with_logits(output, target)
+
+    class Clock(Callback):
+        """Ends the fit when enough was measured."""
+
+        ranks = "every"
+
+        def __init__(self) -> None:
+            self.num_steps, self.began, self.last, self.first, self.newest = 0, 0.0, 0.0, 0, 0
+            self.is_over = False
+
+        def on_step_end(self, trainer: Trainer, logs: Any) -> None:
+            self.num_steps += 1
+            now = time.perf_counter()
+            if self.num_steps == NUM_WARM_STEPS:
+                self.began, self.first = now, seen
+            if self.began and not self.is_over:
+                self.last, self.newest = now, seen
+                self.is_over = now - self.began >= seconds
+                if self.is_over:
+                    trainer.stop()
+
+    torch.manual_seed(0)
+    inputs, label = generated.click_arrays(NUM_BATCHES * BATCH, num_ids=NUM_IDS)
+    rows = nn.Embedding(NUM_IDS, DIM, sparse=True)
+    nn.init.normal_(rows.weight, std=0.01)
+    layers = (nn.Linear(26 * DIM, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1))
+    clock = Clock()
+    trainer = Trainer(
+        nn.Sequential(rows, nn.Flatten(), *layers, nn.Flatten(0)),
+        loss=loss,
+        optimizer=lambda params: torch.optim.Adagrad(params, lr=0.02),
+        callbacks=[clock],
+        device="cpu",
+        seed=0,
+    )
+    data = Dataset.from_arrays((inputs["ids"], label)).batch(BATCH)
+    trainer.fit(data, epochs=1_000_000)
+    # Another rank may have asked to stop before this one had seen enough: then up to its last step.
+    lasted = clock.last - clock.began
+    rate = (clock.newest - clock.first) / lasted if lasted > 0 else 0.0
+    told = {"samples_per_s": rate, "threads": torch.get_num_threads(), "batch": BATCH}
+    (out / f"{job.current().rank}.json").write_text(json.dumps(told))
+
+
+def run_exchange(out: Path, seconds: float) -> None:
+    """Sum tensors of every size by every exchange. Alternating: what disturbs the machine disturbs all of them."""
+    from shoal.collectives.exchanges import open_exchange
+    from shoal.collectives.native import Native
+    from shoal.config import job as jobs
+    from shoal.config.choices import EXCHANGES
+    from shoal.recovery.elastic_group import together
+    from shoal.recovery.rendezvous import is_broken
+
+    job = jobs.current()
+    _ = together().native  # the group is there
+    native = Native(rank=job.rank, num_workers=job.num_workers, is_broken=is_broken)
+    names = [name for name in EXCHANGES if name not in ("auto", "hierarchical")]
+    reducers = {name: open_exchange(replace(job, exchange=name), native) for name in names}
+    sizes = SIZES if seconds >= SHORT_S else SHORT_SIZES
+    medians = {size: _medians(reducers, native, size, seconds / len(sizes)) for size in sizes}
+    for reducer in reducers.values():
+        reducer.close()
+    if job.rank == 0:
+        (out / "0.json").write_text(json.dumps(medians))
+
+
+def _medians(reducers: dict[str, Reducer], native: Native, size: int, seconds: float) -> dict[str, float]:
+    import torch
+
+    tensor = torch.zeros(size // 4)
+    took_s: dict[str, list[float]] = {name: [] for name in reducers}
+    begun = time.monotonic()
+    for number in range(MAX_ROUNDS):
+        for name, reducer in reducers.items():
+            tensor.fill_(native.rank + 1.0)
+            native.all_gather(torch.zeros(1))  # all begin together
+            started = time.perf_counter()
+            reducer.finish(reducer.start_all_reduce(tensor), f"a sum by {name}")
+            took_s[name].append(time.perf_counter() - started)
+            expected = native.num_workers * (native.num_workers + 1) / 2
+            assert float(tensor[0]) == float(tensor[-1]) == expected, f"{name}: {tensor[0]} is not {expected}"
+        is_over = number >= 2 and time.monotonic() - begun > seconds
+        # Rank 0's clock decides for all.
+        if any(bool(told) for told in native.all_gather(torch.tensor([float(is_over and native.rank == 0)]))):
+            break
+    return {name: statistics.median(took[1:]) for name, took in took_s.items()}
+
+
+if __name__ == "__main__":
+    _, name, folder, argument = sys.argv
+    if name == "kv":
+        run_kv(Path(folder), int(argument))
+    elif name == "click":
+        run_click(Path(folder), float(argument))
+    else:
+        run_exchange(Path(folder), float(argument))
