@@ -49,9 +49,9 @@ def write_steps(run: RunDirectory, *lines: dict[str, Any], torn: str = "") -> No
 
 def test_a_run_is_alive_as_long_as_its_lock_is_held(make_run: MakeRun) -> None:
     run = make_run("click")
-    assert runs.read(run.path).state is runs.State.ALIVE
+    assert runs.read(run.path).state is runs.RunState.ALIVE
     run.close()
-    assert runs.read(run.path).state is runs.State.DEAD
+    assert runs.read(run.path).state is runs.RunState.DEAD
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def chaos(
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What one run left behind."""
+class RunRecord:
+    """Events, commits and final hashes of one run."""
 
     seconds: float
     steps: int
@@ -133,11 +133,11 @@ def _compare(config: LaunchConfig, warm: WarmParent, *, seed: int, every_s: floa
                 if fault.after_s is not None and fault.after_s >= offset_s
             )
         )
-        told = _run(replace(config, faults=faults), warm, f"disturbed-{run}")
-        steps, seconds_run = steps + told.steps, seconds_run + told.seconds
-        differing = _differing(undisturbed.hashes, told.hashes)
+        record = _run(replace(config, faults=faults), warm, f"disturbed-{run}")
+        steps, seconds_run = steps + record.steps, seconds_run + record.seconds
+        differing = _differing(undisturbed.hashes, record.hashes)
         equal = equal and not differing
-        for line, took_s in _story(told):
+        for line, took_s in _story(record):
             screen.print(f"  run {run}, {line}")
             if took_s is not None:
                 recoveries.append(took_s)
@@ -146,7 +146,7 @@ def _compare(config: LaunchConfig, warm: WarmParent, *, seed: int, every_s: floa
             if differing
             else "weights equal to the bit"
         )
-        screen.print(f"run {run}: {told.steps} steps in {told.seconds:.1f} s, {said}")
+        screen.print(f"run {run}: {record.steps} steps in {record.seconds:.1f} s, {said}")
         offset_s = time.monotonic() - began
     if recoveries:
         recoveries.sort()
@@ -160,7 +160,7 @@ def _compare(config: LaunchConfig, warm: WarmParent, *, seed: int, every_s: floa
     return 0 if equal else 1
 
 
-def _run(config: LaunchConfig, warm: WarmParent, name: str) -> Told:
+def _run(config: LaunchConfig, warm: WarmParent, name: str) -> RunRecord:
     from shoal.cluster.launch.api import launch
 
     hashes = Path(config.run_dir) / f"{name}-weights"
@@ -172,7 +172,7 @@ def _run(config: LaunchConfig, warm: WarmParent, name: str) -> Told:
     if result.exit_code:
         leave(result)
     commits = [float(line["time"]) for line in _lines(result.run_dir / "metrics.jsonl")]
-    return Told(
+    return RunRecord(
         seconds=took_s,
         steps=len(commits),
         hashes={path.stem: json.loads(path.read_text()) for path in sorted(hashes.glob("*.json"))},
@@ -181,23 +181,23 @@ def _run(config: LaunchConfig, warm: WarmParent, name: str) -> Told:
     )
 
 
-def _story(told: Told) -> list[tuple[str, float | None]]:
+def _story(record: RunRecord) -> list[tuple[str, float | None]]:
     """Each fault as it was, and how long it was until the next step was committed in a new view."""
-    began = told.events[0]["time"] if told.events else 0.0
+    began = record.events[0]["time"] if record.events else 0.0
     story: list[tuple[str, float | None]] = []
-    for number, event in enumerate(told.events):
+    for number, event in enumerate(record.events):
         if event["event"] != "fault":
             continue
         at_s = event["time"] - began
         if not event["hit"]:
             story.append((f"{at_s:6.1f} s: {event['what']}: it was not there", None))
             continue
-        later = told.events[number:]
+        later = record.events[number:]
         is_coordinator = "coordinator" in event["what"]
         sign = "coordinator-serves-again" if is_coordinator else "view-formed"
         healed = next((each["time"] for each in later if each["event"] == sign), None)
         if healed is not None and not is_coordinator:
-            healed = next((commit for commit in told.commits if commit > healed), healed)
+            healed = next((commit for commit in record.commits if commit > healed), healed)
         took_s = healed - event["time"] if healed is not None and "pause" not in event["what"] else None
         after = f"recovered in {took_s:.2f} s" if took_s is not None else "the job did not have to recover"
         story.append((f"{at_s:6.1f} s: {event['what'].split(' after')[0]}: {after}", took_s))

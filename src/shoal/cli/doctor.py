@@ -35,7 +35,7 @@ GIB = 1 << 30
 
 
 class Level(StrEnum):
-    """How a finding bears on training here."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARN = "warn"  # training works, with less speed or room
@@ -181,7 +181,7 @@ def _say_something(speaker: socket.socket, listener: socket.socket) -> None:
 
 
 def disk(run_dir: Path) -> Finding:
-    """Whether run directories can be written, and how much room they have."""
+    """Write access to run directories, and free space."""
     home = next(parent for parent in (run_dir.absolute(), *run_dir.absolute().parents) if parent.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=home, prefix=".shoal-doctor-"):
@@ -229,7 +229,7 @@ print(json.dumps({
 
 
 def ask_torch(timeout_s: float = 120.0) -> dict[str, Any] | str:
-    """What torch says of itself in a fresh process; a sentence where it could not be asked."""
+    """Torch's version and devices, from a fresh process; a sentence where that failed."""
     try:
         asked = subprocess.run(
             [sys.executable, "-P", "-c", _ASK_TORCH],
@@ -292,7 +292,7 @@ def findings(run_dir: Path) -> Iterator[Finding]:
 
 
 def cores() -> Iterator[Finding]:
-    """How many cores there are, and how workers share them."""
+    """Cores of this process, and threads per worker."""
     from shoal.cluster.launch.threads import available_cores, threads_per_worker
 
     usable, present = available_cores(), os.cpu_count() or 1
@@ -304,7 +304,7 @@ def cores() -> Iterator[Finding]:
 
 
 def torch_and_devices() -> Iterator[Finding]:
-    """What torch has, asked in a process of its own."""
+    """Findings about torch and its devices, from a process of its own."""
     answer = ask_torch()
     if isinstance(answer, str):
         yield fail("torch", answer, f"{Path(sys.executable).name} -m pip install torch")

@@ -65,7 +65,7 @@ class Comparison:
         return (*self.tensors, self.losses)
 
     def worst(self, *, leaving_out: Collection[str] = ()) -> Difference:
-        """What differs most, of all or of all but those named."""
+        """The largest difference, of all or of all but those named."""
         return max(
             (difference for difference in self.all if difference.name not in leaving_out),
             key=lambda difference: difference.relative,
@@ -73,12 +73,12 @@ class Comparison:
         )
 
     def beyond(self, tolerance: float) -> list[Difference]:
-        """What differs by more than `tolerance`. Empty: the runs are equal."""
+        """Differences above `tolerance`. Empty: the runs are equal."""
         return [difference for difference in self.all if not difference.relative <= tolerance]
 
     @property
     def nonfinite(self) -> list[Difference]:
-        """What holds values that are not finite, the same on both sides."""
+        """Tensors with values that are not finite, the same on both sides."""
         return [difference for difference in self.all if difference.num_nonfinite]
 
 
@@ -112,7 +112,7 @@ def compare(
 
 
 def hangs_on_rounding(float64: Difference, float32: Difference) -> bool:
-    """Whether a tensor's difference is rounding that training enlarged, told by how it shrinks with the precision.
+    """True where a tensor's difference is rounding that training enlarged: it shrinks with the precision.
 
     Some gradients are zero but for rounding: those of a bias before a
     BatchNorm, of attention's key bias. An adaptive optimizer divides by their
@@ -179,7 +179,7 @@ class Mix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """What a run under a VerifyPlan leaves behind."""
+    """Weights, losses and layers that a run under a VerifyPlan writes."""
 
     state: Mapping[str, Array]
     """Parameters and buffers by name."""
@@ -212,7 +212,7 @@ def read_dump(directory: Path) -> Dump | None:
     )
 
 
-class Run(Protocol):
+class ScriptRun(Protocol):
     """Runs the script's first steps once: spread over the workers, or in one process as so many slices in turn.
 
     `num_micro`: each slice in so many parts.
@@ -248,7 +248,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class VerifyOutcome:
     """The answer, and everything it rests on."""
 
     judged: Judged
@@ -274,11 +274,11 @@ class Outcome:
 
     @property
     def equal(self) -> bool:
-        """Whether the workers compute what one process does."""
+        """True when the workers compute what one process does."""
         return not self.judged.differing and not (self.rested and self.rested.differing)
 
 
-def check(run: Run, *, num_workers: int, tolerance: float) -> Outcome:
+def check(run: ScriptRun, *, num_workers: int, tolerance: float) -> VerifyOutcome:
     """Run the script spread and in one process, in float64 and float32, and compare.
 
     Layers that see a slice and not the batch are compared with one process
@@ -312,7 +312,7 @@ def check(run: Run, *, num_workers: int, tolerance: float) -> Outcome:
         depends_on_cut = not against(num_workers, in_parts).differing
     if sliced and is_cut and not judged.differing:
         rested, still_drawing = _at_rest(run, spread64.mixes, tolerance)
-    return Outcome(
+    return VerifyOutcome(
         judged=judged,
         sliced=sliced,
         mixes=spread64.mixes,
@@ -324,7 +324,9 @@ def check(run: Run, *, num_workers: int, tolerance: float) -> Outcome:
     )
 
 
-def _at_rest(run: Run, mixes: tuple[Mix, ...], tolerance: float) -> tuple[Judged | None, tuple[Mix, ...]]:
+def _at_rest(
+    run: ScriptRun, mixes: tuple[Mix, ...], tolerance: float
+) -> tuple[Judged | None, tuple[Mix, ...]]:
     names = tuple(mix.module for mix in mixes)
     spread = run("float64", spread=True, at_rest=names)
     if spread.mixes:

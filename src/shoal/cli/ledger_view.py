@@ -1,4 +1,4 @@
-"""What `shoal status` says of a run's ledger: samples by worker, who holds the rest, and whether epochs came out whole.
+"""The ledger section of `shoal status`: samples by worker, who holds the rest, and whether epochs came out whole.
 
 Text and plain values only; the ledger itself is `shoal.cluster.ledger.ledger`.
 """
@@ -83,7 +83,7 @@ def _span(span: Span) -> dict[str, Any]:
 
 
 def _remainder(epoch: Epoch, desk: LeaseService) -> dict[str, Any] | None:
-    """Who has what is left of the running epoch."""
+    """Ranges left of the running epoch, by holder."""
     if epoch.end is not None:
         return None
     held = desk.holdings
@@ -101,7 +101,7 @@ def _remainder(epoch: Epoch, desk: LeaseService) -> dict[str, Any] | None:
 
 
 def worker(ledger: dict[str, Any], rank: int) -> str:
-    """What one worker has done in the newest launch, for its line."""
+    """One worker's samples in the newest launch, for its line."""
     now = [each for each in ledger.get("launches", []) if each["launch"] == ledger["launch"]]
     had = now[0]["workers"].get(str(rank)) if now else None
     said = f"; {_had(had)}" if had else ""
@@ -110,7 +110,7 @@ def worker(ledger: dict[str, Any], rank: int) -> str:
 
 
 def before(ledger: dict[str, Any]) -> Iterator[str]:
-    """What workers of former launches have done that counts, a line for each launch."""
+    """Samples of former launches that count, a line for each launch."""
     for each in ledger.get("launches", []):
         if each["launch"] != ledger["launch"] and each["workers"]:
             by_rank = "; ".join(f"rank {rank} {_had(had)}" for rank, had in each["workers"].items())
@@ -118,7 +118,7 @@ def before(ledger: dict[str, Any]) -> Iterator[str]:
 
 
 def lines(ledger: dict[str, Any]) -> Iterator[str]:
-    """What there is to say of the epochs, a sentence each: the whole ones together, where there are many."""
+    """A sentence for each epoch: the whole ones together, where there are many."""
     whole = [epoch for epoch in ledger.get("epochs", []) if epoch["is_exact"]]
     if len(whole) > MAX_RANGES:
         yield f"{len(whole)} epochs, each: every sample trained exactly once"

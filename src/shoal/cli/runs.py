@@ -1,4 +1,4 @@
-"""What the run directories on disk say: which runs there are, and how each stands.
+"""Run directories on disk: the runs and the state of each.
 
 Reads only, and never fails on a file that is missing, torn or half written:
 a run may be writing it at this moment, or have died while it did.
@@ -20,8 +20,8 @@ TAIL_BYTES = 256 * 1024
 """How much of the end of a file is looked through for its last lines."""
 
 
-class State(StrEnum):
-    """How a run stands."""
+class RunState(StrEnum):
+    """State of a run."""
 
     ALIVE = "alive"  # a supervisor holds its lock
     FINISHED = "finished"
@@ -35,7 +35,7 @@ class Run:
     """One run, as its directory tells it. None: not known, or not yet."""
 
     name: str
-    state: State
+    state: RunState
     strategy: str | None = None
     workers: int | None = None
     step: int | None = None
@@ -71,7 +71,7 @@ def find(run: str, run_dir: Path) -> Path:
 
 
 def read(path: Path) -> Run:
-    """How a run stands."""
+    """State of a run."""
     config, summary = read_json(path / "config.json"), read_json(path / "summary.json")
     metrics = last_lines(path / "metrics.jsonl", 200)
     last = last_step(metrics, summary)
@@ -96,23 +96,23 @@ def last_step(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> dict[st
     return last
 
 
-def state(path: Path, summary: dict[str, Any]) -> State:
+def state(path: Path, summary: dict[str, Any]) -> RunState:
     """Alive by its lock; otherwise what its summary says, if it lived to write one."""
     from shoal.cluster.launch.run_directory import is_alive
 
     if is_alive(path):
-        return State.ALIVE
+        return RunState.ALIVE
     # Read again: it may have ended, and written it, between the caller's look and ours.
     summary = summary or read_json(path / "summary.json")
     match summary.get("exit"):
         case None:
-            return State.DEAD
+            return RunState.DEAD
         case 0:
-            return State.FINISHED
+            return RunState.FINISHED
         case 130 | 143:
-            return State.INTERRUPTED
+            return RunState.INTERRUPTED
         case _:
-            return State.FAILED
+            return RunState.FAILED
 
 
 def recent_rate(metrics: list[dict[str, Any]]) -> float | None:
@@ -124,8 +124,10 @@ def recent_rate(metrics: list[dict[str, Any]]) -> float | None:
     return float(samples / (timed[-1]["time"] - timed[0]["time"]))
 
 
-def processes(events: list[dict[str, Any]], state: State, *, num_workers: int | None) -> list[dict[str, Any]]:
-    """Who works for the run, or did: every worker as the events last told of it.
+def processes(
+    events: list[dict[str, Any]], state: RunState, *, num_workers: int | None
+) -> list[dict[str, Any]]:
+    """Workers of the run, each as the newest event describes it.
 
     Resumed with fewer workers, its events still tell of the others: they are
     no part of it any more.
@@ -147,12 +149,12 @@ def processes(events: list[dict[str, Any]], state: State, *, num_workers: int | 
             found[rank] |= {"state": "exited", "code": event.get("code")}
     for process in found.values():
         # Nobody was left to write down how it ended; but no worker outlives its supervisor.
-        if process["state"] == "running" and state is not State.ALIVE:
+        if process["state"] == "running" and state is not RunState.ALIVE:
             process["state"] = "gone"
     return [found[rank] for rank in sorted(found)]
 
 
-def servers(events: list[dict[str, Any]], state: State) -> list[dict[str, Any]]:
+def servers(events: list[dict[str, Any]], state: RunState) -> list[dict[str, Any]]:
     """The servers of the newest view: what each holds, and how its process stands."""
     views = [event for event in events if event.get("event") == "server-view"]
     held = views[-1].get("servers", {}) if views else {}
@@ -171,7 +173,7 @@ def servers(events: list[dict[str, Any]], state: State) -> list[dict[str, Any]]:
             processes[number] |= {"state": "exited", "code": event.get("code")}
     found = []
     for number, process in sorted(processes.items()):
-        if state is not State.ALIVE:
+        if state is not RunState.ALIVE:
             process["state"] = "gone"  # servers are ended with the job
         slots = held.get(str(number), {})
         if slots or process["state"] == "running":

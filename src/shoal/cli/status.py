@@ -85,7 +85,7 @@ def _details(path: Path) -> dict[str, Any]:
         "processes": runs.processes(events, run.state, num_workers=run.workers),
         "servers": runs.servers(events, run.state),
         "leases": runs.leases(events),
-        "ledger": ledger_view.read(path, is_alive=run.state is runs.State.ALIVE),
+        "ledger": ledger_view.read(path, is_alive=run.state is runs.RunState.ALIVE),
         "logs": str(path / "logs"),
         "checkpoint": runs.newest_checkpoint(path),
         "events": events[-NUM_EVENTS:],
@@ -190,7 +190,7 @@ def _process(process: dict[str, Any]) -> str:
 
 
 def _had(details: dict[str, Any], rank: int) -> str:
-    """What a worker has trained: by the ledger or, without one, by what the coordinator last told."""
+    """Samples a worker has trained: by the ledger or, without one, by the coordinator's newest event."""
     if said := ledger_view.worker(details["ledger"], rank):
         return said
     done = details["leases"].get(str(rank))
@@ -224,14 +224,14 @@ def _exit(summary: dict[str, Any]) -> str:
 
 
 _STYLES = {
-    runs.State.ALIVE: "green",
-    runs.State.FAILED: "red",
-    runs.State.DEAD: "red",
-    runs.State.INTERRUPTED: "yellow",
+    runs.RunState.ALIVE: "green",
+    runs.RunState.FAILED: "red",
+    runs.RunState.DEAD: "red",
+    runs.RunState.INTERRUPTED: "yellow",
 }
 
 
-def _styled(state: runs.State) -> Text:
+def _styled(state: runs.RunState) -> Text:
     from rich.text import Text
 
     return Text.assemble((state, _STYLES.get(state, "")))

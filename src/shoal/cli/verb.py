@@ -1,4 +1,4 @@
-"""How the command line treats people: did you mean, one paragraph per error, usage lines as the docs write them.
+"""Conventions of the command line: did you mean, one paragraph per error, usage lines as the docs write them.
 
 Knows typer, and nothing of what the verbs do.
 """
@@ -81,7 +81,7 @@ def paragraph(error: ShoalError) -> str:
 
 
 def console() -> Console:
-    """Where tables go. In a pipe nothing is cut or wrapped: whoever reads it is not a screen."""
+    """The console for tables. In a pipe nothing is cut or wrapped: the reader is not a screen."""
     from rich.console import Console
 
     terminal = Console(highlight=False, markup=False)

@@ -26,7 +26,7 @@ from shoal.errors import ClusterError, ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shoal.cli.equality import Difference, Dump, Judged, Outcome
+    from shoal.cli.equality import Difference, Dump, Judged, VerifyOutcome
     from shoal.cluster.launch.api import LaunchConfig
     from shoal.cluster.supervisor.warm_parent import WarmParent
 
@@ -206,7 +206,7 @@ class VerifyRuns:
 
 
 def _refuse_what_is_meant_to_differ(parallel: ParallelOptions) -> None:
-    """What gives up the result of one process on purpose has no right answer to be held to."""
+    """Refuse options that give up the result of one process on purpose: no reference exists for them."""
     if COMPRESSORS.parse(parallel.compress)[0].name != "none":
         why = f"--compress {parallel.compress} sends gradients rounded or in part"
         what = "--compress"
@@ -261,8 +261,10 @@ def _cells(difference: Difference | None) -> tuple[str, str]:
     return f"{difference.absolute:.1e}", f"{difference.relative:.1e}"
 
 
-def verdict(outcome: Outcome, config: LaunchConfig, *, asked_steps: int, tolerance: float) -> Iterator[str]:
-    """What the numbers say, in sentences; the last one answers the question."""
+def verdict(
+    outcome: VerifyOutcome, config: LaunchConfig, *, asked_steps: int, tolerance: float
+) -> Iterator[str]:
+    """The outcome in sentences; the last one answers the question."""
     float64, float32 = outcome.judged.float64, outcome.judged.float32
     num_slices = strategies.num_slices(config.strategy or "ddp", config.workers)
     in_turn = f"one process ran the {num_slices} workers' slices in turn, with the workers' seeds"
@@ -313,7 +315,7 @@ def verdict(outcome: Outcome, config: LaunchConfig, *, asked_steps: int, toleran
     )
 
 
-def _likely_cause(outcome: Outcome) -> str:
+def _likely_cause(outcome: VerifyOutcome) -> str:
     of_cut = (
         "a loss that is no mean over its samples, such as a mean over a mask (let it return a pair (sum, count)), or code in the "
         "model that mixes the samples of a batch"

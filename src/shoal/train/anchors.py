@@ -1,8 +1,8 @@
-"""What a fit notes at an anchor, so that a replaced worker can run on from there.
+"""Anchors of a fit: the Trainer's own state, recorded so that a replaced worker can replay from there.
 
-Noted before every step and before an epoch's end, so it must be cheap: small
-copies now, everything else when somebody asks. Weights and optimizer state
-are not in it; those the strategy hands over.
+Recorded before every step and before an epoch's end, so it must be cheap: small
+copies now, everything else when a replacement asks. Weights and optimizer state
+are not in it; the strategy hands those over.
 """
 
 from __future__ import annotations
@@ -11,64 +11,37 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.runtime.serialization import from_plain, to_plain
-from shoal.train.progress import History
+from shoal.train.progress import BEFORE_A_STEP, FitStart, History, LoopPlace
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where in the loop an anchor lies: before a step, unless it says otherwise."""
-
-    is_epoch_end: bool = False
-    halfway: bool = False
-    """The epoch ends early."""
-
-    over: bool = False
-    """The fit ends with this epoch."""
+def note(trainer: Trainer, place: LoopPlace) -> None:
+    """Record an anchor, where the strategy keeps a replay log."""
+    if (timeline := trainer.strategy.timeline) is not None:
+        timeline.anchor(snapshot(trainer, place))
 
 
-BEFORE_A_STEP = Place()
-
-
-@dataclass(frozen=True, slots=True)
-class Inherited:
-    """Where a replaced worker's fit goes on."""
-
-    history: History
-    first: tuple[int, int]
-    place: Place
-    began_at: float
-    began_samples: int
-
-
-def note(trainer: Trainer, place: Place) -> None:
-    """The loop is at an anchor."""
-    if (together := trainer.strategy.timeline) is not None:
-        together.anchor(snapshot(trainer, place))
-
-
-def snapshot(trainer: Trainer, place: Place = BEFORE_A_STEP) -> Callable[[], dict[str, Any]]:
+def snapshot(trainer: Trainer, place: LoopPlace = BEFORE_A_STEP) -> Callable[[], dict[str, Any]]:
     """All of the trainer's own state as it is now, put into plain values when it is asked for."""
-    optimizer, scheduler = trainer.strategy.optimizer, trainer.scheduler
-    position = dataclasses.replace(trainer.position)
+    progress, optimizer, scheduler = trainer.progress, trainer.strategy.optimizer, trainer.scheduler
+    position = dataclasses.replace(progress.position)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         for group in (optimizer.param_groups if optimizer is not None else ())
     ]
     schedule = scheduler.state_dict() if scheduler is not None else None
     callbacks = [callback.state() for callback in trainer.callbacks]
-    lengths = [len(history.epochs) for history in trainer.histories]
-    skipped, newest, line = trainer.num_skipped_steps, trainer.newest_checkpoint, trainer.last_line
+    lengths = [len(history.epochs) for history in progress.histories]
+    skipped, newest, line = progress.num_skipped_steps, progress.newest_checkpoint, progress.last_line
 
     def state() -> dict[str, Any]:
         histories = [
-            history.epochs[:length] for history, length in zip(trainer.histories, lengths, strict=True)
+            history.epochs[:length] for history, length in zip(progress.histories, lengths, strict=True)
         ]
         return {
             "place": dataclasses.asdict(place),
@@ -77,9 +50,9 @@ def snapshot(trainer: Trainer, place: Place = BEFORE_A_STEP) -> Callable[[], dic
             "scheduler": to_plain(schedule, "the scheduler") if schedule is not None else None,
             "callbacks": callbacks,
             "histories": histories,
-            "first": list(trainer.fit_began_at),
-            "began_samples": trainer.fit_began_samples,
-            "elapsed_s": time.monotonic() - trainer.fit_began_s,
+            "first": list(progress.fit_first),
+            "began_samples": progress.fit_began_samples,
+            "elapsed_s": time.monotonic() - progress.fit_began_s,
             "skipped_steps": skipped,
             "newest_checkpoint": newest,
             "last_line": line,
@@ -88,35 +61,38 @@ def snapshot(trainer: Trainer, place: Place = BEFORE_A_STEP) -> Callable[[], dic
     return state
 
 
-def inherit(trainer: Trainer) -> Inherited | None:
-    """In a replaced worker: stand at the anchor of the others' fit. None in everybody else."""
-    together = trainer.strategy.timeline
-    given = together.inherited_anchor() if together is not None else None
+def inherit(trainer: Trainer) -> FitStart | None:
+    """In a replaced worker: restore the anchor of the others' fit. None in everybody else."""
+    timeline = trainer.strategy.timeline
+    given = timeline.inherited_anchor() if timeline is not None else None
     if given is None:
         return None
     restore(trainer, given)
-    running = trainer.histories.pop()
-    trainer.last_line = given["last_line"]
+    progress = trainer.progress
+    running = progress.histories.pop()
+    progress.last_line = given["last_line"]
     trainer.train_metrics.reset()
-    if trainer.train_metrics and trainer.position.next_index:
+    if trainer.train_metrics and progress.position.next_index:
         print(
             f"note: the training metrics of epoch {trainer.epoch + 1} lack what rank {trainer.rank} had seen of it "
             "before it was replaced; its loss is whole",
             file=sys.stderr,
         )
-    return Inherited(
+    return FitStart(
         history=running,
         first=(given["first"][0], given["first"][1]),
-        place=Place(**given["place"]),
-        began_at=time.monotonic() - given["elapsed_s"],
+        place=LoopPlace(**given["place"]),
+        began_s=time.monotonic() - given["elapsed_s"],
         began_samples=given["began_samples"],
+        is_inherited=True,
     )
 
 
 def restore(trainer: Trainer, given: dict[str, Any]) -> None:
-    """Stand where another rank's trainer stood when the snapshot was made."""
+    """Bring the trainer to the state of another rank's at its snapshot."""
+    progress = trainer.progress
     for name, value in given["position"].items():
-        setattr(trainer.position, name, value)
+        setattr(progress.position, name, value)
     optimizer = trainer.strategy.optimizer
     for group, saved in zip(optimizer.param_groups if optimizer else (), given["groups"], strict=True):
         group.update(saved)
@@ -124,5 +100,6 @@ def restore(trainer: Trainer, given: dict[str, Any]) -> None:
         trainer.scheduler.load_state_dict(from_plain(given["scheduler"]))
     for callback, state in zip(trainer.callbacks, given["callbacks"], strict=True):
         callback.load_state(state)
-    trainer.histories[:] = [History(epochs) for epochs in given["histories"]]
-    trainer.num_skipped_steps, trainer.newest_checkpoint = given["skipped_steps"], given["newest_checkpoint"]
+    progress.histories[:] = [History(epochs) for epochs in given["histories"]]
+    progress.num_skipped_steps = given["skipped_steps"]
+    progress.newest_checkpoint = given["newest_checkpoint"]

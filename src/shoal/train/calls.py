@@ -68,7 +68,7 @@ def next_number() -> int:
 
 
 def batches_of(data: Any, *, what: str, seed: int, may_be_endless: bool = False) -> Batches:
-    """What was handed to `what` as batches. Validation data is looked at here too, not after an epoch of training."""
+    """Data handed to `what`, as batches. Validation data is checked here too, not after an epoch of training."""
     batches = as_batches(data, default_seed=seed)
     if batches.is_endless and not may_be_endless:
         cure = "say when to stop, fit(..., max_steps=10_000), or " if what == "fit" else ""
@@ -90,7 +90,7 @@ def batches_of(data: Any, *, what: str, seed: int, may_be_endless: bool = False)
 
 
 def _shard(what: str) -> str | None:
-    """How batches are cut where the script does not say; by measured speed where workers compute on different kinds."""
+    """The cut of batches where the script does not say; by measured speed where workers compute on different kinds."""
     job = jobs.current()
     if job.shard is None and what == "fit" and job.strategy == "ddp" and placement.of_job(job).is_mixed:
         return f"weighted={MEASURED}"
@@ -168,7 +168,7 @@ def build_optimizer(
 
 
 def device_of(job: Job, said: str | torch.device | None) -> torch.device:
-    """Where this worker's model lives: as the script said, or as the job was told. Refuses what is not there."""
+    """Device of this worker's model: the script's, or the job's. Refuses a device that is not there."""
     placed = placement.of_job(job, None if said is None else str(said))
     if (
         placed.accelerator is not None

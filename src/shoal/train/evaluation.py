@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from shoal.cluster.worker import session
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree, concatenate, leaves, map_tensors
-from shoal.errors import EmptyDataset, TrainingError
+from shoal.errors import EmptyDataset, Interrupted, TrainingError
 from shoal.parallel.compute import autocast, place
 from shoal.parallel.protocol import Strategy, TrainJob
 from shoal.runtime.failpoints import failpoint
+from shoal.train.foreground import asked_to_leave
 from shoal.train.metrics.metric_set import Metrics
+from shoal.train.progress import TrainingProgress
 
 Tick = Callable[[Slice], None]
-"""Called after every slice: progress, and leaving when asked to."""
+"""Called after every slice of a pass."""
 
 
 def evaluate(
@@ -69,6 +73,35 @@ def predict(strategy: Strategy, batches: Batches, *, rank: int, num_workers: int
     by_rank = [told.tolist() for told in strategy.gather(torch.tensor(sizes))]
     whole = iter([_in_data_order(parts, by_rank) for parts in gathered])
     return map_tensors(lambda tensor: next(whole), template)
+
+
+def pass_reporter(phase: str, num_steps: int | None, progress: TrainingProgress) -> Tick:
+    """A tick that reports how far the pass is, and leaves when the job is asked to."""
+    began_at, samples, done = time.monotonic(), 0, 0
+
+    def tick(part: Slice) -> None:
+        nonlocal samples, done
+        samples += part.num_global
+        done += 1
+        asked = asked_to_leave()
+        if asked is not None:
+            raise Interrupted(
+                signal_name=asked, step=progress.position.step, checkpoint=progress.newest_checkpoint
+            )
+        session.report(
+            phase=phase,
+            epoch=0,
+            num_epochs=None,
+            step=done,
+            num_steps=num_steps,
+            loss=None,
+            metrics={},
+            samples=samples,
+            samples_per_s=samples / max(time.monotonic() - began_at, 1e-9),
+            eta_s=None,
+        )
+
+    return tick
 
 
 def _slices(batches: Batches, rank: int, num_workers: int, *, what: str) -> Iterator[Slice]:

@@ -1,4 +1,4 @@
-"""Batches by lease: which part of the data this worker trains, as the coordinator hands it out.
+"""Batches by lease: the coordinator hands out ranges of the data, and this worker trains them.
 
 In relaxed strategies one worker trains whole batches, and a fast one more of
 them. A lease is asked for while another is being worked on, so a coordinator
@@ -266,7 +266,7 @@ class Leasing:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs to hand out the rest: marks say what of it counts already."""
+        """State for a checkpoint: enough to hand out the rest; `counted` says what of it counts already."""
         return {
             "samples_per_lease": self._naming.samples_per_lease,
             "num_leases": self._naming.num_leases,
@@ -336,7 +336,7 @@ def _counted(kept: dict[str, Any] | None, done_below: int) -> list[tuple[int, in
 
 
 def _handing_out(sharding: Sharding, num_leases: int, num_workers: int) -> dict[str, Any]:
-    """What the coordinator is told about it."""
+    """Lease settings for the coordinator, from the sharding."""
     match sharding:
         case ByCost() | BySpeed():
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""How the batches of a fit are cut over the workers: refused, told and, where speed decides, measured and agreed on.
+"""Load balance: shares of a batch per worker, checked, reported and, where speed decides, measured and agreed on.
 
 For strategies whose workers compute every batch together. Shares by speed
 change between stretches of steps alone, and on all ranks at once: what a rank
@@ -13,19 +13,17 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
+from shoal.config.job import Job
 from shoal.data.batches import Batches
 from shoal.data.sharding import ByCost, BySpeed, DynamicRanges
 from shoal.data.slice import Slice
 from shoal.errors import ConfigError, TrainingError
-from shoal.parallel.protocol import LossSum
+from shoal.parallel.protocol import LossSum, Strategy
 from shoal.runtime import events
-
-if TYPE_CHECKING:
-    from shoal.train.trainer import Trainer
+from shoal.train.progress import Position
 
 AGREE_EVERY = 50
 """Steps between two agreements on shares; there is one at every epoch's begin, too."""
@@ -54,15 +52,15 @@ def refuse(batches: Batches, *, num_workers: int, strategy: str, what: str) -> N
         )
 
 
-class Sharing:
-    """The shares of one fit."""
+class LoadBalance:
+    """The shares of one fit. Writes `weights` of the position."""
 
-    def __init__(self, trainer: Trainer, batches: Batches) -> None:
-        self._trainer, self._batches = trainer, batches
-        self._num_workers = trainer.num_workers
-        refuse(batches, num_workers=self._num_workers, strategy=trainer.job.strategy, what="fit")
+    def __init__(self, job: Job, strategy: Strategy, position: Position, batches: Batches) -> None:
+        self._rank, self._num_workers = job.rank, job.num_data_ranks
+        self._strategy, self._position, self._batches = strategy, position, batches
+        refuse(batches, num_workers=self._num_workers, strategy=job.strategy, what="fit")
         # `shoal verify` compares with one process, which would have to be told of every agreement.
-        measures = self._num_workers > 1 and trainer.verification is None
+        measures = self._num_workers > 1 and not job.verify
         sharding = batches.sharding
         self._measured = sharding if isinstance(sharding, BySpeed) and measures else None
         self._pace_s: list[float] = []  # seconds per sample, step by step since the last agreement
@@ -70,25 +68,24 @@ class Sharing:
 
     @property
     def measures(self) -> bool:
-        """Whether speed decides about shares."""
         return self._measured is not None
 
     def begin(self) -> None:
         """Say how even the cuts are, and what they cost."""
-        if self._measured is not None and self._trainer.rank == 0:
+        if self._measured is not None and self._rank == 0:
             print(
                 "note: shard('weighted', weights='measured'): shares follow the workers' speed, which differs from run to run, "
                 "and so may the last bits of the weights",
                 file=sys.stderr,
                 flush=True,
             )
-        sharding, position = self._batches.sharding, self._trainer.position
+        sharding, position = self._batches.sharding, self._position
         if isinstance(sharding, ByCost) and self._num_workers > 1:
             mine, equal, cuts = self._batches.loads(
                 epoch=position.epoch, start=position.next_index, num_workers=self._num_workers
             )
             self._refuse_different(zlib.crc32(repr(cuts).encode()))
-            if self._trainer.rank == 0 and mine.num_batches:
+            if self._rank == 0 and mine.num_batches:
                 print(
                     f"note: shard('balanced') by {sharding.by}: the heaviest of {self._num_workers} workers has "
                     f"{mine.max_over_mean:.2f} times the mean load ({equal.max_over_mean:.2f} with equal parts), over "
@@ -108,7 +105,7 @@ class Sharing:
         """Agree on shares where it is time to; for how many steps they hold, None for all."""
         if self._measured is None:
             return None
-        position = self._trainer.position
+        position = self._position
         is_time = position.step % AGREE_EVERY == 0 or position.next_index == 0
         if is_time and position.weights_at != position.step:
             self._agree()
@@ -134,13 +131,13 @@ class Sharing:
             self._pace_s.append((time.monotonic() - began_at + self._read_s) / part.num_local)
 
     def _agree(self) -> None:
-        trainer, position = self._trainer, self._trainer.position
+        position = self._position
         speeds = torch.zeros(self._num_workers, dtype=torch.float64)
         if len(self._pace_s) > 1:  # the first one has to warm up
-            speeds[trainer.rank] = 1.0 / max(statistics.median(self._pace_s[1:]), 1e-9)
-        agreed = trainer.strategy.reduce(speeds).tolist()
+            speeds[self._rank] = 1.0 / max(statistics.median(self._pace_s[1:]), 1e-9)
+        agreed = self._strategy.reduce(speeds).tolist()
         weights = next_weights(agreed, position.weights)
-        if weights != position.weights and trainer.rank == 0:
+        if weights != position.weights and self._rank == 0:
             rates = [round(speed, 2) for speed in agreed]
             events.emit("shares-agreed", step=position.step, weights=weights, samples_per_s=rates)
         position.weights, position.weights_at = weights, position.step
@@ -148,7 +145,7 @@ class Sharing:
 
     def _refuse_different(self, cuts: int) -> None:
         """Ranks that cut differently would train some samples twice and others never."""
-        told = [int(each) for each in self._trainer.strategy.gather(torch.tensor([cuts]))]
+        told = [int(each) for each in self._strategy.gather(torch.tensor([cuts]))]
         if len(set(told)) > 1:
             raise TrainingError(
                 f"the workers cut the same batches differently, by {self._batches.sharding.describe()}: their costs differ. "

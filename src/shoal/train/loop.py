@@ -1,6 +1,6 @@
-"""One fit, read from top to bottom: epochs, steps, what is counted, and when it ends.
+"""The loop of one fit, top to bottom: epochs, steps, counting, and the end.
 
-The loop decides nothing alone: every step's verdict is the same on all ranks,
+The loop decides nothing alone: every step's result is the same on all ranks,
 so all of them stop, save and leave at the same step.
 """
 
@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,14 +24,13 @@ from shoal.errors import EmptyDataset, Interrupted, NonFiniteLoss, TrainingError
 from shoal.parallel.compute import place
 from shoal.parallel.protocol import Leased, LooksAhead, LossSum, MeetsNowAndThen, Verdict
 from shoal.runtime.failpoints import failpoint
-from shoal.train import anchors as anchoring
-from shoal.train.anchors import BEFORE_A_STEP, Place
+from shoal.train import anchors
 from shoal.train.callbacks.base import StepLogs
 from shoal.train.checkpoint.snapshots import Snapshots
 from shoal.train.evaluation import evaluate
 from shoal.train.foreground import asked_to_leave
-from shoal.train.load_balance import Sharing
-from shoal.train.progress import History
+from shoal.train.load_balance import LoadBalance
+from shoal.train.progress import BEFORE_A_STEP, FitStart, History, LoopPlace
 from shoal.train.reports import LedgerReport, MetricsLog, TrafficReport
 
 if TYPE_CHECKING:
@@ -48,36 +47,35 @@ class FitLoop:
         self,
         trainer: Trainer,
         batches: Batches,
+        start: FitStart,
         *,
         last_epoch: int | None,
         last_step: int | None,
         validation: Batches | None,
-        history: History,
-        place: Place = BEFORE_A_STEP,
-        is_inherited: bool = False,
     ) -> None:
-        """`is_inherited`: the others are in the midst of it, and this worker replaces one of them."""
-        self._trainer = trainer
-        self._batches = batches
-        self._last_epoch = last_epoch
-        limits = [last_step, *(callback.last_step for callback in trainer.callbacks)]
-        self._last_step = min((limit for limit in limits if limit is not None), default=None)
-        self._validation = validation
-        self._history = history
-        self._position = trainer.position
+        self._trainer, self._batches, self._validation = trainer, batches, validation
+        self._strategy, self._callbacks = trainer.strategy, trainer.callbacks
+        self._progress, self._position = trainer.progress, trainer.progress.position
         self._rank, self._num_workers = trainer.data_rank, trainer.num_workers
-        self._snapshots = Snapshots(trainer)
-        self._place = place
-        self._over = place.over
+        self._start, self._history = start, start.history
+        self._last_epoch = last_epoch
+        limits = trainer.callbacks.last_steps + ([last_step] if last_step is not None else [])
+        self._last_step = min(limits, default=None)
+        self._over = start.place.over
         self._log: MetricsLog | None = None
-        self._leasing = self._lease()
-        self._sharing = Sharing(trainer, batches) if self._leasing is None else None
-        self._ledger = trainer.ledger = LedgerReport(trainer, batches) if self._leasing is None else None
-        self._traffic = TrafficReport(trainer)
-        self._is_inherited = is_inherited
+        self._snapshots = Snapshots(trainer)
+        self._traffic = TrafficReport(trainer.job, self._strategy, self._position)
+        self.leasing = self._lease()
+        """In relaxed strategies batches come by lease; else workers compute each together."""
+
+        self.ledger: LedgerReport | None = None
+        self._balance: LoadBalance | None = None
         # Leases look ahead themselves: the next one may not be at hand before this worker has done its part.
-        strategy = trainer.strategy
-        self._looks_ahead = strategy if self._leasing is None and isinstance(strategy, LooksAhead) else None
+        self._looks_ahead: LooksAhead | None = None
+        if self.leasing is None:
+            self._balance = LoadBalance(trainer.job, self._strategy, self._position, batches)
+            self.ledger = LedgerReport(trainer, batches)
+            self._looks_ahead = self._strategy if isinstance(self._strategy, LooksAhead) else None
         self._started_at = self._reported_at = time.monotonic()
         self._started_samples, self._first_step = self._position.samples, self._position.step
 
@@ -86,59 +84,53 @@ class FitLoop:
         trainer, position = self._trainer, self._position
         if trainer.job.launched and trainer.rank == 0:
             self._log = MetricsLog(trainer.run_dir / "metrics.jsonl", from_step=position.step)
-            if (
-                trainer.last_line is not None
-            ):  # rank 0 may have died before it wrote the step it had committed
-                self._log.make_up_for(trainer.last_line)
+            if self._progress.last_line is not None:
+                # Rank 0 may have died before it wrote the step it had committed.
+                self._log.make_up_for(self._progress.last_line)
         held = contextlib.ExitStack()  # processes that read stay until the fit is over
         try:
             for batches in (self._batches, self._validation):
                 if batches is not None:
                     held.enter_context(batches.held())
-            if self._ledger is not None:
+            if self.ledger is not None:
                 again = self._log.dropped if self._log is not None else {}
-                self._ledger.begin(is_inherited=self._is_inherited, again=again)
-            if self._sharing is not None and not self._is_inherited:
-                self._sharing.begin()
-            self._each(lambda callback: callback.on_fit_begin(trainer))
-            if self._place.is_epoch_end:  # the others are there already
-                self._end_epoch(halfway=self._place.halfway)
+                self.ledger.begin(is_inherited=self._start.is_inherited, again=again)
+            if self._balance is not None and not self._start.is_inherited:
+                self._balance.begin()
+            self._callbacks.fit_begin(trainer)
+            if self._start.place.is_epoch_end:  # the others are there already
+                self._end_epoch(halfway=self._start.place.halfway)
             while not self._over and not self._reached_the_end():
                 self._run_epoch()
             if position.next_index and position.measured_at != position.step:
                 self._finish_epoch()  # resumed from a checkpoint of the very last step: what comes after it is left
-            self._each(lambda callback: callback.on_fit_end(trainer))
+            self._callbacks.fit_end(trainer)
         finally:
             self._traffic.tell()
             held.close()
             if self._log is not None:
                 self._log.close()
-            if self._leasing is not None:
-                self._leasing.close()
-            self._trainer.leasing = self._trainer.ledger = None
+            if self.leasing is not None:
+                self.leasing.close()
         return self._history
 
     def _lease(self) -> Leasing | None:
-        """In relaxed strategies batches come by lease."""
-        trainer = self._trainer
-        if not isinstance(trainer.strategy, Leased):
+        if not isinstance(self._strategy, Leased):
             return None
         from shoal.train.leasing import Leasing
 
-        first = trainer.fit_began_at
-        kept, trainer.kept_leases = trainer.kept_leases, None
-        trainer.leasing = Leasing(
-            trainer.strategy,  # type: ignore[arg-type]  # those are relaxed
+        first = self._start.first
+        return Leasing(
+            self._strategy,  # type: ignore[arg-type]  # those are relaxed
             self._batches,
             call=session.num_calls(),
             first=first,
             num_epochs=self._last_epoch - first[0] if self._last_epoch is not None else None,
             num_workers=self._num_workers,
             position=self._position,
-            trainer=trainer.number,
-            kept=kept,
+            trainer=self._trainer.number,
+            kept=self._start.leases,
         )
-        return trainer.leasing
 
     def _reached_the_end(self) -> bool:
         position = self._position
@@ -149,19 +141,18 @@ class FitLoop:
     def _run_epoch(self) -> None:
         while self._run_stretch() and not self._over:
             pass
-        if self._position.next_index == 0 and self._leasing is None:
+        if self._position.next_index == 0 and self.leasing is None:
             raise EmptyDataset(what="fit")
         self._finish_epoch()
 
     def _run_stretch(self) -> bool:
         """The steps for which the workers' shares stay as they are; whether there may be more of them in the epoch."""
-        trainer = self._trainer
-        limit = self._sharing.begin_stretch() if self._sharing is not None else None
+        limit = self._balance.begin_stretch() if self._balance is not None else None
         parts, num_run = itertools.islice(self._parts(), limit), 0
         part = next(parts, None)
         while part is not None:
             num_run += 1
-            anchoring.note(trainer, BEFORE_A_STEP)
+            anchors.note(self._trainer, BEFORE_A_STEP)
             coming = next(parts, None) if self._looks_ahead is not None else None
             if coming is not None and self._looks_ahead is not None:
                 self._looks_ahead.coming(coming)
@@ -173,29 +164,29 @@ class FitLoop:
 
     def _parts(self) -> Iterator[Slice]:
         position = self._position
-        if self._leasing is not None:
-            return self._leasing.slices(position.epoch)
+        if self.leasing is not None:
+            return self.leasing.slices(position.epoch)
         parts = self._batches.slices(
             epoch=position.epoch, start=position.next_index, rank=self._rank, num_workers=self._num_workers
         )
-        return self._sharing.timed(parts) if self._sharing is not None and self._sharing.measures else parts
+        return self._balance.timed(parts) if self._balance is not None and self._balance.measures else parts
 
     def _meet(self) -> None:
         """Workers that train apart have one model again where an epoch ends, or the fit."""
-        strategy = self._trainer.strategy
+        strategy = self._strategy
         verdict = strategy.meet() if isinstance(strategy, MeetsNowAndThen) else None
         if verdict is not None:
             self._position.loss_total += verdict.loss_total
             self._position.loss_count += verdict.count
-            self._trainer.num_skipped_steps += verdict.num_skipped
-            self._heed(verdict)
+            self._progress.num_skipped_steps += verdict.num_skipped
+            self._apply(verdict)
 
     def _finish_epoch(self) -> None:
         failpoint("worker: epoch ended")
         self._meet()
-        if self._leasing is not None:
+        if self.leasing is not None:
             counted = self._position.step
-            self._over = self._leasing.epoch_is_over(self._position, over=self._over)
+            self._over = self.leasing.epoch_is_over(self._position, over=self._over)
             mean = self._position.loss_total / self._position.loss_count if self._position.loss_count else 0.0
             for _ in range(
                 self._position.step - counted
@@ -205,53 +196,53 @@ class FitLoop:
         ended = self._over or self._reached_the_end()
         left = self._batches.num_steps(self._num_workers, start=self._position.next_index)
         halfway = ended and left != 0
-        anchoring.note(self._trainer, Place(is_epoch_end=True, halfway=halfway, over=self._over))
+        anchors.note(self._trainer, LoopPlace(is_epoch_end=True, halfway=halfway, over=self._over))
         self._end_epoch(halfway=halfway)
 
     def _run_step(self, part: Slice) -> None:
-        trainer, strategy, position = self._trainer, self._trainer.strategy, self._position
-        trainer.wishes.leave = asked_to_leave() is not None
+        trainer, strategy, position = self._trainer, self._strategy, self._position
+        trainer.control.leave = asked_to_leave() is not None
         began_at = time.monotonic()  # before the failpoint, where a worker may be made slow
         failpoint(BEFORE_FORWARD, position.step + 1)
         contributed = strategy.forward_backward(part)
-        if self._sharing is not None and self._sharing.measures:
-            self._sharing.ran(part, contributed, began_at)
+        if self._balance is not None and self._balance.measures:
+            self._balance.ran(part, contributed, began_at)
         failpoint("worker: before commit")
         verdict = strategy.commit()
         failpoint("worker: committed")
-        trainer.wishes.checkpoint = False
+        trainer.control.checkpoint = False
         if verdict.applied:
             self._count(part, contributed, verdict)
         else:
             self._leave_out(part, verdict)
-        trainer.num_skipped_steps += verdict.num_skipped
-        if self._leasing is not None:
-            num_new = self._leasing.trained(part, position)
+        self._progress.num_skipped_steps += verdict.num_skipped
+        if self.leasing is not None:
+            num_new = self.leasing.trained(part, position)
         else:
             num_new = 1
             position.step += 1
             position.next_index = part.start + part.num_global
             position.samples += part.num_global
-            if self._ledger is not None:
-                self._ledger.count(part)
+            if self.ledger is not None:
+                self.ledger.count(part)
         for _ in range(num_new if verdict.applied else 0):
             trainer.advance_scheduler("step", {"loss": verdict.loss})
         self._write_down(part, verdict)
         if trainer.verification is not None:
-            trainer.verification.count(trainer.strategy, verdict.loss)
-        self._heed(verdict)
+            trainer.verification.count(strategy, verdict.loss)
+        self._apply(verdict)
 
-    def _heed(self, verdict: Verdict) -> None:
-        """Save, stop or leave, as all of them do."""
+    def _apply(self, verdict: Verdict) -> None:
+        """Save, stop or leave: the step's result says so on all ranks."""
         trainer = self._trainer
         if verdict.checkpoint:
             path = trainer.save_checkpoint()
-            self._each(lambda callback: callback.on_checkpoint(trainer, path))
+            self._callbacks.checkpoint(trainer, path)
         else:
             self._snapshots.after_step()
         self._over = verdict.stop or self._reached_the_end()
-        if self._leasing is not None and (self._over or verdict.leave):
-            self._leasing.end()
+        if self.leasing is not None and (self._over or verdict.leave):
+            self.leasing.end()
         if verdict.leave:
             self._leave()
 
@@ -267,7 +258,7 @@ class FitLoop:
         """A step that is not finite: refuse it by name, or skip and count it."""
         trainer = self._trainer
         if trainer.train_job.on_nonfinite == "skip":
-            trainer.num_skipped_steps += 1
+            self._progress.num_skipped_steps += 1
             return
         step = self._position.step + 1
         if not verdict.nonfinite:
@@ -283,7 +274,7 @@ class FitLoop:
             step=step,
             value=total,
             samples=[int(index) for index in self._indices_of(rank, part)],
-            checkpoint=trainer.newest_checkpoint,
+            checkpoint=self._progress.newest_checkpoint,
         )
 
     def _refuse_spoilt_weights(self, step: int) -> None:
@@ -322,9 +313,9 @@ class FitLoop:
             lr=trainer.learning_rates[0],
             grad_norm=verdict.grad_norm,
         )
-        self._each(lambda callback: callback.on_step_end(trainer, logs))
+        self._callbacks.step_end(trainer, logs)
         extra = trainer.take_logged()
-        trainer.last_line = {
+        self._progress.last_line = {
             "step": position.step,
             "epoch": position.epoch,
             "loss": verdict.loss,
@@ -333,16 +324,14 @@ class FitLoop:
             **extra,
         }
         if self._log is not None:
-            self._log.write(trainer.last_line)
+            self._log.write(self._progress.last_line)
         now = time.monotonic()
         if now - self._reported_at >= _REPORT_EVERY_S:
             self._reported_at = now
-            if (
-                position.step != self._num_steps()
-            ):  # the last one is told with the loss and metrics of its epoch
+            if position.step != self._num_steps():  # the last one is reported with the metrics of its epoch
                 self._report(now, verdict.loss)
-            if self._ledger is not None:
-                self._ledger.now_and_then(now)
+            if self.ledger is not None:
+                self.ledger.now_and_then(now)
 
     def _report(self, now: float, loss: float | None) -> None:
         position = self._position
@@ -370,9 +359,9 @@ class FitLoop:
         in_epoch = self._batches.num_steps(self._num_workers)
         rest = self._batches.num_steps(self._num_workers, start=position.next_index)
         ends = [self._last_step] if self._last_step is not None else []
-        if self._leasing is not None:
+        if self.leasing is not None:
             if in_epoch is not None and self._last_epoch is not None:
-                first_epoch, first_step = self._trainer.fit_began_at
+                first_epoch, first_step = self._start.first
                 ends.append(first_step + in_epoch * (self._last_epoch - first_epoch))
             return min(ends, default=None)
         if in_epoch is not None and rest is not None and self._last_epoch is not None:
@@ -385,8 +374,8 @@ class FitLoop:
         logs = self._measure_epoch()
         self._history.append(logs)
         position.measured_at = position.step
-        if self._ledger is not None:
-            self._ledger.reached(is_end=not halfway)
+        if self.ledger is not None:
+            self.ledger.reached(is_end=not halfway)
         if not halfway:
             trainer.train_metrics.reset()
             tell_figures(epoch=position.epoch)
@@ -394,22 +383,22 @@ class FitLoop:
             position.epoch += 1
             position.next_index = 0
             trainer.advance_scheduler("epoch", logs)
-            self._each(lambda callback: callback.on_epoch_end(trainer, logs))
+            self._callbacks.epoch_end(trainer, logs)
         self._report(time.monotonic(), logs["loss"])
         self._agree_to_end()
 
     def _measure_epoch(self) -> dict[str, float]:
         trainer, position = self._trainer, self._position
         total, count = position.loss_total, position.loss_count
-        if self._leasing is not None:  # each rank knows of its own batches alone
+        if self.leasing is not None:  # each rank knows of its own batches alone
             sums = torch.tensor([total, count], dtype=torch.float64)
-            total, count = trainer.strategy.reduce(sums).tolist()
-            self._leasing.share_statistics()
+            total, count = self._strategy.reduce(sums).tolist()
+            self.leasing.share_statistics()
         logs = {"loss": total / count if count else math.nan}
-        logs |= trainer.train_metrics.compute(trainer.strategy.gather)
+        logs |= trainer.train_metrics.compute(self._strategy.gather)
         if self._validation is not None:
             measured = evaluate(
-                trainer.strategy,
+                self._strategy,
                 trainer.train_job,
                 self._validation,
                 trainer.evaluation_metrics,
@@ -422,8 +411,8 @@ class FitLoop:
 
     def _agree_to_end(self) -> None:
         """Between epochs there is no commit: ask the others whether anybody wants to stop or leave."""
-        wishes = [float(self._trainer.wishes.stop), float(asked_to_leave() is not None)]
-        stop, leave = self._trainer.strategy.reduce(torch.tensor(wishes)).tolist()
+        asked = [float(self._trainer.control.stop), float(asked_to_leave() is not None)]
+        stop, leave = self._strategy.reduce(torch.tensor(asked)).tolist()
         if leave:
             self._leave()
         self._over = self._over or stop > 0
@@ -431,7 +420,3 @@ class FitLoop:
     def _leave(self) -> None:
         path = self._trainer.save_checkpoint()
         raise Interrupted(signal_name=asked_to_leave() or "SIGINT", step=self._position.step, checkpoint=path)
-
-    def _each(self, call: Callable[..., None]) -> None:
-        for callback in self._trainer.callbacks_here:
-            call(callback)

@@ -1,4 +1,8 @@
-"""Training progress: the position in the data and the values of each epoch. No I/O, no collectives."""
+"""Training progress: the position in the data, the values of each epoch, and what a running fit counts from.
+
+Plain data, no I/O, no collectives. `checkpoint/saving.py` writes it to
+checkpoints and `anchors.py` hands it to a replaced worker.
+"""
 
 from __future__ import annotations
 
@@ -56,3 +60,71 @@ class History(Mapping[str, list[float]]):
 
     def __repr__(self) -> str:
         return f"History({dict(self)!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlace:
+    """The place of an anchor in the loop: before a step, unless it says otherwise."""
+
+    is_epoch_end: bool = False
+    halfway: bool = False
+    """The epoch ends early."""
+
+    over: bool = False
+    """The fit ends with this epoch."""
+
+
+BEFORE_A_STEP = LoopPlace()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitStart:
+    """The start of a fit: anew, from a checkpoint, or where the other workers are."""
+
+    history: History
+    first: tuple[int, int]
+    """Epoch and step at which the fit had begun, from which its limits count."""
+
+    began_s: float
+    """By the monotonic clock of this process."""
+
+    began_samples: int
+    place: LoopPlace = BEFORE_A_STEP
+    is_inherited: bool = False
+    """The others are in the midst of it, and this worker replaces one of them."""
+
+    leases: dict[str, Any] | None = None
+    """Leases of a checkpoint of a relaxed strategy; see `leasing.py`."""
+
+    is_finished: bool = False
+    """The checkpoint is of a later fit of the script: this one is over, with this history."""
+
+
+@dataclass(slots=True)
+class TrainingProgress:
+    """Everything a Trainer has counted. The loop, checkpoints and anchors write here and nowhere else in the Trainer."""
+
+    position: Position = field(default_factory=Position)
+    histories: list[History] = field(default_factory=list)
+    """One per fit of the script, the running one last."""
+
+    fit_first: tuple[int, int] = (0, 0)
+    """Epoch and step at which the running fit began; it may have been before a resume."""
+
+    fit_began_s: float = 0.0
+    fit_began_samples: int = 0
+    num_skipped_steps: int = 0
+    """Steps left out because their loss or gradient was not finite."""
+
+    newest_checkpoint: str | None = None
+    last_line: dict[str, Any] | None = None
+    """The newest line of metrics.jsonl: rank 0 may die before it is written."""
+
+    data_description: dict[str, Any] = field(default_factory=dict)
+    snapshot_steps: int | None = None
+    """Steps between two snapshots, as an earlier fit found them worth their cost."""
+
+    def begin_fit(self, start: FitStart) -> None:
+        self.histories.append(start.history)
+        self.fit_first = start.first
+        self.fit_began_s, self.fit_began_samples = start.began_s, start.began_samples

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, Any, Protocol
 
 from shoal.cluster.ledger.entries import TrainedStretch, TrainingBegan, TrainingReached
 from shoal.cluster.supervisor import progress_text
@@ -24,12 +24,9 @@ from shoal.cluster.worker import session
 from shoal.collectives.compression.compressor import Traffic
 from shoal.config.job import Job
 from shoal.data.batches import Batches
+from shoal.parallel.protocol import Strategy
 from shoal.runtime import events
 from shoal.train.progress import Position
-
-if TYPE_CHECKING:
-    from shoal.train.trainer import Trainer
-
 
 TELL_EVERY_S = 5.0
 """At most; epochs' ends and checkpoints are told at once. What was trained since is not known of a job that is killed."""
@@ -41,46 +38,36 @@ def data_identity(description: dict[str, Any]) -> str:
 
 
 class Reporting(Protocol):
-    """Whoever trains on some data: a Trainer, or a loop of the user's own."""
-
-    position: Position
-    number: int
+    """The trainer whose fit is reported, or the data of a custom loop."""
 
     @property
-    def job(self) -> Job:
-        """What this process knows of its job."""
-
+    def position(self) -> Position: ...
     @property
-    def rank(self) -> int:
-        """Of this worker."""
-
+    def number(self) -> int: ...
     @property
-    def num_workers(self) -> int:
-        """That cut a batch among them."""
-
+    def job(self) -> Job: ...
     @property
-    def data_description(self) -> dict[str, Any]:
-        """Which data it is."""
+    def rank(self) -> int: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def data_description(self) -> dict[str, Any]: ...
 
 
 class CutBatch(Protocol):
     """A batch, and how it was cut over the workers."""
 
     @property
-    def start(self) -> int:
-        """Of the epoch's samples, its first."""
-
+    def start(self) -> int: ...
     @property
-    def num_global(self) -> int:
-        """Samples in it."""
-
+    def num_global(self) -> int: ...
     @property
     def cuts(self) -> Sequence[int]:
-        """Where each worker's part begins, and the end; empty: all of them had all of it."""
+        """Begin of each worker's part, and the end; empty: all of them had all of it."""
 
 
 class LedgerReport:
-    """The notes of one fit, or of the epochs of a loop over some data."""
+    """Ledger entries of one fit, or of the epochs of a custom loop over some data."""
 
     def __init__(self, trainer: Reporting, batches: Batches) -> None:
         self._trainer, self._batches = trainer, batches
@@ -162,17 +149,18 @@ def _stretch(kept: dict[str, Any], stop: int) -> TrainedStretch:
 
 
 class TrafficReport:
-    """Of one fit: of this rank's own bytes, which are the same on every rank."""
+    """Bytes that one fit sent over the group for its gradients: this rank's own, the same on every rank."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._first_step = trainer, trainer.position.step
+    def __init__(self, job: Job, strategy: Strategy, position: Position) -> None:
+        self._job, self._strategy = job, strategy
+        self._position, self._first_step = position, position.step
         before = self._traffic()
         self._before = (before.raw_bytes, before.sent_bytes, before.num_sums) if before else (0, 0, 0)
 
     def tell(self) -> None:
         """The fit is over, well or not. Rank 0 speaks."""
-        job, traffic = self._trainer.job, self._traffic()
-        if traffic is None or self._trainer.rank != 0:
+        job, traffic = self._job, self._traffic()
+        if traffic is None or job.rank != 0:
             return
         raw, sent, num_sums = (
             now - then
@@ -180,7 +168,7 @@ class TrafficReport:
                 (traffic.raw_bytes, traffic.sent_bytes, traffic.num_sums), self._before, strict=True
             )
         )
-        num_steps = self._trainer.position.step - self._first_step
+        num_steps = self._position.step - self._first_step
         if not num_sums or not sent or num_steps < 1:
             return
         facts = {
@@ -198,7 +186,7 @@ class TrafficReport:
             print(f"note: {progress_text.exchanged(facts)}", file=sys.stderr, flush=True)
 
     def _traffic(self) -> Traffic | None:
-        found = getattr(self._trainer.strategy, "traffic", None)
+        found = getattr(self._strategy, "traffic", None)
         return found if isinstance(found, Traffic) else None
 
 

@@ -1,7 +1,8 @@
-"""The Trainer: a model, a loss, an optimizer and data, under whichever strategy the job was launched with.
+"""The Trainer: a model, a loss, an optimizer and data, under the strategy the job was launched with.
 
-This file holds what a user calls. The loop of a fit is in loop.py, passes
-without updates in evaluation.py, and what is saved in saving.py.
+This module holds the calls of a user and the parts of a Trainer's state. The
+loop of a fit is in loop.py, passes without updates in evaluation.py, state on
+disk in checkpoint/saving.py, state for a replaced worker in anchors.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,11 +27,10 @@ from shoal.data.tree import Tree
 from shoal.errors import ConfigError, Interrupted
 from shoal.parallel import create
 from shoal.parallel.batch_dependence import describe_mixing, mixing_layers
-from shoal.parallel.loss import loss_rule
+from shoal.parallel.loss import LossRule, loss_rule
 from shoal.parallel.protocol import Strategy, TrainJob, Wishes
-from shoal.train import verification
-from shoal.train.anchors import BEFORE_A_STEP, inherit, restore, snapshot
-from shoal.train.callbacks.base import Callback, refuse_unknown_hooks
+from shoal.train.anchors import inherit, restore, snapshot
+from shoal.train.callbacks.base import Callback, CallbackList
 from shoal.train.calls import (
     Call,
     OptimizerFactory,
@@ -45,13 +46,12 @@ from shoal.train.calls import (
     next_number,
 )
 from shoal.train.checkpoint import saving
-from shoal.train.evaluation import evaluate, predict
-from shoal.train.foreground import asked_to_leave, drawn_here, passing, signals_finish_the_step
+from shoal.train.evaluation import evaluate, pass_reporter, predict
+from shoal.train.foreground import asked_to_leave, drawn_here, signals_finish_the_step
 from shoal.train.loop import FitLoop
 from shoal.train.metrics.metric_set import metric_set
-from shoal.train.progress import History, Position
-from shoal.train.reports import LedgerReport
-from shoal.train.verification import Verification
+from shoal.train.progress import FitStart, History, Position, TrainingProgress
+from shoal.train.verification import Verification, fingerprint_at_end
 
 if TYPE_CHECKING:
     from shoal.train.leasing import Leasing
@@ -59,11 +59,35 @@ if TYPE_CHECKING:
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """Settings of a Trainer, checked; nothing changes them."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    loss: LossRule
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None
+    scheduler: SchedulerFactory | None
+    scheduler_every: Literal["step", "epoch"]
+    seed: int
+    device: torch.device
+    snapshot_every: int | None
+    """Steps between snapshots, 0 for none; None leaves it to the job."""
+
+    shows_progress: bool
+    step: dict[str, Any]
+    """Settings of a step, by the names of TrainJob's fields."""
+
+
 class Trainer:
     """Trains, evaluates and saves a plain `nn.Module` in one process or many, with the same answer.
 
     Nothing is built or exchanged before the first call of fit, evaluate,
     predict, save or load: the same script works under any strategy.
+
+    Its state has four parts: `config` (settings), `progress` (everything
+    counted, in checkpoints and anchors), `control` (stop, save and leave flags
+    that the next commit agrees on) and `callbacks`. A running fit has its own
+    state in a FitLoop.
     """
 
     def __init__(
@@ -130,55 +154,42 @@ class Trainer:
         self.rank = self.job.rank
         # A batch is cut over those that compute different parts of it.
         self.data_rank, self.num_workers = self.job.data_rank, self.job.num_data_ranks
-        self.position, self.wishes = Position(), Wishes()
-        self.snapshot_every = snapshot_every
-        self.num_skipped_steps = 0
-        self.last_line: dict[str, Any] | None = None
-        self.newest_checkpoint: str | None = None
-        self.histories: list[History] = []
-        self.fit_began_at = (0, 0)
-        self.fit_began_s, self.fit_began_samples = 0.0, 0
-        self.data_description: dict[str, Any] = {}
-        self.leasing: Leasing | None = None
-        self.ledger: LedgerReport | None = None
-        self.kept_leases: dict[str, Any] | None = None
-        self._model_or_factory = model
-        self._optimizer_or_factory = optimizer
-        self._scheduler_factory, self._scheduler_every = scheduler, scheduler_every
-        self._scheduler: Any = None
-        self.seed = seed
-        self._loss = loss_rule(loss)
-        self._settings = {
-            "clip_norm": clip_norm,
-            "num_micro": accumulate,
-            "autocast": torch.bfloat16 if precision == "bf16" else None,
-            "compile": compile,
-            "checkpoint_activations": checkpoint_activations or self.job.checkpoint_activations,
-            "tensor_plan": tensor_plan,
-            "pipeline_cut": pipeline_cut,
-            "on_nonfinite": on_nonfinite,
-        }
-        self._device = device_of(self.job, device)
-        kind, ignored = self._loss.outputs_are, getattr(loss, "ignore_index", None)
+        self.config = TrainerConfig(
+            model=model,
+            loss=loss_rule(loss),
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scheduler_every=scheduler_every,
+            seed=seed,
+            device=device_of(self.job, device),
+            snapshot_every=snapshot_every,
+            shows_progress=progress,
+            step={
+                "clip_norm": clip_norm,
+                "num_micro": accumulate,
+                "autocast": torch.bfloat16 if precision == "bf16" else None,
+                "compile": compile,
+                "checkpoint_activations": checkpoint_activations or self.job.checkpoint_activations,
+                "tensor_plan": tensor_plan,
+                "pipeline_cut": pipeline_cut,
+                "on_nonfinite": on_nonfinite,
+            },
+        )
+        self.progress, self.control = TrainingProgress(), Wishes()
+        kind, ignored = self.config.loss.outputs_are, getattr(loss, "ignore_index", None)
         self.train_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
         self.evaluation_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise ConfigError(
-                    f"callbacks must hold instances of shoal.callbacks.Callback, got {callback!r}."
-                )
-            refuse_unknown_hooks(callback)
-        # Those that save come last, so that what they save holds the others' state of the same moment.
-        self.callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
-        self.callbacks_here = [c for c in self.callbacks if c.ranks == "every" or self.rank == 0]
+        self.callbacks = CallbackList(callbacks, rank=self.rank)
         self.verification = Verification(self.job.verify, rank=self.rank) if self.job.verify else None
+        self.scheduler: Any = None
+        """Built with the optimizer, if one was given."""
+
+        self.number = next_number()
         self._strategy: Strategy | None = None
         self._is_prepared = False
-        self.number = next_number()
+        self._fit: FitLoop | None = None
         self._logged: dict[str, float] = {}
         self._at_hand: Batches | None = None
-        self._in_fit = False
-        self._progress = progress
 
     # ---- what a user calls -----------------------------------------------------------------------
 
@@ -198,70 +209,59 @@ class Trainer:
         """
         check_limit("epochs", epochs)
         check_limit("max_steps", max_steps)
-        if self._optimizer_or_factory is None:
+        if self.config.optimizer is None:
             raise ConfigError(
                 "fit needs an optimizer: Trainer(optimizer=lambda params: torch.optim.SGD(params, lr=0.1))."
             )
         if epochs is None and max_steps is None:
             epochs = 1
-        batches = batches_of(data, what="fit", seed=self.seed, may_be_endless=max_steps is not None)
-        batches = batches.for_device(self._device)
+        config, progress = self.config, self.progress
+        batches = batches_of(data, what="fit", seed=config.seed, may_be_endless=max_steps is not None)
+        batches = batches.for_device(config.device)
         validation = None
         if validation_data is not None:
-            validation = batches_of(validation_data, what="validation_data", seed=self.seed)
-            validation = validation.for_device(self._device)
+            validation = batches_of(validation_data, what="validation_data", seed=config.seed)
+            validation = validation.for_device(config.device)
         self._at_hand = batches
         limits = f"epochs={epochs}, max_steps={max_steps}"
         against = f", validation: {described(validation)}" if validation is not None else ""
         call = self._begin("fit", f"{limits}, {described(batches)}{against}")
         if call.is_over:
-            return self.histories[-1]
-        given = inherit(self)
-        resumed = saving.resume(self, batches, self._resume_from(resume)) if given is None else None
-        if resumed is not None and resumed.finished is not None:
-            return call.end(resumed.finished, kept=resumed.finished.epochs)
-        going_on = given or resumed
-        if going_on is None:
-            self.position.loss_total = self.position.loss_count = 0.0
-            self.train_metrics.reset()
-            if batches.describe() != self.data_description:
-                self.position.next_index = 0  # a place in other data means nothing in these
-        history = going_on.history if going_on is not None else History()
-        self.histories.append(history)
-        self.fit_began_at = (
-            going_on.first if going_on is not None else (self.position.epoch, self.position.step)
+            return progress.histories[-1]
+        start = (
+            inherit(self) or saving.resume(self, batches, self._resume_from(resume)) or self._anew(batches)
         )
-        self.fit_began_s = given.began_at if given is not None else time.monotonic()
-        self.fit_began_samples = given.began_samples if given is not None else self.position.samples
-        began_step = self.fit_began_at[1] if given is not None else self.position.step
-        self.data_description = batches.describe()
-        self.wishes.stop = False
-        loop = FitLoop(
+        if start.is_finished:
+            return call.end(start.history, kept=start.history.epochs)
+        progress.begin_fit(start)
+        progress.data_description = batches.describe()
+        self.control.stop = False
+        first_epoch, first_step = start.first
+        began_step = first_step if start.is_inherited else self.step
+        history = start.history
+        self._fit = FitLoop(
             self,
             batches,
-            last_epoch=self.fit_began_at[0] + epochs if epochs is not None else None,
-            last_step=self.fit_began_at[1] + max_steps if max_steps is not None else None,
+            start,
+            last_epoch=first_epoch + epochs if epochs is not None else None,
+            last_step=first_step + max_steps if max_steps is not None else None,
             validation=validation,
-            history=history,
-            place=given.place if given is not None else BEFORE_A_STEP,
-            is_inherited=given is not None,
         )
-        self._in_fit = True
         try:
-            with signals_finish_the_step(), drawn_here(self.job, wanted=self._progress):
-                loop.run()
+            with signals_finish_the_step(), drawn_here(self.job, wanted=config.shows_progress):
+                self._fit.run()
         except Interrupted as interrupted:
             if self.job.launched:
                 raise
             print(f"{interrupted} Go on with fit(..., resume='auto').", file=sys.stderr, flush=True)
             raise SystemExit(interrupted.exit_code) from None
         finally:
-            self._in_fit = False
+            self._fit = None
             session.summary(
                 metrics=history.epochs[-1] if history.epochs else {},
-                samples=self.position.samples - self.fit_began_samples,
-                seconds=time.monotonic() - self.fit_began_s,
-                steps=self.position.step - began_step,
+                samples=self.position.samples - start.began_samples,
+                seconds=time.monotonic() - start.began_s,
+                steps=self.step - began_step,
             )
         if self.verification is not None:
             self.verification.end(self.strategy)
@@ -269,12 +269,12 @@ class Trainer:
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Mean loss and metrics over all of `data`, equal on every rank."""
-        batches = batches_of(data, what="evaluate", seed=self.seed).for_device(self._device)
+        batches = batches_of(data, what="evaluate", seed=self.config.seed).for_device(self.config.device)
         self._at_hand = batches
         call = self._begin("evaluate", described(batches))
         if call.is_over:
             return dict(call.result)
-        with drawn_here(self.job, wanted=self._progress):
+        with drawn_here(self.job, wanted=self.config.shows_progress):
             measured = evaluate(
                 self.strategy,
                 self.train_job,
@@ -282,24 +282,24 @@ class Trainer:
                 self.evaluation_metrics,
                 rank=self.data_rank,
                 num_workers=self.num_workers,
-                tick=passing(self, "evaluate", batches),
+                tick=pass_reporter("evaluate", batches.num_steps(self.num_workers), self.progress),
             )
         return call.end(measured, kept=dict(measured))
 
     def predict(self, data: Any) -> Tree:
         """The model's outputs for all of `data`, in the order of the data, the same on every rank."""
-        batches = batches_of(data, what="predict", seed=self.seed).for_device(self._device)
+        batches = batches_of(data, what="predict", seed=self.config.seed).for_device(self.config.device)
         self._at_hand = batches
         call = self._begin("predict", described(batches))
         if call.is_over:
             return call.result
-        with drawn_here(self.job, wanted=self._progress):
+        with drawn_here(self.job, wanted=self.config.shows_progress):
             predicted = predict(
                 self.strategy,
                 batches,
                 rank=self.data_rank,
                 num_workers=self.num_workers,
-                tick=passing(self, "predict", batches),
+                tick=pass_reporter("predict", batches.num_steps(self.num_workers), self.progress),
             )
         return call.end(predicted)
 
@@ -319,19 +319,29 @@ class Trainer:
 
     def stop(self) -> None:
         """End the running fit. Decided with the next commit, so that all ranks end after the same step."""
-        self.wishes.stop = True
+        self.control.stop = True
 
     # ---- what callbacks use ----------------------------------------------------------------------
 
     @property
+    def position(self) -> Position:
+        """The place in the data, and what was counted on the way there."""
+        return self.progress.position
+
+    @property
     def step(self) -> int:
         """Steps trained so far."""
-        return self.position.step
+        return self.progress.position.step
 
     @property
     def epoch(self) -> int:
         """Epochs finished so far."""
-        return self.position.epoch
+        return self.progress.position.epoch
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps left out because their loss or gradient was not finite."""
+        return self.progress.num_skipped_steps
 
     @property
     def run_dir(self) -> Path:
@@ -346,13 +356,13 @@ class Trainer:
 
     def wish_checkpoint(self) -> None:
         """Ask for a checkpoint with the next commit."""
-        self.wishes.checkpoint = True
+        self.control.checkpoint = True
 
     def save_checkpoint(self, directory: str | None = None) -> str:
         """Write everything needed to go on from here; every rank must call it at the same point."""
         path = saving.save_checkpoint(self, directory)
-        if self.ledger is not None:
-            self.ledger.reached()
+        if self._fit is not None and self._fit.ledger is not None:
+            self._fit.ledger.reached()
         return path
 
     def log(self, name: str, value: float) -> None:
@@ -378,18 +388,23 @@ class Trainer:
         return self.train_job.model
 
     @property
-    def scheduler(self) -> Any:
-        """The scheduler, if one was given."""
-        return self._scheduler
+    def leasing(self) -> Leasing | None:
+        """Leases of the running fit, in a relaxed strategy."""
+        return self._fit.leasing if self._fit is not None else None
+
+    @property
+    def data_description(self) -> dict[str, Any]:
+        """The data of the newest fit."""
+        return self.progress.data_description
 
     def advance_scheduler(self, moment: str, logs: dict[str, float]) -> None:
         """Step the scheduler, if this is its moment; one that watches a plateau watches val_loss, else the loss."""
-        if self._scheduler is None or moment != self._scheduler_every:
+        if self.scheduler is None or moment != self.config.scheduler_every:
             return
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(logs["val_loss"] if "val_loss" in logs else logs["loss"])
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(logs["val_loss"] if "val_loss" in logs else logs["loss"])
         else:
-            self._scheduler.step()
+            self.scheduler.step()
 
     def take_logged(self) -> dict[str, float]:
         """Values logged since the last step."""
@@ -397,50 +412,50 @@ class Trainer:
         return logged
 
     def _prepare(self, strategy: Strategy) -> None:
-        model = build_model(self._model_or_factory, seed=self.seed)
-        settings = dict(self._settings)
+        config = self.config
+        model = build_model(config.model, seed=config.seed)
+        settings = dict(config.step)
         if self.verification is not None:
             self.verification.cast(model)
             settings |= {"autocast": None, "compile": False, "cast_inputs": self.verification.dtype}
             settings["checks_every_loss"] = self.verification.checks_every_loss
-            if (
-                self.verification.plan.at_rest
-            ):  # without its BatchNorm a model may diverge, which is no error of the script
+            if self.verification.plan.at_rest:
+                # Without its BatchNorm a model may diverge, which is no error of the script.
                 settings["on_nonfinite"] = "skip"
             settings["num_micro"] = self.verification.plan.num_micro or settings["num_micro"]
-        given = self._optimizer_or_factory
+        given = config.optimizer
         self.train_job = TrainJob(
             model=model,
-            loss=self._loss,
+            loss=config.loss,
             build_optimizer=partial(build_optimizer, given) if given is not None else None,
             given_optimizer=given if isinstance(given, torch.optim.Optimizer) else None,
-            device=self._device,
-            seed=self.seed,
+            device=config.device,
+            seed=config.seed,
             number=self.number,
-            wishes=self.wishes,
+            wishes=self.control,
             first_inputs=first_inputs(self._at_hand, self.num_workers) if self._at_hand is not None else None,
-            **settings,  # type: ignore[arg-type]
+            **settings,
         )
         strategy.prepare(self.train_job)
-        verification.fingerprint_at_end(model)
+        fingerprint_at_end(model)
         if self.num_workers > 1 and self.rank == 0:
             for note in describe_mixing(mixing_layers(model), sync_every=self.job.sync_every):
                 print(f"note: {note}", file=sys.stderr, flush=True)
-        if self._scheduler_factory is not None and strategy.optimizer is not None:
-            self._scheduler = self._scheduler_factory(strategy.optimizer)
-            if self._scheduler_every == "step" and isinstance(self._scheduler, ReduceLROnPlateau):
+        if config.scheduler is not None and strategy.optimizer is not None:
+            self.scheduler = config.scheduler(strategy.optimizer)
+            if config.scheduler_every == "step" and isinstance(self.scheduler, ReduceLROnPlateau):
                 refuse_plateau_of_steps(self.job.sync_every)
 
     def _begin(self, kind: str, detail: str) -> Call:
         """Number this call, make sure that all ranks make it, and get everything ready."""
-        if self._in_fit:
+        if self._fit is not None:
             raise ConfigError(
                 f"{kind} was called inside a running fit, on rank {self.rank}. Give validation_data= to fit, or use "
                 "trainer.save_checkpoint() in a callback."
             )
         asked = asked_to_leave()
         if asked is not None:
-            raise Interrupted(signal_name=asked, step=self.step, checkpoint=self.newest_checkpoint)
+            raise Interrupted(signal_name=asked, step=self.step, checkpoint=self.progress.newest_checkpoint)
         number = session.begin_call(kind, detail)
         if self._strategy is None:
             self._strategy = create(self.job)
@@ -450,6 +465,20 @@ class Trainer:
         if call.after is not None:
             restore(self, call.after)
         return call
+
+    def _anew(self, batches: Batches) -> FitStart:
+        """Begin a fit where the one before it ended."""
+        position = self.position
+        position.loss_total = position.loss_count = 0.0
+        self.train_metrics.reset()
+        if batches.describe() != self.progress.data_description:
+            position.next_index = 0  # a place in other data means nothing in these
+        return FitStart(
+            history=History(),
+            first=(position.epoch, position.step),
+            began_s=time.monotonic(),
+            began_samples=position.samples,
+        )
 
     def _resume_from(self, asked: str | None) -> str | None:
         """A resumed job goes on from its newest checkpoint, and so does a restarted one that nobody hands state to."""

@@ -46,7 +46,7 @@ class Verification:
 
     @property
     def checks_every_loss(self) -> bool:
-        """Whether the loss of each step has to recombine, not only the first: masks may come later. In float64 rounding does not show."""
+        """True if the loss of each step has to recombine, not only of the first: masks may come later. In float64 rounding does not show."""
         return self.dtype is torch.float64
 
     def count(self, strategy: Strategy, loss: float) -> None:

@@ -1,1 +1,1 @@
-"""What happens beside training: a file per callback. `shoal.callbacks` is where users find them."""
+"""Callbacks. Users import them from `shoal.callbacks`."""

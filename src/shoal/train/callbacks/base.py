@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -34,7 +35,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class StepLogs:
-    """What is known of a step once it is committed; equal on every rank."""
+    """Values of a committed step; equal on every rank."""
 
     epoch: int
     """The epoch it belongs to, from 0."""
@@ -88,7 +89,7 @@ class Callback:
         """A checkpoint that was wished for is written."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must keep of this callback: numbers, strings, lists and dicts."""
+        """State for a checkpoint: numbers, strings, lists and dicts."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -107,6 +108,61 @@ def refuse_unknown_hooks(callback: Callback) -> None:
             f"the callback {type(callback).__name__} has a method '{name}', which is no hook and would never be called. {meant}"
             f"The hooks are {', '.join(hooks)}; give a method that is no hook a name without 'on_'."
         )
+
+
+class CallbackList:
+    """The callbacks of a Trainer, in the order they run."""
+
+    def __init__(self, callbacks: Sequence[Callback], *, rank: int) -> None:
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(
+                    f"callbacks must hold instances of shoal.callbacks.Callback, got {callback!r}."
+                )
+            refuse_unknown_hooks(callback)
+        # Those that save come last, so that what they save holds the others' state of the same moment.
+        self._all = sorted(callbacks, key=lambda callback: callback.runs_last)
+        self.here = [callback for callback in self._all if callback.ranks == "every" or rank == 0]
+        """Those that run on this rank."""
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._all)
+
+    @property
+    def last_steps(self) -> list[int]:
+        return [callback.last_step for callback in self._all if callback.last_step is not None]
+
+    def fit_begin(self, trainer: Trainer) -> None:
+        for callback in self.here:
+            callback.on_fit_begin(trainer)
+
+    def step_end(self, trainer: Trainer, logs: StepLogs) -> None:
+        for callback in self.here:
+            callback.on_step_end(trainer, logs)
+
+    def epoch_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
+        for callback in self.here:
+            callback.on_epoch_end(trainer, logs)
+
+    def fit_end(self, trainer: Trainer) -> None:
+        for callback in self.here:
+            callback.on_fit_end(trainer)
+
+    def checkpoint(self, trainer: Trainer, path: str) -> None:
+        for callback in self.here:
+            callback.on_checkpoint(trainer, path)
+
+    def state(self) -> list[dict[str, Any]]:
+        return [{"callback": type(each).__name__, "state": each.state()} for each in self._all]
+
+    def load_state(self, saved: list[dict[str, Any]]) -> None:
+        """By class, the first to the first: a script may have more or fewer of them than the one that saved."""
+        left = list(saved)
+        for callback in self._all:
+            own = next((entry for entry in left if entry["callback"] == type(callback).__name__), None)
+            if own is not None:
+                left.remove(own)
+                callback.load_state(own["state"])
 
 
 Mode = Literal["min", "max", "auto"]
@@ -146,7 +202,7 @@ class Monitor:
         self._seen = False
 
     def improved(self, logs: dict[str, float]) -> bool | None:
-        """Whether this epoch is the best so far, by more than `min_delta`; None when it was not measured."""
+        """True if this epoch is the best so far, by more than `min_delta`; None when it was not measured."""
         value = logs.get(self.name)
         if value is None:
             if not self._seen:

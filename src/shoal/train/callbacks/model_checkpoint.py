@@ -112,7 +112,6 @@ class ModelCheckpoint(Callback):
         self._saved(trainer, path)
 
     def state(self) -> dict[str, Any]:
-        """Which one is the best."""
         return {
             "best_path": self.best_path,
             "monitor": self._monitor.state() if self._monitor is not None else None,

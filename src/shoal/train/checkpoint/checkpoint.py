@@ -217,7 +217,7 @@ class _Layout:
 
 
 def _lay_out(pieces: list[Piece]) -> _Layout:
-    """Which piece goes under which key of which file. Tied weights, one memory under two names, are stored once."""
+    """Assign each piece a file and a key. Tied weights, one memory under two names, are stored once."""
     layout = _Layout({}, [])
     stored: dict[Any, str] = {}
     for piece in pieces:
@@ -251,7 +251,7 @@ def _lay_out(pieces: list[Piece]) -> _Layout:
 
 
 def _problem(place: Place, name: str, record: FileRecord, verify: bool) -> str | None:
-    """What is wrong with a file, if anything."""
+    """The problem with a file, if any."""
     if not place.has(name):
         return f"{name} is missing"
     try:
@@ -296,7 +296,6 @@ def _shown(shape: tuple[int | None, ...], dtype: torch.dtype) -> str:
 
 
 def step_path(directory: str | os.PathLike[str], step: int) -> str:
-    """Where the checkpoint of a step belongs."""
     return Place.at(directory).child(step_name(step)).url
 
 

@@ -1,4 +1,4 @@
-"""What manifest.json says, and how a flipped bit in it is noticed.
+"""manifest.json: the table of contents of a checkpoint, with its own hash.
 
 Its last line is the hash of every byte before it, so that nothing of a
 manifest can change unseen, white space included. A directory without a valid
@@ -32,7 +32,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PieceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where one tensor, or one part of one, is kept. Tied weights are two records of one key."""
+    """File and key of one tensor, or one part of one. Tied weights are two records of one key."""
 
     name: str
     file: str
@@ -69,7 +69,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(text: bytes, path: str) -> Manifest:
-    """What `encode` was given, or CheckpointDamaged. `path` is the checkpoint's, for the report."""
+    """The manifest that `encode` was given, or CheckpointDamaged. `path` is the checkpoint's, for the report."""
     tail = _TAIL.search(text, max(0, len(text) - _TAIL_BYTES))
     if tail is None:
         raise CheckpointDamaged(

@@ -45,15 +45,15 @@ _BLOCK_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 100_000_000  # as the format's own library
 
 
-class Sink(Protocol):
-    """Where a file is written to."""
+class ByteSink(Protocol):
+    """A stream that a file is written to."""
 
     def write(self, data: Any, /) -> Any:
         """Take these bytes."""
 
 
-class Source(Protocol):
-    """Where a file is read from."""
+class ByteSource(Protocol):
+    """A seekable stream that a file is read from."""
 
     def seek(self, offset: int, /) -> Any:
         """Go to this byte."""
@@ -67,7 +67,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where one tensor lies in a file."""
+    """Location of one tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -76,13 +76,13 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """What the tensor takes."""
+        """Size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a file came to."""
+    """Size and hash of a written file."""
 
     num_bytes: int
     sha256: str
@@ -107,7 +107,9 @@ def dtype_of(code: str) -> torch.dtype:
         raise ValueError(f"dtype '{code}' is unknown") from None
 
 
-def write(sink: Sink, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Written:
+def write(
+    sink: ByteSink, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Written:
     """Write one file. Tensors may lie on any device, with any strides."""
     # Widest elements first: every tensor then begins at a multiple of its element size, which readers that map want.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
@@ -138,8 +140,8 @@ def write(sink: Sink, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     return Written(len(opening) + position, digest.hexdigest())
 
 
-def read_header(source: Source, num_bytes: int) -> dict[str, Entry]:
-    """Where each tensor of a file of `num_bytes` lies. Refuses what points outside of it before anything is allocated."""
+def read_header(source: ByteSource, num_bytes: int) -> dict[str, Entry]:
+    """Location of each tensor of a file of `num_bytes`. Refuses entries that point outside of it before anything is allocated."""
     source.seek(0)
     header_bytes = int.from_bytes(source.read(8), "little")
     if not 2 <= header_bytes <= min(num_bytes - 8, _MAX_HEADER_BYTES):
@@ -152,14 +154,14 @@ def read_header(source: Source, num_bytes: int) -> dict[str, Entry]:
         raise ValueError(f"its header cannot be understood ({error})") from None
 
 
-def read_metadata(source: Source) -> dict[str, str]:
+def read_metadata(source: ByteSource) -> dict[str, str]:
     """The words kept beside the tensors."""
     source.seek(0)
     header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
     return dict(header.get("__metadata__", {}))
 
 
-def read_tensor(source: Source, entry: Entry) -> Tensor:
+def read_tensor(source: ByteSource, entry: Entry) -> Tensor:
     """One tensor, in fresh memory."""
     tensor = torch.empty(entry.shape, dtype=entry.dtype)
     if tensor.numel():

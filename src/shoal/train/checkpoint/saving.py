@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import sys
+import time
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,25 +41,13 @@ from shoal.train.checkpoint.checkpoint import (
     step_path,
     write_checkpoint,
 )
-from shoal.train.progress import History
+from shoal.train.progress import FitStart, History
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
 
 
 _METRICS = "metrics/"
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """Where a fit goes on."""
-
-    history: History
-    first: tuple[int, int]
-    """Epoch and step at which the fit had begun, from which its limits count."""
-
-    finished: History | None = None
-    """Set when the checkpoint is of a later fit of the script: this one is over, with this history."""
 
 
 def save_model(trainer: Trainer, path: str) -> None:
@@ -82,18 +70,20 @@ def save_checkpoint(trainer: Trainer, directory: str | None, *, is_snapshot: boo
     pieces = [*snapshot_pieces(trainer, path), *_metric_pieces(trainer)]
     failpoint("worker: checkpoint not written")
     if trainer.rank == 0:
-        write_checkpoint(path, pieces, progress=_progress(trainer), previous=trainer.newest_checkpoint)
+        write_checkpoint(
+            path, pieces, progress=_to_save(trainer), previous=trainer.progress.newest_checkpoint
+        )
         failpoint("worker: checkpoint written")
         moved = set_aside(home, after_step=trainer.step)
         if moved is not None:
             print(f"checkpoints of an earlier run were moved to {moved}", file=sys.stderr, flush=True)
         session.saved(path, trainer.step)
     if not is_snapshot:
-        trainer.newest_checkpoint = path
+        trainer.progress.newest_checkpoint = path
     return path
 
 
-def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resumed | None:
+def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> FitStart | None:
     """Bring the trainer to where a checkpoint stands; None to begin anew."""
     if resume_from is None:
         return None
@@ -103,64 +93,65 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> Resum
             return None
     else:
         found = open_checkpoint(resume_from)
-    progress = found.progress
-    if "position" not in progress:
+    saved, progress = found.progress, trainer.progress
+    if "position" not in saved:
         raise NoCheckpoint(
             path=found.path, reason="it holds weights only, as Trainer.save writes them; use load() for those"
         )
-    number, saved_number = len(trainer.histories), progress["fit"]["number"]
+    number, saved_number = len(progress.histories), saved["fit"]["number"]
     # Found, a checkpoint says which fit of the script it is of; named, it is meant for this one.
     if resume_from == "auto" and number < saved_number:
-        finished = History(progress["histories"][number])
-        trainer.histories.append(finished)
-        return Resumed(history=finished, first=(0, 0), finished=finished)
+        finished = History(saved["histories"][number])
+        progress.histories.append(finished)
+        return FitStart(history=finished, first=(0, 0), began_s=0.0, began_samples=0, is_finished=True)
     if resume_from == "auto" and number > saved_number:
         return None  # this fit began after the checkpoint was written: it goes on from the one before it
-    _check_data(batches, progress, found.path)
+    _check_data(batches, saved, found.path)
     _load(trainer, found, with_optimizer=True)
-    for name, value in progress["position"].items():
-        setattr(trainer.position, name, value)
-    trainer.strategy.step = trainer.position.step
-    _take_leases(trainer, progress)
-    trainer.num_skipped_steps = progress["skipped_steps"]
-    if trainer.scheduler is not None and progress["scheduler"] is not None:
-        load_scheduler(trainer.scheduler, progress["scheduler"], path=found.path)
-    _load_callbacks(trainer, progress["callbacks"])
+    for name, value in saved["position"].items():
+        setattr(progress.position, name, value)
+    trainer.strategy.step = trainer.step
+    leases = _leases(trainer, saved)
+    progress.num_skipped_steps = saved["skipped_steps"]
+    if trainer.scheduler is not None and saved["scheduler"] is not None:
+        load_scheduler(trainer.scheduler, saved["scheduler"], path=found.path)
+    trainer.callbacks.load_state(saved["callbacks"])
     kept = {
         name.removeprefix(_METRICS): found.pieces[name] for name in found.pieces if name.startswith(_METRICS)
     }
     trainer.train_metrics.load_state(kept, trainer.data_rank, trainer.num_workers)
-    trainer.newest_checkpoint = found.path
+    progress.newest_checkpoint = found.path
     if trainer.rank == 0:
         at = f"step {trainer.step:,}, epoch {trainer.epoch + 1}, sample {trainer.position.next_index:,}"
         print(f"going on from {found.path}: {at}", file=sys.stderr, flush=True)
-    return Resumed(
-        history=History(progress["histories"][saved_number]),
-        first=(progress["fit"]["first_epoch"], progress["fit"]["first_step"]),
+    return FitStart(
+        history=History(saved["histories"][saved_number]),
+        first=(saved["fit"]["first_epoch"], saved["fit"]["first_step"]),
+        began_s=time.monotonic(),
+        began_samples=progress.position.samples,
+        leases=leases,
     )
 
 
-def _take_leases(trainer: Trainer, progress: dict[str, Any]) -> None:
-    """Where data was handed out by lease, the place in it is what was finished of them."""
-    leases = progress.get("leases")
-    if leases is None:
-        return
-    if isinstance(trainer.strategy, Leased):
-        trainer.kept_leases = leases
-        return
+def _leases(trainer: Trainer, saved: dict[str, Any]) -> dict[str, Any] | None:
+    """Leases of a checkpoint; for a strategy without leases the position becomes the first sample not known to be done."""
+    leases: dict[str, Any] | None = saved.get("leases")
+    if leases is None or isinstance(trainer.strategy, Leased):
+        return leases
     in_epoch = leases["done_below"] % leases["num_leases"]
     trainer.position.next_index = in_epoch * leases["samples_per_lease"]
     if trainer.rank == 0:
         print(
-            f"note: the checkpoint is of '{progress['strategy']}', whose workers were at different places: batches from "
+            f"note: the checkpoint is of '{saved['strategy']}', whose workers were at different places: batches from "
             f"sample {trainer.position.next_index:,} of the epoch on that some of them had finished are trained again",
             file=sys.stderr,
             flush=True,
         )
+    return None
 
 
 def _homes(trainer: Trainer) -> list[str]:
-    """Where this script's checkpoints go; those that nobody gave a place to, the first."""
+    """Directories of this script's checkpoints, the default one for a save without a directory first."""
     given = [c.directory for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.directory]
     homes = [*given, str(trainer.run_dir / "checkpoints")]
     if trainer.job.launched and getattr(trainer.strategy, "holds_parts", False):
@@ -170,32 +161,30 @@ def _homes(trainer: Trainer) -> list[str]:
 
 def _newest(trainer: Trainer) -> Checkpoint | None:
     """The newest whole checkpoint, wherever this script's callbacks write theirs."""
-    found = [newest_checkpoint(home, on_damaged=_tell(trainer)) for home in _homes(trainer)]
+    found = [newest_checkpoint(home, on_damaged=_report_damage(trainer.rank)) for home in _homes(trainer)]
     return max((one for one in found if one), key=lambda one: int(one.progress["step"]), default=None)
 
 
-def _progress(trainer: Trainer) -> dict[str, Any]:
-    optimizer = trainer.strategy.optimizer
+def _to_save(trainer: Trainer) -> dict[str, Any]:
+    progress, optimizer, leasing = trainer.progress, trainer.strategy.optimizer, trainer.leasing
     assert optimizer is not None
     return {
         "step": trainer.step,
         "epoch": trainer.epoch,
         "position": dataclasses.asdict(trainer.position),
         "fit": {
-            "number": len(trainer.histories) - 1,
-            "first_epoch": trainer.fit_began_at[0],
-            "first_step": trainer.fit_began_at[1],
+            "number": len(progress.histories) - 1,
+            "first_epoch": progress.fit_first[0],
+            "first_step": progress.fit_first[1],
         },
-        "histories": [history.epochs for history in trainer.histories],
-        "skipped_steps": trainer.num_skipped_steps,
+        "histories": [history.epochs for history in progress.histories],
+        "skipped_steps": progress.num_skipped_steps,
         "optimizer": optimizer_settings(trainer.model, optimizer),
         "scheduler": scheduler_state(trainer.scheduler) if trainer.scheduler is not None else None,
-        "callbacks": [
-            {"callback": type(callback).__name__, "state": callback.state()} for callback in trainer.callbacks
-        ],
-        "data": trainer.data_description,
-        "seed": trainer.seed,
-        "leases": trainer.leasing.state if trainer.leasing is not None else None,
+        "callbacks": trainer.callbacks.state(),
+        "data": progress.data_description,
+        "seed": trainer.config.seed,
+        "leases": leasing.state if leasing is not None else None,
         "strategy": trainer.job.strategy,
         "num_workers": trainer.num_workers,
     }
@@ -221,16 +210,6 @@ def _load(trainer: Trainer, checkpoint: Checkpoint, *, with_optimizer: bool) -> 
         raise OptimizerMismatch(path=checkpoint.path, problem=error.problem) from None
 
 
-def _load_callbacks(trainer: Trainer, saved: list[dict[str, Any]]) -> None:
-    """By class, the first to the first: a script may have more or fewer of them than the one that saved."""
-    left = list(saved)
-    for callback in trainer.callbacks:
-        own = next((entry for entry in left if entry["callback"] == type(callback).__name__), None)
-        if own is not None:
-            left.remove(own)
-            callback.load_state(own["state"])
-
-
 def _check_data(batches: Batches, progress: dict[str, Any], path: str) -> None:
     before = progress["data"].get("num_samples")
     if before is not None and batches.num_samples is not None and before != batches.num_samples:
@@ -241,16 +220,20 @@ def _check_data(batches: Batches, progress: dict[str, Any], path: str) -> None:
         )
 
 
-def _tell(trainer: Trainer) -> Any:
-    def damaged(error: CheckpointDamaged) -> None:
-        if trainer.rank == 0:
+def _report_damage(rank: int) -> Callable[[CheckpointDamaged], None]:
+    def report(error: CheckpointDamaged) -> None:
+        if rank == 0:
             print(f"{error} Going on with the one before it.", file=sys.stderr, flush=True)
 
-    return damaged
+    return report
 
 
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """What a fresh scheduler of the same kind needs to go on."""
+    """State of a learning-rate scheduler as JSON, for a fresh one of the same class.
+
+    Functions (the lambdas of LambdaLR) are not state: the script that resumes
+    builds the scheduler with them again.
+    """
     kind = type(scheduler).__name__
     return {"class": kind, "state": to_plain(scheduler.state_dict(), kind)}
 
@@ -296,7 +279,7 @@ def remove_rank_local_state(trainer: Trainer, path: str) -> None:
 
 
 def _rank_local_path(trainer: Trainer, path: str) -> Path | None:
-    """Where this worker's part of a snapshot is; None where `path` is none, or workers have no parts."""
+    """Path of this worker's part of a snapshot; None where `path` is no snapshot, or workers have no parts."""
     at = Path(path)
     if not trainer.job.launched or not isinstance(trainer.strategy, MeetsNowAndThen):
         return None

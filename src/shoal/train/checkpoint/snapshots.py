@@ -11,13 +11,11 @@ import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 
 from shoal.runtime import scratch
 from shoal.train.checkpoint import saving
-from shoal.train.checkpoint import saving as own_parts
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
@@ -33,13 +31,9 @@ MOST_STEPS = 2000
 
 
 def steps_between(*, cost_s: float, step_s: float) -> int:
-    """How far apart snapshots are worth their cost."""
+    """Interval at which snapshots cost at most SHARE of the time."""
     wanted = cost_s / (SHARE * max(step_s, 1e-9))
     return max(min(math.ceil(wanted / EVERY_STEPS) * EVERY_STEPS, MOST_STEPS), EVERY_STEPS)
-
-
-_learned: WeakKeyDictionary[Trainer, int] = WeakKeyDictionary()
-"""Steps between two, as an earlier fit of the same trainer found them worth it."""
 
 
 class Snapshots:
@@ -49,8 +43,10 @@ class Snapshots:
         job = trainer.job
         holds_parts = getattr(trainer.strategy, "holds_parts", False)
         self._trainer = trainer
-        said = trainer.snapshot_every if trainer.snapshot_every is not None else job.snapshot_every
-        self._every = _learned.get(trainer, EVERY_STEPS) if said is None else said
+        said = (
+            trainer.config.snapshot_every if trainer.config.snapshot_every is not None else job.snapshot_every
+        )
+        self._every = (trainer.progress.snapshot_steps or EVERY_STEPS) if said is None else said
         self._is_told = said is not None
         is_of_use = job.launched and job.can_recover and job.verify is None and holds_parts
         self._is_on = is_of_use and self._every > 0
@@ -70,11 +66,11 @@ class Snapshots:
         self._taken.append(saving.save_checkpoint(trainer, str(directory()), is_snapshot=True))
         if not self._is_told:
             self._every = self._agreed(time.monotonic() - began_at, (began_at - self._since) / num_steps)
-            _learned[trainer] = self._every
+            trainer.progress.snapshot_steps = self._every
         self._since = time.monotonic()
         while len(self._taken) > 2:
             oldest = self._taken.pop(0)
-            own_parts.remove_rank_local_state(trainer, oldest)
+            saving.remove_rank_local_state(trainer, oldest)
             if trainer.rank == 0:
                 shutil.rmtree(oldest, ignore_errors=True)
 
@@ -87,5 +83,4 @@ class Snapshots:
 
 
 def directory() -> Path:
-    """Where they are."""
     return scratch.directory("snapshots")

@@ -1,4 +1,4 @@
-"""How a directory of files appears whole or not at all, on a local disk and elsewhere.
+"""Atomic writes of a directory of files, on a local disk and on remote storage.
 
 On a local disk it is written under a temporary name beside its place, synced
 and renamed; a replaced one changes places with it in one system call. Elsewhere
@@ -59,7 +59,7 @@ class Place:
         return Place(f"{self.url.rstrip('/')}/{name}", self.fs, f"{self.path.rstrip('/')}/{name}")
 
     def names(self) -> list[str]:
-        """What the directory holds; nothing when it is not there."""
+        """Names in the directory; none when it is not there."""
         self.fs.invalidate_cache()
         try:
             return sorted(
@@ -69,11 +69,10 @@ class Place:
             return []
 
     def file(self, name: str) -> str:
-        """Where a file of the directory is, for `fs`."""
+        """Path of a file of the directory, for `fs`."""
         return f"{self.path.rstrip('/')}/{name}"
 
     def has(self, name: str) -> bool:
-        """Whether a file of that name is there."""
         return bool(self.fs.isfile(self.file(name)))
 
     def open(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the loop asks of metrics, and the case that there are none.
+"""The metrics interface of the loop, and the case that there are none.
 
 torchmetrics is imported when there is something to measure, and not before:
 it can take longer than a short script trains.
@@ -32,7 +32,7 @@ class Metrics(Protocol):
         """The values over what all ranks saw. Collective."""
 
     def state(self, gather: Gather) -> dict[str, Tensor]:
-        """What all ranks have counted so far. Collective."""
+        """Counts of all ranks so far. Collective."""
 
     def load_state(self, tensors: Mapping[str, Tensor], rank: int, num_workers: int | None = None) -> bool:
         """Go on from a state; False when it is of other metrics."""

@@ -133,7 +133,7 @@ class MetricSet:
         return results
 
     def state(self, gather: Gather) -> dict[str, Tensor]:
-        """What all ranks counted, for a checkpoint in the middle of an epoch; collective."""
+        """Counts of all ranks, for a checkpoint in the middle of an epoch; collective."""
         if not self._fresh:
             return {}
         return {f"part_{number}": pack_parts([part]) for number, part in enumerate(self._gathered(gather))}
@@ -187,7 +187,7 @@ class MetricSet:
                 metric.to(device)
 
     def _for_object(self, metric: Metric, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """What a torchmetrics object is given. One for classification says its task in its own name."""
+        """Outputs and targets for a torchmetrics object. One for classification says its task in its own name."""
         found = _TASKS.match(type(metric).__name__) if _classifies(metric) else None
         if found is None or not output.is_floating_point():
             same_numbers = output.shape != target.shape and output.numel() == target.numel()
@@ -242,7 +242,7 @@ def _classifies(metric: Metric) -> bool:
 
 
 def _value(metric: Metric) -> Any:
-    """What a metric comes to. Where torchmetrics warns that a value means nothing, it is nan."""
+    """The value of a metric; nan where torchmetrics warns that it means nothing."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         value = metric.compute()
@@ -271,7 +271,7 @@ def _snake_case(name: str) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class MetricPart:
-    """What one rank counted."""
+    """Counts of one rank."""
 
     names: list[str]
     """The metrics, in order; parts of other metrics are not merged."""
@@ -299,7 +299,6 @@ def pack_parts(parts: list[MetricPart]) -> Tensor:
 
 
 def unpack_parts(packed: Tensor) -> list[MetricPart]:
-    """What `pack` was given."""
     raw = packed.cpu().numpy().tobytes()
     source = io.BytesIO(raw)
     parts = []

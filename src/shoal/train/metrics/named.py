@@ -34,7 +34,7 @@ _HALF: dict[OutputKind, float] = {"logits": 0.0, "probabilities": 0.5, "log_prob
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is predicted; the same on every rank and for every batch of a run."""
+    """The kind of prediction; the same on every rank and for every batch of a run."""
 
     kind: Kind
     num_classes: int
@@ -107,7 +107,7 @@ def probabilities(task: Task, output: Tensor, outputs_are: OutputKind) -> Tensor
 
 
 def yes(output: Tensor, outputs_are: OutputKind) -> Tensor:
-    """Which aligned outputs, binary or by label, say yes."""
+    """Aligned outputs, binary or by label, that predict yes."""
     return output > _HALF[outputs_are]
 
 
@@ -153,14 +153,14 @@ def named_metric(name: str, task: Task, outputs_are: OutputKind, ignore_index: i
                 f"the metric '{name}' needs at least {k} classes to choose from, and this model's outputs are {task.kind} "
                 f"with {task.num_classes}. Use accuracy, or a smaller k."
             )
-        return TopK(k, ignore_index)
+        return TopKAccuracy(k, ignore_index)
     if name == "accuracy":
-        return TopK(1, ignore_index) if task.kind == "multiclass" else Agreement(outputs_are)
+        return TopKAccuracy(1, ignore_index) if task.kind == "multiclass" else Agreement(outputs_are)
     return Auroc(task, outputs_are, ignore_index)
 
 
 class Share(Metric):
-    """How many of how many were right."""
+    """The share of predictions that were right."""
 
     higher_is_better = True
     full_state_update = False
@@ -190,7 +190,7 @@ class Agreement(Share):
         self.seen += target.numel()
 
 
-class TopK(Share):
+class TopKAccuracy(Share):
     """The target's class is among the k highest."""
 
     def __init__(self, k: int, ignore_index: int | None) -> None:
