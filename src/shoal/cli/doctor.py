@@ -53,7 +53,6 @@ class Finding:
 
 
 def ok(what: str, found: str) -> Finding:
-    """All is well."""
     return Finding(Level.OK, what, found)
 
 

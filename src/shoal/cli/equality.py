@@ -45,7 +45,6 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The difference as a part of `scale`."""
         return self.absolute / self.scale if self.absolute > 0 and self.scale > 0 else self.absolute
 
 
@@ -61,7 +60,6 @@ class Comparison:
 
     @property
     def all(self) -> tuple[Difference, ...]:
-        """Tensors first, losses last."""
         return (*self.tensors, self.losses)
 
     def worst(self, *, leaving_out: Collection[str] = ()) -> Difference:

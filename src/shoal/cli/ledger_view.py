@@ -134,7 +134,6 @@ def lines(ledger: dict[str, Any]) -> Iterator[str]:
 
 
 def sentence(epoch: dict[str, Any]) -> str:
-    """One epoch."""
     name, total = f"epoch {epoch['epoch'] + 1}", epoch["samples"]
     if epoch["trainer"]:
         name += f" of trainer {epoch['trainer'] + 1}"
@@ -175,7 +174,6 @@ def every_range(ledger: dict[str, Any]) -> Iterator[str]:
 
 
 def ranges(found: list[list[int]]) -> str:
-    """Ranges of samples in words."""
     from shoal.cluster.ledger.ledger import merged
 
     joined = [list(each) for each in merged((start, stop) for start, stop in found)]

@@ -45,7 +45,6 @@ class Run:
     path: str
 
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
 
@@ -71,7 +70,6 @@ def find(run: str, run_dir: Path) -> Path:
 
 
 def read(path: Path) -> Run:
-    """State of a run."""
     config, summary = read_json(path / "config.json"), read_json(path / "summary.json")
     metrics = last_lines(path / "metrics.jsonl", 200)
     last = last_step(metrics, summary)

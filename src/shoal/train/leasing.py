@@ -35,11 +35,11 @@ MAX_BATCHES = 32
 ENDLESS = 1 << 20
 """Epochs of a fit that ends by its steps."""
 
-LOOK_EVERY_S = 0.05
-"""At an epoch's end: how often a worker looks whether another was faster with what it holds."""
+POLL_EVERY_S = 0.05
+"""Poll interval at an epoch's end, when another worker may be faster with the same lease."""
 
 ANSWER_S = 0.25
-"""How long it waits for the answer then: a coordinator that is away must not keep anybody."""
+"""Time-out of such a poll: a coordinator that is away must not keep anybody."""
 
 
 _OVER = object()
@@ -97,7 +97,7 @@ class Leasing:
         self._skip = {lease: everywhere for lease, _, everywhere in counted}  # batches that count already
         done_in_epoch = min((done_below - first_lease) * per_lease * size, num_samples)
         self._strategy, self._batches, self._size = strategy, batches, size
-        self._asked: dict[str, Any] = {
+        self._request_fields: dict[str, Any] = {
             "call": call,
             "num_samples": num_samples,
             "samples_per_lease": per_lease * size,
@@ -118,29 +118,29 @@ class Leasing:
             "num_left_out": num_left_out,
             "near": batches.near(per_lease * size),
             "data": data_identity(batches.describe()),
-            **_handing_out(batches.sharding, num_leases, num_workers),
+            **_lease_settings(batches.sharding, num_leases, num_workers),
         }
-        self._told_once = {"counted": [(lease, in_slot_0) for lease, in_slot_0, _ in counted]}
+        self._first_request_fields = {"counted": [(lease, in_slot_0) for lease, in_slot_0, _ in counted]}
         self._naming = Naming(call, num_leases, per_lease * size, first_epoch, done_below)
         strategy.lease_by(self._naming, size)
         self._first_epoch = first_epoch
         self._held: deque[_Lease] = deque()
         self._taken: set[int] = set()
         self._working_on: int | None = None
-        self._given_up: set[int] = set()
+        self._dropped: set[int] = set()
         self._finished: list[int] = []
         self._busy_s: list[float] = []  # of each of them
         self._worked_s, self._since = 0.0, 0.0  # on the present one; when the batch at hand was given out
         self._waited_before = 0.0
         self._is_over = self._is_ending = False
-        self._asked_at = 0.0
+        self._requested_at = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leases")
         self._answer: Future[Leases | NoMoreLeases] | None = None
         self._steps_before, self._updates_before = position.step, strategy.updates
         self._epoch_before, self._samples_before = position.epoch, position.samples - done_in_epoch
 
     def slices(self, epoch: int) -> Iterator[Slice]:
-        """Whole batches of an epoch, as long as there are leases of it; the strategy is told of the next one at hand."""
+        """Whole batches of an epoch, as long as there are leases of it; the strategy prefetches the next one."""
         self._lay_out(epoch)
         flow = self._flow(epoch)
         part = self._draw(flow)
@@ -168,13 +168,13 @@ class Leasing:
             part = next(flow, _OVER)
             if part is not None:
                 return part if isinstance(part, Slice) else None
-            self._hear()
+            self._receive()
 
     def _flow(self, epoch: int) -> Iterator[Slice | None]:
-        """Batches of the leases at hand; None where there is none and somebody has to wait for one."""
+        """Batches of the leases at hand; None where there is none and the caller has to wait for one."""
         while True:
             if self._answer is not None and self._answer.done():
-                self._hear()
+                self._receive()
             if not self._held and not self._is_over:
                 if self._naming.done_below >= (epoch + 1 - self._first_epoch) * self._naming.num_leases:
                     return  # others hold all of the next epoch
@@ -191,7 +191,7 @@ class Leasing:
             for part in self._batches.slices(
                 epoch=epoch, start=start, stop=lease.stop, rank=0, num_workers=1
             ):
-                if lease.number in self._given_up:
+                if lease.number in self._dropped:
                     break
                 yield part
 
@@ -200,22 +200,22 @@ class Leasing:
         waited_s = self._strategy.waited_s - self._waited_before
         self._worked_s += max(time.monotonic() - self._since - waited_s, 0.0)
         lease = part.start // self._naming.samples_per_lease
-        stop = min((lease + 1) * self._naming.samples_per_lease, self._asked["num_samples"])
+        stop = min((lease + 1) * self._naming.samples_per_lease, self._request_fields["num_samples"])
         if part.start + part.num_global >= stop:
             number = (part.epoch - self._first_epoch) * self._naming.num_leases + lease
             self._finished.append(number)
             self._busy_s.append(self._worked_s)
             self._worked_s = 0.0
             if self._answer is not None and self._answer.done():
-                self._hear()
+                self._receive()
             if self._answer is None:
-                self._ask()
+                self._request()
             if self._is_ending and self._held:
-                self._look()
+                self._poll()
         elif self._is_ending:
-            if self._answer is None and time.monotonic() >= self._asked_at + LOOK_EVERY_S:
-                self._ask()
-            self._look()
+            if self._answer is None and time.monotonic() >= self._requested_at + POLL_EVERY_S:
+                self._request()
+            self._poll()
         updates = self._strategy.updates
         step = self._steps_before + updates - self._updates_before
         num_new = max(1, step - position.step)
@@ -225,12 +225,14 @@ class Leasing:
         return num_new
 
     def end(self) -> None:
-        """This worker goes no further, and nobody shall wait for what it holds: whoever waits is told that it is over."""
+        """Give all leases back, so that nobody waits for this worker; waiting workers are told that it is over."""
         if not self._is_over:
             self._is_over = True
             finished, self._finished = self._finished, []
             busy_s, self._busy_s = self._busy_s, []
-            self._strategy.session.ask_lease(finished=finished, busy_s=busy_s, is_last=True, **self._asked)
+            self._strategy.session.ask_lease(
+                finished=finished, busy_s=busy_s, is_last=True, **self._request_fields
+            )
 
     def epoch_is_over(self, position: Position, *, over: bool) -> bool:
         """No worker goes on with the epoch: all agree where it ended, and whether the fit is over with it."""
@@ -241,7 +243,7 @@ class Leasing:
         told = torch.stack(self._strategy.gather(torch.tensor(mine)))
         newest, is_over, done_below, before = told.max(0).values.tolist()
         self._strategy.updates, self._naming.done_below = newest, done_below
-        num_samples = self._asked["num_samples"]
+        num_samples = self._request_fields["num_samples"]
         num_done = newest + before - self._first_step
         if is_over and num_done < (position.epoch + 1 - self._first_epoch) * self._num_batches:
             # Halfway: the next fit hands out again what is not known to be done.
@@ -275,32 +277,31 @@ class Leasing:
         }
 
     def close(self) -> None:
-        """Ask no more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         finished, self._finished = self._finished, []
         busy_s, self._busy_s = self._busy_s, []
-        self._asked_at = time.monotonic()
+        self._requested_at = time.monotonic()
         self._answer = self._thread.submit(
             self._strategy.session.ask_lease,
             finished=finished,
             busy_s=busy_s,
             below=self._naming.done_below,
-            **self._asked,
-            **self._told_once,
+            **self._request_fields,
+            **self._first_request_fields,
         )
-        self._told_once = {}
+        self._first_request_fields = {}
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         if self._answer is None:
-            self._ask()
+            self._request()
         assert self._answer is not None
         if not self._answer.done():
             self._strategy.rest()  # nobody has to wait for a worker that has nothing to do
         answer, self._answer = self._answer.result(), None
         self._naming.done_below = max(self._naming.done_below, answer.done_below)
-        self._give_up(answer)
+        self._drop_finished(answer)
         if isinstance(answer, NoMoreLeases):
             self._is_over = True
             return
@@ -309,15 +310,15 @@ class Leasing:
             if number not in self._taken and all(held.number != number for held in self._held):
                 self._held.append(_Lease(number, epoch, start, stop))
 
-    def _look(self) -> None:
-        """Before the next batch, hear whether others were faster; a worker that holds something is answered at once."""
+    def _poll(self) -> None:
+        """Before the next batch, check whether others were faster; a worker that holds something is answered at once."""
         if self._answer is not None:
             wait([self._answer], timeout=ANSWER_S)
             if self._answer.done():
-                self._hear()
+                self._receive()
 
-    def _give_up(self, answer: Leases | NoMoreLeases) -> None:
-        """Let go of what others have finished."""
+    def _drop_finished(self, answer: Leases | NoMoreLeases) -> None:
+        """Drop leases that others have finished."""
         still = {lease[0] for lease in answer.leases} if isinstance(answer, Leases) else None
 
         def is_done(number: int) -> bool:
@@ -325,7 +326,7 @@ class Leasing:
 
         self._held = deque(held for held in self._held if not is_done(held.number))
         if self._working_on is not None and is_done(self._working_on):
-            self._given_up.add(self._working_on)
+            self._dropped.add(self._working_on)
             self._worked_s = 0.0
 
 
@@ -335,7 +336,7 @@ def _counted(kept: dict[str, Any] | None, done_below: int) -> list[tuple[int, in
     return [(lease, in_slot_0, everywhere) for lease, in_slot_0, everywhere in told if lease >= done_below]
 
 
-def _handing_out(sharding: Sharding, num_leases: int, num_workers: int) -> dict[str, Any]:
+def _lease_settings(sharding: Sharding, num_leases: int, num_workers: int) -> dict[str, Any]:
     """Lease settings for the coordinator, from the sharding."""
     match sharding:
         case ByCost() | BySpeed():

@@ -43,7 +43,6 @@ class History(Mapping[str, list[float]]):
         self.epochs: list[dict[str, float]] = list(epochs or [])
 
     def append(self, logs: dict[str, float]) -> None:
-        """Add one epoch."""
         self.epochs.append(dict(logs))
 
     def __getitem__(self, name: str) -> list[float]:

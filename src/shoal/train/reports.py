@@ -33,7 +33,6 @@ TELL_EVERY_S = 5.0
 
 
 def data_identity(description: dict[str, Any]) -> str:
-    """The same for the same data."""
     return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
@@ -224,7 +223,6 @@ class MetricsLog:
             self.write(line)
 
     def close(self) -> None:
-        """Flush and end."""
         self._file.close()
 
 

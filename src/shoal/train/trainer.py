@@ -394,7 +394,6 @@ class Trainer:
 
     @property
     def data_description(self) -> dict[str, Any]:
-        """The data of the newest fit."""
         return self.progress.data_description
 
     def advance_scheduler(self, moment: str, logs: dict[str, float]) -> None:

@@ -50,7 +50,6 @@ class Verification:
         return self.dtype is torch.float64
 
     def count(self, strategy: Strategy, loss: float) -> None:
-        """One step was committed."""
         self._losses.append(loss)
         if self._stop_watching is not None:
             # Now, and not before the strategy had it: its BatchNorm may see whole batches.

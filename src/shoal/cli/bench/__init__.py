@@ -81,7 +81,6 @@ FROM_SOURCE = {
 
 
 def complete_bench(incomplete: str) -> list[str]:
-    """For the shell."""
     return [name for name in BENCHES if name.startswith(incomplete)]
 
 

@@ -49,11 +49,9 @@ class Figure:
 
     @property
     def how(self) -> str:
-        """The configuration, for people."""
         return ", ".join(f"{name} {value}" for name, value in self.configuration.items())
 
     def line(self) -> dict[str, Any]:
-        """The same for programs."""
         return {
             "benchmark": self.benchmark,
             "figure": self.what,

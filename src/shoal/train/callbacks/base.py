@@ -219,7 +219,6 @@ class Monitor:
         return True
 
     def state(self) -> dict[str, Any]:
-        """The best so far."""
         return {"name": self.name, "best": self.best, "seen": self._seen}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -46,7 +46,6 @@ class CSVLog(Callback):
         self._rewrite(rows)
 
     def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
-        """A row for the step."""
         if self._every == "step":
             self._append(asdict(logs))
 
@@ -116,7 +115,6 @@ class JSONLog(Callback):
         temporary.replace(self._path)
 
     def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
-        """A line for the step."""
         self._append({"event": "step", **asdict(logs)})
 
     def on_epoch_end(self, trainer: Trainer, logs: dict[str, float]) -> None:

@@ -76,7 +76,6 @@ class ModelCheckpoint(Callback):
         return self._monitor.best if self._monitor is not None and self.best_path is not None else None
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """Start the clock."""
         self._saved_at_s = time.monotonic()
         self._saved_path = None
         self._seen_step = trainer.step
@@ -118,7 +117,6 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on with the best so far."""
         monitored = state["monitor"]
         if self._monitor is not None and monitored is not None and monitored["name"] == self._monitor.name:
             self._monitor.load_state(monitored)

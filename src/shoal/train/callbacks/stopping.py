@@ -79,7 +79,6 @@ class EarlyStopping(Callback):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on waiting."""
         self._monitor.load_state(state["monitor"])
         self.num_epochs_without = state["num_epochs_without"]
         self._best_step = state["best_step"]

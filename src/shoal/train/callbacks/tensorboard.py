@@ -44,7 +44,6 @@ class TensorBoard(Callback):
             self._writer = SummaryWriter(directory, purge_step=trainer.step + 1)
 
     def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
-        """Write the step."""
         if logs.step % self._every_steps == 0:
             self._write("step/loss", logs.loss, logs.step)
             if logs.grad_norm is not None:
@@ -59,7 +58,6 @@ class TensorBoard(Callback):
         self._writer.flush()
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Close the files."""
         self._writer.close()
 
     def _write(self, name: str, value: float, step: int) -> None:

@@ -76,7 +76,6 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

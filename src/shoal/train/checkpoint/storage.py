@@ -55,7 +55,6 @@ class Place:
         return Path(self.path) if isinstance(self.fs, LocalFileSystem) else None
 
     def child(self, name: str) -> Place:
-        """A directory within this one."""
         return Place(f"{self.url.rstrip('/')}/{name}", self.fs, f"{self.path.rstrip('/')}/{name}")
 
     def names(self) -> list[str]:
@@ -81,7 +80,6 @@ class Place:
 
 
 def step_name(step: int) -> str:
-    """The directory name of a step's checkpoint."""
     return f"step-{step:09d}"
 
 

@@ -55,11 +55,9 @@ class NoMetrics:
         return {}
 
     def state(self, gather: Gather) -> dict[str, Tensor]:
-        """Nothing to save."""
         return {}
 
     def load_state(self, tensors: Mapping[str, Tensor], rank: int, num_workers: int | None = None) -> bool:
-        """Only nothing fits."""
         return not tensors
 
 

@@ -173,7 +173,6 @@ class Share(Metric):
             self.add_state(state, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def compute(self) -> Tensor:
-        """The share; nan of nothing."""
         return self.right.double() / self.seen if self.seen else torch.tensor(math.nan)
 
 
