@@ -23,10 +23,10 @@ app = typer.Typer(
         "Examples:\n"
         "  shoal run -n 4 train.py --lr 0.1            four workers, data parallel\n"
         "  shoal verify train.py -n 3 --strategy ddp   is it what one process computes?\n"
-        "  shoal status                                what ran here, and what runs\n"
+        "  shoal status                                runs of this directory\n"
         "  shoal resume click                          go on from the newest checkpoint\n"
         "  shoal scale click --servers 3               more servers, while it trains\n"
-        "  shoal chaos train.py -n 3 --rate 15s        does it survive what you do to it?"
+        "  shoal chaos train.py -n 3 --rate 15s        random kills and pauses: same result?"
     ),
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -59,7 +59,7 @@ def chaos(
     ] = "1m",
     step_timeout: StepTimeout = 5.0,
 ) -> None:
-    """Kill and pause processes of a job at random and see whether it minds.
+    """Kill and pause processes of a job at random, and compare its result with an undisturbed run.
 
     The script runs undisturbed first. Then it runs under faults, again and
     again until the time is over; a run that has begun is run to its end.

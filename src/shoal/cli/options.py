@@ -83,7 +83,7 @@ Replicas = Annotated[
         "--replicas",
         metavar="N",
         min=1,
-        help="On how many servers everything is kept.",
+        help="Servers that hold a copy of each row and weight.",
         show_default="2 with two servers or more",
     ),
 ]
@@ -120,7 +120,7 @@ Oversubscribe = Annotated[
     bool,
     typer.Option(
         "--oversubscribe",
-        help="Start the job also where this machine seems too small for it: over 32 processes per core, or too little memory.",
+        help="Start the job even if this machine seems too small for it: over 32 processes per core, or too little memory.",
     ),
 ]
 
@@ -158,7 +158,7 @@ OPTIONS: dict[str, Any] = {
         typer.Option(
             "--schedule",
             metavar="SCHEDULE",
-            help=f"Of a pipeline (pp): {SCHEDULES.forms}.",
+            help=f"Schedule of a pipeline (pp): {SCHEDULES.forms}.",
         ),
     ],
     "compress": Annotated[
@@ -166,7 +166,7 @@ OPTIONS: dict[str, Any] = {
         typer.Option(
             "--compress",
             metavar="COMPRESS",
-            help=f"Make gradients smaller before they are summed: {COMPRESSORS.forms}.",
+            help=f"Compress gradients before they are summed: {COMPRESSORS.forms}.",
         ),
     ],
     "staleness_lr": Annotated[

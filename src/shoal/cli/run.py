@@ -83,7 +83,7 @@ def run(
         typer.Option(
             "--faults",
             metavar="FAULTS",
-            help="What is to go wrong, on purpose: 'kill worker-1 at step 60; kill coordinator after 5 s'.",
+            help="Faults to inject: 'kill worker-1 at step 60; kill coordinator after 5 s'.",
         ),
     ] = None,
     *,

@@ -119,7 +119,7 @@ def verify(
     screen = console()
     rested = outcome.rested
     screen.print(table(rested if rested is not None and rested.differing else outcome.judged))
-    for line in verdict(outcome, config, asked_steps=steps, tolerance=tolerance):
+    for line in conclusion(outcome, config, asked_steps=steps, tolerance=tolerance):
         screen.print(line, soft_wrap=not screen.is_terminal)
     raise typer.Exit(0 if outcome.equal else 1)
 
@@ -261,7 +261,7 @@ def _cells(difference: Difference | None) -> tuple[str, str]:
     return f"{difference.absolute:.1e}", f"{difference.relative:.1e}"
 
 
-def verdict(
+def conclusion(
     outcome: VerifyOutcome, config: LaunchConfig, *, asked_steps: int, tolerance: float
 ) -> Iterator[str]:
     """The outcome in sentences; the last one answers the question."""

@@ -174,12 +174,12 @@ class FitLoop:
     def _meet(self) -> None:
         """Workers that train apart have one model again where an epoch ends, or the fit."""
         strategy = self._strategy
-        verdict = strategy.meet() if isinstance(strategy, MeetsNowAndThen) else None
-        if verdict is not None:
-            self._position.loss_total += verdict.loss_total
-            self._position.loss_count += verdict.count
-            self._progress.num_skipped_steps += verdict.num_skipped
-            self._apply(verdict)
+        result = strategy.meet() if isinstance(strategy, MeetsNowAndThen) else None
+        if result is not None:
+            self._position.loss_total += result.loss_total
+            self._position.loss_count += result.count
+            self._progress.num_skipped_steps += result.num_skipped
+            self._apply(result)
 
     def _finish_epoch(self) -> None:
         failpoint("worker: epoch ended")
@@ -208,14 +208,14 @@ class FitLoop:
         if self._balance is not None and self._balance.measures:
             self._balance.ran(part, contributed, began_at)
         failpoint("worker: before commit")
-        verdict = strategy.commit()
+        result = strategy.commit()
         failpoint("worker: committed")
         trainer.control.checkpoint = False
-        if verdict.applied:
-            self._count(part, contributed, verdict)
+        if result.applied:
+            self._count(part, contributed, result)
         else:
-            self._leave_out(part, verdict)
-        self._progress.num_skipped_steps += verdict.num_skipped
+            self._leave_out(part, result)
+        self._progress.num_skipped_steps += result.num_skipped
         if self.leasing is not None:
             num_new = self.leasing.trained(part, position)
         else:
@@ -225,50 +225,50 @@ class FitLoop:
             position.samples += part.num_global
             if self.ledger is not None:
                 self.ledger.count(part)
-        for _ in range(num_new if verdict.applied else 0):
-            trainer.advance_scheduler("step", {"loss": verdict.loss})
-        self._write_down(part, verdict)
+        for _ in range(num_new if result.applied else 0):
+            trainer.advance_scheduler("step", {"loss": result.loss})
+        self._write_down(part, result)
         if trainer.verification is not None:
-            trainer.verification.count(strategy, verdict.loss)
-        self._apply(verdict)
+            trainer.verification.count(strategy, result.loss)
+        self._apply(result)
 
-    def _apply(self, verdict: Verdict) -> None:
+    def _apply(self, result: Verdict) -> None:
         """Save, stop or leave: the step's result says so on all ranks."""
         trainer = self._trainer
-        if verdict.checkpoint:
+        if result.checkpoint:
             path = trainer.save_checkpoint()
             self._callbacks.checkpoint(trainer, path)
         else:
             self._snapshots.after_step()
-        self._over = verdict.stop or self._reached_the_end()
-        if self.leasing is not None and (self._over or verdict.leave):
+        self._over = result.stop or self._reached_the_end()
+        if self.leasing is not None and (self._over or result.leave):
             self.leasing.end()
-        if verdict.leave:
+        if result.leave:
             self._leave()
 
-    def _count(self, part: Slice, contributed: LossSum, verdict: Verdict) -> None:
+    def _count(self, part: Slice, contributed: LossSum, result: Verdict) -> None:
         position, trainer = self._position, self._trainer
-        position.loss_total += verdict.loss_total
-        position.loss_count += verdict.count
+        position.loss_total += result.loss_total
+        position.loss_count += result.count
         if trainer.train_metrics and contributed.outputs is not None:
             target = place(part.target, trainer.train_job.device, trainer.train_job.cast_inputs)
             trainer.train_metrics.update(contributed.outputs, target, part.num_local)
 
-    def _leave_out(self, part: Slice, verdict: Verdict) -> None:
+    def _leave_out(self, part: Slice, result: Verdict) -> None:
         """A step that is not finite: refuse it by name, or skip and count it."""
         trainer = self._trainer
         if trainer.train_job.on_nonfinite == "skip":
             self._progress.num_skipped_steps += 1
             return
         step = self._position.step + 1
-        if not verdict.nonfinite:
+        if not result.nonfinite:
             raise TrainingError(
-                f"the gradient's norm became {verdict.grad_norm} at step {step} though the loss was finite "
-                f"({verdict.loss:.6g}). The step was not applied. Lower the learning rate, or leave such steps out with "
+                f"the gradient's norm became {result.grad_norm} at step {step} though the loss was finite "
+                f"({result.loss:.6g}). The step was not applied. Lower the learning rate, or leave such steps out with "
                 "on_nonfinite='skip'."
             )
         self._refuse_spoilt_weights(step)
-        rank, total = verdict.nonfinite[0]
+        rank, total = result.nonfinite[0]
         raise NonFiniteLoss(
             rank=rank,
             step=step,
@@ -303,22 +303,22 @@ class FitLoop:
         found = next(iter(theirs), None)
         return list(found.indices) if found is not None else []
 
-    def _write_down(self, part: Slice, verdict: Verdict) -> None:
+    def _write_down(self, part: Slice, result: Verdict) -> None:
         trainer, position = self._trainer, self._position
         logs = StepLogs(
             epoch=position.epoch,
             step=position.step,
-            loss=verdict.loss,
+            loss=result.loss,
             samples=part.num_global,
             lr=trainer.learning_rates[0],
-            grad_norm=verdict.grad_norm,
+            grad_norm=result.grad_norm,
         )
         self._callbacks.step_end(trainer, logs)
         extra = trainer.take_logged()
         self._progress.last_line = {
             "step": position.step,
             "epoch": position.epoch,
-            "loss": verdict.loss,
+            "loss": result.loss,
             "samples": part.num_global,
             "time": time.time(),
             **extra,
@@ -329,7 +329,7 @@ class FitLoop:
         if now - self._reported_at >= _REPORT_EVERY_S:
             self._reported_at = now
             if position.step != self._num_steps():  # the last one is reported with the metrics of its epoch
-                self._report(now, verdict.loss)
+                self._report(now, result.loss)
             if self.ledger is not None:
                 self.ledger.now_and_then(now)
 
