@@ -64,16 +64,32 @@ class TrainerConfig:
     """Settings of a Trainer, checked; nothing changes them."""
 
     model: nn.Module | Callable[[], nn.Module]
+    """The model, or a function that builds it under `seed`."""
+
     loss: LossRule
+    """The loss, with the kind of outputs it takes."""
+
     optimizer: OptimizerFactory | torch.optim.Optimizer | None
+    """The optimizer, or a function of the parameters; None for a Trainer that never fits."""
+
     scheduler: SchedulerFactory | None
+    """Builds the learning-rate scheduler on the optimizer."""
+
     scheduler_every: Literal["step", "epoch"]
+    """The moment at which the scheduler advances."""
+
     seed: int
+    """Seed of everything random while training, together with rank and step."""
+
     device: torch.device
+    """Device of this worker's model."""
+
     snapshot_every: int | None
     """Steps between snapshots, 0 for none; None leaves it to the job."""
 
     shows_progress: bool
+    """Draw progress in a plain python process."""
+
     step: dict[str, Any]
     """Settings of a step, by the names of TrainJob's fields."""
 
