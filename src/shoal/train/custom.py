@@ -44,8 +44,8 @@ from shoal.runtime.user_frames import calling_line
 from shoal.train import loop_shape
 from shoal.train.calls import Call, batches_of, described, device_of, next_number
 from shoal.train.custom_anchors import Place, Recovery
-from shoal.train.gradient_sums import extend_torch
 from shoal.train.foreground import asked_to_leave
+from shoal.train.gradient_sums import extend_torch
 from shoal.train.load_balance import refuse
 from shoal.train.progress import Position
 from shoal.train.reports import LedgerReport
