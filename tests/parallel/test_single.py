@@ -11,7 +11,7 @@ from torch import nn
 from shoal.data.slice import Slice
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.optimizer_state import optimizer_settings
-from shoal.parallel.protocol import PieceReader, TrainJob, Wishes
+from shoal.parallel.protocol import ControlFlags, PieceReader, TrainJob
 from shoal.parallel.single import Single
 
 X = torch.randn(10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -74,10 +74,10 @@ def test_changes_come_with_the_commit_and_not_before() -> None:
 
 
 def test_wishes_come_back_as_the_verdict() -> None:
-    wishes = Wishes()
-    strategy, _ = prepared(wishes=wishes)
+    control = ControlFlags()
+    strategy, _ = prepared(control=control)
     for stop, checkpoint, leave in [(True, False, False), (False, True, False), (False, False, True)]:
-        wishes.stop, wishes.checkpoint, wishes.leave = stop, checkpoint, leave
+        control.stop, control.checkpoint, control.leave = stop, checkpoint, leave
         strategy.forward_backward(BATCH)
         verdict = strategy.commit()
         assert (verdict.stop, verdict.checkpoint, verdict.leave) == (stop, checkpoint, leave)

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from shoal.parallel.loss import loss_rule
-from shoal.parallel.protocol import TrainJob, Wishes
+from shoal.parallel.protocol import ControlFlags, TrainJob
 from shoal.parallel.step_result import contribution, decide
 from shoal.parallel.update import clip, drop_gradients, gradients_of, scale
 
 
 def verdict(*, loss_total: float = 1.0, count: float = 4.0) -> Any:
-    return decide(contribution(rank=0, num_workers=1, loss_total=loss_total, count=count, wishes=Wishes()))
+    return decide(
+        contribution(rank=0, num_workers=1, loss_total=loss_total, count=count, control=ControlFlags())
+    )
 
 
 def applied(

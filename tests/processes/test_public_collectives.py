@@ -78,8 +78,8 @@ def test_ranks_that_call_different_things_are_told(launch_script: Launch) -> Non
 
 LARGE = """
 import os, pathlib, torch, shoal
-from shoal.recovery import replay_log as timeline; from shoal.recovery import elastic_group as together
-timeline.KEPT_BYTES = 60_000
+from shoal.recovery import replay_log; from shoal.recovery import elastic_group
+replay_log.KEPT_BYTES = 60_000
 me = shoal.rank()
 for round in range(12):
     total = shoal.collectives.all_reduce(torch.full((2_000,), float(me + round)))  # 8 kB
@@ -87,7 +87,7 @@ for round in range(12):
     if (round, me) == (DIES, 1) and not pathlib.Path("died").exists():
         pathlib.Path("died").touch()
         os.kill(os.getpid(), 9)
-kept = together.together()
+kept = together.elastic_group()
 held = sum(result.nbytes for results in (kept._results, kept._log.results) for result in results.values())
 pathlib.Path(f"held-{me}").write_text(str(held))
 print("done", int(total[0]))

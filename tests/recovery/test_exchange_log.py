@@ -13,7 +13,7 @@ def finished(*results: str) -> ExchangeLog:
 def test_an_anchor_keeps_the_last_result_for_who_is_one_behind() -> None:
     donor, behind = finished("a", "b"), finished("a")
     donor.anchor()
-    behind.inherit(donor.legacy())
+    behind.inherit(donor.results_since())
     assert behind.num_known == donor.num_known == 2
     assert behind.recall() == (True, "b")
     assert behind.recall() == (False, None)
@@ -22,7 +22,7 @@ def test_an_anchor_keeps_the_last_result_for_who_is_one_behind() -> None:
 def test_an_anchor_forgets_what_nobody_can_need() -> None:
     log = finished("a", "b", "c")
     log.anchor()
-    assert log.legacy() == {2: "c"}
+    assert log.results_since() == {2: "c"}
 
 
 def test_a_replacement_starts_at_the_anchor_and_recalls_what_came_after() -> None:
@@ -30,7 +30,7 @@ def test_a_replacement_starts_at_the_anchor_and_recalls_what_came_after() -> Non
     donor.anchor()
     donor.finish("c")
     replacement = ExchangeLog()
-    replacement.inherit(donor.legacy(), starts_at=donor.anchored_at)
+    replacement.inherit(donor.results_since(), starts_at=donor.anchored_at)
     assert (replacement.num_finished, replacement.num_known) == (2, 3)
     assert replacement.recall() == (True, "c")
     assert replacement.recall() == (False, None)
@@ -39,17 +39,17 @@ def test_a_replacement_starts_at_the_anchor_and_recalls_what_came_after() -> Non
 def test_a_rank_that_catches_up_can_be_donor_itself() -> None:
     donor = finished("a", "b", "c")
     second, third = ExchangeLog(), ExchangeLog()
-    second.inherit(donor.legacy(), starts_at=donor.anchored_at)
+    second.inherit(donor.results_since(), starts_at=donor.anchored_at)
     assert second.recall() == (True, "a")
-    third.inherit(second.legacy(), starts_at=second.anchored_at)
+    third.inherit(second.results_since(), starts_at=second.anchored_at)
     assert [third.recall() for _ in range(4)] == [(True, "a"), (True, "b"), (True, "c"), (False, None)]
 
 
 def test_a_replacement_hands_on_the_result_from_before_its_anchor() -> None:
     donor, behind, replacement = finished("a", "b"), finished("a"), ExchangeLog()
     donor.anchor()
-    replacement.inherit(donor.legacy(), starts_at=donor.anchored_at)  # and the donor dies
-    behind.inherit(replacement.legacy())
+    replacement.inherit(donor.results_since(), starts_at=donor.anchored_at)  # and the donor dies
+    behind.inherit(replacement.results_since())
     assert behind.recall() == (True, "b")
 
 

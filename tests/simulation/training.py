@@ -112,7 +112,7 @@ class Life:
         """All that another rank may lack, as of now."""
         return {
             "weights": self.weights,
-            "results": self.log.legacy(),
+            "results": self.log.results_since(),
             "anchored_at": self.log.anchored_at,
             "anchor": self.anchor,
             "finished_calls": list(self.finished_calls),

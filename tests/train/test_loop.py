@@ -69,7 +69,7 @@ def test_progress_is_told_with_what_is_left(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_wish_for_a_checkpoint_is_granted_once(run_dir: Path) -> None:
     paths: list[str] = []
 
-    class Wishes(Callback):
+    class ControlFlags(Callback):
         def on_step_end(self, trainer: Any, logs: StepLogs) -> None:
             if logs.step == 2:
                 trainer.wish_checkpoint()
@@ -77,7 +77,7 @@ def test_a_wish_for_a_checkpoint_is_granted_once(run_dir: Path) -> None:
         def on_checkpoint(self, trainer: Any, path: str) -> None:
             paths.append(path)
 
-    trainer(callbacks=[Wishes()]).fit(batches(), epochs=2)
+    trainer(callbacks=[ControlFlags()]).fit(batches(), epochs=2)
     assert (
         paths
         == [str(run_dir / "checkpoints" / "step-000000003")]

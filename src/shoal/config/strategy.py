@@ -35,7 +35,7 @@ class StrategyChoice(Choice):
         return self.form
 
 
-_MESH = "shoal.parallel.mesh:ModelParallel"
+_MESH = "shoal.parallel.mesh:MeshParallel"
 _PS = "shoal.parallel.ps"
 
 STRATEGIES = Registry(

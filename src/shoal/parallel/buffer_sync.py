@@ -22,7 +22,7 @@ MAX_NUMEL = 1 << 16
 """Elements of a buffer that travels."""
 
 
-class Travelling:
+class BufferSync:
     """Statistics and buffers of one model, as part of a step's vector."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -119,7 +119,7 @@ class Travelling:
 
     # ---- for a replacement ----------------------------------------------------------------------
 
-    def give(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def export_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Which ones travel, and their values as of the last commit."""
         names = self._names()
         buffers = {
@@ -131,7 +131,7 @@ class Travelling:
         return {"numbers": self._numbers, "is_known": self._is_known, "counts": counts}, buffers
 
     @torch.no_grad()
-    def take(self, plain: dict[str, Any], buffers: dict[str, Tensor]) -> None:
+    def import_state(self, plain: dict[str, Any], buffers: dict[str, Tensor]) -> None:
         """Stand where the giver stood."""
         self._numbers, self._is_known = list(plain["numbers"]), plain["is_known"]
         for name, buffer in self._model.named_buffers():

@@ -29,13 +29,13 @@ from shoal.parallel.compute import Compute
 from shoal.parallel.hashed_rows import hash_embeddings, layer_of, plain_tensors
 from shoal.parallel.optimizer_state import optimizer_settings
 from shoal.parallel.own_gradients import OwnGradients
-from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
+from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult, TrainJob
 from shoal.parallel.state import MODEL, load_state, state_pieces
 from shoal.parallel.step_exchange import StepExchange
 from shoal.parallel.step_result import decide
 from shoal.parallel.update import clip, drop_gradients, gradients_of, scale
-from shoal.recovery.elastic_group import together
-from shoal.recovery.replay_log import Timeline
+from shoal.recovery.elastic_group import elastic_group
+from shoal.recovery.replay_log import ReplayLog
 from shoal.recovery.state_transfer import Part
 
 
@@ -46,8 +46,8 @@ class Ddp:
         self._rank, self._num_workers, self._data_rank = job.rank, job.num_workers, job.data_rank
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
-        self.timeline: Timeline | None = together()
-        self._together = together()
+        self.replay_log: ReplayLog | None = elastic_group()
+        self._group = elastic_group()
         self._gradients: Sums | None = None
         self._exchange: StepExchange  # once prepared
         self._compress = job.compress
@@ -75,17 +75,17 @@ class Ddp:
             self._refuse_rows(job.model)
         job.model.to(job.device)
         self._synchronise(job.model)
-        waiting = self._together.waiting_part(job.number)
+        waiting = self._group.pending_state(job.number)
         done = waiting.plain["prepared_at"] if waiting is not None else None
         # A replacement: the others compared their models and shared their weights before the anchor it starts from.
-        is_past = done is not None and done <= self._together.anchored_at
+        is_past = done is not None and done <= self._group.anchored_at
         if not is_past:
             refuse_different_models(job.model, self.gather)
         self._build(job)
-        self._together.hold(job.number, self)
+        self._group.hold(job.number, self)
         if not is_past:
-            self._together.run(self._broadcast)
-            self._prepared_at = self._together.num_finished
+            self._group.run(self._broadcast)
+            self._prepared_at = self._group.num_finished
 
     def _build(self, job: TrainJob, *, borrowed_run_back: bool = False) -> None:
         """What runs the model, as it now is."""
@@ -124,7 +124,7 @@ class Ddp:
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; they leave bucket by bucket while backward runs."""
-        if self._together.next_is_known:
+        if self._group.next_is_known:
             return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
         self._exchange.forget_buffers()
         self._exchange.begin_step()
@@ -133,7 +133,7 @@ class Ddp:
             return self._run(batch)
         # Ranks wait for each other within the model: a step that breaks is run again from its beginning, by all of them.
         self._batch = batch
-        for attempt in self._together.retries():
+        for attempt in self._group.retries():
             with attempt:
                 loss = self._run(batch)
             if attempt.is_broken:
@@ -142,7 +142,7 @@ class Ddp:
 
     def _run(self, batch: Slice) -> LossSum:
         if self._ranks is not None:
-            self._ranks.enter(self._together.view)
+            self._ranks.enter(self._group.view)
         return self._compute.forward_backward(
             batch,
             rank=self._data_rank,
@@ -152,15 +152,15 @@ class Ddp:
 
     def _contribute(self, loss: LossSum, share: float, *, with_gradients: bool = True) -> None:
         """Send everything but the gradients, so that it travels while backward runs."""
-        self._exchange.contribute(loss, share, self._job.wishes, with_gradients=with_gradients)
+        self._exchange.contribute(loss, share, self._job.control, with_gradients=with_gradients)
         try:
-            self._exchange.start(self._together.native)
+            self._exchange.start(self._group.native)
         except PeerLost:
             self._exchange.mark_broken()  # backward first: commit sends it all again
 
-    def commit(self) -> Verdict:
+    def commit(self) -> StepResult:
         """Exchange, decide, update. A lost peer means another attempt in the next view, from the same contribution."""
-        step = self._together.exchange("a step")
+        step = self._group.exchange("a step")
         for attempt in step.attempts():
             with attempt as group:
                 if attempt.is_retry:
@@ -171,7 +171,7 @@ class Ddp:
                 if self._ranks is not None:
                     self._undo_forward()
         if step.is_replayed:  # the donor's state holds this step already
-            replayed: Verdict = step.result
+            replayed: StepResult = step.result
             return replayed
         return step.finish(self._apply(decide(self._exchange.write_buffers())))
 
@@ -181,7 +181,7 @@ class Ddp:
         else:
             self._run(self._batch)  # a replaced rank computes its part with ours
 
-    def _apply(self, verdict: Verdict) -> Verdict:
+    def _apply(self, verdict: StepResult) -> StepResult:
         """Update the weights, or leave the step out without a trace; alike on every rank."""
         assert self.optimizer is not None
         gradients = gradients_of(self._parameters)
@@ -228,11 +228,11 @@ class Ddp:
         assert self._own is not None
         if self._own.is_summed:
             return
-        if not self._together.next_is_known:
+        if not self._group.next_is_known:
             self._own.check()
         own, num_global = self._own, batch.num_global
 
-        exchange, buckets = self._together.exchange("a sum of gradients"), self._buckets
+        exchange, buckets = self._group.exchange("a sum of gradients"), self._buckets
         assert buckets is not None
         for attempt in exchange.attempts():
             with attempt as group:
@@ -260,7 +260,7 @@ class Ddp:
     def adopt(self, batch: Slice) -> None:
         """Take the gradients that the user's own backward left since the last commit."""
         assert self._own is not None
-        if self._together.next_is_known:
+        if self._group.next_is_known:
             # The donor's state holds this step already: the forward that the user's loop ran has to leave no trace.
             self._exchange.restore_buffers()
             self._exchange.forget_buffers()
@@ -283,11 +283,11 @@ class Ddp:
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in rank order."""
-        return self._together.run(lambda group: sum_in_rank_order(group, values), "a sum over the workers")
+        return self._group.run(lambda group: sum_in_rank_order(group, values), "a sum over the workers")
 
     def gather(self, value: torch.Tensor | None) -> list[torch.Tensor]:
         """Every rank's tensor, in rank order."""
-        return self._together.run(lambda group: gather_any(group, value), "a gathering")
+        return self._group.run(lambda group: gather_any(group, value), "a gathering")
 
     def state(self) -> Iterator[Piece]:
         """Model and optimizer, whole: every rank holds all of it."""
@@ -301,12 +301,12 @@ class Ddp:
         if self._buckets is not None and self._buckets.compressor is not None:
             residuals.load(self._buckets.compressor, pieces, self._rank, self._num_workers)
 
-    def bring_home(self) -> None:
+    def pull_weights(self) -> None:
         """Every rank holds all of the model anyway."""
 
     # ---- what is handed to a rank that is behind ------------------------------------------------
 
-    def give(self) -> Part:
+    def export_state(self) -> Part:
         """Weights, optimizer and buffers as of the last commit."""
         # Not `self.state()`: rows that are on servers stay there.
         tensors = {piece.name: piece.tensor for piece in state_pieces(self._job.model, self.optimizer)}
@@ -318,7 +318,7 @@ class Ddp:
         settings = optimizer_settings(self._job.model, self.optimizer) if self.optimizer is not None else None
         return Part({"step": self.step, "prepared_at": self._prepared_at, "optimizer": settings}, tensors)
 
-    def take(self, part: Part) -> None:
+    def import_state(self, part: Part) -> None:
         """Stand where the donor stands."""
         self.step, self._prepared_at = part.plain["step"], part.plain["prepared_at"]
         self._load_given(PieceReader(part.tensors, part.plain["optimizer"]))

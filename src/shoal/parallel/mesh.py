@@ -41,7 +41,7 @@ from shoal.parallel.pipeline.partition import Partition, find_partition
 from shoal.parallel.pipeline.retrace import RetracedRoles
 from shoal.parallel.pipeline.runner import PipelineRunner
 from shoal.parallel.pipeline.stage import ModelStage
-from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
+from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult, TrainJob
 from shoal.parallel.sharded_tensors import CutReader, ties_of, whole_pieces
 from shoal.parallel.state import load_state, state_pieces
 from shoal.parallel.step_exchange import StepExchange
@@ -59,7 +59,7 @@ _BROKEN = ("gloo", "Connection closed", "Connection reset", "NCCL")
 """What a collective says whose peer is gone."""
 
 
-class ModelParallel(Ddp):
+class MeshParallel(Ddp):
     """Every rank holds its part of the model and computes its part of the batch."""
 
     def __init__(self, job: Job) -> None:
@@ -103,7 +103,7 @@ class ModelParallel(Ddp):
         if not self._is_cut:
             job.model.to(job.device)
             refuse_different_models(job.model, super().gather)
-            self._together.run(self._broadcast)
+            self._group.run(self._broadcast)
             names, uncut = optimizer_following.names_of(job.model), parameter_loss.Uncut(job.model)
             self._cut(job.model)
             job.loss = parameter_loss.WholeParameters(
@@ -119,14 +119,14 @@ class ModelParallel(Ddp):
             if job.given_optimizer is not None:
                 optimizer_following.follow(job.given_optimizer, names, job.model, str(self._axes))
         self._build(job, borrowed_run_back=True)
-        self._together.hold(job.number, self)
+        self._group.hold(job.number, self)
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's part; gradients are summed and sharded while backward runs."""
         with self._unless_broken("forward and backward", runs_model=True):
             return super().forward_backward(batch)
 
-    def commit(self) -> Verdict:
+    def commit(self) -> StepResult:
         """Agree, clip, decide and update, each rank its part."""
         with self._unless_broken("commit"):
             tensor_cut.match_placements(self._parameters)
@@ -163,16 +163,16 @@ class ModelParallel(Ddp):
                 by_parameters = parameter_loss.refusal(error, str(self._axes), in_stages=self._axes.pp > 1)
                 raise refusal or by_parameters or error from None
         # Whoever holds parts goes with the one that died; the supervisor ends us while we wait.
-        self._together.regroup(operation, time.monotonic() - began_at)
+        self._group.regroup(operation, time.monotonic() - began_at)
         raise self._mesh_is_lost()
 
     def _run(self, batch: Slice) -> LossSum:
-        if self._together.view != self._view_of_mesh:
+        if self._group.view != self._view_of_mesh:
             raise self._mesh_is_lost()
         if self._pipeline is None or self._ties is None:
             return super()._run(batch)
         if self._ranks is not None:
-            self._ranks.enter(self._together.view)
+            self._ranks.enter(self._group.view)
         loss = self._pipeline.forward_backward(batch, rank=self._data_rank, step=self.step)
         self._ties.sum()
         self._contribute(loss, batch.share)
@@ -274,7 +274,7 @@ class ModelParallel(Ddp):
             except RuntimeError as error:
                 raise (parameter_loss.refusal(error, str(self._axes), in_stages=True) or error) from None
             costs = torch.tensor(measured, dtype=torch.float64)
-        self._together.run(lambda group: group.broadcast(costs))
+        self._group.run(lambda group: group.broadcast(costs))
         cut = pipeline_plan.find_cut(partition, num_stages, costs.tolist(), job.pipeline_cut, styles)
         pipeline_stage.refuse_different_results(partition, cut, inputs)
         if self._rank == 0:
@@ -332,10 +332,10 @@ class ModelParallel(Ddp):
             )
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
-        _ = self._together.native  # the group is there
+        _ = self._group.native  # the group is there
         axes = self._axes
         names = ("pp", "dp", "fsdp", "tp")
-        self._view_of_mesh = self._together.view
+        self._view_of_mesh = self._group.view
         with forming_within():
             mesh = init_device_mesh(device.type, (axes.pp, axes.dp, axes.fsdp, axes.tp), mesh_dim_names=names)
         for name in names:  # groups of their own, which torch would wait in for half an hour

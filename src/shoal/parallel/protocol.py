@@ -20,11 +20,11 @@ from shoal.parallel.loss import LossRule
 from shoal.recovery.state_transfer import register_result_type
 
 if TYPE_CHECKING:
-    from shoal.recovery.replay_log import Timeline
+    from shoal.recovery.replay_log import ReplayLog
 
 
 @dataclass(slots=True)
-class Wishes:
+class ControlFlags:
     """What this rank would like to happen at the next commit. The verdict says what will, on all ranks."""
 
     stop: bool = False
@@ -90,7 +90,7 @@ class TrainJob:
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0
-    wishes: Wishes = field(default_factory=Wishes)
+    control: ControlFlags = field(default_factory=ControlFlags)
 
     @property
     def measures_norm(self) -> bool:
@@ -121,7 +121,7 @@ class LossSum:
 
 @register_result_type
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class StepResult:
     """What all ranks know of a step once it is committed; equal on every rank."""
 
     loss: float
@@ -189,7 +189,7 @@ class Strategy(Protocol):
     step: int
     """Steps committed so far; seeds are drawn from it."""
 
-    timeline: Timeline | None
+    replay_log: ReplayLog | None
     """Where a strategy's exchanges survive the death of a rank: what it needs to hand over; None in one process."""
 
     def prepare(self, job: TrainJob) -> None:
@@ -198,7 +198,7 @@ class Strategy(Protocol):
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute the gradients of one slice. May exchange them already; changes no state."""
 
-    def commit(self) -> Verdict:
+    def commit(self) -> StepResult:
         """Exchange, clip, decide, update: the only moment at which state changes."""
 
     def forward(self, batch: Slice) -> Tree:
@@ -217,7 +217,7 @@ class Strategy(Protocol):
         """Take over what `state` gave, under any strategy, at any number of workers."""
 
 
-class TakesGradients(Protocol):
+class AcceptsGradients(Protocol):
     """A strategy that also serves loops of the user's own."""
 
     def about_to_run(self) -> None:
@@ -237,7 +237,7 @@ class TakesGradients(Protocol):
 class LooksAhead(Protocol):
     """A strategy that can use its time better when it knows the next batch."""
 
-    def coming(self, batch: Slice) -> None:
+    def prefetch(self, batch: Slice) -> None:
         """The batch after the one that is run next."""
 
 
@@ -253,13 +253,13 @@ class Leased(Protocol):
 
 
 @runtime_checkable
-class MeetsNowAndThen(Protocol):
+class PeriodicSync(Protocol):
     """A strategy whose workers train apart for some steps: in between, verdicts are each worker's own, and ask for nothing."""
 
-    is_apart: bool
+    has_diverged: bool
     """Whether weights differ from worker to worker at present."""
 
-    def meet(self) -> Verdict | None:
+    def sync(self) -> StepResult | None:
         """Become of one mind now, as at an epoch's end; None where the workers are already. Collective."""
 
     def own_pieces(self) -> Iterator[Piece]:

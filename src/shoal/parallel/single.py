@@ -12,12 +12,12 @@ from shoal.data.tree import Tree, concatenate
 from shoal.parallel.buffers import ChangingBuffers
 from shoal.parallel.compute import Compute
 from shoal.parallel.hashed_rows import HashedRows
-from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
+from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult, TrainJob
 from shoal.parallel.state import load_state, state_pieces
 from shoal.parallel.statistics import RunningStatistics
 from shoal.parallel.step_result import contribution, decide
 from shoal.parallel.update import clip, drop_gradients, gradients_of, scale
-from shoal.recovery.replay_log import Timeline
+from shoal.recovery.replay_log import ReplayLog
 
 
 def for_job(job: Job) -> Single:
@@ -39,7 +39,7 @@ class Single:
         self.optimizer: torch.optim.Optimizer | None = None
         self._rows: HashedRows | None = None
         self.step = 0
-        self.timeline: Timeline | None = None
+        self.replay_log: ReplayLog | None = None
 
     def prepare(self, job: TrainJob) -> None:
         """Take the job as it is."""
@@ -79,7 +79,7 @@ class Single:
         self._contributed = LossSum(torch.zeros(()), float(batch.num_global if batch.num_local else 0), None)
         self._num_global = batch.num_global
 
-    def commit(self) -> Verdict:
+    def commit(self) -> StepResult:
         """Clip, decide, update."""
         assert self.optimizer is not None
         job, contributed = self._job, self._contributed
@@ -88,7 +88,7 @@ class Single:
             num_workers=1,
             loss_total=contributed.read(),
             count=contributed.count,
-            wishes=job.wishes,
+            control=job.control,
         )
         rows, gradients = self._rows, gradients_of(self._parameters)
         assert rows is not None

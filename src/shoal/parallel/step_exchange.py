@@ -19,7 +19,7 @@ from shoal.collectives.gradients import Sums
 from shoal.collectives.reducer import Reducer
 from shoal.errors import PeerLost
 from shoal.parallel.buffers import ChangingBuffers
-from shoal.parallel.protocol import LossSum, Wishes
+from shoal.parallel.protocol import ControlFlags, LossSum
 from shoal.parallel.statistics import RunningStatistics
 from shoal.parallel.step_result import contribution
 
@@ -95,7 +95,7 @@ class StepExchange:
         self,
         loss: LossSum,
         share: float,
-        flags: Wishes,
+        flags: ControlFlags,
         *,
         besides: Sequence[float] = (),
         with_gradients: bool = True,
@@ -107,7 +107,7 @@ class StepExchange:
             num_workers=self._num_workers,
             loss_total=loss.read() if counted else 0.0,
             count=loss.count if counted else 0.0,
-            wishes=flags,
+            control=flags,
         )
         besides = [*besides, *(self._changing.flags() if self._changing else ())]
         if besides:

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.parallel.protocol import TrainJob, Verdict
+from shoal.parallel.protocol import StepResult, TrainJob
 from shoal.parallel.sharded_tensors import norm_of
 
 
 def clip(
     job: TrainJob,
-    verdict: Verdict,
+    verdict: StepResult,
     gradients: Sequence[Tensor],
     num_global: int,
     *,
     squares_of_rows: float = 0.0,
     norm: Callable[[], float] | None = None,
-) -> tuple[Verdict, float]:
+) -> tuple[StepResult, float]:
     """Decide whether the step is applied; returns the factor that corrects and clips its gradients.
 
     `norm` where other ranks hold gradients of other parameters: the norm over all of them.

@@ -26,8 +26,8 @@ from shoal.errors import CallsDiffer, CollectiveLeftOut, PeerLost, WaitTimedOut
 from shoal.recovery import state_transfer as heritage
 from shoal.recovery.collective_timeout import Waits
 from shoal.recovery.rendezvous import form_group, is_broken, leave_group
-from shoal.recovery.replay_log import Timeline
-from shoal.recovery.state_transfer import Heritage
+from shoal.recovery.replay_log import ReplayLog
+from shoal.recovery.state_transfer import RecoveryState
 from shoal.runtime.failpoints import failpoint
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ KINDS = (
 """What an exchange may be for: ranks whose scripts went apart are found out by it."""
 
 
-class Together(Timeline):
+class ElasticGroup(ReplayLog):
     """Process group of the job's workers, through all its views."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Together(Timeline):
         """Number of the present view; 0 before the first."""
         return self._view
 
-    def _be_there(self) -> None:
+    def _ensure_joined(self) -> None:
         _ = self.native
 
     def exchange(self, kind: str = KINDS[0], *, timeout: Waits | None = None, doing: str = "") -> Exchange:
@@ -84,7 +84,7 @@ class Together(Timeline):
         `timeout` ends a wait for ranks that do not come before the job's own time-out.
         """
         self._kind, self._doing = KINDS.index(kind), doing
-        self._be_there()
+        self._ensure_joined()
         return Exchange(self, timeout)
 
     def run(
@@ -109,7 +109,7 @@ class Together(Timeline):
         Not numbered: every rank that has not finished the step's exchange runs it again.
         """
         self._kind, self._doing = KINDS.index("a step"), ""
-        self._be_there()
+        self._ensure_joined()
         attempt = Attempt(self)
         yield attempt
         while attempt.is_broken:
@@ -199,7 +199,7 @@ class Together(Timeline):
     def _hand_over(self, native: Reducer, donor: int, *, behind: bool, fresh: bool) -> None:
         # Where a process is that runs towards the state it was given says nothing about where that state is; nor does one
         # tell what it would do next that was in no exchange and at no call.
-        runs_up = fresh or self._heritage is not None or self._log.is_catching_up or self._is_between
+        runs_up = fresh or self._recovery_state is not None or self._log.is_catching_up or self._is_between
         standing = torch.tensor(
             [
                 int(behind),
@@ -232,7 +232,7 @@ class Together(Timeline):
             failpoint("worker: after taking state")
             if fresh:
                 self._stands = self.was_given_state = True
-                self._heritage = taken
+                self._recovery_state = taken
                 self._log.inherit(taken.log, starts_at=taken.anchored_at)
             else:
                 self._log.inherit(taken.log)
@@ -275,17 +275,20 @@ class Together(Timeline):
             past=[rank for rank in range(len(everybody)) if rank not in behind],
         )
 
-    def _give(self) -> Heritage:
-        parts = {**self._unclaimed, **{number: holder.give() for number, holder in self._holders.items()}}
-        if self._heritage is not None:
+    def _give(self) -> RecoveryState:
+        parts = {
+            **self._unclaimed,
+            **{number: holder.export_state() for number, holder in self._holders.items()},
+        }
+        if self._recovery_state is not None:
             # A replacement that has not reached its anchor passes on what it was given.
-            return replace(self._heritage, parts=parts)
-        return Heritage(
+            return replace(self._recovery_state, parts=parts)
+        return RecoveryState(
             anchored_at=self._log.anchored_at,
             call=self._call,
             call_is_over=self._call_is_over,
             anchor=self._anchor(),
-            log=self._log.legacy(),
+            log=self._log.results_since(),
             results=self._results,
             parts=parts,
         )
@@ -296,7 +299,7 @@ class Attempt:
 
     def __init__(
         self,
-        group: Together,
+        group: ElasticGroup,
         *,
         is_retry: bool = False,
         is_numbered: bool = False,
@@ -341,7 +344,7 @@ class Exchange:
     result: nothing is left to do for it.
     """
 
-    def __init__(self, group: Together, timeout: Waits | None) -> None:
+    def __init__(self, group: ElasticGroup, timeout: Waits | None) -> None:
         self._group, self._timeout = group, timeout
         self.is_replayed = False
         self.result: Any = None
@@ -368,12 +371,12 @@ class Exchange:
         return result
 
 
-_together: Together | None = None
+_group: ElasticGroup | None = None
 
 
-def together() -> Together:
+def elastic_group() -> ElasticGroup:
     """The one of this process."""
-    global _together
-    if _together is None:
-        _together = Together()
-    return _together
+    global _group
+    if _group is None:
+        _group = ElasticGroup()
+    return _group

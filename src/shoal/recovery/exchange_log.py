@@ -57,7 +57,7 @@ class ExchangeLog:
         """
         return self.num_finished + len(self._inherited)
 
-    def legacy(self) -> dict[int, Any]:
+    def results_since(self) -> dict[int, Any]:
         """Every result since the anchor, and the last before it: what a follower needs to run forward."""
         return {**self.results, **self._inherited}
 

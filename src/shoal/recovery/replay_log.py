@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from shoal.cluster.worker import session
 from shoal.config import job as jobs
 from shoal.recovery.exchange_log import ExchangeLog
-from shoal.recovery.state_transfer import Heritage, Part, num_bytes
+from shoal.recovery.state_transfer import Part, RecoveryState, num_bytes
 from shoal.runtime import events
 from shoal.runtime.events import RESULTS_LET_GO
 from shoal.runtime.failpoints import failpoint
@@ -30,18 +30,18 @@ class Holder(Protocol):
     step: int
     """Steps committed so far."""
 
-    def give(self) -> Part:
+    def export_state(self) -> Part:
         """The state as of the last commit."""
 
-    def take(self, part: Part) -> None:
+    def import_state(self, part: Part) -> None:
         """Stand where the giver stood."""
 
-    def bring_home(self) -> None:
+    def pull_weights(self) -> None:
         """Have the model of this process hold what was trained, wherever that is: a call is over."""
 
 
-class Timeline:
-    """One process's past and present. A subclass sees that it is `_be_there` before anything counts."""
+class ReplayLog:
+    """One process's past and present. A subclass sees that it is `_ensure_joined` before anything counts."""
 
     def __init__(self) -> None:
         self._log = ExchangeLog()
@@ -54,9 +54,11 @@ class Timeline:
         self._moments: Counter[str] = Counter()
         self.was_given_state = False
         self._unclaimed: dict[int, Part] = {}  # given state whose holder the script has not come to yet
-        self._heritage: Heritage | None = None  # until this process stands at the anchor it was given
+        self._recovery_state: RecoveryState | None = (
+            None  # until this process stands at the anchor it was given
+        )
 
-    def _be_there(self) -> None:
+    def _ensure_joined(self) -> None:
         """Be one of the job's workers; in a replacement: with what it is given."""
         raise NotImplementedError
 
@@ -75,14 +77,14 @@ class Timeline:
 
         The same moment may come several times; each is remembered for itself.
         """
-        self._be_there()
-        if self._heritage is not None and self._heritage.call == 0:
+        self._ensure_joined()
+        if self._recovery_state is not None and self._recovery_state.call == 0:
             self._stand_at_anchor()  # nobody has made a call: the anchor is the script's beginning, and here we are
         moment = f"call {session.num_calls()}, {moment}"
         self._moments[moment] += 1
         key = f"{moment} #{self._moments[moment]}"
-        if self._heritage is not None and key in self._heritage.results:
-            return self._heritage.results[key]
+        if self._recovery_state is not None and key in self._recovery_state.results:
+            return self._recovery_state.results[key]
         result = run()
         self._keep(key, result)
         return result
@@ -91,9 +93,9 @@ class Timeline:
 
     def begin_call(self, number: int) -> tuple[bool, Any]:
         """A call begins: whether it is finished already, and with what result."""
-        self._be_there()
-        if self._heritage is not None:
-            given = self._heritage
+        self._ensure_joined()
+        if self._recovery_state is not None:
+            given = self._recovery_state
             finished = number < given.call or (number == given.call and given.call_is_over)
             if finished:
                 if number == given.call and not given.anchor:
@@ -109,7 +111,7 @@ class Timeline:
     def end_call(self, number: int, result: Any) -> None:
         """A call is over: models hold what was trained, and its result is kept for a replacement."""
         for holder in self._holders.values():
-            holder.bring_home()
+            holder.pull_weights()
         self._call, self._call_is_over = number, True
         self._keep(f"call/{number}", result)
         self._note(dict)
@@ -117,7 +119,7 @@ class Timeline:
 
     def anchor(self, state: Callable[[], dict[str, Any]]) -> None:
         """From here a replacement can run the present call forward, given what `state` then answers."""
-        if self._heritage is None:
+        if self._recovery_state is None:
             self._note(state)
 
     @property
@@ -130,19 +132,19 @@ class Timeline:
         """How many exchanges this process has run through."""
         return self._log.num_finished
 
-    def inherited_anchor(self) -> dict[str, Any] | None:
+    def take_anchor(self) -> dict[str, Any] | None:
         """In a replacement, once: the state noted at the anchor from which it runs on."""
-        if self._heritage is None:
+        if self._recovery_state is None:
             return None
-        state = self._heritage.anchor
+        state = self._recovery_state.anchor
         self._stand_at_anchor()
         return state
 
-    def waiting_anchor(self) -> dict[str, Any] | None:
+    def pending_anchor(self) -> dict[str, Any] | None:
         """In a replacement: the state noted at the anchor it is on its way to."""
-        return self._heritage.anchor if self._heritage is not None else None
+        return self._recovery_state.anchor if self._recovery_state is not None else None
 
-    def waiting_part(self, number: int) -> Part | None:
+    def pending_state(self, number: int) -> Part | None:
         """In a replacement: the state that this holder will be given."""
         return self._unclaimed.get(number)
 
@@ -150,7 +152,7 @@ class Timeline:
         """Take part in what is handed over from now on, and take what waits for this holder."""
         self._holders[number] = holder
         if number in self._unclaimed:
-            holder.take(self._unclaimed.pop(number))
+            holder.import_state(self._unclaimed.pop(number))
 
     def _keep(self, key: str, result: Any) -> None:
         """Keep a result for whoever comes later, as long as all of them together are not too large."""
@@ -184,7 +186,7 @@ class Timeline:
         self._anchor = state
 
     def _stand_at_anchor(self) -> None:
-        given, self._heritage = self._heritage, None
+        given, self._recovery_state = self._recovery_state, None
         assert given is not None
         self._call, self._call_is_over = given.call, given.call_is_over
         self._anchor, self._results = lambda: given.anchor, given.results
@@ -193,5 +195,5 @@ class Timeline:
         self._caught_up()
 
     def _caught_up(self) -> None:
-        if self._heritage is None and not self._log.is_catching_up:
+        if self._recovery_state is None and not self._log.is_catching_up:
             session.live()

@@ -35,7 +35,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Heritage:
+class RecoveryState:
     """Everything a fresh process needs to run forward from the donor's anchor."""
 
     anchored_at: int
@@ -64,7 +64,7 @@ def register_result_type(kind: type[Any]) -> type[Any]:
     return kind
 
 
-def send(native: Reducer, heritage: Heritage, rank: int) -> None:
+def send(native: Reducer, heritage: RecoveryState, rank: int) -> None:
     """Give the heritage to `rank`, which must be in `receive`."""
     fields = {field.name: getattr(heritage, field.name) for field in dataclasses.fields(heritage)}
     fields["parts"] = {
@@ -84,7 +84,7 @@ def send(native: Reducer, heritage: Heritage, rank: int) -> None:
                 dist.send(torch.frombuffer(bytearray(raw) if raw.readonly else raw, dtype=torch.uint8), rank)
 
 
-def receive(native: Reducer, donor: int) -> Heritage:
+def receive(native: Reducer, donor: int) -> RecoveryState:
     """Take the heritage that `donor` sends; all of it, or PeerLost."""
     with native.during("taking state over"):
         length = torch.zeros(1, dtype=torch.int64)
@@ -99,7 +99,7 @@ def receive(native: Reducer, donor: int) -> Heritage:
             leaves.append(spec.leaf(flat.numpy().data))
     plain = serialization.unpack(header, leaves, _unhook)
     plain["parts"] = {owner: Part(**part) for owner, part in plain["parts"].items()}
-    return Heritage(**plain)
+    return RecoveryState(**plain)
 
 
 def num_bytes(value: Any) -> int:

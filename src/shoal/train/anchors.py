@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def note(trainer: Trainer, place: LoopPlace) -> None:
     """Record an anchor, where the strategy keeps a replay log."""
-    if (timeline := trainer.strategy.timeline) is not None:
-        timeline.anchor(snapshot(trainer, place))
+    if (replay_log := trainer.strategy.replay_log) is not None:
+        replay_log.anchor(snapshot(trainer, place))
 
 
 def snapshot(trainer: Trainer, place: LoopPlace = BEFORE_A_STEP) -> Callable[[], dict[str, Any]]:
@@ -63,8 +63,8 @@ def snapshot(trainer: Trainer, place: LoopPlace = BEFORE_A_STEP) -> Callable[[],
 
 def inherit(trainer: Trainer) -> FitStart | None:
     """In a replaced worker: restore the anchor of the others' fit. None in everybody else."""
-    timeline = trainer.strategy.timeline
-    given = timeline.inherited_anchor() if timeline is not None else None
+    replay_log = trainer.strategy.replay_log
+    given = replay_log.take_anchor() if replay_log is not None else None
     if given is None:
         return None
     restore(trainer, given)

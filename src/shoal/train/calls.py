@@ -22,7 +22,7 @@ from shoal.config.shard import MEASURED
 from shoal.data.batches import Batches, as_batches
 from shoal.data.tree import Tree
 from shoal.errors import BatchTooSmall, ConfigError, EmptyDataset
-from shoal.recovery.replay_log import Timeline
+from shoal.recovery.replay_log import ReplayLog
 from shoal.runtime.seeds import mix
 
 R = TypeVar("R")
@@ -44,12 +44,12 @@ class Call:
     def __init__(
         self,
         number: int,
-        timeline: Timeline | None,
+        replay_log: ReplayLog | None,
         state_after: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         """`state_after` is asked at the call's end; a replacement stands there once it has passed the call."""
-        self._number, self._timeline, self._state_after = number, timeline, state_after
-        self.is_over, kept = timeline.begin_call(number) if timeline is not None else (False, None)
+        self._number, self._timeline, self._state_after = number, replay_log, state_after
+        self.is_over, kept = replay_log.begin_call(number) if replay_log is not None else (False, None)
         self.result, self.after = (kept["result"], kept["after"]) if kept is not None else (None, None)
 
     def end(self, result: R, *, kept: Any = None) -> R:

@@ -26,7 +26,7 @@ from shoal.collectives.reducer import Reducer, gather_any
 from shoal.config import job as jobs
 from shoal.errors import ConfigError
 from shoal.recovery.collective_timeout import Patience
-from shoal.recovery.elastic_group import Together
+from shoal.recovery.elastic_group import ElasticGroup
 from shoal.train.custom import present_moment
 
 T = TypeVar("T")
@@ -149,10 +149,10 @@ def collectively(call: str, run: Callable[[Reducer], T], timeout_s: float | None
         return run(ranks)
 
     def exchange() -> T:
-        timeline = strategy.timeline
-        if isinstance(timeline, Together):
+        replay_log = strategy.replay_log
+        if isinstance(replay_log, ElasticGroup):
             patience = Patience(call, timeout_s) if timeout_s is not None else None
-            return timeline.run(
+            return replay_log.run(
                 alike,
                 "a call of shoal.collectives",
                 timeout=patience,

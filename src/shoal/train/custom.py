@@ -36,7 +36,7 @@ from shoal.parallel import create
 from shoal.parallel.compute import place as place_on
 from shoal.parallel.compute import seed_all
 from shoal.parallel.loss import loss_rule
-from shoal.parallel.protocol import Strategy, TakesGradients, TrainJob, Wishes
+from shoal.parallel.protocol import AcceptsGradients, ControlFlags, Strategy, TrainJob
 from shoal.runtime import events
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.seeds import mix
@@ -101,7 +101,7 @@ class WorkerData:
 
     def __iter__(self) -> Iterator[Tree]:
         job = self.job
-        place = _script.recovery.start_of(self.number, self.epoch, self._loop.strategy.timeline)
+        place = _script.recovery.start_of(self.number, self.epoch, self._loop.strategy.replay_log)
         epoch, self.epoch = self.epoch, self.epoch + 1
         is_over = False
         try:
@@ -166,7 +166,7 @@ class CustomLoop:
         self.device = torch.device("cpu")
         self.dtype: torch.dtype | None = None
         self.optimizer: torch.optim.Optimizer | None = None
-        self._wishes = Wishes()
+        self._control = ControlFlags()
         self._verification: Verification | None = None
         if self.job.verify:
             self._verification = Verification(self.job.verify, rank=self.job.rank, is_own_loop=True)
@@ -196,7 +196,7 @@ class CustomLoop:
             self._verification.write(self.strategy)
 
     @property
-    def _stepping(self) -> TakesGradients:
+    def _stepping(self) -> AcceptsGradients:
         return self.strategy  # type: ignore[return-value]  # the strategies there are can all do it
 
     def take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -228,7 +228,7 @@ class CustomLoop:
                 number=self._number,
                 is_own_loop=True,
                 checkpoint_activations=self.job.checkpoint_activations,
-                wishes=self._wishes,
+                control=self._control,
             )
         )
         update = optimizer.step
@@ -251,7 +251,7 @@ class CustomLoop:
         if _script.slice is None:
             raise _no_batch_yet("optimizer.step() was called")
         _script.about_to_commit(self)
-        self._wishes.leave = asked_to_leave() is not None
+        self._control.leave = asked_to_leave() is not None
         self._stepping.adopt(_script.slice)
         self.is_committing = True
         try:
@@ -295,7 +295,7 @@ class _Script:
         """The first batch since the last step is about to be handed out: a replacement runs the step from here."""
         self.is_anchored, self.committed = True, None
         self.recovery.note(
-            self.loops[-1].strategy.timeline,
+            self.loops[-1].strategy.replay_log,
             Place(
                 data=data.number,
                 epoch=part.epoch,
@@ -313,13 +313,13 @@ class _Script:
 
     def about_to_commit(self, loop: CustomLoop) -> None:
         """A replacement has weights of after a step: it cannot compute gradients again that were computed before it."""
-        timeline = loop.strategy.timeline
+        replay_log = loop.strategy.replay_log
         waiting = [other for other in self.loops if other is not loop and other.has_gradients]
         if self.committed is not None or waiting:
             self.recovery.give_up(
-                timeline, f"{calling_line()}: more than one optimizer step is taken on a batch"
+                replay_log, f"{calling_line()}: more than one optimizer step is taken on a batch"
             )
-        if timeline is None or not timeline.next_is_known:
+        if replay_log is None or not replay_log.next_is_known:
             self.committed = loop
         self.is_anchored = False
 
@@ -343,7 +343,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     loop = next((loop for loop in _script.loops if loop.optimizer is optimizer), None)
     if loop is None:
         loop = CustomLoop()
-        call = Call(number, loop.strategy.timeline)
+        call = Call(number, loop.strategy.replay_log)
         loop.take(model, optimizer)
         _script.loops.append(loop)
         _script.recovery.models.append(model)
@@ -354,7 +354,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
             "optimizer for each model."
         )
     else:
-        call = Call(number, loop.strategy.timeline)
+        call = Call(number, loop.strategy.replay_log)
     is_inherited = call.is_over  # a replacement passes here, where the others were before
     if not call.is_over:
         call.end(None)
@@ -392,10 +392,10 @@ def reduce(value: Tensor | float) -> Any:
 def present_moment() -> tuple[Strategy, Callable[[str, Callable[[], T]], T]]:
     """The strategy to exchange through, and how: where a replaced worker passes without the others, what came of it is kept."""
     strategy = _current_loop().strategy
-    timeline, between = strategy.timeline, _script.between
-    if timeline is None or between is None or timeline.is_inside_call:
+    replay_log, between = strategy.replay_log, _script.between
+    if replay_log is None or between is None or replay_log.is_inside_call:
         return strategy, lambda what, run: run()
-    return strategy, lambda what, run: timeline.remembered(f"{what} {between}", run)
+    return strategy, lambda what, run: replay_log.remembered(f"{what} {between}", run)
 
 
 def sum_gradients(optimizer: torch.optim.Optimizer) -> None:

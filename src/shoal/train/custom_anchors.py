@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.cluster.worker import session
 from shoal.config import job as jobs
 from shoal.errors import ClusterError
-from shoal.recovery.replay_log import Timeline
+from shoal.recovery.replay_log import ReplayLog
 from shoal.runtime.serialization import from_plain, to_plain
 from shoal.train import loop_shape, script_state
 from shoal.train.loop_shape import CannotEnter, RangeLoop, Shape
@@ -68,33 +68,33 @@ class Recovery:
 
     # ---- noting ---------------------------------------------------------------------------------
 
-    def note(self, timeline: Timeline | None, place: Place) -> None:
+    def note(self, replay_log: ReplayLog | None, place: Place) -> None:
         """A step's first batch is about to be taken."""
-        if timeline is None:
+        if replay_log is None:
             return
         if self._said_when_live and session.is_live():
             print(self._said_when_live, file=sys.stderr, flush=True)
             self._said_when_live = ""
         if self._is_given_up:
-            timeline.anchor(dict)
+            replay_log.anchor(dict)
             return
         frames = loop_shape.script_frames()
         try:
             shape, variables = self._shape(frames, place.data)
             noted = variables.note(frames)
         except CannotEnter as reason:
-            self.give_up(timeline, str(reason))
+            self.give_up(replay_log, str(reason))
             return
         noted.append(script_state.note_generators() if shape.draws else {})
-        before, self._now = self._now, (timeline.num_finished, noted)
+        before, self._now = self._now, (replay_log.num_finished, noted)
         if self._own is None:
             self._own = OwnFile(_own_path())
-            if not timeline.was_given_state:
+            if not replay_log.was_given_state:
                 self._own.clear()
-        self._own.write(timeline.num_finished, noted)
+        self._own.write(replay_log.num_finished, noted)
         groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
         schedules = [[each.state_dict() for each in self._schedulers_of(opt)] for opt in self.optimizers]
-        timeline.anchor(
+        replay_log.anchor(
             lambda: {
                 "data": place.data,
                 "epoch": place.epoch,
@@ -111,12 +111,12 @@ class Recovery:
             }
         )
 
-    def give_up(self, timeline: Timeline | None, why: str) -> None:
+    def give_up(self, replay_log: ReplayLog | None, why: str) -> None:
         """From here on a worker that dies cannot be replaced alone; said once."""
-        if timeline is None or self._is_given_up:
+        if replay_log is None or self._is_given_up:
             return
         self._is_given_up = True
-        timeline.let_go(
+        replay_log.let_go(
             f"note: {why}: a worker that dies takes all of them back to the beginning of the script. A loop over shoal's data "
             "itself, inside `while` or `for NAME in range(...)`, with one optimizer step after one or more batches, goes on "
             "with that worker replaced"
@@ -136,15 +136,15 @@ class Recovery:
 
     # ---- in a replacement -----------------------------------------------------------------------
 
-    def start_of(self, data: int, epoch: int, timeline: Timeline | None) -> Place | None:
+    def start_of(self, data: int, epoch: int, replay_log: ReplayLog | None) -> Place | None:
         """Where to begin: at an epoch's begin; in a replaced worker at the others' place, or None where they are past this data."""
-        waiting = timeline.waiting_anchor() if timeline is not None else None
-        if timeline is None or waiting is None or "data" not in waiting:
+        waiting = replay_log.pending_anchor() if replay_log is not None else None
+        if replay_log is None or waiting is None or "data" not in waiting:
             return Place(data, epoch, 0, 0, None, {})
         if data != waiting["data"]:
             return None
-        at = timeline.anchored_at
-        timeline.inherited_anchor()
+        at = replay_log.anchored_at
+        replay_log.take_anchor()
         for optimizer, groups, states in zip(
             self.optimizers, waiting["groups"], waiting["schedules"], strict=True
         ):
@@ -152,13 +152,13 @@ class Recovery:
                 group.update(saved)
             for scheduler, state in zip(self._schedulers_of(optimizer), states, strict=True):
                 scheduler.load_state_dict(from_plain(state))
-        self._enter(timeline, at, waiting)
+        self._enter(replay_log, at, waiting)
         epochs = {int(number): count for number, count in waiting["epochs"]}
         return Place(
             data, waiting["epoch"], waiting["next_index"], waiting["index"], waiting["stretch"], epochs
         )
 
-    def _enter(self, timeline: Timeline, at: int, waiting: dict[str, Any]) -> None:
+    def _enter(self, replay_log: ReplayLog, at: int, waiting: dict[str, Any]) -> None:
         frames = loop_shape.script_frames()
         noted = waiting["variables"]
         if len(noted) != len(frames) + 1:
@@ -180,7 +180,7 @@ class Recovery:
                 f"note: worker {jobs.rank()} was replaced: what its script alone had added to {_names(behind)} in the step in "
                 "which it died is missing there. Weights, and variables that all workers have alike, are exact"
             )
-        elif timeline.next_is_known:
+        elif replay_log.next_is_known:
             self._said_when_live = (
                 f"note: worker {jobs.rank()} was replaced, and runs a step again that is committed: what its script adds up of "
                 "the model's outputs in it is of the weights after that step. Weights are exact"

@@ -150,7 +150,7 @@ class Leasing:
             coming = None if self._is_ending else next(flow, _OVER)
             if isinstance(coming, Slice):
                 self._worked_s += time.monotonic() - began_at
-                self._strategy.coming(coming)
+                self._strategy.prefetch(coming)
             self._since, self._waited_before = time.monotonic(), self._strategy.waited_s
             yield part
             part = self._draw(flow) if coming is None else coming if isinstance(coming, Slice) else None

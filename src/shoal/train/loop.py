@@ -22,7 +22,7 @@ from shoal.data.cache.statistics import tell_figures
 from shoal.data.slice import Slice
 from shoal.errors import EmptyDataset, Interrupted, NonFiniteLoss, TrainingError
 from shoal.parallel.compute import place
-from shoal.parallel.protocol import Leased, LooksAhead, LossSum, MeetsNowAndThen, Verdict
+from shoal.parallel.protocol import Leased, LooksAhead, LossSum, PeriodicSync, StepResult
 from shoal.runtime.failpoints import failpoint
 from shoal.train import anchors
 from shoal.train.callbacks.base import StepLogs
@@ -155,7 +155,7 @@ class FitLoop:
             anchors.note(self._trainer, BEFORE_A_STEP)
             coming = next(parts, None) if self._looks_ahead is not None else None
             if coming is not None and self._looks_ahead is not None:
-                self._looks_ahead.coming(coming)
+                self._looks_ahead.prefetch(coming)
             self._run_step(part)
             if self._over:
                 break
@@ -171,10 +171,10 @@ class FitLoop:
         )
         return self._balance.timed(parts) if self._balance is not None and self._balance.measures else parts
 
-    def _meet(self) -> None:
+    def _sync(self) -> None:
         """Workers that train apart have one model again where an epoch ends, or the fit."""
         strategy = self._strategy
-        result = strategy.meet() if isinstance(strategy, MeetsNowAndThen) else None
+        result = strategy.sync() if isinstance(strategy, PeriodicSync) else None
         if result is not None:
             self._position.loss_total += result.loss_total
             self._position.loss_count += result.count
@@ -183,7 +183,7 @@ class FitLoop:
 
     def _finish_epoch(self) -> None:
         failpoint("worker: epoch ended")
-        self._meet()
+        self._sync()
         if self.leasing is not None:
             counted = self._position.step
             self._over = self.leasing.epoch_is_over(self._position, over=self._over)
@@ -232,7 +232,7 @@ class FitLoop:
             trainer.verification.count(strategy, result.loss)
         self._apply(result)
 
-    def _apply(self, result: Verdict) -> None:
+    def _apply(self, result: StepResult) -> None:
         """Save, stop or leave: the step's result says so on all ranks."""
         trainer = self._trainer
         if result.checkpoint:
@@ -246,7 +246,7 @@ class FitLoop:
         if result.leave:
             self._leave()
 
-    def _count(self, part: Slice, contributed: LossSum, result: Verdict) -> None:
+    def _count(self, part: Slice, contributed: LossSum, result: StepResult) -> None:
         position, trainer = self._position, self._trainer
         position.loss_total += result.loss_total
         position.loss_count += result.count
@@ -254,7 +254,7 @@ class FitLoop:
             target = place(part.target, trainer.train_job.device, trainer.train_job.cast_inputs)
             trainer.train_metrics.update(contributed.outputs, target, part.num_local)
 
-    def _leave_out(self, part: Slice, result: Verdict) -> None:
+    def _leave_out(self, part: Slice, result: StepResult) -> None:
         """A step that is not finite: refuse it by name, or skip and count it."""
         trainer = self._trainer
         if trainer.train_job.on_nonfinite == "skip":
@@ -303,7 +303,7 @@ class FitLoop:
         found = next(iter(theirs), None)
         return list(found.indices) if found is not None else []
 
-    def _write_down(self, part: Slice, result: Verdict) -> None:
+    def _write_down(self, part: Slice, result: StepResult) -> None:
         trainer, position = self._trainer, self._position
         logs = StepLogs(
             epoch=position.epoch,

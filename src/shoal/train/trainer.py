@@ -28,7 +28,7 @@ from shoal.errors import ConfigError, Interrupted
 from shoal.parallel import create
 from shoal.parallel.batch_dependence import describe_mixing, mixing_layers
 from shoal.parallel.loss import LossRule, loss_rule
-from shoal.parallel.protocol import Strategy, TrainJob, Wishes
+from shoal.parallel.protocol import ControlFlags, Strategy, TrainJob
 from shoal.train.anchors import inherit, restore, snapshot
 from shoal.train.callbacks.base import Callback, CallbackList
 from shoal.train.calls import (
@@ -191,7 +191,7 @@ class Trainer:
                 "on_nonfinite": on_nonfinite,
             },
         )
-        self.progress, self.control = TrainingProgress(), Wishes()
+        self.progress, self.control = TrainingProgress(), ControlFlags()
         kind, ignored = self.config.loss.outputs_are, getattr(loss, "ignore_index", None)
         self.train_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
         self.evaluation_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
@@ -447,7 +447,7 @@ class Trainer:
             device=config.device,
             seed=config.seed,
             number=self.number,
-            wishes=self.control,
+            control=self.control,
             first_inputs=first_inputs(self._at_hand, self.num_workers) if self._at_hand is not None else None,
             **settings,
         )
@@ -474,7 +474,7 @@ class Trainer:
         number = session.begin_call(kind, detail)
         if self._strategy is None:
             self._strategy = create(self.job)
-        call = Call(number, self._strategy.timeline, lambda: snapshot(self)())
+        call = Call(number, self._strategy.replay_log, lambda: snapshot(self)())
         # Also where the call is over: the script's own variable may be all that still uses the model.
         _ = self.strategy
         if call.after is not None:
@@ -498,6 +498,6 @@ class Trainer:
     def _resume_from(self, asked: str | None) -> str | None:
         """A resumed job goes on from its newest checkpoint, and so does a restarted one that nobody hands state to."""
         alone = self.job.incarnation > 0 and not (
-            self.strategy.timeline and self.strategy.timeline.was_given_state
+            self.strategy.replay_log and self.strategy.replay_log.was_given_state
         )
         return "auto" if asked is None and (self.job.resume or alone) else asked

@@ -156,11 +156,11 @@ def run_exchange(out: Path, seconds: float) -> None:
     from shoal.collectives.native import Native
     from shoal.config import job as jobs
     from shoal.config.choices import EXCHANGES
-    from shoal.recovery.elastic_group import together
+    from shoal.recovery.elastic_group import elastic_group
     from shoal.recovery.rendezvous import is_broken
 
     job = jobs.current()
-    _ = together().native  # the group is there
+    _ = elastic_group().native  # the group is there
     native = Native(rank=job.rank, num_workers=job.num_workers, is_broken=is_broken)
     names = [name for name in EXCHANGES if name not in ("auto", "hierarchical")]
     reducers = {name: open_exchange(replace(job, exchange=name), native) for name in names}

@@ -28,7 +28,7 @@ from shoal.parallel import residuals
 from shoal.parallel.ddp import Ddp
 from shoal.parallel.local_sgd import optimizers as own_optimizers
 from shoal.parallel.local_sgd.early_sync import EarlySync
-from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict, Wishes
+from shoal.parallel.protocol import ControlFlags, LossSum, Piece, PieceReader, StepResult, TrainJob
 from shoal.parallel.state import state_pieces
 from shoal.parallel.step_result import contribution, decide
 from shoal.parallel.update import clip, drop_gradients, gradients_of, scale
@@ -64,7 +64,7 @@ def nesterov(trained: Sequence[nn.Parameter], lr: float, momentum: float) -> tor
 
 
 class LocalSgd(Ddp):
-    """Weights and buffers are equal on all ranks where `is_apart` is False; the state of inner optimizers never is."""
+    """Weights and buffers are equal on all ranks where `has_diverged` is False; the state of inner optimizers never is."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -79,7 +79,7 @@ class LocalSgd(Ddp):
         self._outer: torch.optim.Optimizer | None = None
 
     @property
-    def is_apart(self) -> bool:
+    def has_diverged(self) -> bool:
         """Whether weights differ from worker to worker at present."""
         return self._round.num_steps > 0
 
@@ -99,7 +99,7 @@ class LocalSgd(Ddp):
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this worker's gradients, for itself."""
-        if not self.is_apart:
+        if not self.has_diverged:
             self._exchange.watch_buffers()
             self._save_anchor()
             self._early_sync = self._next_early_sync()
@@ -110,17 +110,17 @@ class LocalSgd(Ddp):
             return dataclasses.replace(self._mine, outputs=None)  # left out: nor do metrics count it
         return self._mine
 
-    def commit(self) -> Verdict:
+    def commit(self) -> StepResult:
         """Step alone; after the last step of a round, meet."""
         assert self.optimizer is not None
-        wishes, mine = self._job.wishes, self._round
-        mine.wants_checkpoint |= wishes.checkpoint
+        control, mine = self._job.control, self._round
+        mine.wants_checkpoint |= control.checkpoint
         vector = contribution(
             rank=self._rank,
             num_workers=self._num_workers,
             loss_total=self._mine.read(),
             count=self._mine.count,
-            wishes=Wishes(),  # those are heard when all meet
+            control=ControlFlags(),  # those are heard when all meet
         )
         gradients = gradients_of(self._parameters)
         alone, factor = clip(self._job, decide(vector), gradients, self._batch.num_global)
@@ -136,10 +136,10 @@ class LocalSgd(Ddp):
         if not self._early_sync.is_now(mine.num_steps):
             # The others go on whatever happened here; sums are told once all are known.
             return dataclasses.replace(alone, loss_total=0.0, count=0.0, applied=True, nonfinite=())
-        wishes.leave |= mine.num_steps < self._sync_every  # or nobody would meet by now
-        return dataclasses.replace(self._meet(), grad_norm=alone.grad_norm)
+        control.leave |= mine.num_steps < self._sync_every  # or nobody would meet by now
+        return dataclasses.replace(self._sync(), grad_norm=alone.grad_norm)
 
-    def _count(self, alone: Verdict) -> None:
+    def _count(self, alone: StepResult) -> None:
         mine = self._round
         mine.num_steps += 1
         mine.num_global += self._batch.num_global
@@ -169,13 +169,13 @@ class LocalSgd(Ddp):
 
     # ---- meeting --------------------------------------------------------------------------------
 
-    def meet(self) -> Verdict | None:
+    def sync(self) -> StepResult | None:
         """Have one model now, whatever is left of the round; None where there is one already."""
-        return self._meet() if self.is_apart else None
+        return self._sync() if self.has_diverged else None
 
-    def _meet(self) -> Verdict:
-        mine, wishes = self._round, self._job.wishes
-        wishes.checkpoint |= mine.wants_checkpoint
+    def _sync(self) -> StepResult:
+        mine, control = self._round, self._job.control
+        control.checkpoint |= mine.wants_checkpoint
         # As gradients do, differences leave divided by samples; what was really counted corrects it afterwards.
         weight = mine.count / mine.num_global
         with torch.no_grad():
@@ -185,20 +185,20 @@ class LocalSgd(Ddp):
         total = torch.tensor(mine.loss_total, dtype=torch.float64)
         loss = LossSum(total, mine.count, None)
         self._exchange.contribute(
-            loss, mine.num_local / mine.num_global, wishes, besides=[float(mine.num_skipped)]
+            loss, mine.num_local / mine.num_global, control, besides=[float(mine.num_skipped)]
         )
-        sync = self._together.exchange("a step", timeout=self._early_sync)
+        sync = self._group.exchange("a step", timeout=self._early_sync)
         for attempt in sync.attempts():
             with attempt as group:
                 self._exchange.start(group)
                 self._exchange.finish(group)
             if attempt.is_broken:
                 self._exchange.abandon()
-        verdict: Verdict = sync.result if sync.is_replayed else sync.finish(self._step_from_anchor())
-        wishes.checkpoint = False
+        verdict: StepResult = sync.result if sync.is_replayed else sync.finish(self._step_from_anchor())
+        control.checkpoint = False
         return verdict
 
-    def _step_from_anchor(self) -> Verdict:
+    def _step_from_anchor(self) -> StepResult:
         """Step from the anchor by the average difference: the same bits on every rank."""
         vector = self._exchange.write_buffers()
         verdict = dataclasses.replace(decide(vector[:-1]), num_skipped=int(vector[-1]))
@@ -228,7 +228,7 @@ class LocalSgd(Ddp):
 
     def common_pieces(self) -> Iterator[Piece]:
         """Weights, buffers, the outer optimizer's momentum, and what a compressor keeps. Collective."""
-        if self.is_apart:
+        if self.has_diverged:
             raise ConfigError(
                 f"a checkpoint was asked for {self._round.num_steps} steps after the workers last met, where each has weights of "
                 "its own. Nothing was written; call trainer.wish_checkpoint() instead, which saves when they meet."
@@ -263,7 +263,7 @@ class LocalSgd(Ddp):
 
     def _gather_for_disk(self, value: Tensor | None) -> list[Tensor]:
         """As `gather`, but kept for nobody: whoever dies takes all back to a snapshot."""
-        exchange, gathered = self._together.exchange(), list[Tensor]()
+        exchange, gathered = self._group.exchange(), list[Tensor]()
         for attempt in exchange.attempts():
             with attempt as group:
                 gathered = gather_any(group, value)

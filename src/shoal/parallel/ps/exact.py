@@ -25,13 +25,13 @@ from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.errors import TrainingError
-from shoal.parallel.buffer_sync import Travelling
+from shoal.parallel.buffer_sync import BufferSync
 from shoal.parallel.check_same_model import refuse_different_models
 from shoal.parallel.compute import Compute, place
 from shoal.parallel.hashed_rows import plain_tensors
 from shoal.parallel.optimizer_state import load_settings
 from shoal.parallel.own_gradients import OwnGradients
-from shoal.parallel.protocol import LossSum, Piece, PieceReader, TrainJob, Verdict
+from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult, TrainJob
 from shoal.parallel.ps import embedding_placement as takeover
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import PsSession, ps_session
@@ -42,7 +42,7 @@ from shoal.ps.client.pulls import DenseLook, DensePull
 from shoal.ps.client.step import Decision, PushStep
 from shoal.ps.layout import check_optimizer
 from shoal.recovery import state_transfer
-from shoal.recovery.replay_log import Timeline
+from shoal.recovery.replay_log import ReplayLog
 from shoal.recovery.state_transfer import Part
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.serialization import decode, encode, raw_bytes
@@ -57,7 +57,7 @@ class Ps:
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
         self._step_at_anchor = 0  # a replacement counts those since then once more
-        self.timeline: Timeline | None = ps_session()
+        self.replay_log: ReplayLog | None = ps_session()
         self._session: PsSession = ps_session()
         self._model: ServedModel | None = None
         self._saved: PieceReader | None = None
@@ -77,14 +77,14 @@ class Ps:
         """Check that all ranks built the same model; the rest waits for the first batch."""
         self._job = job
         job.model.to(job.device)
-        waiting = self._session.waiting_part(job.number)
+        waiting = self._session.pending_state(job.number)
         done = waiting.plain["prepared_at"] if waiting is not None else None
         is_past = done is not None and done <= self._session.anchored_at
         if not is_past:
             refuse_different_models(job.model, self.gather)
             self._prepared_at = self._session.num_finished
         self._compute = Compute(job, check_loss=True)
-        self._travelling = Travelling(job.model)
+        self._buffers = BufferSync(job.model)
         self._parameters = list(job.model.parameters())
         if job.is_own_loop:
             self._own = OwnGradients(job.model)
@@ -100,7 +100,7 @@ class Ps:
         if self._model is not None or self.optimizer is None:
             return
         group, job = self._session.group, self._job
-        self._session._be_there()
+        self._session._ensure_joined()
         if self._wants_norm:
             mode = msgspec.structs.replace(self._session.mode, two_phase=True, wants_norm=True)
             group.declare(mode)
@@ -153,7 +153,7 @@ class Ps:
             module.clock, module.is_training = self._weights_at, True
         if not self._has_looked:  # else it is another batch of the same step
             self._has_looked = True
-            self._travelling.look()
+            self._buffers.look()
 
     def weigh(self, batch: Slice) -> None:
         """Weight what the user's own backward leaves from now on by this slice's share of the global batch."""
@@ -198,7 +198,7 @@ class Ps:
         self._num_global, self._share = batch.num_global, batch.share
         self._has_looked = False
         if self._session.next_is_known:
-            self._travelling.restore()
+            self._buffers.restore()
             for module in self._model.rows if self._model is not None else ():
                 module.forget()
             self._own.forget()
@@ -209,11 +209,11 @@ class Ps:
             self._own.forget()  # rank 0 pushes the sum
         self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None))
 
-    def coming(self, batch: Slice) -> None:
+    def prefetch(self, batch: Slice) -> None:
         """The batch after this one: its rows can be asked for as soon as this step is pushed."""
         self._coming = batch
 
-    def commit(self) -> Verdict:
+    def commit(self) -> StepResult:
         """Say that all is pushed, and wait until the servers have summed and updated."""
         step = self._end_step() if not self._session.next_is_known else None
         ahead = None
@@ -224,7 +224,7 @@ class Ps:
         if step is not None:
             step.release()
         else:
-            self._travelling.was_computed_elsewhere()
+            self._buffers.was_computed_elsewhere()
             self._session.have_two_phases()
             if (
                 self._session.mode.two_phase
@@ -260,9 +260,9 @@ class Ps:
             num_workers=self._num_workers,
             loss_total=loss.read(),
             count=loss.count,
-            wishes=self._job.wishes,
+            control=self._job.control,
         )
-        parts = [vector, *self._travelling.contribution(share=self._share, rank=self._rank)]
+        parts = [vector, *self._buffers.contribution(share=self._share, rank=self._rank)]
         self._vector = torch.cat(parts).numpy()
         self._model.dense.arm(self._current)
 
@@ -275,7 +275,7 @@ class Ps:
         settings, table_settings = self._model.settings()
         step.end(
             self._vector,
-            self._session.note_of_step(is_needed=bool(self._travelling)),
+            self._session.note_of_step(is_needed=bool(self._buffers)),
             rank=self._rank,
             exchange=self._session.num_finished,
             anchored_at=self._session.anchored_at,
@@ -325,7 +325,7 @@ class Ps:
         seen = [self._model.dense.newest, *(module.newest for module in self._model.rows)]
         return max(seen) > updates
 
-    def _conclude(self, vector: NDArray[np.float64]) -> Verdict:
+    def _conclude(self, vector: NDArray[np.float64]) -> StepResult:
         """The servers have updated; do here what belongs to it."""
         flat = torch.from_numpy(vector.copy())
         told, at = flat[-2:].tolist(), 4 + self._num_workers
@@ -335,7 +335,7 @@ class Ps:
         if verdict.applied:
             self._conclude_travelling(flat[at:-2])
         if not verdict.applied:
-            self._travelling.restore()
+            self._buffers.restore()
         if self._model is not None:
             for module in self._model.rows:
                 module.release()
@@ -343,14 +343,14 @@ class Ps:
             parameter.grad = None
         if self._own is not None:
             self._own.forget()
-        self._travelling.forget()
+        self._buffers.forget()
         self._has_looked = False
         self.step += 1
         return verdict
 
     def _conclude_travelling(self, flat: Tensor) -> None:
         """Statistics and buffers, as the ranks' vectors sum up to."""
-        self._travelling.conclude(flat, self.reduce, share=self._share, rank=self._rank)
+        self._buffers.conclude(flat, self.reduce, share=self._share, rank=self._rank)
 
     # ---- beside the steps -----------------------------------------------------------------------
 
@@ -389,7 +389,7 @@ class Ps:
         if self._model is None:
             yield from state_pieces(self._job.model, self.optimizer)
         elif self._rank == 0:
-            self._bring_home()
+            self._pull_weights()
             yield from self._model.model_pieces()
             yield from self._model.optimizer_pieces()
             yield from self._model.hashed_pieces()
@@ -407,15 +407,15 @@ class Ps:
         self._home_at = self._weights_at = -1
         self._session.exchange(b"")
 
-    def bring_home(self) -> None:
+    def pull_weights(self) -> None:
         """Put the trained weights into the model of this process."""
         if self._model is not None:
-            self._bring_home()
+            self._pull_weights()
 
-    def _bring_home(self) -> None:
+    def _pull_weights(self) -> None:
         assert self._model is not None
         if self._home_at != self._session.updates:
-            self._model.bring_home(self._session.updates)
+            self._model.pull_weights(self._session.updates)
             self._home_at = self._weights_at = self._session.updates
 
     # ---- what a replacement is given ------------------------------------------------------------
@@ -424,9 +424,9 @@ class Ps:
         """From here a replacement would run forward."""
         self._step_at_anchor = self.step
 
-    def give(self) -> Part:
+    def export_state(self) -> Part:
         """State of this rank that is not on the servers: its position, and the buffers as of the last commit."""
-        travelling, buffers = self._travelling.give()
+        travelling, buffers = self._buffers.export_state()
         plain = {
             "step": self._step_at_anchor,
             "prepared_at": self._prepared_at,
@@ -436,17 +436,17 @@ class Ps:
         }
         return Part(plain, buffers)
 
-    def take(self, part: Part) -> None:
+    def import_state(self, part: Part) -> None:
         """Stand where this rank stood."""
         self.step = self._step_at_anchor = part.plain["step"]
         self._prepared_at, self._laid_out_at = part.plain["prepared_at"], part.plain["laid_out_at"]
-        self._travelling.take(part.plain["travelling"], part.tensors)
+        self._buffers.import_state(part.plain["travelling"], part.tensors)
         self._home_at = self._weights_at = -1
         self._has_looked = False
         if self._laid_out_at is not None and self._laid_out_at <= self._session.anchored_at:
             self._lay_out(None, part.plain["layout"])
             if self._session.is_between_calls:
-                self._bring_home()
+                self._pull_weights()
 
     # ---- small things ---------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.parallel.compute import place
 from shoal.parallel.ddp import Ddp, sparse_parameters
-from shoal.parallel.protocol import LossSum, Piece, PieceReader, Verdict
+from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult
 from shoal.parallel.ps.relaxed import needs_trainer
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import ps_session
@@ -65,7 +65,7 @@ class PsHybrid(Ddp):
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; the dense ones leave while backward runs."""
         self._lay_out(batch)
-        if not self._together.next_is_known:
+        if not self._group.next_is_known:
             self._look_up(training=True)
         return super().forward_backward(batch)
 
@@ -73,13 +73,13 @@ class PsHybrid(Ddp):
         """Nobody shows a batch before the script's own loop runs it, so no rows could be told apart."""
         raise needs_trainer(self._launched.strategy)
 
-    def coming(self, batch: Slice) -> None:
+    def prefetch(self, batch: Slice) -> None:
         """The batch after this one."""
         self._coming = batch
 
-    def commit(self) -> Verdict:
+    def commit(self) -> StepResult:
         """Push the rows, then sum the dense part with the others."""
-        if not self._together.next_is_known:
+        if not self._group.next_is_known:
             self._push()
         verdict = super().commit()
         if self._rows is not None:
@@ -102,7 +102,7 @@ class PsHybrid(Ddp):
         """Model and optimizer, whole; rank 0 reads the rows."""
         given: set[str] = set()
         if self._rows is not None and self._rank == 0:
-            self._rows.bring_home(0)
+            self._rows.pull_weights(0)
             for piece in (*self._rows.optimizer_pieces(), *self._rows.hashed_pieces()):
                 given.add(piece.name)
                 yield piece
@@ -117,30 +117,30 @@ class PsHybrid(Ddp):
         elif self._rank == 0:
             self._rows.write(pieces, keeps_state=pieces.optimizer_settings is None)
 
-    def bring_home(self) -> None:
+    def pull_weights(self) -> None:
         """Have the rows of all workers' pushes."""
         if self._rows is not None:
             self._finish_push()
             self.reduce(torch.zeros(1))
-            self._rows.bring_home(0)
+            self._rows.pull_weights(0)
         session.bent(staleness=self.staleness, num_late=0, num_missed=0)
         self.staleness.clear()
 
-    def give(self) -> Part:
+    def export_state(self) -> Part:
         """As a worker of ddp; and whether the rows are on the servers, and which."""
-        part = super().give()
+        part = super().export_state()
         layout = self._rows.layout if self._rows is not None else None
         return Part({**part.plain, "laid_out_at": self._laid_out_at, "layout": layout}, part.tensors)
 
-    def take(self, part: Part) -> None:
+    def import_state(self, part: Part) -> None:
         """Stand where the donor stands."""
         self._laid_out_at = part.plain["laid_out_at"]
-        super().take(part)
+        super().import_state(part)
         if self._rows is not None:
             return
         self._saved = PieceReader(part.tensors, part.plain["optimizer"])
         # It may never see a batch: the others may be through with training, and measure.
-        if self._laid_out_at is not None and self._laid_out_at <= self._together.anchored_at:
+        if self._laid_out_at is not None and self._laid_out_at <= self._group.anchored_at:
             self._lay_out(None, part.plain["layout"])
 
     def _load_given(self, pieces: PieceReader) -> None:
@@ -169,11 +169,11 @@ class PsHybrid(Ddp):
         self._gradients = GradientExchange(trainable, sparse=sparse_parameters(job.model) - taken)
         self._exchange.gradients = self._gradients
         done = self._laid_out_at
-        if done is None or done > self._together.anchored_at:
-            if self._rank == 0 and not self._together.next_is_known:
+        if done is None or done > self._group.anchored_at:
+            if self._rank == 0 and not self._group.next_is_known:
                 rows.write(self._saved)
             self.reduce(torch.zeros(1))
-            self._laid_out_at = self._together.num_finished
+            self._laid_out_at = self._group.num_finished
         rows.install()
         self._saved, self._rows = None, rows
 

@@ -24,7 +24,7 @@ from shoal.cluster.worker import session
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.errors import TrainingError
-from shoal.parallel.protocol import LossSum, Verdict
+from shoal.parallel.protocol import LossSum, StepResult
 from shoal.parallel.ps.exact import Ps
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.update import clip_factor
@@ -57,7 +57,7 @@ class PsDrop(Ps):
             return LossSum(torch.zeros(()), 0.0, None)
         return super().forward_backward(batch)
 
-    def commit(self) -> Verdict:
+    def commit(self) -> StepResult:
         """Say that all is pushed; wait until enough of the others have."""
         if self._is_passing:
             return self._pass_by()
@@ -124,14 +124,14 @@ class PsDrop(Ps):
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
-    def _conclude(self, vector: NDArray[np.float64]) -> Verdict:
+    def _conclude(self, vector: NDArray[np.float64]) -> StepResult:
         norm, self._norm = self._norm, None
         return dataclasses.replace(super()._conclude(vector), grad_norm=norm)
 
     def _conclude_travelling(self, flat: Tensor) -> None:
         total_share, has_first = flat[-2:].tolist()
         if total_share:
-            self._travelling.conclude(
+            self._buffers.conclude(
                 flat[:-2],
                 self.reduce,
                 share=self._share,
@@ -140,15 +140,15 @@ class PsDrop(Ps):
                 has_first=bool(has_first),
             )
         else:
-            self._travelling.restore()
+            self._buffers.restore()
 
-    def bring_home(self) -> None:
+    def pull_weights(self) -> None:
         """Have what was trained, and tell what was left out of it."""
-        super().bring_home()
+        super().pull_weights()
         session.bent(staleness={}, num_late=self.num_late, num_missed=self.num_missed)
         self.num_late = self.num_missed = 0
 
-    def _pass_by(self) -> Verdict:
+    def _pass_by(self) -> StepResult:
         assert self._last is not None
         self.num_missed += 1
         is_last = self._session.updates + 1 == self._passed

@@ -24,7 +24,7 @@ from shoal.cluster.worker import session
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.errors import ConfigError
-from shoal.parallel.protocol import LossSum, Piece, PieceReader, Verdict
+from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult
 from shoal.parallel.ps.exact import Ps
 from shoal.parallel.step_result import contribution, decide
 from shoal.parallel.update import clip_factor
@@ -188,7 +188,7 @@ class PsRelaxed(Ps):
         assert self._current is not None
         self._loss = loss
         vector = contribution(
-            rank=0, num_workers=1, loss_total=loss.read(), count=loss.count, wishes=self._job.wishes
+            rank=0, num_workers=1, loss_total=loss.read(), count=loss.count, control=self._job.control
         )
         self._verdict = decide(vector)
         self._vector = vector.numpy()
@@ -196,7 +196,7 @@ class PsRelaxed(Ps):
             self._model.dense.arm(self._current)
         # Else nothing leaves before the whole gradient is known, or nothing at all.
 
-    def commit(self) -> Verdict:
+    def commit(self) -> StepResult:
         """Push what is left, and wait until it counts."""
         assert self._model is not None
         assert self._current is not None
@@ -246,10 +246,10 @@ class PsRelaxed(Ps):
             module.staleness.clear()
             module.release()
         if not verdict.applied:
-            self._travelling.restore()
+            self._buffers.restore()
         for parameter in self._parameters:
             parameter.grad = None
-        self._travelling.forget()
+        self._buffers.forget()
         return dataclasses.replace(
             verdict,
             stop=verdict.stop or bool(committed.wishes & STOP),
@@ -294,29 +294,29 @@ class PsRelaxed(Ps):
         if saved is not None and saved.optimizer_settings is not None and MARKS in saved.tensors:
             write_marks(self._session.group, saved.tensors[MARKS].numpy())
 
-    def take(self, part: Part) -> None:
+    def import_state(self, part: Part) -> None:
         """Stand where this rank stood."""
-        super().take(part)
+        super().import_state(part)
         self.updates = self._session.updates
 
     def share_statistics(self) -> None:
         """Average what BatchNorm has counted on every worker; all of them call it."""
-        self._travelling.average(lambda flat: self.reduce(flat) / self._num_workers)
+        self._buffers.average(lambda flat: self.reduce(flat) / self._num_workers)
 
     def rest(self) -> None:
         """This worker has nothing to do for now: nobody has to wait for it."""
         if self._model is not None:
             self._session.group.tell(lambda view: Rest(view, self._rank))
 
-    def bring_home(self) -> None:
+    def pull_weights(self) -> None:
         """Put the trained weights into the model of this process: all workers are through by now."""
         if self._model is not None:
             self._session.exchange(b"")  # nobody pushes any more
-            self._bring_home()
+            self._pull_weights()
         session.bent(staleness=self.staleness, num_late=0, num_missed=0)
         self.staleness.clear()
 
-    def _bring_home(self) -> None:
+    def _pull_weights(self) -> None:
         assert self._model is not None
-        self._model.bring_home(0)
+        self._model.pull_weights(0)
         self._weights_at = NEWEST

@@ -406,7 +406,7 @@ class ServedModel:
     # ---- all of it ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def bring_home(self, clock: int) -> None:
+    def pull_weights(self, clock: int) -> None:
         """Put what the servers hold into the model of this process, but for rows that have no end."""
         session.shared(self._group.bytes_shared)
         self.dense.refresh(self._group, clock)
@@ -494,7 +494,7 @@ class ServedModel:
         return state
 
     def model_pieces(self) -> Iterator[Piece]:
-        """The model's own tensors; `bring_home` first."""
+        """The model's own tensors; `pull_weights` first."""
         for name, tensor in plain_tensors(self._job.model).items():
             yield Piece(MODEL + name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
 

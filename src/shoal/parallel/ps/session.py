@@ -21,8 +21,8 @@ from shoal.ps.client.server_group import AskAll, AskOwner, Group
 from shoal.ps.client.step import Decision, PushStep
 from shoal.recovery import state_transfer as heritage
 from shoal.recovery.call_results import KeptResults
-from shoal.recovery.replay_log import Timeline
-from shoal.recovery.state_transfer import Heritage, Part
+from shoal.recovery.replay_log import ReplayLog
+from shoal.recovery.state_transfer import Part, RecoveryState
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport.framing import unpack
 from shoal.runtime.transport.messages.client_server import AskNote, Commit, DeclareMode, Note, Post
@@ -34,7 +34,7 @@ NOTE_EVERY = 16
 """Steps from one note to the next, where a replacement can run through those between."""
 
 
-class PsSession(Timeline):
+class PsSession(ReplayLog):
     """The servers of this process's job, and what was exchanged through them."""
 
     def __init__(self) -> None:
@@ -72,13 +72,13 @@ class PsSession(Timeline):
     @property
     def is_between_calls(self) -> bool:
         """In a replacement: whether the others are in no call, and the script may look at its model."""
-        return self._heritage is not None and self._heritage.call_is_over
+        return self._recovery_state is not None and self._recovery_state.call_is_over
 
     # ---- exchanges ------------------------------------------------------------------------------
 
     def exchange(self, contribution: bytes) -> list[bytes]:
         """Every rank's contribution to the next exchange, in rank order."""
-        self._be_there()
+        self._ensure_joined()
         known, result = self._log.recall()
         if known:
             self._caught_up()
@@ -149,7 +149,7 @@ class PsSession(Timeline):
                     number: {"plain": part.plain, "tensors": part.tensors}
                     for number, part in (
                         *self._unclaimed.items(),
-                        *((number, holder.give()) for number, holder in self._holders.items()),
+                        *((number, holder.export_state()) for number, holder in self._holders.items()),
                     )
                 },
             }
@@ -161,7 +161,7 @@ class PsSession(Timeline):
         for holder in self._holders.values():
             holder.anchored()  # type: ignore[attr-defined]
 
-    def _be_there(self) -> None:
+    def _ensure_joined(self) -> None:
         if self._is_there:
             return
         self._is_there = True
@@ -183,7 +183,7 @@ class PsSession(Timeline):
             given = heritage.from_bytes(note)
             self.was_given_state = True
             self.updates = self._updates_at_anchor = given["updates"]
-            self._heritage = Heritage(
+            self._recovery_state = RecoveryState(
                 anchored_at=answer.anchored_at,
                 call=given["call"],
                 call_is_over=given["call_is_over"],

@@ -129,7 +129,7 @@ class DenseChunk:
         self._sum: torch.Tensor | None = None
         # Groups without a part in this chunk are left out, so the optimizer's own list is shorter.
         self._numbers = sorted({part.group for part in spec.parts})
-        self._run_over(self._together() if kind.__name__ in ELEMENT_WISE else self._apart())
+        self._run_over(self._group() if kind.__name__ in ELEMENT_WISE else self._apart())
 
     def sum_memory(self) -> torch.Tensor:
         """Memory of the sum, kept over steps."""
@@ -198,7 +198,7 @@ class DenseChunk:
     def _apart(self) -> list[list[int]]:
         return [[number] for number in range(len(self.parts))]
 
-    def _together(self) -> list[list[int]]:
+    def _group(self) -> list[list[int]]:
         """Neighbours of one group. Not those of no dimension: their state could not be told from a count of steps."""
 
         def of(number: int) -> tuple[int, int]:

@@ -87,7 +87,7 @@ class ModelCheckpoint(Callback):
         if (
             every is not None and trainer.step // every > before // every
         ):  # others' steps may have come between
-            if getattr(trainer.strategy, "is_apart", False):
+            if getattr(trainer.strategy, "has_diverged", False):
                 trainer.wish_checkpoint()  # when the workers have one model again
             else:
                 self._save(trainer)

@@ -26,7 +26,7 @@ from shoal.data.batches import Batches
 from shoal.errors import CheckpointDamaged, CheckpointError, NoCheckpoint, OptimizerMismatch
 from shoal.parallel.hashed_rows import expected_shapes, plain_tensors
 from shoal.parallel.optimizer_state import optimizer_settings
-from shoal.parallel.protocol import Leased, MeetsNowAndThen, Piece, PieceReader
+from shoal.parallel.protocol import Leased, PeriodicSync, Piece, PieceReader
 from shoal.parallel.state import MODEL
 from shoal.runtime import scratch
 from shoal.runtime.failpoints import failpoint
@@ -255,7 +255,7 @@ def load_scheduler(scheduler: LRScheduler, saved: dict[str, Any], *, path: str =
 def snapshot_pieces(trainer: Trainer, path: str) -> Iterable[Piece]:
     """The pieces of a checkpoint at `path`: of a snapshot, only what all have alike. Collective."""
     strategy, mine = trainer.strategy, _rank_local_path(trainer, path)
-    if mine is None or not isinstance(strategy, MeetsNowAndThen):
+    if mine is None or not isinstance(strategy, PeriodicSync):
         return strategy.state()
     common = list(strategy.common_pieces())
     write_checkpoint(str(mine), list(strategy.own_pieces()), progress={"step": trainer.step})
@@ -281,7 +281,7 @@ def remove_rank_local_state(trainer: Trainer, path: str) -> None:
 def _rank_local_path(trainer: Trainer, path: str) -> Path | None:
     """Path of this worker's part of a snapshot; None where `path` is no snapshot, or workers have no parts."""
     at = Path(path)
-    if not trainer.job.launched or not isinstance(trainer.strategy, MeetsNowAndThen):
+    if not trainer.job.launched or not isinstance(trainer.strategy, PeriodicSync):
         return None
     if at.parent != scratch.directory("snapshots"):
         return None

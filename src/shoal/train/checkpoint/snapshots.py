@@ -59,7 +59,7 @@ class Snapshots:
         trainer, step = self._trainer, self._trainer.step
         if not self._is_on or step // self._every == self._seen_step // self._every:
             return
-        if getattr(trainer.strategy, "is_apart", False):
+        if getattr(trainer.strategy, "has_diverged", False):
             return  # when the workers have one model again
         num_steps, began_at = max(step - self._seen_step, 1), time.monotonic()
         self._seen_step = step
