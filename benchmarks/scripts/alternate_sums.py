@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import in_turn
-from shoal.recovery.elastic_group import together
+from shoal.recovery.elastic_group import elastic_group
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 MOST_ROUNDS = 400
 
 out, seconds = Path(sys.argv[1]), float(sys.argv[2])
-reducer = together().native
+reducer = elastic_group().native
 by_bytes: dict[int, list[tuple[float, float]]] = {}
 
 

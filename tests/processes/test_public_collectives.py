@@ -78,7 +78,7 @@ def test_ranks_that_call_different_things_are_told(launch_script: Launch) -> Non
 
 LARGE = """
 import os, pathlib, torch, shoal
-from shoal.recovery import replay_log; from shoal.recovery import elastic_group
+from shoal.recovery import elastic_group, replay_log
 replay_log.KEPT_BYTES = 60_000
 me = shoal.rank()
 for round in range(12):
@@ -87,7 +87,7 @@ for round in range(12):
     if (round, me) == (DIES, 1) and not pathlib.Path("died").exists():
         pathlib.Path("died").touch()
         os.kill(os.getpid(), 9)
-kept = together.elastic_group()
+kept = elastic_group.elastic_group()
 held = sum(result.nbytes for results in (kept._results, kept._log.results) for result in results.values())
 pathlib.Path(f"held-{me}").write_text(str(held))
 print("done", int(total[0]))

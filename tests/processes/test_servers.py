@@ -18,10 +18,10 @@ from shoal.errors import ClusterError, ConfigError
 PROLOGUE = """
 import os, pathlib, time
 from shoal.cluster.worker import session
-from shoal.cluster.worker.coordinator_client import ServerSession
+from shoal.cluster.worker.coordinator_client import LeaseClient
 from shoal.config.job import current
 job = current()
-servers = ServerSession(job)
+servers = LeaseClient(job)
 view = servers.ask_servers(0, 30.0)
 
 def wait_for(is_it):
