@@ -5,6 +5,8 @@
     │   ├── DeviceMissing          no such device for a worker
     │   ├── UnknownStrategy
     │   ├── RunDirectoryError
+    │   ├── NotDistributed         several workers for a script that divides nothing among them
+    │   ├── OtherLauncher          torchrun, srun or mpirun instead of `shoal run`
     │   └── ScriptNotFound
     ├── ScriptFailed               the user's own exception, with its traceback      exit 1
     ├── ScriptExited               the script left with sys.exit                     its own
@@ -111,6 +113,35 @@ class RunDirectoryError(ConfigError):
     def __init__(self, message: str, *, path: str) -> None:
         self.path = path
         super().__init__(message)
+
+
+class NotDistributed(ConfigError):
+    """Several workers were started for a script that divides nothing among them."""
+
+    def __init__(self, *, script: str, num_workers: int, at_end: bool) -> None:
+        self.script, self.num_workers, self.at_end = script, num_workers, at_end
+        done = (
+            f"All {num_workers} have run it to its end, so what it wrote was written {num_workers} times"
+            if at_end
+            else "They were stopped before their first optimizer step"
+        )
+        super().__init__(
+            f"{script} runs the same in each of the {num_workers} workers: it neither calls shoal nor forms a process group of "
+            f"torch.distributed, and reads no RANK. {done}. Use -n 1; or have it train with shoal.Trainer or shoal.setup, or "
+            "call torch.distributed.init_process_group() as under torchrun."
+        )
+
+
+class OtherLauncher(ConfigError):
+    """This process is one of several that another launcher started."""
+
+    def __init__(self, *, launcher: str, num_processes: int) -> None:
+        self.launcher, self.num_processes = launcher, num_processes
+        super().__init__(
+            f"{launcher} started this script as one of {num_processes} processes, and shoal starts its workers by itself: "
+            f"{num_processes} separate trainings would write to the same places. Nothing was trained; start it once, with "
+            f"`shoal run -n {num_processes} SCRIPT`."
+        )
 
 
 class ScriptNotFound(ConfigError):

@@ -92,7 +92,8 @@ def test_one_worker_speaks_bare_and_its_last_line_needs_no_end(launch_script: La
 def test_bytes_that_are_no_text_and_endless_lines_pass_through(launch_script: Launch) -> None:
     done = launch_script(
         r"""
-        import os
+        import os, shoal
+        shoal.rank()
         os.write(1, b"\xff\xfe\n" + b"x" * 3_000_000)
         """,
         workers=2,
@@ -124,14 +125,16 @@ def test_workers_share_the_cores_and_say_who_they_are(launch_script: Launch) -> 
 def test_a_worker_inherits_no_descriptor_of_another(launch_script: Launch) -> None:
     done = launch_script(
         """
-        import os
+        import os, shoal
+        shoal.rank()
         fds = [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
         print(*sorted(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")).split(":")[0] for fd in fds), sep="\\n")
         """,
         workers=2,
     )
-    # stdin, the way to the coordinator, stdout and stderr, the connection to the coordinator and to the supervisor.
-    expected = ["null", "coordinator (deleted)", "pipe", "pipe", "socket", "socket"]
+    # stdin, the way to the coordinator, stdout and stderr, the connection to the coordinator and to the supervisor, and
+    # rank 0's MASTER_PORT.
+    expected = ["null", "coordinator (deleted)", "pipe", "pipe", "socket", "socket", "socket"]
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
 
@@ -203,6 +206,7 @@ def test_a_dataloaders_workers_leave_with_their_worker(launch_script: Launch) ->
         """
         import torch
         from torch.utils.data import DataLoader
+        import shoal; shoal.rank()
         loader = DataLoader(list(range(64)), batch_size=4, num_workers=2, persistent_workers=True)
         print(sum(int(batch.sum()) for batch in loader))
         """,
@@ -212,7 +216,9 @@ def test_a_dataloaders_workers_leave_with_their_worker(launch_script: Launch) ->
 
 
 def test_what_a_script_starts_and_forgets_is_ended(launch_script: Launch) -> None:
-    done = launch_script("import subprocess\nsubprocess.Popen(['sleep', '600'])", workers=2)
+    done = launch_script(
+        "import shoal, subprocess\nshoal.rank()\nsubprocess.Popen(['sleep', '600'])", workers=2
+    )
     assert done.exit_code == 0  # and the leak check finds no `sleep`
 
 
@@ -239,7 +245,7 @@ def test_run_gives_the_result_or_raises_the_jobs_error(
     whole = api.launch
     monkeypatch.setattr(api, "launch", lambda config: whole(config, warm=warm_parent))
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
-    good.write_text("import sys\nassert sys.argv[1:] == ['a']")
+    good.write_text("import shoal, sys\nassert sys.argv[1:] == ['a'] and shoal.num_workers() == 2")
     bad.write_text("1 / 0")
     assert shoal.run("good.py", workers=2, args=["a"], quiet=True).exit_code == 0
     with pytest.raises(ScriptFailed, match="ZeroDivisionError"):

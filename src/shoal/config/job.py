@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.config import launchers
 from shoal.config import strategy as strategies
 from shoal.config.faults import Fault
 from shoal.config.liveness import LivenessConfig
@@ -143,6 +144,8 @@ class Job(ParallelOptions):
 
 _current: Job | None = None
 
+_is_shared = False
+
 
 def enter(job: Job) -> None:
     """Make `job` the job of this process. Called once, by the launcher."""
@@ -155,15 +158,28 @@ def current() -> Job:
     global _current
     if _current is None:
         script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "python"
+        launchers.refuse_others()
         _current = Job(name=script or "python", run_dir=Path("runs") / (script or "python"))
     return _current
 
 
+def share() -> Job:
+    """The job of this process, for work that its workers divide among them."""
+    global _is_shared
+    _is_shared = True
+    return current()
+
+
+def is_shared() -> bool:
+    """Whether the script has divided any work among the workers; one that never does is run N times over."""
+    return _is_shared
+
+
 def rank() -> int:
     """This process's number, 0..num_workers-1."""
-    return current().rank
+    return share().rank
 
 
 def num_workers() -> int:
     """How many workers share one global batch; 1 under plain python."""
-    return current().num_workers
+    return share().num_workers

@@ -433,7 +433,7 @@ class _Tail(IterableDataset[Any]):
         if num_read:
             waited_s = time.monotonic() - began
             events.emit("stream read again", num_samples=num_read, seconds=round(waited_s, 3))
-            if jobs.rank() == 0:
+            if jobs.current().rank == 0:
                 print(
                     f"shoal: this is a stream, so its first {num_read:,} samples were read again to go on behind them, in "
                     f"{waited_s:.1f} s",

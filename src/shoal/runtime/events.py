@@ -16,6 +16,9 @@ RESULTS_LET_GO = "results-let-go"
 OWN_LOOP = "own-loop"
 """A script trains in a loop of its own, which saves nothing that the script does not save."""
 
+OWN_PROCESS_GROUP = "own-process-group"
+"""The script forms a process group of its own, as under torchrun."""
+
 _MAX_KEPT = 10_000
 
 emitted: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_MAX_KEPT)

@@ -196,6 +196,7 @@ def _run_job(
         script=described.script,
         args=described.args,
         num_threads=described.threads,
+        master_port=0,
     )
     restart = RestartConfig(
         grace_s=config.grace_s,

@@ -26,7 +26,9 @@ _SIZES = re.compile(r"gloo.* (\d+) vs (\d+)\. Received data size doesn't match")
 _SHOAL = os.path.dirname(os.path.abspath(shoal.__file__)) + os.sep
 
 
-def describe(error: BaseException, *, rank: int, stop: str | None = None) -> Failed:
+def describe(
+    error: BaseException, *, rank: int, stop: str | None = None, has_own_group: bool = False
+) -> Failed:
     """Failed message for an exception that ended the script. `stop`: the signal that asked it to leave."""
     kind, told, code = "script", error, 1
     if isinstance(error, KeyboardInterrupt):
@@ -35,7 +37,7 @@ def describe(error: BaseException, *, rank: int, stop: str | None = None) -> Fai
         code = exit_code_of(error)
     elif isinstance(told, ShoalError):
         kind, code = "shoal", told.exit_code
-    if _came_from_a_peer(error):
+    if _came_from_a_peer(error) or (has_own_group and _came_from_a_backend(error)):
         kind, code = "peer", PeerLost.exit_code
     return Failed(
         rank=rank,
@@ -120,6 +122,13 @@ def _came_from_a_peer(error: BaseException) -> bool:
         seen.add(id(at))
         at = at.__cause__ or at.__context__
     return False
+
+
+def _came_from_a_backend(error: BaseException) -> bool:
+    """Whether it is what torch raises where a connection of a process group breaks. gloo's have no class of their own."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _plain_facts(error: BaseException) -> str:

@@ -117,12 +117,20 @@ class StateLost:
     )
     holds_parts: bool = False  # or it alone held parts of the weights, as every worker does
     has_let_go: bool = False  # or the others no longer keep what a replacement would need
+    has_own_group: bool = False  # or the process group is the script's own, and it died
     died: WorkerDeath | None = None  # how that worker ended
 
 
 @dataclass(frozen=True, slots=True)
 class ResultsDropped:
     """A worker dropped results that a replacement of another would need: they had become too large."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnGroupFormed:
+    """The script forms a process group of its own, which does not survive the death of a worker."""
 
     rank: int
 
@@ -165,6 +173,7 @@ Event: TypeAlias = (
     | ServerSuspected
     | StateLost
     | ResultsDropped
+    | OwnGroupFormed
     | CoordinatorServes
     | CoordinatorExited
     | LeaveRequested
@@ -356,6 +365,7 @@ class JobLifecycle:
         self.num_restarts = 0
         self._num_workers, self._restart = num_workers, restart
         self._alive: dict[int, int] = {}  # rank -> incarnation
+        self._incarnations: dict[int, int] = {}  # the same, with those that are gone
         self._behind: set[int] = set()  # replacements that have not caught up
         self._num_deaths: dict[int, int] = {}  # by rank, since the job last got ahead
         self._unrecovered: WorkerDeath | None = None  # the newest death since then
@@ -366,6 +376,7 @@ class JobLifecycle:
         self._num_losses = 0  # of everything, since the job last got ahead
         self._starting_anew: RestartAll | None = None  # once all are gone
         self._has_let_go = False  # since they were started
+        self._has_own_group = False  # the script, as under torchrun
         self._coordinator_served_at: float | None = None
         self._num_coordinator_deaths = 0
         self._suspicion: tuple[Failed, float] | None = None  # a broken exchange, and until when it may wait
@@ -401,7 +412,7 @@ class JobLifecycle:
             return []
         match event:
             case WorkerStarted(rank, incarnation):
-                self._alive[rank] = incarnation
+                self._alive[rank] = self._incarnations[rank] = incarnation
                 if incarnation:
                     self._behind.add(rank)
                 return []
@@ -432,6 +443,9 @@ class JobLifecycle:
                 return self._state_lost(event, now)
             case ResultsDropped():
                 return self._let_go()
+            case OwnGroupFormed():
+                self._has_own_group = True
+                return []
             case Failed() | Finished() if self._starting_anew:
                 return []  # of one that is being killed
             case Failed():
@@ -499,17 +513,27 @@ class JobLifecycle:
         num_times = self._num_deaths[rank] = self._num_deaths.get(rank, 0) + 1
         died = WorkerDeath(rank, code, rank in self.finished, self._why_killed.pop(rank, ""), num_times)
         # Once a rank has left, there is nobody for a replacement to take its state from, or to run with.
-        have_others_left = bool(self.finished or self.failures)
+        # Of a script's own group those that lose a peer leave too; all of them are started again.
+        lost_peer = [f for f in self.failures if f.kind == "peer" and self._has_own_group]
+        have_others_left = bool(self.finished or len(self.failures) > len(lost_peer))
         if num_times > self._restart.max_restarts or have_others_left:
             return self._end(died, now)
-        takes_all_back = self._restart.all_hold_parts or self._has_let_go
+        takes_all_back = self._restart.all_hold_parts or self._has_let_go or self._has_own_group
         if self.phase is JobPhase.LEAVING and (not self._alive or takes_all_back):
             return self._end(died, now)
         self._unrecovered = died
         if takes_all_back:
-            parts = self._restart.all_hold_parts
-            lost = StateLost((), num_times, rank, holds_parts=parts, has_let_go=not parts, died=died)
-            return self._begin_anew(lost, {rank: incarnation})
+            own, parts = self._has_own_group, self._restart.all_hold_parts and not self._has_own_group
+            lost = StateLost(
+                (),
+                num_times,
+                rank,
+                holds_parts=parts,
+                has_let_go=not parts and not own,
+                has_own_group=own,
+                died=died,
+            )
+            return self._begin_anew(lost)
         self.num_restarts += 1
         return [ReplaceWorker(died, incarnation + 1)]
 
@@ -520,7 +544,7 @@ class JobLifecycle:
         if self.phase is JobPhase.LEAVING and -code in LEAVE_SIGNALS.values():
             return True  # asked before its handler was in place
         if code == -signal.SIGKILL and self.finished and self._restart.max_restarts:
-            return True  # nobody leaves before all reach the script's end, so it had
+            return not self._has_own_group  # nobody else leaves before all reach the script's end, so it had
         return code == 0 and rank in self.finished
 
     def _server_exited(self, number: int, code: int, is_wanted: bool, now: float) -> list[Action]:
@@ -545,7 +569,7 @@ class JobLifecycle:
         lost = StateLost(lost.servers, self._num_losses, lost.rank)
         if self.phase is JobPhase.LEAVING or self._num_losses > 1 or not self._restart.max_restarts:
             return self._end(lost, now)
-        return self._begin_anew(lost, {})
+        return self._begin_anew(lost)
 
     def _let_go(self) -> list[Action]:
         if self._has_let_go or self._starting_anew:
@@ -554,13 +578,13 @@ class JobLifecycle:
         if not self._behind or self.phase is not JobPhase.RUNNING:
             return []
         # One was replaced a moment before this came to be known, and nobody may have what it needs.
-        return self._begin_anew(StateLost((), rank=min(self._behind), has_let_go=True), {})
+        return self._begin_anew(StateLost((), rank=min(self._behind), has_let_go=True))
 
-    def _begin_anew(self, lost: StateLost, dead: dict[int, int]) -> list[Action]:
+    def _begin_anew(self, lost: StateLost) -> list[Action]:
         # Those that live hold what is later than any checkpoint. They all go before any of them comes back: else one
         # that goes late would be lost anew, from the new group.
         self._starting_anew = RestartAll(
-            {rank: incarnation + 1 for rank, incarnation in (self._alive | dead).items()},
+            {rank: incarnation + 1 for rank, incarnation in self._incarnations.items()},
             {number: incarnation + 1 for number, incarnation in self._servers.items()},
         )
         self._suspicion = None
@@ -576,7 +600,7 @@ class JobLifecycle:
             return []
         anew, self._starting_anew = self._starting_anew, None
         assert anew is not None
-        self._has_let_go = False
+        self._has_let_go = self._has_own_group = False
         self.num_restarts += 1
         return [anew]
 

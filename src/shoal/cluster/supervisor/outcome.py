@@ -139,6 +139,8 @@ def lost_state(lost: StateLost) -> str:
     how = "died" if lost.died is None else how_it_ended(lost.died.code)
     if lost.died is not None and lost.died.why:
         how += f" ({lost.died.why})"
+    if lost.has_own_group:
+        return f"worker {lost.rank} {how}, and the script's own process group cannot go on without it"
     if lost.holds_parts:
         return f"worker {lost.rank} {how}, and nobody else held its part of the model"
     if lost.has_let_go:
@@ -267,9 +269,11 @@ def replacing_server(died: ServerDeath, max_restarts: int) -> str:
     return f"server {died.number} {how}{why}; replacing it ({died.num_times} of {max_restarts} times)"
 
 
-def going_back(lost: StateLost, checkpoint: Saved | None, reached: int) -> str:
+def going_back(lost: StateLost, checkpoint: Saved | None, reached: int, *, max_restarts: int) -> str:
     """Note that all processes restart, with the steps that are repeated."""
     what = lost_state(lost)
+    if lost.has_own_group:
+        return f"{what}; all workers run the script again from its top ({lost.num_times} of {max_restarts} times)"
     if checkpoint is None:
         return f"{what}. No checkpoint was written by this launch: the job begins anew" + (
             f", and repeats up to {reached} steps" if reached else ""

@@ -44,7 +44,7 @@ from shoal.cluster.worker.process import WorkerSpec
 from shoal.config.faults import Faults, Injector
 from shoal.errors import ClusterError
 from shoal.runtime import scratch
-from shoal.runtime.events import OWN_LOOP, RESULTS_LET_GO
+from shoal.runtime.events import OWN_LOOP, OWN_PROCESS_GROUP, RESULTS_LET_GO
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import (
     Failed,
@@ -147,10 +147,12 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._coordinator: CoordinatorHandle
         self._servers: ServerSupervision
+        self._master: socket.socket
 
     def supervise(self, inbox: SignalInbox) -> None:
         """Start everything, watch it, heed what comes to `inbox`, and return when all of it is gone."""
         with self._selector, self._warm.in_use(), self._keep_coordinator(), self._keep_servers():
+            self._master = _listen()
             self._selector.register(inbox, selectors.EVENT_READ, inbox)
             self._selector.register(self._warm, selectors.EVENT_READ)
             try:
@@ -221,6 +223,7 @@ class Supervisor:
             rank=rank,
             incarnation=incarnation,
             ways_in={"coordinator": self._coordinator.way_in, **self._servers.ways_in},
+            master=self._master,
             run=self._run,
             screen=self._display,
             warm=self._warm,
@@ -306,6 +309,8 @@ class Supervisor:
                 self._has_own_loop |= kind == OWN_LOOP
                 if kind == RESULTS_LET_GO:
                     self._feed(lifecycle.ResultsDropped(rank))
+                if kind == OWN_PROCESS_GROUP:
+                    self._feed(lifecycle.OwnGroupFormed(rank))
                 if kind == "exchanged":
                     self.outcome.exchange = told
                 if (fact := ledger_facts.of_event(kind, rank, told)) is not None:
@@ -435,11 +440,15 @@ class Supervisor:
         self._run.event(
             "went-back", servers=lost.servers, to_step=checkpoint.step if checkpoint else 0, from_step=reached
         )
-        self._display.note(outcomes.going_back(lost, checkpoint, reached))
+        self._display.note(
+            outcomes.going_back(lost, checkpoint, reached, max_restarts=self._restart.max_restarts)
+        )
 
     def _start_anew(self, ranks: dict[int, int], servers: dict[int, int]) -> None:
         job = replace(self._spec.job, resume=True)
         self._spec = msgspec.structs.replace(self._spec, job=job)
+        self._master.close()  # a store that served the former group has its keys
+        self._master = _listen()
         self._incarnations = []  # that all of them are new was said when they went
         self._servers.start_anew(servers)
         for rank, incarnation in sorted(ranks.items()):
@@ -489,3 +498,9 @@ class Supervisor:
                     self._turn(left_s)
         for worker in self._workers.values():
             worker.close()
+        self._master.close()
+
+
+def _listen() -> socket.socket:
+    """MASTER_PORT of the workers' environment: taken from the start, so that nobody else can have it before rank 0 serves it."""
+    return socket.create_server(("127.0.0.1", 0))

@@ -95,11 +95,12 @@ def start(
     rank: int,
     incarnation: int,
     ways_in: Mapping[str, int],
+    master: socket.socket,
     run: RunDirectory,
     screen: Screen,
     warm: WarmParent,
 ) -> WorkerHandle:
-    """Fork a worker. `spec` is rank 0's; `ways_in` lead to the coordinator and the servers.
+    """Fork a worker. `spec` is rank 0's; `ways_in` lead to the coordinator and the servers; `master` is for rank 0.
 
     A replacement begins with its output going to its log alone: it repeats
     what was done before. It has the real pipes beside it, for when it has caught up.
@@ -128,8 +129,13 @@ def start(
         worker.pid = warm.fork(
             "worker",
             title=f"shoal worker {rank} [{job.name}]",
-            spec=encode_spec(msgspec.structs.replace(spec, job=job)),
-            fds={**theirs, "status": their_status.fileno(), **ways_in},
+            spec=encode_spec(msgspec.structs.replace(spec, job=job, master_port=master.getsockname()[1])),
+            fds={
+                **theirs,
+                "status": their_status.fileno(),
+                **ways_in,
+                **({} if rank else {"master": master.fileno()}),
+            },
         )
     except BaseException:
         worker.close()

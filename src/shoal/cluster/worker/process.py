@@ -25,7 +25,7 @@ import msgspec
 
 from shoal.cluster.launch import threads
 from shoal.cluster.supervisor import failure
-from shoal.cluster.worker import session
+from shoal.cluster.worker import session, torchrun
 from shoal.cluster.worker.coordinator_client import CoordinatorClient, JobOver
 from shoal.config import job as jobs
 from shoal.config import placement
@@ -45,6 +45,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     script: str  # absolute
     args: list[str]
     num_threads: int
+    master_port: int  # of torchrun's variables
 
 
 def encode_spec(spec: WorkerSpec) -> bytes:
@@ -71,6 +72,7 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     try:
         _heed_signals()
         _enter(spec, job)
+        torchrun.watch(job, script=spec.script, port=spec.master_port, listener=fds.get("master"))
         # Kept to the end: what the script made must not be taken apart before the exit handlers have run.
         _kept = _run_with_the_others(spec.script, job)
         session.finished()
@@ -87,7 +89,9 @@ def _tell(error: BaseException, rank: int) -> int:
     """Report to the supervisor what ended the script; returns the exit code that goes with it."""
     if isinstance(error, SystemExit) and isinstance(error.code, str):
         print(error.code, file=sys.stderr)
-    told = failure.describe(error, rank=rank, stop=session.stop_requested())
+    told = failure.describe(
+        error, rank=rank, stop=session.stop_requested(), has_own_group=session.has_own_group()
+    )
     session.failed(told)
     return told.exit_code
 
@@ -95,6 +99,7 @@ def _tell(error: BaseException, rank: int) -> int:
 def _enter(spec: WorkerSpec, job: Job) -> None:
     os.environb.clear()
     os.environb.update(spec.env)
+    os.environ.update(torchrun.environment(job, spec.master_port))
     os.chdir(spec.cwd)
     threads.use(spec.num_threads)
     jobs.enter(job)
@@ -146,11 +151,15 @@ def _run_with_the_others(script: str, job: Job) -> dict[str, object]:
         return {}
     session.agree_through(client)
     script_globals: dict[str, object] = {}
+    has_left_early = False
     try:
         script_globals = runpy.run_path(script, run_name="__main__")
     except SystemExit as left:
         if failure.exit_code_of(left):
             raise  # sys.exit() without a reason is an ordinary end
+        has_left_early = not torchrun.has_stepped()  # after --help, say
+    if not has_left_early:
+        torchrun.refuse_undivided(job, script)
     session.end_script()
     return script_globals
 

@@ -24,6 +24,7 @@ import msgspec
 from shoal.cluster.ledger import entries as ledger_facts
 from shoal.cluster.ledger.entries import LedgerFact
 from shoal.cluster.worker.coordinator_client import CoordinatorClient, Regrouping
+from shoal.config import job as jobs
 from shoal.runtime import events
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport import framing as codec
@@ -52,6 +53,7 @@ class _Session:
     status: socket.socket | None = None
     client: CoordinatorClient | None = None
     regroup: Callable[[], None] | None = None
+    has_own_group: bool = False
     is_live: bool = True
     live_output: tuple[int, int] | None = None
     sink: Callable[[Progress], None] | None = None
@@ -116,6 +118,7 @@ def listen(sink: Callable[[Progress], None] | None) -> None:
 def begin_call(kind: str, detail: str) -> int:
     """Count a call into shoal, and wait until every rank makes the same one. The calls count from 1."""
     failpoint("worker: a call begins")
+    jobs.share()
     _session.num_calls += 1
     if (client := _session.client) is not None:
         _through_regroups(lambda: client.begin_call(_session.num_calls, kind, detail))
@@ -128,7 +131,8 @@ def end_script() -> None:
     failpoint("worker: script ended")
     for act in _session.at_end:
         act()
-    if (client := _session.client) is not None:
+    # The last work of a script with its own group is often one rank's alone, and takes as long as it takes.
+    if (client := _session.client) is not None and not _session.has_own_group:
         _through_regroups(lambda: client.end_script(_session.num_calls))
     live()
 
@@ -136,6 +140,17 @@ def end_script() -> None:
 def at_end(act: Callable[[], None]) -> None:
     """Call `act` when the script has ended, before waiting for the other ranks."""
     _session.at_end.append(act)
+
+
+def own_group() -> None:
+    """The script forms a process group of its own: the ranks meet there and not at calls into shoal."""
+    _session.has_own_group = True
+    live()
+
+
+def has_own_group() -> bool:
+    """Whether the script has formed a process group of its own."""
+    return _session.has_own_group
 
 
 def enter_view(*, view_left: int, finished: int, waited_s: float = 0.0, waited_in: str = "") -> ViewFormed:

@@ -119,7 +119,7 @@ def say_where(what: str, placed: CachePlacement, directory: Any) -> None:
         because=placed.why,
         directory=str(directory) if placed.disk_bytes else None,
     )
-    if placed.disk_bytes and jobs.rank() == 0:
+    if placed.disk_bytes and jobs.current().rank == 0:
         print(f"shoal: the cache of {what} is {where}, because {placed.why}", file=sys.stderr)
 
 

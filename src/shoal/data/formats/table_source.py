@@ -220,7 +220,7 @@ def open_row_stream(
         reason=reason,
         consequence=consequence,
     )
-    if jobs.rank() == 0:
+    if jobs.current().rank == 0:
         print(
             f"shoal: {reason}, {packed[0].url} the first of them, so this is a stream: {consequence}; unpacked, or as "
             "Parquet, it can be shuffled, split and resumed anywhere",

@@ -78,7 +78,7 @@ def map_reduce(
     )
     root = Path(arguments.directory("map_reduce(directory=)", directory)) if directory is not None else None
     own = cached(identity, root) if identity is not None else None
-    is_in_cache = own is not None and jobs.current().num_hosts == 1
+    is_in_cache = jobs.share().num_hosts == 1 and own is not None
     if own is not None and is_in_cache:
         shared = own
     elif identity is not None:

@@ -349,7 +349,7 @@ class ProcessPool:
         what, indices = self._describe(task)
         raise ReaderStuck(
             reader=process,
-            rank=jobs.rank(),
+            rank=jobs.current().rank,
             what=what,
             indices=indices,
             waited_s=self._config.timeout_s,

@@ -394,7 +394,7 @@ def connect() -> Kv:
     For scripts launched with servers: `shoal run -n 2 --servers 2 --strategy ps:async script.py`. Every worker
     connects equally often and in the same order.
     """
-    job = jobs.current()
+    job = jobs.share()
     name = strategies.parse(job.strategy)
     launch = "launch the script with `shoal run -n 2 --servers 2 --strategy ps:async SCRIPT`"
     if not job.launched or not job.servers:

@@ -1,0 +1,157 @@
+"""torchrun's contract in a worker: its environment variables and its store.
+
+A script that calls `torch.distributed.init_process_group` runs under `shoal
+run` as under torchrun. One that neither does so nor divides its work through
+shoal would be run once per worker, with the same result each time: it is
+refused at its first optimizer step, or else at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlparse
+
+from shoal.cluster.worker import session
+from shoal.config import job as jobs
+from shoal.config.job import Job
+from shoal.config.launchers import TORCHELASTIC_RUN_ID
+from shoal.errors import NotDistributed
+from shoal.runtime import events
+
+if TYPE_CHECKING:  # the supervisor, which has no torch, knows this module through the worker's spec
+    from torch.distributed import TCPStore
+
+HOST = "127.0.0.1"
+
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+_store: TCPStore | None = None
+"""The server half, in rank 0, for as long as the process lives: a script may form its group more than once."""
+
+_has_stepped = False
+
+
+def environment(job: Job, port: int) -> dict[str, str]:
+    """The variables that torchrun sets, for this worker."""
+    return {
+        "RANK": str(job.rank),
+        "WORLD_SIZE": str(job.num_workers),
+        "LOCAL_RANK": str(job.rank),
+        "LOCAL_WORLD_SIZE": str(job.num_workers),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": TORCHELASTIC_RUN_ID,  # Lightning's sign of torchrun
+    }
+
+
+def watch(job: Job, *, script: str, port: int, listener: int | None) -> None:
+    """Notice how the script divides its work. `listener` is the socket of MASTER_PORT, where this rank serves it."""
+    _watch_rendezvous(port, listener)
+    if job.num_workers > 1:
+        os.environ.__class__ = _WatchedEnvironment
+        _refuse_at_first_step(job, script)
+
+
+def refuse_undivided(job: Job, script: str, *, at_end: bool = True) -> None:
+    """Refuse a script that has divided nothing among several workers."""
+    if job.num_workers > 1 and not jobs.is_shared():
+        raise NotDistributed(script=script, num_workers=job.num_workers, at_end=at_end)
+
+
+def has_stepped() -> bool:
+    """Whether an optimizer of the script's has made a step."""
+    return _has_stepped
+
+
+def _watch_rendezvous(port: int, listener: int | None) -> None:
+    # Whoever forms a group comes through here: the script, DeviceMesh, Accelerate, Lightning. shoal's own groups do not.
+    from torch.distributed import distributed_c10d
+
+    original = distributed_c10d.rendezvous
+
+    def meet(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
+        _tell_own_group()
+        # Before gloo looks: otherwise it takes the interface that the host's name leads to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        asked = urlparse(url)
+        asked_port = os.environ.get("MASTER_PORT") if asked.scheme == "env" else str(asked.port)
+        with _served(port, listener) if asked_port == str(port) else contextlib.nullcontext():
+            found = next(original(url, rank, world_size, **options))
+        yield found
+
+    distributed_c10d.rendezvous = meet
+
+
+@contextlib.contextmanager
+def _served(port: int, listener: int | None) -> Iterator[None]:
+    """Serve the store on the supervisor's loopback socket, and have torch connect to it and not open one on all interfaces."""
+    global _store
+    from torch.distributed import TCPStore
+
+    if listener is not None and _store is None:
+        _store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+    os.environ[_AGENT_STORE] = "True"
+    try:
+        yield
+    finally:
+        del os.environ[_AGENT_STORE]
+
+
+def _tell_own_group() -> None:
+    jobs.share()
+    if not session.has_own_group():
+        session.own_group()
+        events.emit(events.OWN_PROCESS_GROUP)
+
+
+def _refuse_at_first_step(job: Job, script: str) -> None:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    before = set(sys.modules)
+
+    def decide(optimizer: object, args: Any, options: Any) -> None:
+        global _has_stepped
+        _has_stepped = True
+        handle.remove()
+        of_script = [module for name, module in list(sys.modules.items()) if name not in before]
+        if not any(
+            map(_imports_shoal, [sys.modules["__main__"], *of_script])
+        ):  # one that does may come to it later
+            refuse_undivided(job, script, at_end=False)
+
+    handle = register_optimizer_step_pre_hook(decide)
+
+
+def _imports_shoal(module: ModuleType) -> bool:
+    for value in list(getattr(module, "__dict__", {}).values()):
+        named = value if isinstance(value, ModuleType | FunctionType | type) else type(value)
+        home = named.__name__ if isinstance(named, ModuleType) else named.__module__
+        if str(home).partition(".")[0] == "shoal":
+            return True
+    return False
+
+
+class _WatchedEnvironment(type(os.environ)):  # type: ignore[misc]  # os._Environ, by no public name
+    """Notices that the script's own code reads its rank: it divides its work by itself."""
+
+    __module__ = "os"  # where a script gets it from
+
+    RANKS: ClassVar = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
+
+    def __getitem__(self, key: str) -> str:
+        if key in self.RANKS and not jobs.is_shared() and _is_read_by_script():
+            jobs.share()
+        return str(super().__getitem__(key))
+
+
+def _is_read_by_script() -> bool:
+    """Not by a library: many look for a rank only to decide who prints."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith("<frozen"):
+        frame = frame.f_back
+    return not {"site-packages", "dist-packages"} & set(frame.f_code.co_filename.split(os.sep))
