@@ -13,7 +13,7 @@ from itertools import pairwise
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
-from shoal.errors import ShoalError
+from shoal.errors import OtherLauncher, ShoalError
 
 _SHOAL = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _RUNPY = "<frozen runpy>"
@@ -77,6 +77,10 @@ def hide_ours_from_plain_python() -> None:
 
 
 def _print_uncaught(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
+    if isinstance(error, OtherLauncher):
+        # Every process of that launcher says it: the paragraph, and no traceback. Python leaves with this code.
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code)
     hide_ours(error)
     sys.__excepthook__(kind, error, error.__traceback__)
 

@@ -34,7 +34,7 @@ from shoal.cluster.supervisor.outcome import JobOutcome, error_of, summary_of
 from shoal.cluster.supervisor.supervisor import SignalInbox, Supervisor
 from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.cluster.worker.process import WorkerSpec
-from shoal.config import exchange_rule, parallel_options
+from shoal.config import exchange_rule, launchers, parallel_options
 from shoal.config import strategy as strategies
 from shoal.config.job import Job
 from shoal.config.launch import LaunchConfig, RunConfig, Versions
@@ -78,6 +78,7 @@ def launch(
     are where output goes instead of this process's own. `set_title` renames
     this process, for a command line that is nothing else.
     """
+    launchers.refuse_others()
     cores = available_cores()
     described = _describe(config, cores)
     refuse_without_room(config, cores)
