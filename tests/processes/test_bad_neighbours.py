@@ -238,6 +238,7 @@ def test_the_journal_of_an_earlier_launch_is_not_taken_for_this_ones(
         """),
         workers=2,
         name="mine",
+        resume=True,
     )
     assert done.exit_code == 3
     assert "it belongs to launch 1 of this run, and this is launch 2" in str(done.error)

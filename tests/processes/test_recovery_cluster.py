@@ -32,7 +32,7 @@ import psutil, shoal
 from shoal.cluster.worker import session
 from shoal.config import job as jobs
 
-job = jobs.current()
+job = jobs.share()
 first = job.incarnation == 0
 
 def die(signum=signal.SIGKILL):
@@ -664,10 +664,10 @@ def test_a_damaged_journal_of_an_ended_run_is_refused_before_anything_starts(
     (done.run_dir / "journal.sqlite").write_bytes(b"no database" * 500)
     summary = done.summary
     with pytest.raises(RunDirectoryError, match="move it away and go on with `shoal resume`"):
-        launch_script("", name="mine")
+        launch_script("", name="mine", resume=True)
     assert done.summary == summary
     (done.run_dir / "journal.sqlite").unlink()
-    assert launch_script("", name="mine").exit_code == 0
+    assert launch_script("", name="mine", resume=True).exit_code == 0
 
 
 def test_a_job_whose_supervisor_was_killed_goes_on_from_its_newest_checkpoint_to_the_same_bits(

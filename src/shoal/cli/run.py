@@ -29,6 +29,7 @@ EXAMPLES = (
     "  shoal run train.py                          one process\n"
     "  shoal run -n 4 train.py --lr 0.1            four workers; --lr is the script's\n"
     "  shoal run -n 4 --name click train.py        in runs/click\n"
+    "  shoal run -n 4 --name click --again train.py        anew; the former run is kept as runs/click.1\n"
     "  shoal run -n 2 --servers 2 --strategy ps train.py   two servers hold the weights"
 )
 
@@ -67,6 +68,16 @@ def run(
             "--name", metavar="NAME", help="Name of the run.", show_default="the script's, numbered"
         ),
     ] = None,
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again", help="Start anew under a --name that was used; that run is kept as NAME.1, NAME.2 ..."
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Start anew under a --name that was used; that run is removed."),
+    ] = False,
     run_dir: RunDir = Path("runs"),
     seed: Annotated[
         int | None,
@@ -114,6 +125,8 @@ def run(
         servers=servers,
         replicas=replicas,
         name=name,
+        again=again,
+        overwrite=overwrite,
         run_dir=str(run_dir),
         seed=seed,
         step_timeout_s=step_timeout,

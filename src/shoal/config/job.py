@@ -157,9 +157,14 @@ def current() -> Job:
     """The job of this process; rank 0 of 1 when nobody launched it."""
     global _current
     if _current is None:
-        script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "python"
         launchers.refuse_others()
-        _current = Job(name=script or "python", run_dir=Path("runs") / (script or "python"))
+        script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "python"
+        run_dir = Path("runs") / (script or "python")
+        while (
+            run_dir / "config.json"
+        ).exists():  # of `shoal run --name`: its checkpoints and metrics are its own
+            run_dir = run_dir.with_name(f"{run_dir.name}-python")
+        _current = Job(name=run_dir.name, run_dir=run_dir)
     return _current
 
 

@@ -56,6 +56,12 @@ class LaunchConfig(ParallelOptions):
     name: str | None = None
     """Name of the run. None: the script's name and the first free number."""
 
+    again: bool = False
+    """Where there is a run of this name: keep it aside as NAME.1, NAME.2 ... and start anew."""
+
+    overwrite: bool = False
+    """Where there is a run of this name: remove it and start anew."""
+
     run_dir: str = "runs"
     """Where run directories are made."""
 
@@ -120,6 +126,15 @@ class LaunchConfig(ParallelOptions):
             raise ConfigError(
                 f"'{self.name}' cannot name a run: it becomes a folder's name. Nothing was started; use --run-dir for "
                 "the place and --name for the name."
+            )
+        if self.again and self.overwrite:
+            raise ConfigError(
+                "--again keeps the former run of this name and --overwrite removes it. Nothing was started; give one of them."
+            )
+        if (self.again or self.overwrite) and (self.name is None or self.resume):
+            raise ConfigError(
+                f"--{'again' if self.again else 'overwrite'} is said of a run that starts anew under its --name. Nothing was "
+                "started; runs without one are numbered, and none is in the way of another."
             )
         try:
             "\0".join([self.script, *self.args, self.name or "", self.run_dir]).encode()

@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,8 +32,10 @@ def config(script: str = "/work/train.py") -> RunConfig:
     )
 
 
-def claim(base: Path, name: str | None = None, script: str = "/work/train.py") -> RunDirectory:
-    return RunDirectory.claim(base, name=name, config=config(script))
+def claim(
+    base: Path, name: str | None = None, script: str = "/work/train.py", **options: bool
+) -> RunDirectory:
+    return RunDirectory.claim(base, name=name, config=config(script), **options)
 
 
 def test_runs_are_numbered_by_the_first_free_number(tmp_path: Path) -> None:
@@ -71,28 +75,70 @@ def test_what_was_launched_can_be_read_again(tmp_path: Path) -> None:
         }
 
 
-def test_a_live_run_is_refused_and_an_ended_one_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["again", "overwrite", None])
+def test_a_live_run_is_refused_and_an_ended_one_is_gone_on_with(tmp_path: Path, option: str | None) -> None:
     with claim(tmp_path, "mine") as run:
         assert is_alive(run.path)
         with pytest.raises(RunDirectoryError, match="still alive") as refused:
-            claim(tmp_path, "mine")
+            claim(tmp_path, "mine", **({option: True} if option else {}))
         with pytest.raises(RunDirectoryError, match="still alive"):
             RunDirectory.reopen(run.path, config())
         assert refused.value.path == str(run.path)
     assert not is_alive(run.path)
-    with claim(tmp_path, "mine"):
-        pass
     with RunDirectory.reopen(run.path, config()):
         pass
 
 
-def test_a_run_of_another_script_is_refused_and_untouched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["/work/train.py", "/work/other.py"])
+def test_a_name_is_one_run(tmp_path: Path, script: str) -> None:
     with claim(tmp_path, "mine"):
         pass
+    (tmp_path / "mine.1").mkdir()
     before = (tmp_path / "mine" / "config.json").read_bytes()
-    with pytest.raises(RunDirectoryError, match="another job"):
-        claim(tmp_path, "mine", script="/work/other.py")
+    with pytest.raises(
+        RunDirectoryError, match=r"train\.py --lr 0\.1, started 19.*keeps it as mine\.2"
+    ) as refused:
+        claim(tmp_path, "mine", script=script)
+    assert refused.value.exit_code == 2
     assert (tmp_path / "mine" / "config.json").read_bytes() == before
+
+
+def test_a_name_is_used_again_with_the_former_run_kept_aside(tmp_path: Path) -> None:
+    for number in range(3):
+        with claim(tmp_path, "mine", again=True) as run:
+            (run.path / "metrics.jsonl").write_text(str(number))
+    assert sorted(os.listdir(tmp_path)) == ["mine", "mine.1", "mine.2"]
+    written = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("mine.1", "mine.2", "mine")]
+    assert written == ["0", "1", "2"]
+
+
+def test_a_name_is_used_again_with_the_former_run_removed(tmp_path: Path) -> None:
+    with claim(tmp_path, "mine") as run:
+        (run.path / "metrics.jsonl").touch()
+    with claim(tmp_path, "mine", overwrite=True) as run:
+        assert not (run.path / "metrics.jsonl").exists()
+    assert os.listdir(tmp_path) == ["mine"]
+
+
+@pytest.mark.parametrize("option", ["again", "overwrite"])
+def test_a_folder_that_is_no_run_is_neither_moved_nor_removed(tmp_path: Path, option: str) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        claim(tmp_path, "photos", **{option: True})
+    assert os.listdir(tmp_path / "photos") == ["cat.jpg"]
+
+
+@pytest.mark.parametrize("other", [{"script": "/work/other.py"}, {"args": ["--lr", "0.2"]}])
+def test_a_run_is_gone_on_with_by_its_own_script_and_arguments_alone(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    with claim(tmp_path, "mine") as run:
+        pass
+    before = (run.path / "config.json").read_bytes()
+    with pytest.raises(RunDirectoryError, match="another job"):
+        RunDirectory.reopen(run.path, replace(config(), **other))
+    assert (run.path / "config.json").read_bytes() == before
 
 
 def test_a_folder_that_is_no_run_is_refused_and_untouched(tmp_path: Path) -> None:
@@ -152,11 +198,11 @@ def test_a_disk_that_takes_no_more_events_does_not_end_a_job(
         run.event("saved")
 
 
-def test_a_new_run_in_an_old_directory_has_no_summary_yet(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_has_no_summary_yet(tmp_path: Path) -> None:
     with claim(tmp_path, "mine") as run:
         run.write_summary({"exit": 0, "loss": float("nan")})
         assert (run.path / "summary.json").read_text() == '{"exit":0,"loss":null}'
-    with claim(tmp_path, "mine") as run:
+    with RunDirectory.reopen(run.path, config()) as run:
         assert not (run.path / "summary.json").exists()
 
 

@@ -14,6 +14,8 @@ import secrets
 import shutil
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -39,7 +41,7 @@ from shoal.config import strategy as strategies
 from shoal.config.job import Job
 from shoal.config.launch import LaunchConfig, RunConfig, Versions
 from shoal.config.parallel_options import as_typed, kept_of, options_of
-from shoal.errors import ClusterError, ConfigError, ScriptNotFound, ShoalError
+from shoal.errors import ClusterError, ConfigError, ScriptFailed, ScriptNotFound, ShoalError
 from shoal.runtime import scratch
 
 __all__ = ["LaunchConfig", "RunResult", "launch", "resume_config", "run"]
@@ -72,7 +74,8 @@ def launch(
 ) -> RunResult:
     """Run a job to its end, with this process as its supervisor.
 
-    Raises ConfigError for what cannot be started. Once started, whatever
+    Raises ConfigError for what cannot be started, and ScriptFailed for a
+    script that cannot be compiled. Once started, whatever
     happens to the job is in the result, and none of its processes is left.
     `warm` is a warm parent to use and to leave alive; `stdout` and `stderr`
     are where output goes instead of this process's own. `set_title` renames
@@ -131,7 +134,7 @@ def resume_config(
     path = Path(run).absolute()
     before = read_config(path)
     num_workers = before.workers if workers is None else workers
-    if strategy is None or strategy == before.strategy:
+    if strategy is None or strategy.lower() == before.strategy:
         said = {
             # What was chosen by the number of workers is chosen again.
             "strategy": None if before.strategy == "single" else before.strategy,
@@ -222,8 +225,12 @@ def _run_job(
         exit_code = outcome.lifecycle.exit_code
     except ClusterError as failed:  # of the launching itself: nothing of the script's
         error = failed
+    except OSError as failed:
+        error = ClusterError(
+            f"the supervisor of {_shown(run.path)} was refused something it needs: {failed}. Its processes were ended. "
+            f"What was saved is safe: once that is put right, go on with `shoal resume {_shown(run.path)}`."
+        )
     finally:
-        display.close()
         shutil.rmtree(scratch_path, ignore_errors=True)
         summary = summary_of(
             outcome,
@@ -237,6 +244,7 @@ def _run_job(
         )
         run.event("job-ended", exit=exit_code)
         run.write_summary(summary)
+        display.close()  # last: it waits for whoever reads the output
     return RunResult(exit_code=exit_code, run_dir=run.path, summary=summary, error=error)
 
 
@@ -252,6 +260,7 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         guess = get_close_matches(name, scripts, n=1)
         here = os.path.dirname(config.script)
         raise ScriptNotFound(script=config.script, guess=os.path.join(here, guess[0]) if guess else None)
+    _refuse_syntax_error(script)
     return RunConfig(
         script=script,
         args=list(config.args),
@@ -276,6 +285,21 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
     )
 
 
+def _refuse_syntax_error(script: str) -> None:
+    """Found here it costs milliseconds; found by a worker, the import of torch and a run directory."""
+    if not script.endswith(".py"):
+        return
+    try:
+        with open(script, "rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the worker shows them
+            compile(file.read(), script, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        told = "".join(traceback.format_exception_only(error))
+        raise ScriptFailed(rank=0, traceback=told) from None
+    except OSError:
+        return  # the worker says why it cannot be read
+
+
 def _exchange_rule(config: LaunchConfig) -> str:
     if config.exchange != "auto":
         return ""
@@ -289,7 +313,13 @@ def _open_run(config: LaunchConfig, described: RunConfig) -> RunDirectory:
         if config.name is None:
             raise ConfigError("resume needs the name of the run to go on with. Nothing was started.")
         return RunDirectory.reopen(Path(config.run_dir).absolute() / config.name, described)
-    return RunDirectory.claim(Path(config.run_dir), name=config.name, config=described)
+    return RunDirectory.claim(
+        Path(config.run_dir),
+        name=config.name,
+        config=described,
+        again=config.again,
+        overwrite=config.overwrite,
+    )
 
 
 def _first_words(run: RunDirectory, described: RunConfig, cores: int) -> str:

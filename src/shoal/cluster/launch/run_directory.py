@@ -21,7 +21,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
+import shlex
+import shutil
 import time
 from pathlib import Path
 from types import TracebackType
@@ -52,11 +55,19 @@ class RunDirectory:
         return self.path.name
 
     @classmethod
-    def claim(cls, base: Path, *, name: str | None, config: RunConfig) -> RunDirectory:
+    def claim(
+        cls,
+        base: Path,
+        *,
+        name: str | None,
+        config: RunConfig,
+        again: bool = False,
+        overwrite: bool = False,
+    ) -> RunDirectory:
         """A directory for a new job: `<base>/<name>`, or the script's name with the first free number.
 
-        A name that an ended job of the same script used may be used again:
-        its checkpoints stay where `resume="auto"` finds them.
+        A name is one run. Where it is taken, `again` moves the former run
+        aside, to `<name>.1` or the next free number; `overwrite` removes it.
         """
         base = base.absolute()
         _make_base(base)
@@ -64,6 +75,8 @@ class RunDirectory:
         is_new = name is None
         if not is_new:
             try:
+                if path.is_dir() and not _is_blank(path):
+                    cls._make_way(path, again=again, overwrite=overwrite)
                 path.mkdir()
                 is_new = True
             except FileExistsError:
@@ -71,8 +84,6 @@ class RunDirectory:
             except OSError as error:
                 raise _unwritable(path, error) from None
         try:
-            if not is_new:
-                _refuse_other_job(path, config.script)
             run = cls._lock(path)
         except BaseException:
             if is_new:
@@ -83,8 +94,35 @@ class RunDirectory:
     @classmethod
     def reopen(cls, path: Path, config: RunConfig) -> RunDirectory:
         """Directory of an ended job, to continue it."""
-        _refuse_other_job(path, config.script)
+        if not _is_blank(path):
+            _refuse_other_job(path, config)
         return cls._lock(path)._filled(config, is_new=False)
+
+    @classmethod
+    def _make_way(cls, path: Path, *, again: bool, overwrite: bool) -> None:
+        """Move an ended run out of the way of a new one of its name, as far as that was asked for."""
+        before = read_config(path)
+        aside = next(
+            free for k in itertools.count(1) if not (free := path.with_name(f"{path.name}.{k}")).exists()
+        )
+        with cls._lock(path):  # an ended one; and nobody goes on with it meanwhile
+            if again:
+                path.rename(aside)
+            elif overwrite:
+                # First under another name: a removal that is cut short must not leave half a run under this one.
+                removed = path.with_name(f".{aside.name}.removed")
+                shutil.rmtree(removed, ignore_errors=True)  # of an earlier removal that was cut short
+                path.rename(removed)
+                shutil.rmtree(removed)
+            else:
+                typed = shlex.join([os.path.basename(before.script), *before.args])
+                began = time.strftime("%Y-%m-%d %H:%M", time.localtime(before.started))
+                raise RunDirectoryError(
+                    f"there is a run {path} already: {typed}, started {began}. Nothing was started, and nothing in it was "
+                    f"touched. `shoal resume {path}` goes on with it; --again starts anew and keeps it as {aside.name}, "
+                    "--overwrite removes it; or choose another --name.",
+                    path=str(path),
+                )
 
     @classmethod
     def _lock(cls, path: Path) -> RunDirectory:
@@ -256,14 +294,13 @@ def _is_blank(path: Path) -> bool:
     return path.is_dir() and set(os.listdir(path)) <= files
 
 
-def _refuse_other_job(path: Path, script: str) -> None:
-    if _is_blank(path):
-        return
-    theirs = read_config(path).script
-    if theirs != script:
+def _refuse_other_job(path: Path, config: RunConfig) -> None:
+    before = read_config(path)
+    theirs, ours = [before.script, *before.args], [config.script, *config.args]
+    if theirs != ours:
         raise RunDirectoryError(
-            f"{path} is the run directory of another job: it ran {theirs}, not {script}. Nothing in it was touched; "
-            "choose another --name.",
+            f"{path} is the run directory of another job: it ran {shlex.join(theirs)}, not {shlex.join(ours)}. Nothing in it "
+            "was touched; go on with it as it was, or choose another --name.",
             path=str(path),
         )
 
