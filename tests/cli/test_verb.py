@@ -21,6 +21,11 @@ from shoal.errors import ConfigError, Interrupted, ScriptFailed
         (["verify", "x.py", "-n", "2", "--step", "3"], "No such option: --step. Did you mean '--steps'?"),
         (["status", "--jsn"], "No such option: --jsn. Did you mean '--json'?"),
         (["run", "-strategy", "ddp", "x.py"], "No such option: -strategy. Did you mean '--strategy'?"),
+        (["launch", "x.py"], "No such command 'launch'. Did you mean 'run'?"),
+        (["train", "x.py"], "No such command 'train'. Did you mean 'run'?"),
+        (["run", "--nproc-per-node", "2", "x.py"], "No such option: --nproc-per-node. Did you mean '-n'?"),
+        (["run", "--nproc_per_node=2", "x.py"], "No such option: --nproc_per_node. Did you mean '-n'?"),
+        (["run", "--num_processes", "2", "x.py"], "No such option: --num_processes. Did you mean '-n'?"),
         (["doctor", "-z"], "No such option: -z."),
     ],
 )

@@ -116,3 +116,8 @@ def test_a_mesh_with_too_few_devices_is_on_the_cpu_as_one(monkeypatch: pytest.Mo
         assert placed.devices == devices
         assert ("of one kind" in placed.notes[-1]) == (strategy == "tp")
     placement._placed.cache_clear()
+
+
+def test_a_gpu_is_what_torch_calls_cuda() -> None:
+    assert place("gpu", num_workers=2, visible={"cuda": 2}).devices == ("cuda:0", "cuda:1")
+    assert place("GPU:1,cpu", num_workers=2, visible={"cuda": 2}).devices == ("cuda:1", "cpu")

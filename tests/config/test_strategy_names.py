@@ -8,7 +8,15 @@ from shoal.errors import ConfigError, UnknownStrategy
 
 @pytest.mark.parametrize(
     ("strategy", "num_workers", "chosen"),
-    [(None, 1, "single"), (None, 4, "ddp"), ("ddp", 1, "ddp"), ("ddp", 3, "ddp"), ("single", 1, "single")],
+    [
+        (None, 1, "single"),
+        (None, 4, "ddp"),
+        ("ddp", 1, "ddp"),
+        ("ddp", 3, "ddp"),
+        ("single", 1, "single"),
+        ("DDP", 2, "ddp"),
+        ("FSDP=2,TP=2", 4, "fsdp=2,tp=2"),
+    ],
 )
 def test_the_strategy_follows_the_wish_or_the_workers(
     strategy: str | None, num_workers: int, chosen: str
@@ -62,7 +70,6 @@ def test_every_listed_name_means_something() -> None:
         ("ps:stale", "ps:stale-ok"),
         ("ps:hybrid,sssp=2", "ps:hybrid,ssp=2"),
         ("ps:", "ps"),
-        ("TP", "tp"),
         ("ps:ssp=-1", "ps:ssp=1"),
         ("ps:ssp=1 ", "ps:ssp=1"),
     ],

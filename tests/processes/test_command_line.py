@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -18,10 +19,12 @@ Shoal = Callable[..., subprocess.CompletedProcess[str]]
 def shoal(tmp_path: Path) -> Shoal:
     """`shoal(*words)` in a folder of its own, where `train.py` is `script`."""
 
-    def run(*words: str, script: str = "") -> subprocess.CompletedProcess[str]:
+    def run(*words: str, script: str = "", num_files: int | None = None) -> subprocess.CompletedProcess[str]:
         if script:
             (tmp_path / "train.py").write_text(textwrap.dedent(script))
         command = [sys.executable, "-m", "shoal", *words]
+        if num_files is not None:
+            command = ["sh", "-c", f'ulimit -n {num_files}; exec "$@"', "sh", *command]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
 
     return run
@@ -78,6 +81,10 @@ def test_resume_goes_on_from_the_newest_checkpoint_with_other_workers(shoal: Sho
     assert (status["state"], status["workers"]) == ("failed", 2)
     assert status["checkpoint"].endswith("step-000000010")
 
+    taken = shoal("run", "-n", "2", "--name", "click", "train.py", "--lr", "0.2")
+    assert taken.returncode == 2
+    assert "--again starts anew" in taken.stderr
+
     second = shoal("resume", "click", "-n", "3")
     assert second.returncode == 0, second.stderr
     assert "trained on 3 to step 20" in second.stdout
@@ -103,3 +110,21 @@ def test_verify_is_a_process_with_an_exit_code(shoal: Shoal) -> None:
     done = shoal("verify", "train.py", "-n", "2", "--strategy", "ddp", "--steps", "5", script=script)
     assert done.returncode == 0, done.stderr
     assert "equal: ddp on 2 workers computes what one process does" in done.stdout
+
+
+def test_the_number_of_open_files_that_is_asked_for_is_enough(shoal: Shoal) -> None:
+    script = """
+        import torch, shoal
+        from torch import nn
+
+        trainer = shoal.Trainer(nn.Linear(4, 1), loss=nn.MSELoss())
+        trainer.fit(shoal.Dataset.from_arrays((torch.randn(64, 4), torch.randn(64, 1))).batch(16), max_steps=4)
+        print("step", trainer.step)
+    """
+    launch = ["run", "-n", "2", "--servers", "2", "--strategy", "ps", "--step-timeout", "60", "train.py"]
+    refused = shoal(*launch, script=script, num_files=126)
+    assert refused.returncode == 2
+    asked_for = re.search(r"ulimit\s+-n\s+(\d+)", refused.stderr)
+    assert asked_for is not None, refused.stderr
+    trained = shoal(*launch, num_files=int(asked_for[1]))
+    assert (trained.returncode, trained.stdout) == (0, "step 4\n"), trained.stderr

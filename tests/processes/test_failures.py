@@ -64,10 +64,12 @@ def test_the_users_traceback_begins_at_the_users_script(launch_script: Launch, t
 def test_a_syntax_error_shows_its_line_and_nothing_of_the_launcher(
     launch_script: Launch, tmp_path: Path
 ) -> None:
-    done = launch_script("def f(:\n", workers=2)
-    assert isinstance(done.error, ScriptFailed)
-    assert done.error.traceback.startswith(f'  File "{tmp_path / "script.py"}", line 1\n')
-    assert done.error.traceback.endswith("SyntaxError: invalid syntax\n")
+    with pytest.raises(ScriptFailed) as failed:
+        launch_script("def f(:\n", workers=2)
+    assert failed.value.exit_code == 1
+    assert failed.value.traceback.startswith(f'  File "{tmp_path / "script.py"}", line 1\n')
+    assert failed.value.traceback.endswith("SyntaxError: invalid syntax\n")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_failure_on_one_rank_ends_the_others_wherever_they_wait(launch_script: Launch) -> None:
@@ -225,9 +227,11 @@ def test_a_run_directory_of_another_job_or_of_a_live_one_is_refused(
     other = tmp_path / "other.py"
     other.touch()
     assert launch_script("print('mine')", name="mine").exit_code == 0
-    with pytest.raises(RunDirectoryError, match="another job"):
+    with pytest.raises(RunDirectoryError, match="there is a run"):
         launch_script(other, name="mine")
-    assert launch_script("print('mine again')", name="mine").stdout == "mine again\n"
+    with pytest.raises(RunDirectoryError, match="another job"):
+        launch_script(other, name="mine", resume=True)
+    assert launch_script("print('mine again')", name="mine", again=True).stdout == "mine again\n"
     inner = launch_script(
         """
         import sys
@@ -239,5 +243,44 @@ def test_a_run_directory_of_another_job_or_of_a_live_one_is_refused(
             print(error)
         """,
         name="mine",
+        overwrite=True,
     )
     assert "is still alive" in inner.stdout
+
+
+def test_a_death_by_a_real_time_signal_is_named_and_the_worker_replaced(launch_script: Launch) -> None:
+    done = launch_script(
+        """
+        import os, shoal
+        from pathlib import Path
+        if shoal.rank() == 1 and not Path("killed").exists():
+            Path("killed").touch()
+            os.kill(os.getpid(), 40)
+        """,
+        workers=3,
+    )
+    assert done.exit_code == 0, done.error
+    assert "worker 1 was killed by SIGRTMIN+6" in done.stderr
+
+
+def test_a_run_directory_removed_under_a_job_restarts_nothing_while_it_ends(
+    launch_script: Launch, tmp_path: Path
+) -> None:
+    done = launch_script(
+        """
+        import os, shoal, shutil, signal
+        from pathlib import Path
+        with open("started", "a") as file:
+            print(shoal.rank(), file=file)
+        if shoal.rank() == 1:
+            shutil.rmtree("runs", ignore_errors=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        workers=3,
+        max_restarts=2,
+    )
+    assert isinstance(done.error, WorkerDied)
+    assert done.exit_code == 3
+    assert "3 times without the job getting ahead" in str(done.error)
+    assert (tmp_path / "started").read_text().split().count("1") == 3
+    assert "Traceback" not in done.stderr

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
 import signal
 import subprocess
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,8 @@ import psutil
 import pytest
 from launched import Launched
 
-from shoal.cluster.launch.api import resume_config
+from shoal.cluster.launch.api import LaunchConfig, RunResult, launch, resume_config
+from shoal.cluster.supervisor.forkserver_client import WarmParent
 from shoal.errors import Interrupted
 from waiting import wait_until
 
@@ -221,3 +224,68 @@ def test_a_killed_supervisor_leaves_no_process(
     assert not alive
     again = resume_config(tmp_path / "runs" / "mine", workers=1)
     assert (again.resume, again.workers, again.script) == (True, 1, str(tmp_path / "script.py"))
+
+
+PRINTS = """
+    import time
+    for number in range({num_mib}):
+        print("x" * (1 << 20))
+    time.sleep({then_s})
+"""
+
+
+def launch_into(stdout: int, warm_parent: WarmParent, folder: Path, script: str) -> RunResult:
+    (folder / "script.py").write_text(textwrap.dedent(script))
+    config = LaunchConfig(script=str(folder / "script.py"), run_dir=str(folder / "runs"), quiet=True)
+    with open(stdout, "wb") as stream:
+        return launch(config, warm=warm_parent, stdout=stream, stderr=io.BytesIO())
+
+
+def has_read(folder: Path, num_mib: int) -> bool:
+    """Whether the supervisor has read so much from its worker."""
+    return wait_until(
+        lambda: (folder / "runs/script-1/logs/worker-0.log").stat().st_size >= num_mib << 20, timeout_s=30.0
+    )
+
+
+@pytest.mark.parametrize(("num_mib", "num_read"), [(1, 1), (40, 16)])
+def test_a_stdout_that_nobody_reads_does_not_keep_a_job_from_leaving(
+    warm_parent: WarmParent,
+    at_file: AtFile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_mib: int,
+    num_read: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    unread, stdout = os.pipe()
+
+    def ask() -> None:
+        if has_read(tmp_path, num_read):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    at_file(tmp_path / "runs/script-1/logs/worker-0.log", ask)
+    try:
+        done = launch_into(stdout, warm_parent, tmp_path, PRINTS.format(num_mib=num_mib, then_s=600))
+    finally:
+        os.close(unread)
+    assert done.exit_code == 143, done.error
+
+
+def test_a_stdout_that_is_read_late_loses_nothing(
+    warm_parent: WarmParent, at_file: AtFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    late, stdout = os.pipe()
+    received: list[bytes] = []
+
+    def read_late() -> None:
+        has_read(tmp_path, 16)
+        with open(late, "rb") as stream:
+            received.append(stream.read())
+
+    at_file(tmp_path / "runs/script-1/logs/worker-0.log", read_late)
+    done = launch_into(stdout, warm_parent, tmp_path, PRINTS.format(num_mib=40, then_s=0))
+    assert done.exit_code == 0, done.error
+    assert wait_until(lambda: bool(received), timeout_s=30.0)
+    assert received[0] == (b"x" * (1 << 20) + b"\n") * 40

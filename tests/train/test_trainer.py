@@ -152,7 +152,7 @@ def test_bf16_rounds_the_layers_and_not_the_mean_of_the_loss() -> None:
     torch.manual_seed(3)
     model = nn.Linear(6, 4)
     x, label = numbers(4000, 6, seed=5, dtype=torch.float32), torch.arange(4000) % 4
-    run = trainer(model, precision="bf16")
+    run = trainer(model, precision="bf16-mixed")
     data = dataset(x, label).batch(1000)
     rounded = run.predict(data)
     assert rounded.dtype == torch.bfloat16

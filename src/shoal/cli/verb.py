@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
     from shoal.cluster.launch.api import RunResult
 
+VERBS_ELSEWHERE = {"launch": "run", "train": "run"}
+"""Verbs of other launchers, and ours."""
+
+OPTIONS_ELSEWHERE = dict.fromkeys(("--nproc-per-node", "--num-processes", "--np"), "-n")
+"""Options of other launchers (torchrun, accelerate, mpirun), and ours. They have them with underscores too."""
+
 PIPE_WIDTH = 1000
 """Columns of a table that is not shown on a terminal."""
 
@@ -47,6 +53,12 @@ class Verbs(TyperGroup):
         """As for a verb, with the options that stand before it."""
         with _suggesting_options(list(args), self.get_params(ctx)):
             return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that was typed; ours, where it is another launcher's."""
+        if args and args[0] in VERBS_ELSEWHERE:
+            ctx.fail(f"No such command '{args[0]}'. Did you mean '{VERBS_ELSEWHERE[args[0]]}'?")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb; no traceback for what a user can cause."""
@@ -105,6 +117,11 @@ def _suggesting_options(args: list[str], params: list[Any]) -> Iterator[None]:
             # `-strategy` is read as `-s -t -r ...`, and the error names only `-s`: go back to what was typed.
             typed = next((arg for arg in args if arg.startswith(misspelt)), misspelt).split("=")[0]
             known = [name for param in params for name in param.opts if param.param_type_name == "option"]
-            meant = did_you_mean("--" + typed.lstrip("-"), known)
+            elsewhere = OPTIONS_ELSEWHERE.get(typed.replace("_", "-"))
+            meant = (
+                f" Did you mean '{elsewhere}'?"
+                if elsewhere
+                else did_you_mean("--" + typed.lstrip("-"), known)
+            )
             vars(error).update(possibilities=None, message=f"No such option: {typed}.{meant}")
         raise

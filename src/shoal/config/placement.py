@@ -28,6 +28,9 @@ TAKES_TURNS = "cuda"
 
 KINDS = (AUTO, CPU, "cuda", "xpu", "mps", "mtia", "hpu", "npu")
 
+OTHER_NAMES = {"gpu": "cuda"}
+"""As other libraries call them."""
+
 FORMS = {
     AUTO: "an accelerator for every worker where there are enough of them, else the CPU for all",
     CPU: "the CPU",
@@ -74,13 +77,17 @@ class DevicePlacement:
 
 def parse(said: str, num_workers: int) -> list[tuple[str, int | None]]:
     """(kind, index or None) of each worker; a single word counts for all. ConfigError for anything else."""
-    words = said.split(",")
+    words = said.lower().split(",")
     found = [_WORD.fullmatch(word.strip()) for word in words]
     if not all(found) or any(match["index"] and match["kind"] in (AUTO, CPU) for match in found if match):
         raise ConfigError(
             f"'{said}' names no device. Nothing was started; --device takes {', '.join(FORMS)}."
         )
-    wanted = [(match["kind"], int(match["index"]) if match["index"] else None) for match in found if match]
+    wanted = [
+        (OTHER_NAMES.get(match["kind"], match["kind"]), int(match["index"]) if match["index"] else None)
+        for match in found
+        if match
+    ]
     for kind, _ in wanted:
         # Other backends bring names of their own, so only what is almost a known one is refused.
         guess = get_close_matches(kind, KINDS, n=1) if kind not in KINDS else []

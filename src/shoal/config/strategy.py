@@ -246,6 +246,7 @@ def find(strategy: str) -> tuple[StrategyChoice, int | None]:
 
 def parse(strategy: str) -> StrategyName:
     """The parts of a name; UnknownStrategy, with a guess, where it means nothing."""
+    strategy = strategy.lower()  # DDP, FSDP
     choice, bound = find(strategy)
     if choice.base == "mesh":
         return StrategyName("mesh", axes=parse_axes(strategy))
@@ -280,6 +281,7 @@ def choose(strategy: str | None, num_workers: int) -> str:
     """The strategy of a launch with so many workers; None chooses by their number."""
     if strategy is None:
         return "single" if num_workers == 1 else "ddp"
+    strategy = strategy.lower()
     name = parse(strategy)
     if name.base == "single" and num_workers > 1:
         raise ConfigError(

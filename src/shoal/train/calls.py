@@ -188,6 +188,10 @@ def device_of(job: Job, said: str | torch.device | None) -> torch.device:
     return torch.device(placed.devices[job.rank])
 
 
+OTHER_PRECISIONS = {"bf16-mixed": "bf16", "bfloat16": "bf16", "32-true": "float32", "fp32": "float32"}
+"""Names of Trainer(precision=) in other libraries."""
+
+
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Refuse a word that is not one of a few."""
     if value not in choices:

@@ -32,6 +32,7 @@ from shoal.parallel.protocol import ControlFlags, Strategy, TrainJob
 from shoal.train.anchors import inherit, restore, snapshot
 from shoal.train.callbacks.base import Callback, CallbackList
 from shoal.train.calls import (
+    OTHER_PRECISIONS,
     Call,
     OptimizerFactory,
     batches_of,
@@ -119,7 +120,7 @@ class Trainer:
         seed: int = 0,
         clip_norm: float | None = None,
         accumulate: int = 1,
-        precision: Literal["float32", "bf16"] = "float32",
+        precision: str = "float32",
         compile: bool = False,
         checkpoint_activations: bool | Sequence[str] = False,
         tensor_plan: Mapping[str, str] | None = None,
@@ -156,6 +157,7 @@ class Trainer:
             progress: show how far it is, in a plain python process; `shoal run` shows it anyway.
         """
         check_choice("scheduler_every", scheduler_every, ("step", "epoch"))
+        precision = OTHER_PRECISIONS.get(precision, precision)
         check_choice("precision", precision, ("float32", "bf16"))
         check_choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
         check_callable("model", model, "an nn.Module, or a function that builds one", nn.Module)

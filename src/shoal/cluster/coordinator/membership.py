@@ -12,6 +12,7 @@ import signal
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shoal.runtime.signal_names import signal_name
 from shoal.runtime.transport.messages.worker_coordinator import Join
 
 
@@ -134,7 +135,7 @@ class Membership:
         """State of a rank that does not come, as a phrase; None where it is connected."""
         if rank in self._killed_by:
             code = self._killed_by[rank]
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
             return f"{how}, its replacement has not joined"
         return None if rank in self.members else "never joined"
 

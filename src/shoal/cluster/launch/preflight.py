@@ -9,6 +9,7 @@ from shoal.cluster.supervisor.servers import max_servers
 from shoal.config.launch import LaunchConfig
 from shoal.errors import ConfigError
 from shoal.runtime.memory import available_bytes
+from shoal.runtime.transport.shared_server import SPARE_FILES as SERVER_SPARE_FILES
 
 FILES_PER_WORKER = 5
 """A worker's stdout, stderr, status and log, and a replacement's silent output."""
@@ -18,6 +19,9 @@ FILES_PER_SERVER = 3
 
 FILES_PER_SERVER_ADDRESS = 2
 """A listening socket and a way to it, for every server there may be."""
+
+FILES_PER_PEER = 3
+"""A server's connection to a worker or another server, a way to it, and what is in flight."""
 
 SPARE_FILES = 32
 """For what does not grow with the workers, and the other ends while one of them is started."""
@@ -61,12 +65,22 @@ def refuse_more_than_can_be_opened(num_workers: int, num_servers: int) -> None:
     """Refuse what would run out of open files while it is started."""
     needed = len(os.listdir("/proc/self/fd")) + FILES_PER_WORKER * num_workers + SPARE_FILES
     needed += (FILES_PER_SERVER + FILES_PER_SERVER_ADDRESS) * max_servers(num_servers)
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != resource.RLIM_INFINITY and needed > allowed:
-        raise ConfigError(
-            f"{_processes(num_workers, num_servers)} take {needed} open files, and this process may have {allowed}. Nothing was "
-            f"started; raise the limit with `ulimit -n {needed}`, or use fewer."
-        )
+    in_server = (
+        FILES_PER_PEER * (num_workers + max_servers(num_servers)) + SPARE_FILES + SERVER_SPARE_FILES
+        if num_servers
+        else 0
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for count, allowed in (
+        (needed, soft),
+        (in_server, hard),
+    ):  # a server raises its own limit as far as it may
+        if allowed != resource.RLIM_INFINITY and count > allowed:
+            enough = max(needed, in_server)
+            raise ConfigError(
+                f"{_processes(num_workers, num_servers)} take {count} open files in one process, and a process may have {allowed}. "
+                f"Nothing was started; raise the limit with `ulimit -n {enough}`, or use fewer."
+            )
 
 
 def refuse_without_room(config: LaunchConfig, cores: int) -> None:

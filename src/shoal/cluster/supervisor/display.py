@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,56 @@ EPOCH_LINE_EVERY_S = 1.0
 
 DRAW_EVERY_S = 0.125
 
+RETRY_S = 0.05
+"""Between two attempts to write to a stream that nobody reads."""
+
+MAX_PENDING_BYTES = 16 << 20
+"""Output kept for a stream that nobody reads (a pager that was left alone); beyond it the scripts wait with their prints."""
+
+CHUNK_BYTES = 4096
+"""PIPE_BUF: a pipe that is ready for writing takes so much without blocking."""
+
+
+class Outlet:
+    """One stream towards the user. Writing never blocks: what the stream does not take yet is kept."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._pending = bytearray()
+        self._poll: select.poll | None = None
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # without a descriptor it is in memory, and takes everything
+            fd = stream.fileno()
+            self._poll = select.poll()
+            self._poll.register(fd, select.POLLOUT)
+
+    @property
+    def num_pending(self) -> int:
+        """Bytes that the stream has not taken yet."""
+        return len(self._pending)
+
+    def write(self, data: bytes) -> None:
+        """Write what the stream takes now; the rest goes with the next `write` or `flush`."""
+        self._pending += data
+        self.flush()
+
+    def flush(self, *, wait: bool = False) -> None:
+        """Write what is pending, as far as the stream takes it, or all of it."""
+        while self._pending and (wait or self._poll is None or self._poll.poll(0)):
+            try:
+                self._stream.write(self._pending[:CHUNK_BYTES])
+                self._stream.flush()
+            except (OSError, ValueError):  # a reader that went away (`| head`) does not end a job
+                self._pending.clear()
+            del self._pending[:CHUNK_BYTES]
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
 
 class Display:
     """Plain lines: one when a phase or an epoch begins, one when the last ends, one every few seconds between."""
@@ -50,16 +101,17 @@ class Display:
     def __init__(
         self, stdout: BinaryIO, stderr: BinaryIO, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._stdout, self._stderr, self._clock = stdout, stderr, clock
+        self._stdout, self._stderr, self._clock = Outlet(stdout), Outlet(stderr), clock
+        self._is_leaving = False
         self._newest: dict[int, Progress] = {}
         self._shown: Progress | None = None
         self._shown_at = 0.0
 
     def out(self, data: bytes) -> None:
-        _write(self._stdout, data)
+        self._write(self._stdout, data)
 
     def err(self, data: bytes) -> None:
-        _write(self._stderr, data)
+        self._write(self._stderr, data)
 
     def note(self, text: str) -> None:
         """Show a message of shoal's own, on a line of its own."""
@@ -72,9 +124,33 @@ class Display:
 
     def tick(self) -> float | None:
         """Draw what is due; returns the seconds until the next call, None for never."""
-        return None
+        for outlet in (self._stdout, self._stderr):
+            outlet.flush()
+        return RETRY_S if self._stdout.num_pending or self._stderr.num_pending else None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is pending that scripts should wait with their prints; not while the job leaves."""
+        return not self._is_leaving and self._has_no_room(self._stdout, self._stderr)
+
+    def leave(self) -> None:
+        """The job was asked to leave: from now on nobody waits for a stream that nobody reads."""
+        self._is_leaving = True
 
     def close(self) -> None:
+        """Show the last state, and nothing after it."""
+        self._show_last()
+        for outlet in (self._stdout, self._stderr):
+            outlet.flush(wait=not self._is_leaving)
+
+    def _has_no_room(self, *outlets: Outlet) -> bool:
+        return any(outlet.num_pending > MAX_PENDING_BYTES for outlet in outlets)
+
+    def _write(self, outlet: Outlet, data: bytes) -> None:
+        if not (self._is_leaving and self._has_no_room(outlet)):  # it is in the logs
+            outlet.write(data)
+
+    def _show_last(self) -> None:
         last, shown = self._newest.get(0), self._shown
         if last and shown and (last.call, last.phase, last.step) != (shown.call, shown.phase, shown.step):
             self.note(progress_text.line(last))
@@ -108,7 +184,7 @@ class LiveDisplay(Display):
         self, stdout: BinaryIO, stderr: BinaryIO, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(stdout, stderr, clock=clock)
-        self._pending: list[tuple[BinaryIO, bytes]] = []
+        self._pending: list[tuple[Outlet, bytes]] = []
         self._num_lines = 0  # of the table as it stands on the terminal
         self._draw_at = 0.0
         self._is_dirty = False
@@ -129,8 +205,10 @@ class LiveDisplay(Display):
         self.tick()
 
     def tick(self) -> float | None:
-        if not self._is_dirty:
-            return None
+        """Draw what is due; returns after how many seconds to come again, None for never."""
+        blocked_s = super().tick()
+        if not self._is_dirty or blocked_s is not None:
+            return blocked_s
         now = self._clock()
         if now < self._draw_at:
             return self._draw_at - now
@@ -138,7 +216,8 @@ class LiveDisplay(Display):
         self._draw()
         return None
 
-    def close(self) -> None:
+    def _show_last(self) -> None:
+        """Leave the last table standing."""
         self._draw()
         self._newest.clear()
         self._num_lines = 0
@@ -155,7 +234,11 @@ class LiveDisplay(Display):
             for stream in above:
                 stream.finish()
 
-    def _above(self, stream: BinaryIO, data: bytes) -> None:
+    def _has_no_room(self, *outlets: Outlet) -> bool:
+        undrawn = sum(len(data) for stream, data in self._pending if stream in outlets)
+        return undrawn > MAX_PENDING_BYTES or super()._has_no_room(*outlets)
+
+    def _above(self, stream: Outlet, data: bytes) -> None:
         if data:
             self._pending.append((stream, data))
             self._is_dirty = True
@@ -164,13 +247,13 @@ class LiveDisplay(Display):
     def _draw(self) -> None:
         self._is_dirty = False
         # Up to the table's first line, and clear all from there.
-        _write(self._stderr, f"\x1b[{self._num_lines}F\x1b[J".encode() if self._num_lines else b"")
+        self._write(self._stderr, f"\x1b[{self._num_lines}F\x1b[J".encode() if self._num_lines else b"")
         for stream, data in self._pending:
-            _write(stream, data)
+            self._write(stream, data)
         self._pending.clear()
         drawn = self._render() if self._newest else ""
         self._num_lines = drawn.count("\n")
-        _write(self._stderr, drawn.encode())
+        self._write(self._stderr, drawn.encode())
 
     def _render(self) -> str:
         from rich.console import Console
@@ -219,8 +302,8 @@ class Quiet(Display):
     def update(self, progress: Progress) -> None:
         """Take it in; show nothing."""
 
-    def close(self) -> None:
-        """Nothing to show."""
+    def _show_last(self) -> None:
+        pass
 
 
 def open_display(stdout: BinaryIO, stderr: BinaryIO, *, quiet: bool = False) -> Display:
@@ -277,15 +360,7 @@ class _Above(io.TextIOBase):
             self.write("\n")
 
 
-def _write(stream: BinaryIO, data: bytes) -> None:
-    """Write, or stop trying: a reader that went away (`| head`) does not end a job."""
-    if data:
-        with contextlib.suppress(OSError, ValueError):
-            stream.write(data)
-            stream.flush()
-
-
-def _terminal_size(stream: BinaryIO) -> tuple[int, int]:
+def _terminal_size(stream: Outlet) -> tuple[int, int]:
     try:
         size = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.runtime.signal_names import signal_name
 from shoal.cluster.supervisor import failure
 from shoal.cluster.supervisor.job_lifecycle import (
     CoordinatorDeath,
@@ -165,7 +166,7 @@ def _with_logs(error: ShoalError, last_lines: dict[int, list[str]]) -> ShoalErro
 def how_it_ended(code: int, *, finished: bool = False) -> str:
     """Exit code or signal in words: "was killed by SIGKILL"."""
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by {signal_name(-code)}"
     return f"ended with exit code {code}" + ("" if finished else " before the end of its script")
 
 

@@ -15,7 +15,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 MAX_LINE_BYTES = 64 * 1024
 READ_BYTES = 64 * 1024
@@ -77,21 +77,25 @@ class Log:
     """Output of one worker on disk, and its newest lines at hand."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed in close()
+        self._file: BinaryIO | None = None
+        with contextlib.suppress(OSError):  # as in write(): somebody may have removed the run's directory
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed in close()
         self._tail = b""
 
     def write(self, data: bytes) -> None:
         """Append. A disk that is full does not end a job."""
         self._tail = (self._tail + data)[-TAIL_BYTES:]
-        with contextlib.suppress(OSError, ValueError):
-            self._file.write(data)
+        if self._file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._file.write(data)
 
     def last_lines(self) -> list[str]:
         return self._tail.decode(errors="replace").splitlines()
 
     def close(self) -> None:
-        """Close the file; `last_lines` still answers."""
-        self._file.close()
+        """Let go of the file; `last_lines` still answers."""
+        if self._file is not None:
+            self._file.close()
 
 
 class Pipe:
@@ -103,6 +107,7 @@ class Pipe:
         """Without `show` it is only logged; without `cutter` it is shown as it comes."""
         os.set_blocking(fd, False)
         self._fd, self._log, self._show, self._cutter = fd, log, show, cutter
+        self.is_shown, self.is_closed = show is not None, False
 
     def fileno(self) -> int:
         return self._fd
@@ -126,6 +131,7 @@ class Pipe:
                 break
         if self._show and self._cutter:
             self._show(self._cutter.flush())
+        self.is_closed = True
         os.close(self._fd)
 
 

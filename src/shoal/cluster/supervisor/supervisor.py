@@ -142,6 +142,7 @@ class Supervisor:
         self._furthest = (0, 0, 0)  # call, epoch and step that any worker has reached
         self._most_finished = 0  # exchanges, as of the newest view
         self._incarnations: list[int] = []  # of the newest view
+        self._held: list[Pipe] = []  # not read while the display is full
         self._injector = Injector(Faults(spec.job.faults))
         self._started_at = time.monotonic()
         self._selector = selectors.DefaultSelector()
@@ -255,12 +256,20 @@ class Supervisor:
 
     def _turn(self, timeout_s: float | None) -> None:
         """Wait for events, at most so long, and handle them."""
+        if self._held and not self._display.is_full:
+            for pipe in self._held:
+                if not pipe.is_closed:
+                    self._selector.register(pipe, selectors.EVENT_READ, pipe)
+            self._held.clear()
         for key, _ in self._selector.select(0 if self._warm.has_exits else timeout_s):
             if self._selector.get_map().get(key.fd) is not key:
                 continue  # closed earlier in this turn, with its worker
             match key.data:
                 case Pipe() as pipe:
-                    if not pipe.pump():
+                    if pipe.is_shown and self._display.is_full:
+                        self._selector.unregister(pipe)  # its writer waits, as it would with nobody between
+                        self._held.append(pipe)
+                    elif not pipe.pump():
                         self._selector.unregister(pipe)  # its writers are gone
                 case WorkerHandle() as worker:
                     if not self._hear(worker):
@@ -402,6 +411,7 @@ class Supervisor:
 
     def _asked(self, signum: signal.Signals) -> None:
         self._run.event("asked-to-leave", signal=signum.name)
+        self._display.leave()
         if self._lifecycle.phase is JobPhase.RUNNING and self._workers:
             doing = "finishing the step and saving"
             if self._has_own_loop:
@@ -483,6 +493,7 @@ class Supervisor:
 
     def _end_everything(self) -> None:
         """Kill and reap every process of the job, however we got here."""
+        self._lifecycle.phase = JobPhase.ENDED  # nobody is replaced any more
         self._servers.note_leases()
         for pid in (*self._workers, *self._servers.living):
             self._warm.signal(pid, signal.SIGKILL)

@@ -24,6 +24,7 @@ from shoal.cluster.launch import roles
 from shoal.errors import ClusterError, WaitTimedOut
 from shoal.runtime.forkserver.client import ForkClient, ForkRefused, ForkServerGone
 from shoal.runtime.forkserver.messages import ChildExited, ServerReady, memfd_with
+from shoal.runtime.signal_names import signal_name
 
 START_TIMEOUT_S = 300.0
 """Kernels are compiled the first time on a machine: some 20 s of one core, and a minute where it is busy."""
@@ -176,9 +177,7 @@ class WarmParent:
             code = None
         self._complaints.seek(0)
         said = self._complaints.read().decode(errors="replace").strip()
-        how = (
-            f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
-        )
+        how = f"was killed by {signal_name(-code)}" if code and code < 0 else f"ended with code {code}"
         quoted = "\n  ".join(["\nIts last lines:", *said.splitlines()[-8:]]) if said else ""
         return ClusterError(
             f"the warm parent (process {self.pid}), which forks the workers, {how}; its children ended with it. "

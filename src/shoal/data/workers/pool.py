@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from shoal.runtime.signal_names import signal_name
 from shoal.config import job as jobs
 from shoal.data.workers.reader_process import (
     ASKS_FOR_STACK,
@@ -396,6 +397,6 @@ def _how(code: int | None) -> str:
     if code >= 0:
         return f"left with exit code {code}"
     try:
-        return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by {signal_name(-code)}"
     except ValueError:
         return f"was killed by signal {-code}"
