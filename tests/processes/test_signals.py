@@ -18,7 +18,7 @@ import pytest
 from launched import Launched
 
 from shoal.cluster.launch.api import LaunchConfig, RunResult, launch, resume_config
-from shoal.cluster.supervisor.forkserver_client import WarmParent
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.errors import Interrupted
 from waiting import wait_until
 

@@ -8,7 +8,6 @@ lasted too long for those that wait, and whether it has an excuse.
 from __future__ import annotations
 
 import math
-import signal
 from dataclasses import dataclass
 from typing import NamedTuple
 

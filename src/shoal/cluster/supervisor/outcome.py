@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.runtime.signal_names import signal_name
 from shoal.cluster.supervisor import failure
 from shoal.cluster.supervisor.job_lifecycle import (
     CoordinatorDeath,
@@ -26,6 +25,7 @@ from shoal.cluster.supervisor.job_lifecycle import (
     WorkerDeath,
 )
 from shoal.errors import ClusterError, Interrupted, ShoalError, StageCannotRun, WaitTimedOut, WorkerDied
+from shoal.runtime.signal_names import signal_name
 from shoal.runtime.transport.messages.server_coordinator import ServerView
 from shoal.runtime.transport.messages.supervisor import Failed, Finished, Progress, Saved
 

@@ -24,7 +24,7 @@ from shoal.errors import NotDistributed
 from shoal.runtime import events
 
 if TYPE_CHECKING:  # the supervisor, which has no torch, knows this module through the worker's spec
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
 HOST = "127.0.0.1"
 
@@ -72,7 +72,8 @@ def _watch_rendezvous(port: int, listener: int | None) -> None:
     # Whoever forms a group comes through here: the script, DeviceMesh, Accelerate, Lightning. shoal's own groups do not.
     from torch.distributed import distributed_c10d
 
-    original = distributed_c10d.rendezvous
+    c10d: Any = distributed_c10d
+    original = c10d.rendezvous
 
     def meet(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
         _tell_own_group()
@@ -84,14 +85,14 @@ def _watch_rendezvous(port: int, listener: int | None) -> None:
             found = next(original(url, rank, world_size, **options))
         yield found
 
-    distributed_c10d.rendezvous = meet
+    c10d.rendezvous = meet
 
 
 @contextlib.contextmanager
 def _served(port: int, listener: int | None) -> Iterator[None]:
     """Serve the store on the supervisor's loopback socket, and have torch connect to it and not open one on all interfaces."""
     global _store
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     if listener is not None and _store is None:
         _store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from shoal.runtime.signal_names import signal_name
 from shoal.config import job as jobs
 from shoal.data.workers.reader_process import (
     ASKS_FOR_STACK,
@@ -38,6 +37,7 @@ from shoal.errors import ClusterError, ConfigError, ReadersLost, ReaderStuck, Sa
 from shoal.runtime import events
 from shoal.runtime.forkserver.client import ForkedServer, ForkRefused
 from shoal.runtime.forkserver.messages import receive_packet, send_packet
+from shoal.runtime.signal_names import signal_name
 from shoal.runtime.user_frames import is_ours
 
 _MAX_LOST_PER_PROCESS = 10  # in a row, without a result between them
