@@ -117,7 +117,9 @@ def test_the_number_of_open_files_that_is_asked_for_is_enough(shoal: Shoal) -> N
         import torch, shoal
         from torch import nn
 
-        trainer = shoal.Trainer(nn.Linear(4, 1), loss=nn.MSELoss())
+        trainer = shoal.Trainer(
+            nn.Linear(4, 1), loss=nn.MSELoss(), optimizer=lambda params: torch.optim.SGD(params, lr=0.01)
+        )
         trainer.fit(shoal.Dataset.from_arrays((torch.randn(64, 4), torch.randn(64, 1))).batch(16), max_steps=4)
         print("step", trainer.step)
     """
