@@ -1,4 +1,4 @@
-"""What can be put into `Trainer(callbacks=[...])`. One of your own derives from `Callback`."""
+"""Callbacks for `Trainer(callbacks=[...])`. One of your own derives from `Callback`."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_a_killed_server_is_replaced_and_gets_its_slots_back(launch_script: Laun
     assert (done.exit_code, done.stdout) == (0, "True True\n"), done.stderr
     assert "server 0 was killed by SIGKILL; replacing it (1 of 3 times)" in done.stderr
     assert done.summary["restarts"] == 1
-    shown = runs.servers(done.events, runs.State.FINISHED)
+    shown = runs.servers(done.events, runs.RunState.FINISHED)
     assert [(each["server"], each["restarts"], each["filling"]) for each in shown] == [(0, 1, 0), (1, 0, 0)]
     assert sum(each["primary"] for each in shown) == sum(each["replica"] for each in shown) == 256
 

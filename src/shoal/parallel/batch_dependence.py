@@ -1,4 +1,4 @@
-"""Which layers make a cut batch differ from a whole one: they mix its samples, or draw random numbers.
+"""Batch dependence: layers that mix the samples of a batch, or draw random numbers.
 
 For these, "the same as one process" means one process that runs the workers'
 slices in turn with the workers' seeds; so they are named.

@@ -15,7 +15,7 @@ from shoal.collectives.adapters import Threaded
 from shoal.collectives.native import Native
 from shoal.collectives.p2p import TorchWires
 from shoal.collectives.reducer import Reducer
-from shoal.collectives.schemes import broadcast as everyone
+from shoal.collectives.schemes import broadcast
 from shoal.collectives.shm import Shm
 from shoal.collectives.sync_batchnorm import RanksOfBatch
 from shoal.config.job import Job
@@ -44,7 +44,7 @@ class BatchNormRanks(RanksOfBatch):
             self._way = Shm.open(self._job, native, self._ranks)
         else:
             wires = TorchWires(native, self._ranks, tag=TAG)
-            self._way = Threaded(native, lambda flat: everyone.all_reduce(wires, flat))
+            self._way = Threaded(native, lambda flat: broadcast.all_reduce(wires, flat))
         self._view = view
 
     def leave(self) -> None:

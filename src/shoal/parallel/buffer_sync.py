@@ -1,4 +1,4 @@
-"""What of a model besides its parameters changes in a step, and travels with the step's vector.
+"""Buffer synchronisation under ps: statistics and changed buffers travel in the step's vector.
 
 BatchNorm's running statistics always; buffers of the user's own once they
 have been seen to change. In the first step all small ones travel, with a flag

@@ -1,4 +1,4 @@
-"""Whether all ranks built the same model: compared before anything of it is exchanged."""
+"""Comparison of the ranks' models, before anything is exchanged."""
 
 from __future__ import annotations
 

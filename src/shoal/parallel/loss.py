@@ -1,4 +1,4 @@
-"""What a user calls a loss, as a sum and what it counted.
+"""Loss rules: a user's loss as a local sum and a count.
 
 Sums of slices can be added and divided once by the global count; means
 cannot, as soon as a mask or a weight makes slices count differently. So

@@ -53,7 +53,7 @@ from shoal.parallel.tensor_parallel.plan import TensorPlan
 from shoal.recovery import device_group
 from shoal.recovery.device_watch import DeviceWatch
 from shoal.recovery.rendezvous import forming_within, is_broken
-from shoal.runtime import memory as heap
+from shoal.runtime import memory
 
 _BROKEN = ("gloo", "Connection closed", "Connection reset", "NCCL")
 """What a collective says whose peer is gone."""
@@ -115,7 +115,7 @@ class MeshParallel(Ddp):
                 in_stages=self._axes.pp > 1,
             )
             self._is_cut = True
-            heap.return_large_blocks()
+            memory.return_large_blocks()
             if job.given_optimizer is not None:
                 optimizer_following.follow(job.given_optimizer, names, job.model, str(self._axes))
         self._build(job, borrowed_run_back=True)

@@ -1,4 +1,4 @@
-"""How a model is called with what a batch holds."""
+"""Model calls: a batch as positional or keyword arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compressors keep for later, in checkpoints: every rank's own, side by side."""
+"""Residuals of compressors in checkpoints: one part per rank."""
 
 from __future__ import annotations
 

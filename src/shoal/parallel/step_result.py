@@ -1,4 +1,4 @@
-"""What a step's ranks tell each other in one small vector, and what follows from it.
+"""Step result: one small vector per rank, summed and decoded.
 
 Pure: the strategy carries the vector, this file writes and reads it. Every
 rank's loss has a place of its own, so that a NaN names who had it.

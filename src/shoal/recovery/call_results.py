@@ -13,7 +13,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from shoal.recovery import state_transfer as heritage
+from shoal.recovery import state_transfer
 
 
 class KeptResults(MutableMapping[str, Any]):
@@ -27,7 +27,7 @@ class KeptResults(MutableMapping[str, Any]):
         if key in self._own:
             return self._own[key]
         try:
-            name, value = heritage.from_bytes(self._path(key).read_bytes())
+            name, value = state_transfer.from_bytes(self._path(key).read_bytes())
         except FileNotFoundError:
             raise KeyError(key) from None
         if name != key:
@@ -40,7 +40,7 @@ class KeptResults(MutableMapping[str, Any]):
             path = self._path(key)
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_suffix(f".{os.getpid()}")
-            draft.write_bytes(heritage.to_bytes((key, value)))
+            draft.write_bytes(state_transfer.to_bytes((key, value)))
             draft.rename(path)
 
     def __delitem__(self, key: str) -> None:

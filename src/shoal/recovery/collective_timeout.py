@@ -1,8 +1,7 @@
-"""How long an exchange that the script asked for may wait, and whom it names when that is over.
+"""Time-outs of collectives that the script asked for, naming the ranks that are missing.
 
-Costs nothing unless somebody waits: whoever does for a while says so at the
-coordinator, and whoever has waited too long looks there who else waits. The
-others are those that did not come.
+A waiting rank registers with the coordinator; on timeout it reads who else
+registered and reports the rest as missing. Free while no rank waits long.
 """
 
 from __future__ import annotations

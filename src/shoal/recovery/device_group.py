@@ -1,10 +1,9 @@
-"""What a group of workers has on their accelerators (NCCL): how it is set up, connected and let go of.
+"""NCCL process groups: set-up, connection and abort.
 
-The host hears nothing of a peer that is gone: a kernel on the device waits
-for it, and whoever waits for the device waits too. So it is the group's
-connections on the host that are watched (rendezvous.py), and the device's
-part is let go of when they end: the kernels end, and what they left behind
-is not used.
+The host is not told of a lost peer: a kernel on the device waits for it, and
+the host waits for the device. So the group's connections on the host are
+watched (rendezvous.py), and the device's collectives are aborted when they
+end; their values are dropped.
 """
 
 from __future__ import annotations

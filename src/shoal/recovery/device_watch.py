@@ -1,10 +1,9 @@
-"""Who waits for a device is let go of when those that the device waits for are gone.
+"""Watchdog for device groups: abort NCCL when a peer is lost, so that a host blocked on the device is released.
 
-The parts of a model meet in collectives that the device runs (NCCL). The
-host does not wait for those but for something later on the same device, for
-ever, where a rank died or left one out: nothing there looks at the
-connections of the group. So a thread does, while a step runs. It ends the
-collectives; what they left behind is not used, for the step is broken then.
+Collectives within a model run on the device (NCCL). Where a rank died or left
+one out, the host blocks on a later operation of the same device, for ever:
+nothing there watches the group's connections. A thread does while a step runs,
+and aborts the collectives; the step is broken then and its values are dropped.
 """
 
 from __future__ import annotations

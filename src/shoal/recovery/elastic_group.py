@@ -23,7 +23,7 @@ from shoal.collectives.reducer import Reducer, gather_any
 from shoal.config import job as jobs
 from shoal.config import strategy as strategies
 from shoal.errors import CallsDiffer, CollectiveLeftOut, PeerLost, WaitTimedOut
-from shoal.recovery import state_transfer as heritage
+from shoal.recovery import state_transfer
 from shoal.recovery.collective_timeout import Waits
 from shoal.recovery.rendezvous import form_group, is_broken, leave_group
 from shoal.recovery.replay_log import ReplayLog
@@ -225,10 +225,10 @@ class ElasticGroup(ReplayLog):
             given = self._give() if needy else None
             for rank in needy:
                 assert given is not None
-                heritage.send(native, given, rank)
+                state_transfer.send(native, given, rank)
         elif behind:
             failpoint("worker: before taking state")
-            taken = heritage.receive(native, donor)
+            taken = state_transfer.receive(native, donor)
             failpoint("worker: after taking state")
             if fresh:
                 self._stands = self.was_given_state = True

@@ -1,6 +1,6 @@
-"""Where a rank stands among its numbered exchanges, and what it may answer from memory.
+"""Exchange log: numbered exchanges of a rank, and the results it can replay.
 
-Pure: no group, no socket, no tensor arithmetic. `together.py` runs exchanges
+Pure: no group, no socket, no tensor arithmetic. `elastic_group.py` runs exchanges
 and feeds this; the simulator runs it by the thousand. Numbers count from 0
 and never start again within a job.
 

@@ -1,4 +1,4 @@
-"""How the workers of a view find each other: torch's default process group, formed through the coordinator.
+"""Rendezvous of a view's workers: torch's default process group, formed through the coordinator.
 
 Everything it opens listens on one interface, loopback. Which collectives run
 over the group is not decided here.
@@ -34,8 +34,7 @@ from shoal.config import job as jobs
 from shoal.config import placement
 from shoal.config.job import Job
 from shoal.errors import ClusterError, ConfigError, PeerLost, WaitTimedOut
-from shoal.recovery import abortable_init as forming
-from shoal.recovery import device_group
+from shoal.recovery import abortable_init, device_group
 from shoal.recovery.store import ShoalStore, StoreWaitTimedOut
 from shoal.runtime.transport.messages.worker_coordinator import StoreCheck
 
@@ -98,7 +97,7 @@ def form_group(job: Job, view: int) -> None:
     before, excepthook = _open_sockets(), sys.excepthook
     try:
         store = PrefixStore(prefix_of(view), _open_store(job, view))
-        forming.unless(
+        abortable_init.unless(
             lambda: _is_over(job, view),
             lambda: _connect(job, backend, store),
             inside=dist.distributed_c10d.__name__,

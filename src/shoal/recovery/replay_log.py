@@ -1,8 +1,8 @@
-"""Where a process is in its script: calls, anchors, numbered exchanges, and what a replacement is given of them.
+"""Replay log of one process: calls, anchors, numbered exchanges, and the results a replacement replays.
 
-See docs/adr/0007-recovery.md. Knows nothing of how exchanges travel or where
-heritage comes from: `together.py` runs them over a group and takes state from
-a donor, `parallel/ps/session.py` runs them through servers and finds it there.
+See docs/adr/0007-recovery.md. Independent of the transport: `elastic_group.py`
+runs exchanges over a process group and takes state from a donor,
+`parallel/ps/session.py` runs them through servers and finds state there.
 """
 
 from __future__ import annotations

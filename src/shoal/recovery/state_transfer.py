@@ -1,7 +1,7 @@
-"""What a donor hands to a rank that is behind: state in parts, the log since the anchor, results of finished calls.
+"""State transfer from a donor to ranks that are behind: parts of state, the log since the anchor, call results.
 
 Plain values and tensors, packed side by side and sent over the new group.
-Nothing here decides who gives to whom; `together.py` does.
+The donor is chosen elsewhere: `cluster/coordinator/views.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OVERHEAD_BYTES = 256
 
 @dataclass(slots=True)
 class Part:
-    """One Trainer's (or loop's) share of the heritage."""
+    """One Trainer's (or loop's) share of the recovery state."""
 
     plain: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -64,11 +64,11 @@ def register_result_type(kind: type[Any]) -> type[Any]:
     return kind
 
 
-def send(native: Reducer, heritage: RecoveryState, rank: int) -> None:
-    """Give the heritage to `rank`, which must be in `receive`."""
-    fields = {field.name: getattr(heritage, field.name) for field in dataclasses.fields(heritage)}
+def send(native: Reducer, state: RecoveryState, rank: int) -> None:
+    """Send the state to `rank`, which must be in `receive`."""
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     fields["parts"] = {
-        owner: {"plain": part.plain, "tensors": part.tensors} for owner, part in heritage.parts.items()
+        owner: {"plain": part.plain, "tensors": part.tensors} for owner, part in state.parts.items()
     }
     try:
         header, leaves = serialization.pack(fields, _hook)
@@ -85,7 +85,7 @@ def send(native: Reducer, heritage: RecoveryState, rank: int) -> None:
 
 
 def receive(native: Reducer, donor: int) -> RecoveryState:
-    """Take the heritage that `donor` sends; all of it, or PeerLost."""
+    """Receive the state that `donor` sends; all of it, or PeerLost."""
     with native.during("taking state over"):
         length = torch.zeros(1, dtype=torch.int64)
         dist.recv(length, donor)

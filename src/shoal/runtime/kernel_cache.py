@@ -1,4 +1,4 @@
-"""How shoal's loops over keys and rows are compiled: what every kernel has in common.
+"""Compilation and on-disk cache of numba kernels.
 
 A kernel releases the GIL, never starts a thread (processes are forked after
 kernels were loaded), keeps IEEE arithmetic (the same bits everywhere), and is

@@ -1,4 +1,4 @@
-"""Where a loop of the user's own stands at the beginning of a step, so that a replaced worker can run on from there.
+"""Anchors of a loop of the user's own: its state at the beginning of a step, from which a replacement continues.
 
 See docs/adr/0016-loops-of-ones-own.md. Noted are the place in the data, the
 optimizers' settings, schedulers built on them, and the script's variables. A

@@ -23,7 +23,7 @@ from shoal.cluster.coordinator.journal import APPLICATION_ID, FILE_NAME, VERSION
 from shoal.cluster.coordinator.journal_entries import Fact, JournalState
 from shoal.cluster.coordinator.lease_service import LeaseService
 from shoal.cluster.coordinator.server_registry import ServerRegistry, ServersConfig
-from shoal.cluster.ledger import entries as ledger_facts
+from shoal.cluster.ledger import entries as ledger_entries
 from shoal.cluster.ledger.entries import LedgerFact
 from shoal.cluster.ledger.ledger import Ledger
 from shoal.cluster.ledger.trained_file import Trained
@@ -71,7 +71,7 @@ def ledger_of(launches: list[Launch], trained: list[Trained]) -> Ledger:
         for _, fact in launch.facts:
             match fact:
                 case Noted(fact=text):
-                    noted = ledger_facts.decode(text)
+                    noted = ledger_entries.decode(text)
                     if noted is not None:
                         ledger.apply(launch.number, noted)
                 case Join(rank, incarnation):

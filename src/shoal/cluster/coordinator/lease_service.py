@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from shoal.cluster.coordinator import leases as lease_terms
+from shoal.cluster.coordinator import leases as lease_types
 from shoal.cluster.coordinator.actions import Answer, NotifySupervisor, Tick
 from shoal.cluster.coordinator.journal_entries import (
     LeaseAsked,
@@ -113,7 +113,7 @@ class LeaseService:
             return self._end(client, ask, now)
         self._questions[by] = _Question(client, now, now + ask.timeout_s, ask.below)
         held = self._table.held_by(by)
-        event = lease_terms.WorkerAsked(by, tuple(ask.finished), now, tuple(ask.busy_s), tuple(ask.near))
+        event = lease_types.WorkerAsked(by, tuple(ask.finished), now, tuple(ask.busy_s), tuple(ask.near))
         acted = self._table.handle(event)
         answers = self._answers(acted)
         if not ask.finished and held and held == self._table.held_by(by):
@@ -123,7 +123,7 @@ class LeaseService:
             ]  # it only looked whether it still has them: there is nothing to remember
         self._num_since_snapshot += 1
         remember: list[LeaseAction] = [*began, Persist(LeaseAsked(now, ask)), *self._ledger(acted)]
-        has_epoch_ended = any(isinstance(each, lease_terms.EndEpoch) for each in acted)
+        has_epoch_ended = any(isinstance(each, lease_types.EndEpoch) for each in acted)
         if self._num_since_snapshot >= SNAPSHOT_EVERY or has_epoch_ended:
             self._num_since_snapshot = 0
             assert self._asked is not None
@@ -141,7 +141,7 @@ class LeaseService:
             by for by, each in self._questions.items() if each.below // num_leases < below // num_leases
         ]
         for by in behind:
-            self._table.handle(lease_terms.WorkerGaveUp(by))
+            self._table.handle(lease_types.WorkerGaveUp(by))
         answers = [self._answer(by, Leases([], below)) for by in behind]
         return [each for each in answers if each.client]
 
@@ -152,7 +152,7 @@ class LeaseService:
         self._asked = msgspec.structs.replace(self._asked, is_last=True)
         by = LeaseHolder(ask.rank, ask.incarnation)
         acted = self._table.handle(
-            lease_terms.WorkerAsked(by, tuple(ask.finished), now, tuple(ask.busy_s), tuple(ask.near))
+            lease_types.WorkerAsked(by, tuple(ask.finished), now, tuple(ask.busy_s), tuple(ask.near))
         )
         waiting, self._questions = self._questions, {}
         no_more = NoMoreLeases(self._table.done_below)
@@ -166,14 +166,14 @@ class LeaseService:
             del self._questions[by]
         if self._table is None:
             return []
-        acted = self._table.handle(lease_terms.WorkerReplaced(rank, incarnation, now))
+        acted = self._table.handle(lease_types.WorkerReplaced(rank, incarnation, now))
         return [Persist(LeaseReturned(rank, incarnation, now)), *self._answers(acted)]
 
     def gave_up(self, rank: int, incarnation: int) -> None:
         by = LeaseHolder(rank, incarnation)
         self._questions.pop(by, None)
         if self._table is not None:
-            self._table.handle(lease_terms.WorkerGaveUp(by))
+            self._table.handle(lease_types.WorkerGaveUp(by))
 
     def gone(self, client: int) -> list[Persist]:
         return [
@@ -217,18 +217,18 @@ class LeaseService:
         held = self._table.snapshot().held if self._table else []
         return [f"rank {rank} (holds lease {number})" for number, rank, _ in held if rank != by.rank]
 
-    def _answers(self, acted: Sequence[lease_terms.Action]) -> list[Answer]:
+    def _answers(self, acted: Sequence[lease_types.Action]) -> list[Answer]:
         assert self._table is not None
         below, answers = self._table.done_below, list[Answer]()
         for each in acted:
             match each:
-                case lease_terms.HandLeases(to, held):
+                case lease_types.HandLeases(to, held):
                     told = [(*lease,) for lease in held]
                     overtaken = self._table.may_be_overtaken(to)
                     answers.append(self._answer(to, Leases(told, below, overtaken)))
-                case lease_terms.EndLeases(to):
+                case lease_types.EndLeases(to):
                     answers.append(self._answer(to, NoMoreLeases(below)))
-                case lease_terms.RefuseLease(to, reason):
+                case lease_types.RefuseLease(to, reason):
                     answers.append(self._answer(to, LeaseRefused(reason)))
         return [each for each in answers if each.client]
 
@@ -236,23 +236,23 @@ class LeaseService:
         question = self._questions.pop(to, None)
         return Answer(question.client if question else 0, message)
 
-    def _ledger(self, acted: Sequence[lease_terms.Action]) -> list[Persist]:
+    def _ledger(self, acted: Sequence[lease_types.Action]) -> list[Persist]:
         """Entries for the ledger: finished ranges and epochs."""
         assert self._asked is not None
         first, written = self._asked.from_epoch, list[Persist]()
         for each in acted:
             match each:
-                case lease_terms.FinishLeases(by, leases):
+                case lease_types.FinishLeases(by, leases):
                     for epoch in sorted({lease.epoch for lease in leases}):
                         ranges = [(lease.start, lease.stop) for lease in leases if lease.epoch == epoch]
                         fact = RangesTrained(call=self.call, rank=by.rank, epoch=first + epoch, ranges=ranges)
                         written.append(Persist(fact))
-                case lease_terms.EndEpoch(epoch, num_twice):
+                case lease_types.EndEpoch(epoch, num_twice):
                     ended = EpochLeased(call=self.call, epoch=first + epoch, num_samples_twice=num_twice)
                     written.append(Persist(ended))
         return written
 
-    def _tidings(self, acted: Sequence[lease_terms.Action]) -> list[NotifySupervisor]:
+    def _tidings(self, acted: Sequence[lease_types.Action]) -> list[NotifySupervisor]:
         told: list[NotifySupervisor] = []
         for each in acted:
             match each:

@@ -25,12 +25,10 @@ from shoal.cluster.coordinator.process import CANNOT_GO_ON, CoordinatorSpec
 from shoal.cluster.coordinator.server_registry import ServersConfig
 from shoal.cluster.coordinator.state import CoordinationConfig
 from shoal.cluster.launch.run_directory import RunDirectory
-from shoal.cluster.ledger import entries as ledger_facts
-from shoal.cluster.supervisor import failure
+from shoal.cluster.ledger import entries as ledger_entries
+from shoal.cluster.supervisor import failure, servers, worker_handle
 from shoal.cluster.supervisor import job_lifecycle as lifecycle
 from shoal.cluster.supervisor import outcome as outcomes
-from shoal.cluster.supervisor import servers as server_keeper
-from shoal.cluster.supervisor import worker_handle as worker_process
 from shoal.cluster.supervisor.coordinator_handle import CoordinatorHandle
 from shoal.cluster.supervisor.display import Display
 from shoal.cluster.supervisor.job_lifecycle import LEAVE_SIGNALS, JobLifecycle, JobPhase, RestartConfig
@@ -187,7 +185,7 @@ class Supervisor:
             servers=ServersConfig(
                 num_servers=job.num_servers,
                 num_copies=job.num_replicas,
-                max_servers=server_keeper.max_servers(job.num_servers),
+                max_servers=servers.max_servers(job.num_servers),
             ),
         )
         self._coordinator = CoordinatorHandle(
@@ -219,7 +217,7 @@ class Supervisor:
         return self._servers
 
     def _start_worker(self, rank: int, incarnation: int = 0) -> None:
-        worker = worker_process.start(
+        worker = worker_handle.start(
             self._spec,
             rank=rank,
             incarnation=incarnation,
@@ -322,8 +320,8 @@ class Supervisor:
                     self._feed(lifecycle.OwnGroupFormed(rank))
                 if kind == "exchanged":
                     self.outcome.exchange = told
-                if (fact := ledger_facts.of_event(kind, rank, told)) is not None:
-                    self._coordinator.note(Noted(rank, ledger_facts.encode(fact)))
+                if (fact := ledger_entries.of_event(kind, rank, told)) is not None:
+                    self._coordinator.note(Noted(rank, ledger_entries.encode(fact)))
             case Noted():
                 self._coordinator.note(message)
             case Live(rank):

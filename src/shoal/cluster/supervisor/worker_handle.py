@@ -22,7 +22,7 @@ from shoal.cluster.supervisor.output import Log, Pipe, Screen
 from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.cluster.worker.process import WorkerSpec, encode_spec
 from shoal.errors import WireError
-from shoal.runtime.transport import framing as codec
+from shoal.runtime.transport import framing
 from shoal.runtime.transport.messages.message import Message
 
 MAX_STATUS_BYTES = 256 * 1024
@@ -66,7 +66,7 @@ class WorkerHandle:
             return False, None
         # What is no message comes from a script that wrote to a descriptor it did not open.
         with contextlib.suppress(WireError):
-            return True, codec.decode(packet)[0]
+            return True, framing.decode(packet)[0]
         return True, None
 
     def is_stopped(self) -> bool:

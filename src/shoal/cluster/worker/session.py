@@ -21,13 +21,13 @@ from typing import Any
 
 import msgspec
 
-from shoal.cluster.ledger import entries as ledger_facts
+from shoal.cluster.ledger import entries as ledger_entries
 from shoal.cluster.ledger.entries import LedgerFact
 from shoal.cluster.worker.coordinator_client import CoordinatorClient, Regrouping
 from shoal.config import job as jobs
 from shoal.runtime import events
 from shoal.runtime.failpoints import failpoint
-from shoal.runtime.transport import framing as codec
+from shoal.runtime.transport import framing
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import (
     Failed,
@@ -264,7 +264,7 @@ def saved(path: str, step: int) -> None:
 def note(fact: LedgerFact) -> None:
     """Write an entry into the journal's ledger."""
     if _session.status is not None:
-        _send(Noted(_session.rank, ledger_facts.encode(fact)))
+        _send(Noted(_session.rank, ledger_entries.encode(fact)))
 
 
 def summary(*, metrics: Mapping[str, float], samples: int, seconds: float, steps: int) -> None:
@@ -329,4 +329,4 @@ def _send(message: Message, *, wait: bool = True) -> None:
     # The lock: threads that read data tell what happens to them.
     with _session.sending, contextlib.suppress(OSError):
         _session.status.settimeout(SEND_TIMEOUT_S if wait else 0.0)
-        _session.status.sendall(b"".join(codec.encode(message)))
+        _session.status.sendall(b"".join(framing.encode(message)))

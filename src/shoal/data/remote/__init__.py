@@ -1,1 +1,1 @@
-"""Where data is: files that every host sees, that one host serves, or that each host has some of."""
+"""Remote files: on every host, served by one host, or spread over the hosts."""

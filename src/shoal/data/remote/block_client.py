@@ -16,8 +16,7 @@ from shoal.config import job as jobs
 from shoal.data.remote.blocks import BLOCK_BYTES
 from shoal.errors import WireError
 from shoal.runtime import scratch
-from shoal.runtime.transport import framing as codec
-from shoal.runtime.transport import tcp
+from shoal.runtime.transport import framing, tcp
 from shoal.runtime.transport.framing import Bytes, FrameLimits
 from shoal.runtime.transport.messages.message import Message
 
@@ -45,8 +44,8 @@ class BlockConnection:
         """Its answer, and the block that came with it. OSError where the line is dead: make a new one."""
         try:
             self._socket.settimeout(timeout_s)
-            codec.send_message(self._socket, message, () if frame is None else (frame,), limits=LIMITS)
-            answer, frames = codec.read_message(self._socket, limits=LIMITS, timeout_s=timeout_s)
+            framing.send_message(self._socket, message, () if frame is None else (frame,), limits=LIMITS)
+            answer, frames = framing.read_message(self._socket, limits=LIMITS, timeout_s=timeout_s)
         except (EOFError, WireError) as error:
             raise ConnectionError(str(error)) from error
         return answer, frames[0] if frames else b""

@@ -25,8 +25,7 @@ from shoal.data.remote.block_client import LIMITS, BlockConnection, ConnectionPo
 from shoal.data.remote.blocks import BLOCK_BYTES, FileBlock, HostCache, num_blocks, routes
 from shoal.errors import DataError, FileLost, ShoalError, WireError
 from shoal.runtime import events
-from shoal.runtime.transport import framing as codec
-from shoal.runtime.transport import tcp
+from shoal.runtime.transport import framing, tcp
 from shoal.runtime.transport.framing import Bytes
 from shoal.runtime.transport.messages.blocks import (
     AskBlock,
@@ -125,9 +124,9 @@ class BlockServer:
             connection.settimeout(None)
             try:
                 while True:
-                    message, frames = codec.read_message(connection, limits=LIMITS)
+                    message, frames = framing.read_message(connection, limits=LIMITS)
                     answer, frame = self._answer(message, frames[0] if frames else b"")
-                    codec.send_message(connection, answer, () if frame is None else (frame,), limits=LIMITS)
+                    framing.send_message(connection, answer, () if frame is None else (frame,), limits=LIMITS)
                     self.sent_bytes += 0 if frame is None else len(frame)
             except (EOFError, WireError, OSError):
                 pass  # whoever asked is gone, or makes no sense

@@ -32,7 +32,7 @@ from shoal.parallel.hashed_rows import plain_tensors
 from shoal.parallel.optimizer_state import load_settings
 from shoal.parallel.own_gradients import OwnGradients
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult, TrainJob
-from shoal.parallel.ps import embedding_placement as takeover
+from shoal.parallel.ps import embedding_placement
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import PsSession, ps_session
 from shoal.parallel.state import load_state, state_pieces
@@ -115,7 +115,7 @@ class Ps:
             if self._rank == 0 and not self._session.next_is_known:
                 model.write(self._saved)
                 self._write_marks(self._saved)
-                for line in takeover.describe(model.plan):
+                for line in embedding_placement.describe(model.plan):
                     print(f"note: {line}", file=sys.stderr, flush=True)
             self._session.exchange(b"")
             self._laid_out_at = self._session.num_finished

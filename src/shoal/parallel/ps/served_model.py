@@ -26,7 +26,7 @@ from shoal.embedding.rules import RULES
 from shoal.parallel.hashed_rows import pieces_of, plain_tensors, saved_state, saved_table
 from shoal.parallel.optimizer_state import PREFIX
 from shoal.parallel.protocol import Piece, PieceReader, TrainJob
-from shoal.parallel.ps import embedding_placement as takeover
+from shoal.parallel.ps import embedding_placement
 from shoal.parallel.ps.embedding_placement import PlacementPlan, RowRule
 from shoal.parallel.ps.rows import RowModule
 from shoal.parallel.state import MODEL
@@ -248,18 +248,18 @@ class ServedModel:
 
     def lay_out(self, batch: Tree | None, run: Callable[[], Any]) -> None:
         """Decide what is rows and what is chunks. Without a batch only rows that could be nothing else are."""
-        found = takeover.plan(self._job.model, self._optimizer)
+        found = embedding_placement.plan(self._job.model, self._optimizer)
         if batch is None:
             hashed = [each for each in found.taken if isinstance(each.module, HashEmbedding)]
             others = {e.name: "the loop is the script's own" for e in found.taken if e not in hashed}
             found = PlacementPlan(hashed, {**found.dense, **others})
         elif found.taken:
-            found = takeover.watch(found, batch, run)
+            found = embedding_placement.watch(found, batch, run)
         self._settle(found)
 
     def lay_out_as(self, layout: dict[str, Any]) -> None:
         """As a worker did of which this one is a replacement, and which told its `layout`."""
-        found = takeover.plan(self._job.model, self._optimizer)
+        found = embedding_placement.plan(self._job.model, self._optimizer)
         taken = {each.name: each for each in found.taken}
         for name, leaf, settings in layout["rows"]:
             taken[name].leaf, taken[name].rule = leaf, RowRule(taken[name].rule.name, settings)
@@ -395,7 +395,7 @@ class ServedModel:
         if settings != self._settings:
             self._settings = settings
             rules = {
-                module.spec.number: takeover.row_rule(self._optimizer, max(module.taken.group, 0))
+                module.spec.number: embedding_placement.row_rule(self._optimizer, max(module.taken.group, 0))
                 for module in self.rows
             }
             self._table_settings = {

@@ -19,7 +19,7 @@ from shoal.config import job as jobs
 from shoal.config import strategy as strategies
 from shoal.ps.client.server_group import AskAll, AskOwner, Group
 from shoal.ps.client.step import Decision, PushStep
-from shoal.recovery import state_transfer as heritage
+from shoal.recovery import state_transfer
 from shoal.recovery.call_results import KeptResults
 from shoal.recovery.replay_log import ReplayLog
 from shoal.recovery.state_transfer import Part, RecoveryState
@@ -139,7 +139,7 @@ class PsSession(ReplayLog):
     def note(self) -> bytes:
         """From where a replacement of this rank goes on."""
         self._has_noted, self._steps_since_note = True, 0
-        return heritage.to_bytes(
+        return state_transfer.to_bytes(
             {
                 "call": self._call,
                 "call_is_over": self._call_is_over,
@@ -180,7 +180,7 @@ class PsSession(ReplayLog):
         }
         self._log.inherit(log, starts_at=answer.anchored_at)
         if note:
-            given = heritage.from_bytes(note)
+            given = state_transfer.from_bytes(note)
             self.was_given_state = True
             self.updates = self._updates_at_anchor = given["updates"]
             self._recovery_state = RecoveryState(

@@ -25,8 +25,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from shoal.errors import WireError
-from shoal.runtime.transport import framing as codec
-from shoal.runtime.transport import memfd
+from shoal.runtime.transport import framing, memfd
 from shoal.runtime.transport.framing import Bytes, FrameLimits, Received
 from shoal.runtime.transport.messages.message import Message
 
@@ -73,7 +72,7 @@ def seal(
     if new or frames or into:
         numbers = [number for row in (*new, *frames, *into) for number in row]
         table += struct.pack(f"<{len(numbers)}Q", *numbers)
-    return codec.encode(message, [table, *inline], limits=limits)
+    return framing.encode(message, [table, *inline], limits=limits)
 
 
 def open_table(received: Received) -> tuple[Envelope, list[Bytes]]:
@@ -131,7 +130,7 @@ class Intake:
         self._start = self._end = 0  # what of the buffer is not used yet
         self._big: memoryview | None = None  # the part that is being received in place
         self._num_filled = 0
-        self._parser = codec.parse(limits)
+        self._parser = framing.parse(limits)
         self._wanted = next(self._parser)
         self._is_between = True
 
@@ -169,7 +168,7 @@ class Intake:
         received: list[Received] = []
         while self._end - self._start >= self._wanted:
             if self._is_between:
-                taken = codec.take(self._buffer, self._start, self._end, self._limits)
+                taken = framing.take(self._buffer, self._start, self._end, self._limits)
                 if taken is not None:
                     received.append(taken[0])
                     self._start = taken[1]
@@ -194,7 +193,7 @@ class Intake:
         try:
             self._wanted = self._parser.send(part)
         except StopIteration as done:
-            self._parser = codec.parse(self._limits)
+            self._parser = framing.parse(self._limits)
             self._wanted, self._is_between = next(self._parser), True
             return [done.value]
         return []
