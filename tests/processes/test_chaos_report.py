@@ -68,7 +68,7 @@ def test_a_job_that_computes_something_else_each_time_is_not_equal(tmp_path: Pat
 @pytest.mark.parametrize(
     ("script", "words", "code", "expected"),
     [
-        ("print(1)", (), 2, "without training anything with shoal"),
+        ("print(1)", (), 2, "it neither calls shoal nor forms a process group"),
         ("raise ValueError('mine')", (), 1, "ValueError: mine"),
         ("", ("--rate", "often"), 2, "--rate takes a time such as 15s"),
     ],

@@ -231,8 +231,10 @@ def test_a_checkpoint_holds_every_workers_optimizer_and_goes_on_anywhere(
     shutil.copytree(tmp_path / "runs/one", tmp_path / "runs/two")
     script, resumed = str(tmp_path / "script.py"), {}
     for name, workers in (("one", 3), ("two", 2)):
+        # Without the script's own limits: the run that goes on is the whole one.
+        written = tmp_path / "runs" / name / "config.json"
+        written.write_text(json.dumps({**json.loads(written.read_text()), "args": [json.dumps(how)]}))
         config = resume_config(tmp_path / "runs" / name, workers=workers)
-        # The rest of the script's own limits: the run that goes on is the whole one.
         options = {field: getattr(config, field) for field in ("sync_every", "outer", "compress", "strategy")}
         done = launch_script(
             Path(script), workers=workers, name=name, resume=True, args=(json.dumps(how),), **options

@@ -299,7 +299,7 @@ def test_a_bias_that_only_rounding_moves_is_named_and_counts_as_equal(
 def test_a_script_that_never_trains_is_told_so(verify: Verify) -> None:
     result = verify("print('no training here')", "-n", "2")
     assert result.exit_code == 2
-    assert "ended without training" in " ".join(result.stderr.split())
+    assert "neither calls shoal nor forms a process group" in " ".join(result.stderr.split())
     assert "no training here" not in result.output
 
 

@@ -40,7 +40,7 @@ partition(keys, np.zeros(256, np.int16), 0)
 for dtype in ("float32", "float64"):
     for num_rows in (None, 10):
         for rule in RULES:
-            table = shoal.ps.server.contents.Table(TableSpec(0, "t", 2, dtype, rule, {}, num_rows=num_rows))
+            table = shoal.ps.server.contents.ServerTable(TableSpec(0, "t", 2, dtype, rule, {}, num_rows=num_rows))
             rows = np.ones((2, 2), dtype)
             frozen = np.frombuffer(rows.tobytes(), dtype).reshape(2, 2)
             frozen_keys = np.frombuffer(keys.tobytes(), np.int64)

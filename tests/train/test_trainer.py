@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torchmetrics
 from by_hand import (
     IDS,
@@ -161,7 +162,10 @@ def test_bf16_rounds_the_layers_and_not_the_mean_of_the_loss() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_compiled_model_trains_the_same_and_keeps_its_names() -> None:
+def test_a_compiled_model_trains_the_same_and_keeps_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The compiler's own threads outlive the test.
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own compiler warns of itself
         ours, theirs = mlp().float(), mlp().float()

@@ -329,7 +329,7 @@ def warm_parent() -> Finding:
 
     with tempfile.TemporaryDirectory(prefix="shoal-doctor-") as directory:
         script = Path(directory) / "nothing.py"
-        script.write_text("")
+        script.write_text("import shoal\nshoal.rank()\n")
         config = LaunchConfig(script=str(script), workers=2, run_dir=directory, quiet=True)
         try:
             with WarmParent() as warm:

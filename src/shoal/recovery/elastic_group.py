@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shoal.cluster.worker import session
+from shoal.cluster.worker import session, torchrun
 from shoal.collectives.exchanges import open_exchange
 from shoal.collectives.native import Native
 from shoal.collectives.reducer import Reducer, gather_any
@@ -157,6 +157,7 @@ class ElasticGroup(ReplayLog):
             if not self._waited_in:
                 raise
             raise self._who_did_not_come(error) from None
+        torchrun.close_listener()
         self._view = formed.view
         form_group(self._job, formed.view)
         torchs_own = Native(

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from shoal.config import job as jobs
 from shoal.config.job import Job
 from shoal.config.liveness import LivenessConfig
 from shoal.errors import CallsDiffer, ClusterError, CoordinatorLost, WaitTimedOut, WireError
@@ -224,6 +225,7 @@ class LeaseClient:
     """A worker's connections for servers and leases, opened when they are first used."""
 
     def __init__(self, job: Job) -> None:
+        jobs.share()  # the script's work is divided by leases
         self._job = job
         self._clients: dict[str, CoordinatorClient] = {}
         self._lock = threading.Lock()

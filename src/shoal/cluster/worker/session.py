@@ -160,6 +160,7 @@ def enter_view(*, view_left: int, finished: int, waited_s: float = 0.0, waited_i
     that broke (`waited_in`): whoever is to blame for it has used up so much of
     their time.
     """
+    jobs.share()
     if (client := _session.client) is None:
         return ViewFormed(view=view_left + 1, donor=-1, finished=-1, call=0, incarnations=[0])
     return client.enter_view(

@@ -33,6 +33,10 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _store: TCPStore | None = None
 """The server half, in rank 0, for as long as the process lives: a script may form its group more than once."""
 
+_listener: int | None = None
+"""In rank 0, the socket of MASTER_PORT; closed where shoal itself connects the workers."""
+
+_is_closed = False
 _has_stepped = False
 
 
@@ -51,7 +55,9 @@ def environment(job: Job, port: int) -> dict[str, str]:
 
 def watch(job: Job, *, script: str, port: int, listener: int | None) -> None:
     """Notice how the script divides its work. `listener` is the socket of MASTER_PORT, where this rank serves it."""
-    _watch_rendezvous(port, listener)
+    global _listener
+    _listener = listener
+    _watch_rendezvous(port)
     if job.num_workers > 1:
         os.environ.__class__ = _WatchedEnvironment
         _refuse_at_first_step(job, script)
@@ -63,12 +69,22 @@ def refuse_undivided(job: Job, script: str, *, at_end: bool = True) -> None:
         raise NotDistributed(script=script, num_workers=job.num_workers, at_end=at_end)
 
 
+def close_listener() -> None:
+    """Serve no store on MASTER_PORT: shoal connects the workers of this script, and an open listener serves nobody."""
+    global _listener, _is_closed
+    if _store is None:
+        _is_closed = True
+        if _listener is not None:
+            os.close(_listener)
+            _listener = None
+
+
 def has_stepped() -> bool:
     """Whether an optimizer of the script's has made a step."""
     return _has_stepped
 
 
-def _watch_rendezvous(port: int, listener: int | None) -> None:
+def _watch_rendezvous(port: int) -> None:
     # Whoever forms a group comes through here: the script, DeviceMesh, Accelerate, Lightning. shoal's own groups do not.
     from torch.distributed import distributed_c10d
 
@@ -81,7 +97,8 @@ def _watch_rendezvous(port: int, listener: int | None) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         asked = urlparse(url)
         asked_port = os.environ.get("MASTER_PORT") if asked.scheme == "env" else str(asked.port)
-        with _served(port, listener) if asked_port == str(port) else contextlib.nullcontext():
+        is_ours = asked_port == str(port) and not _is_closed
+        with _served(port) if is_ours else contextlib.nullcontext():
             found = next(original(url, rank, world_size, **options))
         yield found
 
@@ -89,13 +106,13 @@ def _watch_rendezvous(port: int, listener: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _served(port: int, listener: int | None) -> Iterator[None]:
+def _served(port: int) -> Iterator[None]:
     """Serve the store on the supervisor's loopback socket, and have torch connect to it and not open one on all interfaces."""
     global _store
     from torch._C._distributed_c10d import TCPStore
 
-    if listener is not None and _store is None:
-        _store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+    if _listener is not None and _store is None:
+        _store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=_listener)
     os.environ[_AGENT_STORE] = "True"
     try:
         yield

@@ -296,7 +296,8 @@ class SampledOnce(Sampled):
                 f"sample(num_samples={num_samples}, replacement=False) has {len(there)} samples with a weight above 0 to "
                 "draw from. Draw fewer, or with replacement=True."
             )
-        keys = -np.log(uniform(there, mix(_DRAW, self._seed, epoch))) / weights[there]
+        with np.errstate(over="ignore"):  # of a weight near zero: infinite, and drawn last
+            keys = -np.log(uniform(there, mix(_DRAW, self._seed, epoch))) / weights[there]
         first = (
             np.argpartition(keys, num_samples - 1)[:num_samples]
             if num_samples < len(keys)

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.cluster.worker import torchrun
 from shoal.cluster.worker.coordinator_client import LeaseClient
 from shoal.config import job as jobs
 from shoal.config import strategy as strategies
@@ -165,6 +166,7 @@ class PsSession(ReplayLog):
         if self._is_there:
             return
         self._is_there = True
+        torchrun.close_listener()
         self.group.declare(self.mode)
         if self._job.incarnation:
             asking = AskOwner(0, lambda view: AskNote(view, self._job.rank))
