@@ -28,6 +28,7 @@ SET_BY_LIBRARIES = {
     "NCCL_SOCKET_IFNAME",
     "TORCHINDUCTOR_CACHE_DIR",  # torch, when it first compiles
     "TRITON_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     "KMP_DUPLICATE_LIB_OK",  # torch, when it is imported
     "KMP_INIT_AT_FORK",
 }
