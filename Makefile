@@ -28,7 +28,8 @@ test: $(READY)
 
 # The inner loop: unit tests that start no process, under a minute on 2 cores.
 test-fast: $(READY)
-	$(BIN)/python -m pytest -n logical --dist loadfile -m "not slow" --ignore tests/processes --ignore tests/simulation
+	$(BIN)/python -m pytest -n logical --dist loadfile -m "not slow" \
+		--ignore tests/processes --ignore tests/simulation --ignore tests/policies
 
 # Every model under every strategy at 2, 3 and 4 workers; `make test` has each model meet each strategy once.
 matrix: $(READY)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -44,6 +46,21 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+_STARTS_PROCESSES = re.compile(
+    r"\bsubprocess\b|\bos\.fork\b|\bmultiprocessing\b|\bpostgres\w*|\bForkServer\b|\binvoking\b|\bcompile=True\b|\bon_hosts\b|workers=[1-9]"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of files that start processes: `make test-fast` leaves them out."""
+    is_slow: dict[Path, bool] = {}
+    for item in items:
+        if item.path not in is_slow:
+            is_slow[item.path] = _STARTS_PROCESSES.search(item.path.read_text()) is not None
+        if is_slow[item.path]:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
