@@ -1,0 +1,82 @@
+"""Protocol of an engine: slots asked for, watched and given back.
+
+A slot is one process of the engine that runs `shoal join` and so becomes a host
+of the job; from then on it is a host like any other. The engine decides where a
+slot runs, the head decides what runs in it. Nothing here imports an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.config.hosts import Resources
+from shoal.errors import ShoalError
+
+KEY_VARIABLE = "SHOAL_JOIN_KEY"
+
+FORWARDED = ("PYTHONPATH", "PATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+"""Variables by which a slot finds the same Python and shoal as the head; it keeps the engine's own for the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """All that a slot needs to join the job."""
+
+    job: str
+    """Name of the run."""
+
+    address: str
+    """Of the head, as `shoal join` takes it."""
+
+    key: str
+    """Join key: for the engine's secret mechanism or the environment, never a command line."""
+
+    cores: int
+    """Of a slot; more workers than these are not placed there."""
+
+    folder: str
+    """For files of the engine."""
+
+    def command(self, *options: str) -> list[str]:
+        """`shoal join`; `options` say which host it is to be."""
+        return [
+            *(sys.executable, "-m", "shoal", "join", self.address, "--cores", str(self.cores)),
+            *("--run-dir", f"{self.folder}/copies", "--timeout", "60", *options),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        """Variables of a slot, the key among them."""
+        found = {name: os.environ[name] for name in FORWARDED if name in os.environ}
+        return {**found, KEY_VARIABLE: self.key}
+
+
+def words_of(error: Exception) -> str:
+    """An engine's own error, of whatever class, in a line."""
+    if isinstance(error, ShoalError):
+        return str(error)
+    first = (str(error).strip().splitlines() or [""])[0].strip().rstrip(".")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+class Engine(Protocol):
+    """Slots of one job in an engine. Its constructor takes the detail of `--on NAME:DETAIL` and the ticket.
+
+    A module of an engine also has `is_local(detail)`: whether all its slots are on this machine, where they are
+    reached by loopback. It raises ConfigError where the engine is not there.
+    """
+
+    def start(self, hosts: Sequence[int], resources: Resources) -> None:
+        """Ask for a slot for each of these hosts, without waiting. ConfigError where it refuses; again for one that was lost."""
+
+    def watch(self) -> dict[int, str]:
+        """Slots that ended by themselves since they were asked for: host -> why, in words."""
+
+    def stop(self) -> None:
+        """Give all slots back; returns when they are gone, or the engine has been told."""
+
+    def logs(self, host: int) -> str:
+        """Last lines that a slot printed; empty where the engine keeps none."""

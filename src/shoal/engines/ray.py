@@ -1,0 +1,196 @@
+"""Ray: one actor per host in a placement group; `--on ray` starts Ray here or joins the one that runs, `--on ray:ADDRESS` another.
+
+Core actors, not ray.train: an actor runs `shoal join` and nothing else. The join
+key is an argument of its method, which Ray shows nowhere. A killed actor takes
+its host with it; Ray gives another in the same bundle, on another node where the
+first is gone. Bundles that find no room wait, as Ray's autoscaler wants it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.config.hosts import Resources
+from shoal.engines.protocol import Ticket
+from shoal.errors import ConfigError
+
+GB = 1 << 30
+REACH_TIMEOUT_S = 10.0
+
+
+def is_local(detail: str) -> bool:
+    return _connect(detail) == 1
+
+
+def open_engine(detail: str, ticket: Ticket) -> Ray:
+    return Ray(ticket, is_local=_connect(detail) == 1)
+
+
+class Ray:
+    """Actors of one job."""
+
+    def __init__(self, ticket: Ticket, *, is_local: bool) -> None:
+        self._ticket, self._is_local = ticket, is_local
+        self._group: Any = None
+        self._bundles: dict[int, int] = {}  # by host
+        self._actors: dict[int, Any] = {}
+        self._ends: dict[int, Any] = {}  # of `shoal join`, as Ray promises it
+
+    def start(self, hosts: Sequence[int], resources: Resources) -> None:
+        import ray
+
+        bundle = {"CPU": float(self._ticket.cores)}
+        bundle |= {"GPU": float(resources.gpus)} if resources.gpus else {}
+        bundle |= {"memory": resources.memory_gb * GB} if resources.memory_gb else {}
+        if self._group is None:
+            self._refuse_too_much(len(hosts), bundle)
+            # Hosts are told apart by their address: one on a node, unless all are here.
+            strategy = "PACK" if self._is_local else "STRICT_SPREAD"
+            self._group = ray.util.placement_group([bundle] * len(hosts), strategy=strategy)
+            self._bundles = {host: index for index, host in enumerate(hosts)}
+        slot = ray.remote(_slot_class())
+        for host in hosts:
+            self._end(host)
+            placed = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=self._bundles[host]
+            )
+            actor = slot.options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                memory=bundle.get("memory"),
+                scheduling_strategy=placed,
+                max_restarts=0,
+            ).remote()
+            command = self._ticket.command("--as-host", str(host))
+            self._actors[host] = actor
+            self._ends[host] = actor.run.remote(command, self._ticket.environment())
+
+    def watch(self) -> dict[int, str]:
+        import ray
+
+        ended = {}
+        for host, end in self._ends.items():
+            if not ray.wait([end], timeout=0)[0]:
+                continue
+            try:
+                code, said = ray.get(end)
+                ended[host] = (
+                    f"its actor's `shoal join` ended with exit code {code}: {said or 'it said nothing'}"
+                )
+            except ray.exceptions.RayError as error:
+                ended[host] = f"its actor died: {_first_line(error)}"
+        return ended
+
+    def stop(self) -> None:
+        import ray
+
+        for host in list(self._actors):
+            self._end(host)
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
+        ray.shutdown()
+
+    def logs(self, host: int) -> str:
+        return self.watch().get(host, "")
+
+    def _end(self, host: int) -> None:
+        import ray
+
+        if (actor := self._actors.pop(host, None)) is not None:
+            with contextlib.suppress(Exception):  # it may be gone, with its node
+                ray.wait([self._ends[host]], timeout=5)
+                ray.kill(actor)
+
+    def _refuse_too_much(self, num_hosts: int, bundle: dict[str, float]) -> None:
+        """Refuse what a Ray on this machine, which has no autoscaler, can never give."""
+        import ray
+
+        present = ray.cluster_resources()
+        short = [name for name, wanted in bundle.items() if wanted * num_hosts > present.get(name, 0)]
+        if self._is_local and short:
+            asked = ", ".join(f"{_shown(name, bundle[name] * num_hosts)}" for name in short)
+            there = ", ".join(f"{_shown(name, present.get(name, 0))}" for name in short)
+            raise ConfigError(
+                f"{num_hosts} host{'s' if num_hosts > 1 else ''} need {asked}, and this Ray has {there}. Nothing was started; use "
+                "fewer workers, or ask for less with --resources."
+            )
+
+
+def _slot_class() -> type:
+    """Class of the actors; made here, so that Ray sends it by value and a node needs nothing but `shoal join`."""
+
+    class Slot:
+        """Runs `shoal join`."""
+
+        def run(self, command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+            import ctypes
+            import os
+            import signal
+            import subprocess
+
+            def die_with_actor() -> None:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+            done = subprocess.run(
+                command,
+                env={**os.environ, **environment},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                check=False,
+                preexec_fn=die_with_actor,
+            )
+            return done.returncode, " ".join(done.stderr.split())[-500:]
+
+    return Slot
+
+
+def _connect(address: str) -> int:
+    """Connect to Ray; returns its number of machines. ConfigError where it does not answer."""
+    import ray
+
+    if not ray.is_initialized():
+        running = address or os.environ.get("RAY_ADDRESS") or None
+        try:
+            if running and running not in ("auto", "local"):
+                _reach(running)
+            try:
+                _init(running or "auto")
+            except ConnectionError:
+                if running:
+                    raise
+                _init(None)  # none runs here
+        except Exception as error:  # Ray raises what it likes, of other versions too
+            raise ConfigError(
+                f"Ray cannot be reached at {running or 'this machine'}: {_first_line(error)}. Nothing was started; start it with "
+                "`ray start --head`, or leave the address out, and a Ray is started here."
+            ) from None
+    machines = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+    return 1 if machines == {socket.gethostname()} else max(2, len(machines))
+
+
+def _reach(address: str) -> None:
+    """OSError where nobody listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
+
+
+def _init(address: str | None) -> None:
+    import ray
+
+    extra: dict[str, Any] = {} if address else {"include_dashboard": False}
+    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **extra)
+
+
+def _shown(name: str, amount: float) -> str:
+    return f"{amount / GB:.1f} GB of memory" if name == "memory" else f"{amount:g} {name}s"
+
+
+def _first_line(error: object) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip().rstrip(".")

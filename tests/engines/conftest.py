@@ -1,0 +1,61 @@
+"""Engines for tests: real ones, each started once. `make test` leaves them out; `make test-engines` installs and runs them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engine_jobs import TRAINING, EngineJob
+
+from shoal.engines import registry
+from shoal.errors import ConfigError
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """More time than other tests have: each starts several interpreters on top of its engine."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(400))
+
+
+@pytest.fixture(scope="session")
+def installed() -> Callable[[str], None]:
+    """`installed("ray")` skips the test, with the reason, where the engine is not there."""
+
+    def installed(name: str) -> None:
+        if not os.environ.get("SHOAL_TEST_ENGINES"):
+            pytest.skip("engines are started by `make test-engines` alone")
+        try:
+            registry.load(name)
+        except ConfigError as error:
+            pytest.skip(str(error))
+
+    return installed
+
+
+@pytest.fixture
+def start_job(tmp_path: Path) -> Iterator[Callable[..., EngineJob]]:
+    """`start_job("-n", "3", "--on", "mpi", script, *args)`: a job, ended with the test."""
+    jobs: list[EngineJob] = []
+
+    def start(*args: str, env: dict[str, str] | None = None) -> EngineJob:
+        jobs.append(EngineJob(tmp_path / str(len(jobs)), args, env or {}))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of `training.py` with 3 workers on this machine, without an engine."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    out = folder / "out"
+    out.mkdir()
+    job = EngineJob(folder / "job", ["-n", "3", "--exchange", "native", str(TRAINING), str(out)], {})
+    assert job.wait() == 0, job.output()
+    job.close()
+    return out

@@ -1,0 +1,155 @@
+"""Slots that end: a cancelled job of Slurm, a replacement that fails, an engine that fails itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.cluster.hosts.hosts import Hosts
+from shoal.config.hosts import HostsConfig, Resources
+from shoal.config.liveness import LivenessConfig
+from shoal.engines.mpi import Mpi
+from shoal.engines.protocol import Ticket
+from shoal.errors import ClusterError, WaitTimedOut
+
+SLOT = """
+import os, signal, subprocess, sys
+from shoal.engines import slurm
+signal.pause = lambda: None
+parent = "import os, signal; os.kill(os.getppid(), signal.SIGTERM)"
+sys.exit(slurm.Slot([sys.executable, "-c", parent])())
+"""
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(stat.S_IRWXU)
+
+
+@pytest.mark.parametrize(("state", "requeued"), [("RUNNING", "7_2\n"), ("COMPLETING", ""), ("CANCELLED", "")])
+def test_a_job_of_slurm_is_requeued_when_it_is_preempted_and_not_when_it_is_cancelled(
+    tmp_path: Path, state: str, requeued: str
+) -> None:
+    program(
+        tmp_path,
+        "scontrol",
+        f'if [ $1 = show ]; then echo "JobId=9 JobState={state} Reason=None"; else echo $2 >> {tmp_path}/requeued; fi',
+    )
+    array = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    env = {**os.environ, **array, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run([sys.executable, "-c", SLOT], env=env, check=True)
+    (tmp_path / "requeued").touch()
+    assert (tmp_path / "requeued").read_text() == requeued
+
+
+def test_a_replacement_that_fails_is_seen_while_the_first_mpirun_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path, "mpirun", 'if [ $2 = 2 ]; then exec sleep 60; else echo "no slots"; exit 5; fi')
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    engine = Mpi("", Ticket(job="a", address="shoal://h:1", key="k" * 20, cores=1, folder=str(tmp_path)))
+    engine.start([1, 2], Resources())
+    engine.start([2], Resources())
+    (first, _, _), (second, _, _) = engine._started
+    second.wait(30)
+    assert engine.watch() == {2: "mpirun ended with exit code 5: no slots"}
+    engine.start([1], Resources())
+    engine._started[-1][0].wait(30)
+    assert sorted(engine.watch()) == [1, 2]
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+
+
+class Broken:
+    """Engine whose own library fails; it may still know what slots printed."""
+
+    def __init__(self, said: str = "", *, fails: bool = True) -> None:
+        self.said, self.fails = said, fails
+
+    def start(self, hosts: Sequence[int], resources: Resources) -> None:
+        raise RuntimeError("the control store is gone.\nSecond line")
+
+    def watch(self) -> dict[int, str]:
+        if self.fails:
+            raise RuntimeError("the control store is gone.\nSecond line")
+        return {}
+
+    def stop(self) -> None: ...
+
+    def logs(self, host: int) -> str:
+        return self.said
+
+
+def hosts_on(engine: Broken, *, join_timeout_s: float = 600.0) -> Hosts:
+    config = HostsConfig(
+        num_hosts=2,
+        on="ray",
+        head_takes_part=False,
+        bind="127.0.0.1",
+        workers=(0, 1),
+        join_timeout_s=join_timeout_s,
+    )
+    cluster: Any = SimpleNamespace(
+        config=config, engine=engine, slot=Resources(), starters=[], is_takeover=False
+    )
+    warm: Any = None
+    return Hosts(warm, cluster, num_workers=1, server_numbers=[], liveness=LivenessConfig())
+
+
+def test_an_error_of_the_engine_itself_is_one_paragraph_and_never_ends_a_job_that_trains() -> None:
+    hosts = hosts_on(Broken())
+    hosts.join_deadline_s()  # asks; the answer is looked at in the next turn
+    assert hosts._watching is not None
+    hosts._watching.exception(30)
+    with pytest.raises(
+        ClusterError, match=r"ray failed .*\(RuntimeError: the control store is gone\)\. Nothing was trained"
+    ):
+        hosts.join_deadline_s()
+    assert hosts._asked_again(1) == "; ray gives no other: RuntimeError: the control store is gone"
+    hosts._replaced_at = 0.0
+    hosts.tick()
+    hosts._engine_calls.shutdown()
+
+
+def test_a_slot_that_never_joins_is_named_with_its_last_words() -> None:
+    hosts = hosts_on(Broken("no route to host", fails=False), join_timeout_s=0.0)
+    with pytest.raises(WaitTimedOut, match=r"the job on 1 host waited .* for host 1 \(no route to host\)\."):
+        hosts.join_deadline_s()
+    hosts._engine_calls.shutdown()
+
+
+def test_a_slow_engine_holds_up_no_heartbeat() -> None:
+    release = threading.Event()
+
+    class Slow(Broken):
+        def watch(self) -> dict[int, str]:
+            release.wait()
+            return {1: "it was killed"}
+
+        def start(self, hosts: Sequence[int], resources: Resources) -> None:
+            started.extend(hosts)
+
+    started: list[int] = []
+    hosts = hosts_on(Slow())
+    assert hosts._asked_again(1) == "; ray is being asked for another"
+    hosts._replaced_at = 0.0
+    hosts.tick()
+    hosts._replaced_at = 0.0
+    hosts.tick()  # the answer is not there yet
+    assert started == []
+    release.set()
+    hosts._engine_calls.shutdown()
+    assert hosts._asking is not None
+    assert hosts._asking.result() == "; it was killed; ray was asked for another"
+    assert started == [1, 1]

@@ -1,0 +1,84 @@
+"""`--on` and `--resources`: what is refused, in one paragraph, before anything starts."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from shoal.cli.hosts import hosts_config
+from shoal.cluster.hosts import opening
+from shoal.config.hosts import HostsConfig, Resources, parse_resources
+from shoal.engines import registry
+from shoal.engines.protocol import Ticket
+from shoal.errors import ConfigError
+
+
+def config(**changes: object) -> HostsConfig:
+    said = {"num_hosts": 3, "on": "mpi", "head_takes_part": False, "bind": "127.0.0.1", "workers": (0, 2, 1)}
+    return HostsConfig(**{**said, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"on": "rey"}, r"there is no engine 'rey'\. .*Nothing was started; there are"),
+        ({"on": "mpj"}, r"Did you mean mpi\?"),
+        ({"on": "spark"}, r"Spark is not supported yet\. Nothing was started"),
+        ({"on": "cloud:gcp"}, r"`shoal cloud render` writes .* Nothing was started"),
+        ({"on": "mpi:/no/such/file"}, "names a hostfile that does not exist"),
+        ({"on": "mpi", "hosts": "3", "num_workers": 2}, "2 workers cannot be on 3 hosts of mpi"),
+        ({"on": "mpi", "hosts": "a,b"}, "has the engine choose the hosts, and --hosts names them"),
+        ({"resources": "worker:cpus=2"}, "--resources are asked of an engine"),
+        ({"on": "mpi", "resources": "chief:cpus=2"}, "'chief' is no role"),
+        ({"on": "mpi", "resources": "worker:cores=2"}, "'cores=2' is none of cpus=N"),
+    ],
+)
+def test_what_an_engine_cannot_be_asked_for_is_refused(
+    options: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry.shutil, "which", lambda program: f"/usr/bin/{program}")
+    with pytest.raises(ConfigError, match=said):
+        hosts_config(options.pop("hosts", None), None, None, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, spec in registry.ENGINES.items() if spec.package or spec.program]
+)
+def test_an_engine_that_is_not_installed_is_named_with_the_way_to_install_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry.shutil, "which", lambda program: None)
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=rf"not (installed here|on PATH).*(shoal\[{name}\]|install)"):
+        registry.load(name)
+
+
+def test_the_head_of_an_engine_has_no_worker_and_no_server() -> None:
+    assert [config().host_of(rank, 3) for rank in range(3)] == [1, 1, 2]
+    assert [config().host_of_server(number) for number in range(4)] == [1, 2, 1, 2]
+
+
+def test_resources_of_a_host_are_those_of_the_fullest_one() -> None:
+    asked = parse_resources("worker:cpus=2,gpus=1,memory=8 server:memory=4")
+    assert config(**asked).resources(3, 2) == Resources(cpus=4.5, gpus=2, memory_gb=20)
+
+
+def test_the_join_key_is_in_the_environment_of_a_slot_and_not_in_its_command() -> None:
+    ticket = Ticket(job="a", address="shoal://h:1", key="secret" * 5, cores=2, folder="/f")
+    assert "secret" not in " ".join(ticket.command("--as-host", "1"))
+    assert ticket.environment()["SHOAL_JOIN_KEY"] == "secret" * 5
+    assert "SHOAL_JOIN_KEY" not in os.environ
+
+
+@pytest.mark.parametrize("on", ["join", "kubernetes"])
+def test_hosts_that_join_by_themselves_need_a_key_that_was_given(
+    on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_JOIN_KEY", raising=False)
+    nothing: Any = None  # the refusal comes before the run directory is used
+    with pytest.raises(
+        ConfigError, match=rf"--on {on} join with a key .* Nothing was started; .*SHOAL_JOIN_KEY"
+    ):
+        opening.open_cluster(config(on=on), run=nothing, script="train.py", note=print)

@@ -1,0 +1,61 @@
+"""mpirun, for real: slots as hosts, a killed slot, and a script inside its world."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from engine_jobs import TRAINING, EngineJob, command_lines, differences, kill_host
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+KEY = "a-key-for-tests-0123456789"
+
+
+def test_a_killed_slot_of_mpirun_is_replaced_and_the_bits_are_those_of_this_machine_alone(
+    installed: Callable[[str], None], start_job: Callable[..., EngineJob], undisturbed: Path, tmp_path: Path
+) -> None:
+    installed("mpi")
+    out = tmp_path / "out"
+    out.mkdir()
+    options = ["-n", "3", "--exchange", "native", "--on", "mpi", "--hosts", "3"]
+    job = start_job(*options, str(TRAINING), str(out), "--gate", "5", env={**AS_ROOT, "SHOAL_JOIN_KEY": KEY})
+    job.wait_for_gate(out, 3)
+    assert KEY not in command_lines()
+    kill_host(job.agent(2))
+    (out / "go").touch()
+    assert job.wait() == 0, job.output()
+    assert [event["ranks"] for event in job.events("host-lost")] == [[1]]
+    assert "mpi was asked for another" in job.output()
+    assert differences(out, undisturbed) == []
+    assert all(event["host"] > 0 for event in job.events("worker-started"))  # none on the head
+
+
+def test_a_script_that_mpirun_starts_is_one_job_of_its_world(
+    installed: Callable[[str], None], tmp_path: Path
+) -> None:
+    installed("mpi")
+    out = tmp_path / "out"
+    out.mkdir()
+    program = ["mpirun", "--oversubscribe", "-n", "3", sys.executable]
+    job = EngineJob(tmp_path / "job", [str(TRAINING), str(out)], AS_ROOT, program)
+    try:
+        assert job.wait() == 0, job.output()
+    finally:
+        job.close()
+    assert "3 workers, ddp" in job.output()
+    assert [path.name for path in (job.folder / "runs").iterdir()] == ["training-1"]
+    assert job.output().count("rank 0 has ended") == 1
+
+
+def test_a_program_that_mpirun_cannot_start_ends_the_job_with_its_words(
+    installed: Callable[[str], None], start_job: Callable[..., EngineJob], tmp_path: Path
+) -> None:
+    installed("mpi")
+    script = tmp_path / "train.py"
+    script.write_text("import shoal\n")
+    (tmp_path / "hosts").write_text("no-such-machine.invalid slots=1\n")
+    job = start_job("--on", f"mpi:{tmp_path}/hosts", str(script), env=AS_ROOT)
+    assert job.wait() == 3, job.output()
+    assert "host 1 was lost during the start: mpirun ended with exit code" in job.output()
+    assert "Nothing was trained" in job.output()

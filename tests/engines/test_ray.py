@@ -1,0 +1,95 @@
+"""Ray, for real: a cluster of this machine, actors as hosts, one of them killed."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engine_jobs import TRAINING, EngineJob, command_lines, differences
+
+from shoal.cli.hosts import own_address
+
+KEY = "a-key-for-tests-0123456789"
+
+
+@pytest.fixture(scope="module")
+def ray_address(installed: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a Ray with 4 CPUs, which several jobs share."""
+    installed("ray")
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    port = "26379"
+    options = [f"--port={port}", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
+    folder = tmp_path_factory.mktemp("ray")
+    log = (folder / "log").open("wb")
+    with (
+        log,
+        subprocess.Popen(
+            [*ray, "start", "--head", "--block", *options],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        ) as head,
+    ):
+        _wait_for(own_address(), int(port), head, Path(log.name))
+        yield f"{own_address()}:{port}"
+        head.terminate()
+        try:
+            head.wait(30)
+        except subprocess.TimeoutExpired:
+            head.kill()
+
+
+def _wait_for(host: str, port: int, head: subprocess.Popen[bytes], log: Path) -> None:
+    """Until Ray listens: it takes seconds to start."""
+    deadline = time.monotonic() + 90.0
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+            return
+        except OSError:
+            assert head.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+
+
+def test_a_killed_actor_is_replaced_and_the_bits_are_those_of_this_machine_alone(
+    ray_address: str, start_job: Callable[..., EngineJob], undisturbed: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    options = ["-n", "3", "--exchange", "native", "--on", f"ray:{ray_address}", "--hosts", "3"]
+    job = start_job(*options, str(TRAINING), str(out), "--gate", "5", env={"SHOAL_JOIN_KEY": KEY})
+    job.wait_for_gate(out, 3)
+    assert KEY not in command_lines()
+    actor = job.agent(2).parent()
+    assert actor is not None
+    assert "ray::" in " ".join(actor.cmdline())
+    actor.kill()
+    (out / "go").touch()
+    assert job.wait() == 0, job.output()
+    assert [event["ranks"] for event in job.events("host-lost")] == [[1]]
+    assert "was asked for another" in job.output()
+    assert differences(out, undisturbed) == []
+
+
+def test_more_than_this_ray_has_is_refused_with_both_numbers(
+    ray_address: str, start_job: Callable[..., EngineJob]
+) -> None:
+    options = ["-n", "2", "--on", f"ray:{ray_address}", "--resources", "worker:cpus=4,memory=4000"]
+    job = start_job(*options, str(TRAINING), "nowhere")
+    assert job.wait() == 2, job.output()
+    assert "1 host need 8 CPUs, 8000.0 GB of memory, and this Ray has 4 CPUs," in job.output()
+
+
+def test_a_ray_that_does_not_answer_is_named(
+    installed: Callable[[str], None], start_job: Callable[..., EngineJob]
+) -> None:
+    installed("ray")
+    job = start_job("--on", "ray:127.0.0.1:1", str(TRAINING), "nowhere")
+    assert job.wait() == 2, job.output()
+    assert "Ray cannot be reached at 127.0.0.1:1" in job.output()
