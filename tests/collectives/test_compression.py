@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from lockstep import with_ranks
 from torch import Tensor, nn
 
-from shoal.collectives.compression import int8
-from shoal.collectives.compression.compressor import Gradient, compressor
+from shoal.collectives.compression import Gradient, compressor, int8
 from shoal.collectives.gradients import GradientExchange
 from shoal.config.choices import COMPRESSORS
 from shoal.errors import ConfigError
-from shoal.parallel import residuals
 from shoal.parallel.protocol import PieceReader
+from shoal.parallel.state import load_residuals, residual_pieces
 
 LAYOUT = [Gradient(0, (12, 10)), Gradient(120, (7,)), Gradient(127, (5, 4, 2))]
 LENGTH = 167
@@ -111,12 +110,12 @@ def test_int8_does_not_hide_what_is_not_finite() -> None:
 def test_residuals_in_a_checkpoint_are_not_lost_at_another_number_of_ranks(num_after: int) -> None:
     results = run("topk:ratio=0.2", 3, 2)
     states = [each.state()["0"] for _, each in results]
-    saved = {piece.name: piece.tensor for piece in residuals.pieces(results[0][1], lambda mine: states)}
+    saved = {piece.name: piece.tensor for piece in residual_pieces(results[0][1], lambda mine: states)}
     after = []
     for rank in range(num_after):
         each = compressor("topk:ratio=0.2")
         assert each is not None
-        residuals.load(each, PieceReader(saved, None), rank, num_after)
+        load_residuals(each, PieceReader(saved, None), rank, num_after)
         after.append(each.state()["0"])
     assert torch.allclose(sum(after, torch.zeros(LENGTH)), sum(states, torch.zeros(LENGTH)), atol=1e-5)
     if num_after == 3:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from shoal.collectives.schemes import allgather, chain, halving, mapreduce, ring, tree
 from shoal.collectives.schemes import broadcast as everyone
+from shoal.collectives.schemes.hierarchical import Hierarchical
 
 SCHEMES = {
     "ring": ring,
@@ -48,6 +50,16 @@ class Lines:
             if work is not None:
                 source, tensor = work
                 tensor.copy_(self._queues[source, self.rank].get(timeout=20.0))
+
+
+class Part(Lines):
+    """The wires between some of the ranks."""
+
+    def __init__(self, wires: Lines, ranks: list[int]) -> None:
+        queues = {
+            (a, b): wires._queues[ranks[a], ranks[b]] for a in range(len(ranks)) for b in range(len(ranks))
+        }
+        super().__init__(queues, ranks.index(wires.rank), len(ranks))
 
 
 def on_all(num_ranks: int, run: Callable[[Lines], Any]) -> list[Any]:
@@ -100,6 +112,22 @@ def test_all_ranks_get_the_same_bits_and_get_them_again(scheme: str, num_ranks: 
     parts = [torch.randn(length, generator=generator) * 10.0**rank for rank in range(num_ranks)]
     first, again = summed(scheme, parts), summed(scheme, parts)
     assert all(torch.equal(result, first[0]) for result in [*first, *again])
+
+
+def test_a_sum_of_hosts_has_one_order_and_the_same_bits_on_hosts_of_one_and_of_two_ranks() -> None:
+    parts = [torch.randn(50, generator=torch.Generator().manual_seed(rank)) * 10.0**rank for rank in range(3)]
+    for part in parts:
+        part[:3] = -0.0
+
+    def run(wires: Lines) -> Tensor:
+        flat, rank = parts[wires.rank].clone(), wires.rank
+        home = Part(wires, [0, 1] if rank < 2 else [2])
+        between = Part(wires, [0, 2]) if rank != 1 else None
+        Hierarchical(partial(chain.all_reduce, home), between).all_reduce(flat)
+        return flat.view(torch.int32)
+
+    expected = ((parts[0] + parts[1]) + parts[2]).view(torch.int32)
+    assert all(torch.equal(result, expected) for result in on_all(3, run))
 
 
 @pytest.mark.parametrize("scheme", ["broadcast", "allgather", "chain", "mapreduce"])

@@ -20,8 +20,9 @@ FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.com
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "use_compiled", lambda: request.param == "compiled")
     monkeypatch.setattr(shm, "CHUNK_BYTES", 256)
     monkeypatch.setattr(shm, "NUM_CHUNKS", 3)
     monkeypatch.setattr(shm, "LARGE_BYTES", 1000)

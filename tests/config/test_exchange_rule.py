@@ -21,8 +21,10 @@ def rule(by_size: dict[int, dict[str, float]], *, workers: int = 2, **there: obj
     return choose({2: by_size}, **here)  # type: ignore[arg-type]
 
 
-def test_without_a_measurement_it_is_shm_on_one_host_and_torchs_own_between_hosts() -> None:
+def test_without_a_measurement_it_is_shm_within_hosts_and_torchs_own_where_each_has_one_worker() -> None:
     assert choose({}, num_workers=2, num_hosts=1, processor="x86_64") == "shm"
+    assert choose({}, num_workers=3, num_hosts=2, processor="x86_64") == "hierarchical"
+    assert choose({}, num_workers=3, num_hosts=2, processor="aarch64") == "native"
     assert choose({}, num_workers=2, num_hosts=2, processor="x86_64") == "native"
     assert choose({}, num_workers=2, num_hosts=1, processor="aarch64") == "native"
 

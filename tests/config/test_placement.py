@@ -118,6 +118,23 @@ def test_a_mesh_with_too_few_devices_is_on_the_cpu_as_one(monkeypatch: pytest.Mo
     placement._placed.cache_clear()
 
 
+def test_every_host_has_devices_of_its_own() -> None:
+    two = {"cuda": 2}
+    homes = (0, 0, 1, 1, 2)
+    everybody = ("cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0")
+    for said in ("auto", "cuda"):
+        placed = place(said, num_workers=5, visible=two, homes=homes)
+        assert (placed.devices, placed.is_shared, placed.has_own_devices) == (everybody, False, True)
+    with pytest.raises(DeviceMissing, match="cuda:2"):
+        place("cuda", num_workers=5, visible=two, homes=(0, 0, 0, 1, 1))
+    assert place("auto", num_workers=5, visible=two, homes=(0, 0, 0, 1, 1)).devices == ("cpu",) * 5
+    one = place("cuda:0", num_workers=3, visible=two, homes=(0, 1, 1))
+    assert one.devices == ("cuda:0",) * 3
+    assert "2 workers share cuda:0" in one.notes[-1]
+    named = place("cuda:1,cuda,cuda,cuda", num_workers=4, visible=two, homes=(0, 0, 1, 1))
+    assert named.devices == ("cuda:1", "cuda:0", "cuda:0", "cuda:1")
+
+
 def test_a_gpu_is_what_torch_calls_cuda() -> None:
     assert place("gpu", num_workers=2, visible={"cuda": 2}).devices == ("cuda:0", "cuda:1")
     assert place("GPU:1,cpu", num_workers=2, visible={"cuda": 2}).devices == ("cuda:1", "cpu")

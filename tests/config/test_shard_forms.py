@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.cluster.launch.api import LaunchConfig
-from shoal.config.shard import ShardForm, parse
+from shoal.config.choices import ShardForm
+from shoal.config.choices import parse_shard as parse
 from shoal.errors import ConfigError
 
 

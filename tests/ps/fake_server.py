@@ -20,7 +20,7 @@ from shoal.runtime.transport.messages.client_server import (
     PushRows,
     Replicate,
     Replicated,
-    SetClock,
+    Rest,
     Welcome,
 )
 from shoal.runtime.transport.messages.message import Message
@@ -29,6 +29,8 @@ from shoal.runtime.transport.messages.server_coordinator import ServerView, Slot
 
 class FakeCore:
     """Keeps the newest push. What it heard from the coordinator is what Post tells."""
+
+    ships_at_once = has_pushes = False
 
     def __init__(self, told: ServerSpec) -> None:
         self._told = told
@@ -39,7 +41,7 @@ class FakeCore:
         self._hoard: list[bytearray] = []
         self._num_pieces = 0
 
-    def hear(self, request: Request, now: float) -> Iterable[Action]:
+    def hear(self, request: Request) -> Iterable[Action]:
         peer, ticket = request.peer, request.ticket
         match request.message:
             case Hello(name):
@@ -59,8 +61,8 @@ class FakeCore:
             case Replicate(number=number):
                 self._kept = [bytearray(frame) for frame in request.frames]
                 yield Reply(peer, ticket, Replicated(number))
-            case SetClock(updates=updates):  # hoard so many bytes
-                self._hoard.append(bytearray(b"x") * updates)
+            case Rest(rank=num_mib):  # hoard so many MiB
+                self._hoard.append(bytearray(b"x") * (num_mib << 20))
                 yield Reply(peer, ticket, Declared(is_new=True))
 
     def gone(self, peer: int) -> Iterable[Action]:
@@ -88,7 +90,7 @@ class FakeCore:
         self._told_by_coordinator.append(f"dead {rank}.{incarnation}")
         return ()
 
-    def tick(self, now: float) -> Iterable[Action]:
+    def tick(self) -> Iterable[Action]:
         return ()
 
     def work(self) -> tuple[Iterable[Action], bool]:

@@ -156,6 +156,7 @@ class Link:
     """In place of shoal.runtime.transport.shared_client.Link."""
 
     world: World
+    is_remote = False
 
     def __init__(self, number: int) -> None:
         self.number, self.is_lost = number, False

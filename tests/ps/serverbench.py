@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from shoal.ps.server.actions import Action, DropPeer, Reply, Request, Send
-from shoal.ps.server.apply_filters import PushFilters
 from shoal.ps.server.core import ServerCore
+from shoal.ps.server.steps import PushFilters
 from shoal.runtime.transport.messages.client_server import (
     ChunkSpec,
     DeclareDense,
@@ -55,7 +55,7 @@ class Bench:
         self.ticket += 1
         views = [memoryview(frame if isinstance(frame, bytes) else frame.tobytes()) for frame in frames]
         return self.core.hear(
-            Request(peer, self.ticket, message, views, [memoryview(buffer).cast("B") for buffer in into]), 0.0
+            Request(peer, self.ticket, message, views, [memoryview(buffer).cast("B") for buffer in into])
         )
 
     def push(

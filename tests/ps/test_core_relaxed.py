@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from serverbench import SPEC, Bench, messages
 
-from shoal.ps.server.apply_filters import PushFilters
+from shoal.ps.server.steps import PushFilters
 from shoal.runtime.transport.messages.client_server import (
     Committed,
     DeclareMode,
@@ -37,7 +37,7 @@ def test_streams_that_are_done_are_forgotten_and_never_count_again() -> None:
     for stream in range(1, 6):
         bench.push(0, 1, 1.0, stream=stream)
         bench.end(0, 1, stream=stream, done_below=stream)
-    assert bench.core.state.applied.num_streams == 1
+    assert bench.core.state.applied.of_slot(0) == [(5, 1)]
     bench.push(1, 1, 1.0, stream=2)
     bench.end(1, 1, stream=2)
     assert bench.rows() == [[-5.0, -5.0]] * 2

@@ -74,6 +74,12 @@ def test_servers_get_equal_shares_where_parameters_may_be_cut() -> None:
     assert {chunk.slot for chunk in chunks} == {0, 1, 2, 3}
 
 
+def test_a_small_model_is_one_chunk_on_one_server() -> None:
+    params = [("weight", (416, 128), "float32", 0), ("bias", (128,), "float32", 0)]
+    (chunk,) = plan_chunks(params, optimizer="Adagrad", slots_by_server=[[0], [1], [2], [3]])
+    assert sum(map(num_elements, chunk.parts)) == 417 * 128
+
+
 def test_only_optimizers_of_torch_that_a_server_can_run_are_taken() -> None:
     class Mine(torch.optim.Adam):
         pass

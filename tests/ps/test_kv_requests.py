@@ -16,13 +16,12 @@ from shoal.config.job import Job
 from shoal.embedding.rules import RULES
 from shoal.errors import ConfigError, PsError
 from shoal.ps.client import kv as kv_module
-from shoal.ps.client import kv_requests
 from shoal.ps.client import server_group as groups
-from shoal.ps.client.kv import Kv
-from shoal.ps.client.kv_requests import RequestQueue
+from shoal.ps.client.kv import Kv, RequestQueue
 from shoal.ps.client.server_group import Group
 from shoal.ps.layout import FIRST_NAMED
-from shoal.runtime.transport.messages.client_server import DeclareMode
+from shoal.runtime.transport.messages.client_server import DeclareMode, TableSpec
+from slot_digests import slot_digests
 
 MODE = DeclareMode(num_workers=2, kind="async")
 
@@ -36,7 +35,7 @@ SCRIPT = st.lists(
 def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "Link", Link)
     monkeypatch.setattr(groups, "BEHIND_S", 0.0)
-    monkeypatch.setattr(kv_requests, "MAX_REQUESTS", 6)
+    monkeypatch.setattr(kv_module, "MAX_REQUESTS", 6)
 
 
 def client(world: World, rank: int = 0, incarnation: int = 0) -> Kv:
@@ -80,7 +79,7 @@ def check_all(kv: Kv, world: World, totals: Counter[int]) -> None:
     assert kv.pull("sums", keys).result()[:, 0].tolist() == [totals[key] for key in keys]
     while world.step():
         pass
-    digests = {number: core.state.digests() for number, core in world.cores.items()}
+    digests = {number: slot_digests(core.state) for number, core in world.cores.items()}
     for slot, holders in enumerate(world.view.holders):
         assert len({digests[holder][slot] for holder in holders}) == 1
     for _, link in kv._group._links.values():
@@ -142,7 +141,7 @@ def test_what_follows_something_refused_is_not_sent_and_says_why() -> None:
     while world.step():  # servers tell each other of tables
         pass
     for core in world.cores.values():
-        del core.state.contents.tables[kv_module.spec_of("bad", 1, "add", {}, **DEFAULTS).number]
+        del core.state.contents.tables[kv_module.table_number("bad")]
     refused = kv.push(bad, [1, 2, 3], [1.0, 1.0, 1.0])
     following = kv.push(good, [1], [1.0], after=[refused])
     independent = kv.push(good, [1], [2.0])
@@ -158,7 +157,7 @@ def test_what_follows_something_refused_is_not_sent_and_says_why() -> None:
 
 
 def test_requests_that_fill_the_memory_wait_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_requests, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(kv_module, "MAX_BYTES", 10_000)
     world = World(1)
     kv = client(world)
     table = kv.table("sums", dim=1, rule="add")
@@ -187,16 +186,13 @@ def test_pushes_that_overtake_each_other_are_found(monkeypatch: pytest.MonkeyPat
     assert wrong > 5
 
 
-DEFAULTS: dict[str, Any] = {"num_rows": None, "init": "zeros", "scale": 1.0, "seed": 0, "dtype": "float32"}
-
-
 @given(st.data())
 @settings(deadline=None)
 def test_repeats_are_summed_and_stored_ones_replaced_whatever_the_order(data: st.DataObject) -> None:
     keys = np.array(data.draw(KEYS), np.int64)
     values = np.arange(2.0 * len(keys)).reshape(-1, 2)
     for rule in RULES:
-        spec = kv_module.spec_of("t", 2, rule, {}, **DEFAULTS | {"dtype": "float64"})
+        spec = TableSpec(1, "t", 2, "float64", rule, {})
         found, rows = kv_module.once_each(spec, keys, values, merge=True)
         expected: dict[int, np.ndarray] = {}
         for key, value in zip(keys.tolist(), values, strict=True):
@@ -208,10 +204,10 @@ def test_repeats_are_summed_and_stored_ones_replaced_whatever_the_order(data: st
 @pytest.mark.parametrize("keys", [[0.5], np.array([True]), ["a"], np.array([2**63], np.uint64)])
 def test_keys_that_are_no_int64_are_refused(keys: Any) -> None:
     with pytest.raises(ConfigError, match="keys must"):
-        kv_module.keys_of(kv_module.spec_of("t", 1, "add", {}, **DEFAULTS), keys)
+        kv_module.keys_of(TableSpec(1, "t", 1, "float32", "add", {}), keys)
 
 
 def test_tables_of_names_have_numbers_that_no_model_has_and_differ() -> None:
-    numbers = {kv_module.spec_of(f"table {n}", 1, "add", {}, **DEFAULTS).number for n in range(1000)}
+    numbers = {kv_module.table_number(f"table {n}") for n in range(1000)}
     assert len(numbers) == 1000
     assert min(numbers) >= FIRST_NAMED

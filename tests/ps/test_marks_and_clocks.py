@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.parallel.ps.relaxed import Naming
-from shoal.ps.server.applied_seqs import AppliedSeqs, some_slots
-from shoal.ps.server.clocks import Clocks
-from shoal.ps.server.mailbox import Mailbox, Result
+from shoal.ps.server.progress import AppliedSeqs, Clocks, some_slots
 from shoal.ps.server.replication import decode, encode, from_bits, to_bits
+from shoal.ps.server.steps import Mailbox, Result
 
 slots = st.lists(st.integers(0, 255), min_size=1, max_size=5, unique=True)
 pushes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), slots), max_size=20)

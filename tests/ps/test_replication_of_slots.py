@@ -15,14 +15,17 @@ from shoal.runtime.transport.messages.client_server import (
     Committed,
     DeclareMode,
     Hello,
+    Marks,
     Note,
     Post,
     Posted,
+    ReadMarks,
     Replicate,
     Replicated,
     ViewOver,
 )
 from shoal.runtime.transport.messages.server_coordinator import ServerView, SlotsFilled
+from slot_digests import slot_digests
 
 ASYNC = DeclareMode(1, "async")
 BOTH = ServerView(1, [[0, 1]] * 256, {0: 0, 1: 0})
@@ -88,7 +91,7 @@ def test_nothing_is_acknowledged_before_the_replica_has_it() -> None:
     pair.push(0, 1, 1.0, stream=1)
     assert messages(pair.note(pair.end(0, 1, stream=1))) == []
     assert messages(pair.deliver()) == [Committed(1, 1, 1)]
-    assert pair.cores[0].state.digests() == pair.cores[1].state.digests()
+    assert slot_digests(pair.cores[0].state) == slot_digests(pair.cores[1].state)
 
 
 def test_a_repeat_on_one_connection_counts_once() -> None:
@@ -100,7 +103,7 @@ def test_a_repeat_on_one_connection_counts_once() -> None:
     pair.note(pair.core.tick())
     pair.sent = pair.sent * 2
     assert messages(pair.deliver())[:1] == [Committed(1, 1, 1)]
-    assert pair.cores[0].state.digests() == pair.cores[1].state.digests()
+    assert slot_digests(pair.cores[0].state) == slot_digests(pair.cores[1].state)
 
 
 def test_a_replica_refuses_what_comes_after_a_gap_and_of_an_old_view() -> None:
@@ -145,7 +148,7 @@ def test_a_new_server_is_filled_slot_by_slot_while_pushes_go_on() -> None:
     assert pair.told == []
     pair.fill()
     assert pair.told == [SlotsFilled(2, list(range(256)))]
-    assert pair.cores[0].state.digests() == pair.cores[1].state.digests()
+    assert slot_digests(pair.cores[0].state) == slot_digests(pair.cores[1].state)
 
 
 def test_a_push_waits_for_a_server_that_is_being_filled_where_it_follows_already() -> None:
@@ -169,7 +172,7 @@ def test_what_was_not_answered_is_said_again_in_the_next_view() -> None:
     pair.note(pair.cores[1].view(after))
     pair.note(pair.core.view(after))
     pair.deliver()
-    assert pair.cores[0].state.digests() == pair.cores[1].state.digests()
+    assert slot_digests(pair.cores[0].state) == slot_digests(pair.cores[1].state)
 
 
 def test_an_answer_of_an_earlier_view_answers_nothing_in_this_one() -> None:
@@ -216,7 +219,7 @@ def test_an_update_is_made_with_the_settings_it_says_on_every_holder_and_nobody_
     pair.note(pair.end(0, 2, stream=1))
     pair.deliver()
     assert (pair.rows(), pair.chunk()) == ([[-1.5, -1.5]] * 2, [0.25] * 4)  # as declared
-    assert pair.cores[0].state.digests() == pair.cores[1].state.digests()
+    assert slot_digests(pair.cores[0].state) == slot_digests(pair.cores[1].state)
 
 
 def test_settings_that_no_rule_has_are_refused_before_anything_counts() -> None:
@@ -225,3 +228,36 @@ def test_settings_that_no_rule_has_are_refused_before_anything_counts() -> None:
     (refused,) = messages(pair.end(0, 1, stream=1, table_settings={0: {"speed": 1.0}}))
     assert "no setting 'speed'" in refused.reason  # type: ignore[attr-defined]
     assert (pair.rows(), pair.chunk()) == ([[0.0, 0.0]] * 2, [1.0] * 4)
+
+
+def test_pushes_that_come_while_others_are_shipped_go_together_in_one_message() -> None:
+    pair = Pair(ASYNC)
+    (before,) = pair.core.replication.need().values()
+    for seq in range(1, 6):
+        pair.push(0, seq, float(seq), stream=1)
+        assert messages(pair.note(pair.end(0, seq, stream=1))) == []
+    assert len(pair.sent) == 1  # of the first; the others wait for its answer
+    assert messages(pair.deliver()) == [Committed(seq, seq, seq) for seq in range(1, 6)]
+    assert pair.core.replication.need() == {1: before + 2}
+    assert slot_digests(pair.cores[0].state) == slot_digests(pair.cores[1].state)
+
+
+def test_pushes_that_were_not_shipped_before_a_view_are_shipped_in_it() -> None:
+    pair = Pair(ASYNC)
+    for seq in (1, 2):
+        pair.push(0, seq, 1.0, stream=1)
+        pair.note(pair.end(0, seq, stream=1))
+    pair.sent.clear()
+    again = ServerView(2, [[0, 1]] * 256, {0: 0, 1: 0})
+    pair.note(pair.cores[1].view(again))
+    pair.note(pair.core.view(again))
+    pair.deliver()
+    assert slot_digests(pair.cores[0].state) == slot_digests(pair.cores[1].state)
+
+
+def test_marks_are_read_only_once_the_replica_has_them_too() -> None:
+    pair = Pair(ASYNC)
+    pair.push(0, 1, 1.0, stream=1)
+    pair.note(pair.end(0, 1, stream=1))
+    assert messages(pair.note(pair.ask(1, ReadMarks(1)))) == []
+    assert Marks() in messages(pair.deliver())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.ps.server import memory_limit as server_memory
-from shoal.ps.server.memory_limit import MemoryGuard, private_bytes
+from shoal.ps.server import process as server_memory
+from shoal.ps.server.process import MemoryGuard, private_bytes
 from shoal.runtime.memory import available_bytes
-from shoal.runtime.transport.messages.client_server import PullRows, ReadRows
+from shoal.runtime.transport.messages.client_server import PullRows, PushRows, ReadRows
 
 
 def test_what_a_process_holds_of_its_own_is_counted_to_the_page() -> None:
@@ -27,7 +27,8 @@ def test_up_to_the_limit_all_is_taken_and_beyond_it_nothing_that_grows() -> None
     assert "server-7" in problem
     assert "2,147,483,648 more" in problem
     tight = MemoryGuard("server-7", 1)
-    assert tight.refusal(PullRows(view=1, clock=0, table=0)) is not None
+    assert tight.refusal(PushRows(view=1, stream=0, seq=1, table=0)) is not None
+    assert tight.refusal(PullRows(view=1, clock=0, table=0)) is None
     assert tight.refusal(ReadRows(view=1, table=0, slot=0)) is None
 
 

@@ -13,7 +13,7 @@ import pytest
 from server_group_of_processes import group
 
 from shoal.errors import LinkLost
-from shoal.ps.kernels import slot_of
+from shoal.ps.layout import slot_of
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.framing import send_message
 from shoal.runtime.transport.messages.client_server import (
@@ -27,7 +27,7 @@ from shoal.runtime.transport.messages.client_server import (
     Pulled,
     PullRows,
     PushRows,
-    SetClock,
+    Rest,
     StepEnd,
     TableSpec,
 )
@@ -118,7 +118,7 @@ def test_a_server_short_of_memory_refuses_what_would_grow_and_goes_on_with_the_r
         other = server.link()
         frame = link.alloc(100_000)
         assert isinstance(link.wait(link.send(PUSH, [frame]), 5.0)[0], Committed)
-        assert isinstance(link.wait(link.send(SetClock(1, 1 << 30)), 20.0)[0], Declared)
+        assert isinstance(link.wait(link.send(Rest(1, 1024)), 20.0)[0], Declared)
         refused, _ = link.wait(link.send(PUSH, [frame]), 5.0)
         assert isinstance(refused, PsRefused)
         assert "server-0 holds 1," in refused.reason
@@ -127,7 +127,7 @@ def test_a_server_short_of_memory_refuses_what_would_grow_and_goes_on_with_the_r
         for _ in range(2):
             refused, _ = other.wait(other.send(POST, [other.alloc(100_000)]), 5.0)
             assert isinstance(refused, PsRefused)
-        assert isinstance(link.wait(link.send(SetClock(1, 0)), 5.0)[0], Declared)
+        assert isinstance(link.wait(link.send(Rest(1, 0)), 5.0)[0], Declared)
 
 
 def test_a_server_that_nobody_wants_says_so_and_ends(tmp_path: Path) -> None:

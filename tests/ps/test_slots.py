@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.ps.kernels import partition, slot_of
+from shoal.ps.layout import partition, slot_of
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from shoal.recovery import abortable_init as forming
+from shoal.recovery import rendezvous as forming
 
 
 def is_over() -> bool:

@@ -14,12 +14,12 @@ import pytest
 from numba import types
 
 from shoal.embedding.kernels import expand
-from shoal.runtime.kernel_cache import Kernel, cache_directory, matrix, vector
+from shoal.runtime.kernel_cache import Kernel, cache_directory, compile_all, is_compiled, vector
 
 FORKED = """
 import os, sys
 import numpy as np
-import shoal.ps.server.contents, shoal.ps.kernels, shoal.embedding.lookup
+import shoal.ps.server.contents, shoal.ps.layout, shoal.embedding.lookup
 from shoal.runtime import kernel_cache as compiled
 def threads(): return len(os.listdir("/proc/self/task"))
 before = threads()
@@ -32,7 +32,7 @@ for one in compiled._KERNELS:
 if os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 from shoal.embedding.kernels import unique, expand, sum_back
-from shoal.ps.kernels import partition
+from shoal.ps.layout import partition
 from shoal.embedding.rules import RULES
 from shoal.runtime.transport.messages.client_server import TableSpec
 keys, inverse = unique(np.array([5, 3, 5]))
@@ -50,8 +50,8 @@ for dtype in ("float32", "float64"):
                 table.accumulate(given_keys, given)
             table.sum_of_squares(np.zeros(256))
             table.apply(*table.take_sum(), 0.5)
-            table.pull(frozen_keys, rows, create=False)
-            table.digests(), table.drop_slots(np.ones(256, bool))
+            table.pull(frozen_keys, rows)
+            table.drop_slots(np.ones(256, bool))
             sum_back(frozen, np.array([1, 0], np.int32), rows)
 os._exit(0)
 """
@@ -101,7 +101,6 @@ def test_a_kernel_refuses_types_that_were_not_declared() -> None:
         expand(rows, inverse.astype(np.int64), rows)
     with pytest.raises(TypeError, match="No matching definition"):
         expand(rows, inverse, np.frombuffer(bytes(24), np.float32).reshape(2, 3))  # cannot be written
-    assert matrix(types.float32).mutable is False
 
 
 def test_a_kernel_may_be_called_first_by_several_threads_at_once() -> None:
@@ -117,3 +116,45 @@ def test_a_kernel_may_be_called_first_by_several_threads_at_once() -> None:
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(kernel, arrays))
         assert [array.tolist() for array in arrays] == [[2.0] * 4] * 4
+
+
+COLD = """
+import importlib, sys
+from shoal.cluster.launch import roles
+for name in roles.PRELOAD:
+    importlib.import_module(name)
+import shoal.embedding, shoal.features, shoal.data.formats.text, shoal.ps.layout
+loaded = [name for name in ("numba", "llvmlite", "pyarrow", "google_crc32c") if name in sys.modules]
+assert not loaded, loaded
+"""
+
+
+def test_importing_what_a_worker_needs_loads_no_compiler_and_no_format() -> None:
+    done = subprocess.run([sys.executable, "-c", COLD], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_kernels_count_as_compiled_until_their_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.runtime.kernel_cache._DIRECTORY", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = tmp_path / "shoal_kernels_of_a_test.py"
+    text = """
+from shoal.runtime.kernel_cache import inlined, kernel, types, vector
+@inlined
+def twice(value):
+    return value * 2
+@kernel((vector(types.int64),))
+def doubled(values):
+    return twice(values[0])
+"""
+    source.write_text(text)
+    assert not is_compiled(source.stem)
+    compile_all(source.stem)
+    assert is_compiled(source.stem)
+    assert sys.modules[source.stem].doubled(np.array([4])) == 8
+    source.write_text(text + "# changed")
+    assert not is_compiled(source.stem)
+    monkeypatch.setattr("shoal.runtime.kernel_cache._DIRECTORY", None)
+    assert not is_compiled(source.stem), "nothing is kept"

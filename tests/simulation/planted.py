@@ -17,7 +17,7 @@ from shoal.cluster.coordinator.journal_entries import Entry, Granted, JournalSta
 from shoal.cluster.coordinator.membership import Membership
 from shoal.cluster.coordinator.state import Action, Coordination
 from shoal.cluster.coordinator.views import Views
-from shoal.recovery.exchange_log import ExchangeLog
+from shoal.recovery.replay_log import ExchangeLog
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import Suspect
 from shoal.runtime.transport.messages.worker_coordinator import (

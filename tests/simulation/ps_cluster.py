@@ -26,6 +26,7 @@ from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView, SlotsFilled, StepLost
 from simulation.ps_net import Connection
 from simulation.world import Process, Violated, World
+from slot_digests import slot_digests
 
 TICK_S = 0.03
 SETTLE_S = 12.0
@@ -39,15 +40,16 @@ class SimServer(Process):
         super().__init__(job.world, f"server-{number}.{incarnation}")
         self.job, self.number, self.incarnation, self.process = job, number, incarnation, self
         self.core: ServerCore = job.core_class(number, incarnation)
+        self.core.ships_at_once = job.ships_at_once  # else later, with more of them together
         self.peers: dict[int, Connection] = {}
         self.links: dict[int, Connection] = {}
         self.newest_of: dict[str, int] = {}
-        self._is_working = False
+        self._is_working = self._is_shipping = False
         self.later(TICK_S, self._tick)
 
     def hear(self, request: Request) -> None:
         self.job.heard(self, request)
-        self.carry_out(self.core.hear(request, self.world.now))
+        self.carry_out(self.core.hear(request))
         connection = self.peers.get(request.peer)
         if connection is not None:
             self._check_fence(connection, request)
@@ -102,6 +104,9 @@ class SimServer(Process):
                 case DropPeer(peer):
                     if peer in self.peers:
                         self.peers[peer].close()
+        if not self._is_shipping and self.core.has_pushes:
+            self._is_shipping = True
+            self.later(self.world.between(0.0, 0.004), self._ship)
         if not self._is_working and self.core.replication.next_copy is not None:
             self._is_working = True
             self.later(self.world.between(0.0002, 0.004), self._work)
@@ -126,6 +131,10 @@ class SimServer(Process):
         if number not in self.links:
             self.carry_out(self.core.lost(number))
 
+    def _ship(self) -> None:
+        self._is_shipping = False
+        self.carry_out(self.core.ship())
+
     def _work(self) -> None:
         self._is_working = False
         for _ in range(self.world.random.choice((1, 20, 100))):
@@ -136,7 +145,7 @@ class SimServer(Process):
 
     def _tick(self) -> None:
         self.later(TICK_S, self._tick)
-        self.carry_out(self.core.tick(self.world.now))
+        self.carry_out(self.core.tick())
 
 
 class SimCoordinator(Process):
@@ -176,6 +185,7 @@ class Simulated:
 
     def __init__(self, seed: int) -> None:
         self.world = World(seed)
+        self.ships_at_once = seed % 4 == 3
         random = self.world.random
         self.counts: Counter[str] = Counter()
         self.num_workers = random.randint(1, 3)
@@ -249,8 +259,9 @@ class Simulated:
                 and all(
                     server.is_alive
                     and server.core.view_number == newest.view
-                    and not server.core.replication.num_unanswered
+                    and not any(link.unanswered for link in server.core.replication._links.values())
                     and server.core.replication.next_copy is None
+                    and not server.core.has_pushes
                     for server in self.servers.values()
                 )
             )
@@ -263,7 +274,7 @@ class Simulated:
         return self.views[max(self.views)]
 
     def check_replicas(self) -> None:
-        by_server = {number: server.core.state.digests() for number, server in self.servers.items()}
+        by_server = {number: slot_digests(server.core.state) for number, server in self.servers.items()}
         for slot, holders in enumerate(self.newest.holders):
             digests = {number: by_server[number][slot] for number in holders}
             if len(set(digests.values())) > 1:

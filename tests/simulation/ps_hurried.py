@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.ps.kernels import slot_of
+from shoal.ps.layout import slot_of
 from shoal.runtime.transport.messages.client_server import (
     AskNote,
     Committed,
@@ -92,7 +92,7 @@ class Hurried(Job):
         keys = self.own_keys(worker.rank, step)
         keys = keys[[worker.owner(slot) == server for slot in slot_of(0, keys).tolist()]]
         rows = np.zeros((len(keys), 1))
-        table.pull(keys, rows, create=False)
+        table.pull(keys, rows)
         if (rows != 0).any() if is_late else (rows == 0).any():
             raise Violated(
                 f"{worker.name} was told that its part of step {step} "

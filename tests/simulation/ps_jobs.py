@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.ps.kernels import slot_of
+from shoal.ps.layout import slot_of
 from shoal.ps.server.contents import ServerTable
 from shoal.ps.server.dense import DenseStore
 from shoal.runtime.transport.messages.client_server import (
@@ -95,7 +95,7 @@ class Reference:
         for rank in range(job.num_workers):
             keys = job.keys(rank, step)
             rows = np.zeros((len(keys), job.spec.dim), job.spec.dtype)
-            self.table.pull(keys, rows, create=False)
+            self.table.pull(keys, rows)
             chunks = {each.number: self.dense.read(each.number)[0].numpy().copy() for each in job.chunks}
             self.pulls[rank, step] = (rows, chunks)
             keys, grads, pushed, vector = job.contribution(rank, step, rows, chunks)

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from shoal.ps.server.actions import Action, Request
-from shoal.ps.server.applied_seqs import Slots
 from shoal.ps.server.core import ServerCore
+from shoal.ps.server.progress import Slots
 from shoal.ps.server.replication import Written
 from shoal.ps.server.state import Counted, ServerState
 from shoal.ps.server.steps import Contribution, Steps

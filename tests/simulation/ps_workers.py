@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shoal.ps.kernels import slot_of
+from shoal.ps.layout import slot_of
 from shoal.runtime.transport.messages.client_server import (
     AskNote,
     Commit,
@@ -178,7 +178,7 @@ class Client(Process):
                 self.ask(
                     ("rows", server),
                     server,
-                    PullRows(view, clock, 0, False),
+                    PullRows(view, clock, 0),
                     [keys[at].tobytes()],
                     [parts[server][1]],
                 )
@@ -391,7 +391,7 @@ class ExactWorker(Client):
         """The next step's rows, asked for before this one counts: they come when it does."""
         keys = self.job.keys(self.rank, step + 1)
         self.ahead = bytearray(len(keys) * self.job.spec.dim * 4)
-        message = PullRows(self.core_view(), step, 0, False)
+        message = PullRows(self.core_view(), step, 0)
         self.ask("ahead", self.servers[0], message, [keys.tobytes()], [self.ahead])
 
     def _ended(self, answers: dict[Any, tuple[Message, list[bytes]]]) -> None:

@@ -8,12 +8,16 @@ from typing import NamedTuple, Protocol
 
 from simulation.cluster import Cluster
 from simulation.fencing import Fencing
+from simulation.hosts import HostedCluster
 from simulation.leasing import Leasing
 from simulation.planted import PLANTED
 from simulation.planted_fences import PLANTED_FENCES
+from simulation.planted_hosts import PLANTED_HOSTS
 from simulation.planted_leases import PLANTED_LEASES
 from simulation.planted_slots import PLANTED_SLOTS
+from simulation.planted_takeover import PLANTED_TAKEOVERS
 from simulation.serving import Serving
+from simulation.takeover import Takeover
 from simulation.world import Violated, World
 
 
@@ -37,10 +41,20 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "leasing": Leasing,
     "serving": Serving,
     "fencing": Fencing,
+    "hosts": HostedCluster,
+    "takeover": Takeover,
 }
-"""What is simulated: exact training through views, leases of samples, slots on servers, pushes of the replaced."""
+"""What is simulated: exact training through views, leases of samples, slots on servers, pushes of the replaced, lost hosts,
+lost heads."""
 
-BUGS: dict[str, type[Scenario]] = {**PLANTED, **PLANTED_LEASES, **PLANTED_SLOTS, **PLANTED_FENCES}
+BUGS: dict[str, type[Scenario]] = {
+    **PLANTED,
+    **PLANTED_LEASES,
+    **PLANTED_SLOTS,
+    **PLANTED_FENCES,
+    **PLANTED_HOSTS,
+    **PLANTED_TAKEOVERS,
+}
 """What is wrong: a scenario in which it is."""
 
 

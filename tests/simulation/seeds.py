@@ -59,5 +59,14 @@ FINDS: dict[str, int] = {
     "a worker that was replaced may join again": 5,
     "a view is formed before every server has promised": 4,
     "a replaced worker is told of the new view": 14,
+    "a rank waits out its time-out in a view that is over (once real)": 34,
+    "an agent that was given up is believed": 5,
+    "a worker of a lost host is replaced under its own incarnation": 0,
+    "a lease is counted from the answer to its renewal": 25,
+    "a head ends only when etcd says that its lease is over": 2,
+    "a claim does not compare the job's record": 110,
+    "a write of a former head counts": 4,
+    "a copy without the newest launch is gone on with": 14,
+    "a new head trains before its launch is in etcd": 108,
 }
 """A planted bug: a seed that finds it."""

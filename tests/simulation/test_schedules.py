@@ -16,7 +16,7 @@ from simulation.running import BUGS, SCENARIOS, run
 from simulation.seeds import FINDS
 
 BLOCK = 200
-NUM_BLOCKS = {"training": 12, "leasing": 2, "serving": 1, "fencing": 1}
+NUM_BLOCKS = {"training": 12, "leasing": 2, "serving": 1, "fencing": 1, "hosts": 3, "takeover": 2}
 """Of so many seeds each: a test is short, however busy the machine."""
 
 REACHED = {
@@ -34,6 +34,12 @@ REACHED = {
     "fenced: worker given up": 20,
     "fenced: worker killed": 20,
     "group not formed": 20,
+    "hosts: a wait ended by asking": 20,
+    "hosts: given up alive": 20,
+    "hosts: given up and refused": 10,
+    "hosts: healed in time": 20,
+    "hosts: power": 20,
+    "hosts: waits for a host": 20,
     "job refused": 5,
     "killed before it heard": 10,
     "let go when born too late": 5,
@@ -45,6 +51,12 @@ REACHED = {
     "state taken by a replacement": 100,
     "state taken by who was behind": 100,
     "suspect killed": 5,
+    "takeover: claimed": 100,
+    "takeover: cut etcd head": 20,
+    "takeover: fenced": 50,
+    "takeover: kill head": 50,
+    "takeover: stop head": 50,
+    "takeover: write refused": 2,
 }
 """Where it hurts: so often at least the schedules of the test run must come there."""
 

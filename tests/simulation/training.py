@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
-from shoal.recovery.exchange_log import ExchangeLog
+from shoal.recovery.replay_log import ExchangeLog
 
 PRIME = (1 << 61) - 1
 

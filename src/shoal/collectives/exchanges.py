@@ -1,19 +1,59 @@
-"""Construction of a view's reducer from `--exchange`; the registry is `shoal.config.choices.EXCHANGES`."""
+"""Construction of a view's reducer from `--exchange`, and torch's point-to-point wires under the schemes.
+
+The registry is `shoal.config.choices.EXCHANGES`.
+"""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-# Loaded with this module, so that the fork server has its compiled kernels before it forks.
-import shoal.collectives.shm  # noqa: F401
-from shoal.collectives.adapters import BySize, HostStaged, Threaded
-from shoal.collectives.native import Native
-from shoal.collectives.p2p import TorchWires
-from shoal.collectives.reducer import Reducer
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.collectives.reducer import BySize, HostStaged, Native, Reducer, Threaded
 from shoal.config import exchange_rule, placement
 from shoal.config.choices import EXCHANGES
 from shoal.config.job import Job
+from shoal.runtime.transport import tls
+
+
+class TorchWires:
+    """Wires over torch's group; `ranks` are the participants, by their numbers there. Another tag is another connection."""
+
+    def __init__(self, native: Native, ranks: list[int] | None = None, *, tag: int = 0) -> None:
+        self._native, self._tag = native, tag
+        self._ranks = ranks if ranks is not None else list(range(native.num_workers))
+        self.rank, self.num_ranks = self._ranks.index(native.rank), len(self._ranks)
+
+    def swap(self, to: int, outgoing: Tensor, source: int, incoming: Tensor) -> None:
+        self.wait(self.receive(source, incoming), self.send(to, outgoing))
+
+    def send(self, to: int, tensor: Tensor) -> Any:
+        return self._start(dist.isend, f"sending to rank {self._ranks[to]}", tensor, self._ranks[to])
+
+    def receive(self, source: int, tensor: Tensor) -> Any:
+        return self._start(
+            dist.irecv, f"receiving from rank {self._ranks[source]}", tensor, self._ranks[source]
+        )
+
+    def _start(self, act: Callable[..., Any], operation: str, tensor: Tensor, peer: int) -> Any:
+        if not tensor.numel():
+            return None
+        with self._native.during(operation):
+            # As bytes: gloo knows some dtypes only; NCCL knows all of them, and bytes too.
+            return operation, act(tensor.view(torch.uint8), peer, tag=self._tag)
+
+    def wait(self, *works: Any) -> None:
+        for work in works:
+            if work is not None:
+                # Without a time-out of its own: gloo gives up a send or a receive whose wait was too short. Whoever
+                # waits for the sum looks at the connections meanwhile.
+                with self._native.during(work[0]):
+                    work[1].wait()
 
 
 def open_exchange(job: Job, native: Native) -> Reducer:
@@ -29,7 +69,9 @@ def open_exchange(job: Job, native: Native) -> Reducer:
 
 
 def _automatic(job: Job, native: Native) -> Reducer:
-    rule = job.exchange_rule or exchange_rule.built_in(num_hosts=job.num_hosts, processor=platform.machine())
+    rule = job.exchange_rule or exchange_rule.built_in(
+        num_workers=job.num_workers, num_hosts=job.num_hosts, processor=platform.machine()
+    )
     parts = [(most, _named(replace(job, exchange=name), native)) for most, name in exchange_rule.parse(rule)]
     is_one = len(parts) == 1 and placement.of_job(job).accelerator is None
     return parts[0][1] if is_one else BySize(native, parts)
@@ -38,6 +80,10 @@ def _automatic(job: Job, native: Native) -> Reducer:
 def _named(job: Job, native: Native) -> Reducer:
     if job.exchange == "native":
         return native
+    if job.tls:
+        from shoal.collectives.tls_ring import TlsRing  # needs ssl, which a job on one host does not
+
+        return TlsRing(job, native, tls.mine())
     made = EXCHANGES[job.exchange].load()
     if isinstance(made, type):
         reducer: Reducer = made.open(job, native)  # type: ignore[attr-defined]  # a class of the registry has it

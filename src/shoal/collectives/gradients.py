@@ -2,26 +2,24 @@
 
 Each gradient is copied into its bucket as soon as autograd has finished it,
 and a bucket leaves as soon as it and those before it are full. The rank's own
-gradients stay where they are: the sum is made of a copy, so a broken exchange
-can be retried from them.
+gradients stay where they are, so a broken exchange can be retried from them.
 
-The layout is a function of the model and the bucket size alone: never of
-timing or of the order in which gradients happened to arrive. A group that is
-formed again after a death sums in the same order, so the bits stay equal.
-(torch's own DistributedDataParallel lays its buckets out anew after the first
-backward.)
+The layout is a function of the model and the bucket size alone, never of timing:
+a group that is formed again after a death sums in the same order, so the bits
+stay equal. (torch's DistributedDataParallel lays its buckets out anew after the
+first backward.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives.compression.compressor import Compressor, Gradient, Traffic
+from shoal.collectives.compression import Compressor, Gradient, Traffic
 from shoal.collectives.reducer import Reducer
 from shoal.errors import PeerLost, TrainingError
 
@@ -54,7 +52,6 @@ class Bucket:
 
     @property
     def length(self) -> int:
-        """Elements in all, flags included."""
         return self.numel + len(self.indices)
 
 
@@ -83,38 +80,6 @@ def _close(items: Sequence[Item]) -> Bucket:
     return Bucket(
         kind=items[0].kind, indices=tuple(item.index for item in items), offsets=tuple(offsets), numel=at
     )
-
-
-class Sums(Protocol):
-    """Sums the gradients of one step over the ranks."""
-
-    def arm(self, group: Reducer) -> None:
-        """Send gradients through `group` as the next backward makes them: it is the step's last."""
-
-    def send_rest(self) -> None:
-        """Start every bucket that has not left yet."""
-
-    def finish(self) -> None:
-        """Wait for all buckets, and put the sums in place of the gradients."""
-
-    def abandon(self) -> None:
-        """Forget the buckets under way."""
-
-
-class NothingToSend:
-    """Sums of a strategy whose backward reduces gradients itself (fsdp, tp, pp)."""
-
-    def arm(self, group: Reducer) -> None:
-        pass
-
-    def send_rest(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
 
 
 class _Compressed(NamedTuple):
@@ -149,7 +114,11 @@ class GradientExchange:
             if name not in sparse
         ]
         self.layout = lay_out(dense)
-        self._memory = [self._allocate(bucket) for bucket in self.layout]
+        self._memory = [
+            torch.zeros(bucket.length, dtype=like.dtype, device=like.device)
+            for bucket in self.layout
+            for like in [self._parameters[bucket.indices[0]]]
+        ]
         self._place: dict[int, tuple[int, int, int]] = {}
         self._views: dict[int, Tensor] = {}
         for number, bucket in enumerate(self.layout):
@@ -166,6 +135,7 @@ class GradientExchange:
         self.abandon()
 
     def arm(self, group: Reducer) -> None:
+        """Send gradients through `group` as the next backward makes them: it is the step's last."""
         self._group = group
 
     def send_rest(self) -> None:
@@ -222,10 +192,6 @@ class GradientExchange:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-
-    def _allocate(self, bucket: Bucket) -> Tensor:
-        like = self._parameters[bucket.indices[0]]
-        return torch.zeros(bucket.length, dtype=like.dtype, device=like.device)
 
     def _hook(self, index: int) -> Any:
         def ready(parameter: Tensor) -> None:

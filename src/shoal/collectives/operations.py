@@ -17,12 +17,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from shoal.collectives.p2p import part_bounds
 from shoal.collectives.reducer import Reducer, gather_any
+from shoal.collectives.schemes import part_bounds
 from shoal.errors import CallsDiffer
 
-HEADER_BYTES = 192
-"""Length of a call's description: longer shapes are compared by their beginning."""
+HEADER_BYTES = 192  # length of a call's description: longer shapes are compared by their beginning
 
 _CHECK_BYTES = 4
 
@@ -38,7 +37,6 @@ COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def described(tensor: Tensor) -> str:
-    """Dtype and shape."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
@@ -64,7 +62,6 @@ def _call_of(row: bytes) -> str:
 
 
 def all_reduce(reducer: Reducer, tensor: Tensor, op: str, operation: str) -> Tensor:
-    """The ranks' values, combined."""
     if op in ("sum", "mean") and tensor.dtype in _SUMMED_IN_PLACE:
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         reducer.finish(reducer.start_all_reduce(total), operation)
@@ -99,7 +96,6 @@ def block_of(rank: int, mesh: tuple[int, int], shape: tuple[int, int]) -> tuple[
 
 
 def matmul_own_block(rank: int, a: Tensor, b: Tensor, mesh: tuple[int, int]) -> Tensor:
-    """This rank's block of the product."""
     rows, columns = block_of(rank, mesh, (len(a), b.shape[1]))
     return a[rows] @ b[:, columns]
 

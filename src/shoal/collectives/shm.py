@@ -2,7 +2,7 @@
 
 Each rank puts its part, chunk by chunk, into a ring buffer of its own that the
 others can read; a rank that has a chunk of every rank adds them up in rank
-order (shm_kernels.py). A few ranks each add up everything for themselves; of
+order (shm_kernels.py, or shm_torch.py before that is compiled). A few ranks each add up everything for themselves; of
 large tensors many ranks share the adding, and copy each other's results.
 There is no thread: copying is work for the same cores that compute, so it is
 done in `start_all_reduce` and `finish`.
@@ -14,8 +14,11 @@ after its view is over writes into memory that nobody reads (fencing).
 from __future__ import annotations
 
 import contextlib
+import importlib
 import mmap
 import os
+import platform
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,10 +29,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.collectives import shm_kernels as kernels
-from shoal.collectives.native import Native, OverNative
+from shoal.collectives import shm_layout as layout
+from shoal.collectives.reducer import Native, OverNative
+from shoal.collectives.shm_layout import KERNELS
+from shoal.collectives.shm_torch import TorchLoops
+from shoal.config.exchange_rule import ORDERED
 from shoal.config.job import Job
 from shoal.errors import PeerLost, WireError
+from shoal.runtime import kernel_cache
 from shoal.runtime.transport import memfd
 
 CHUNK_BYTES = 256 << 10
@@ -41,28 +48,28 @@ NUM_CHUNKS = 64
 LARGE_BYTES = 4 << 20
 """Larger tensors do not stay in a cache between two ranks: they are written past it, and many ranks share the adding."""
 
-SHARE_FROM = 4
-"""Ranks from which large tensors are shared: reading all parts costs more than one more copy."""
+SHARE_FROM = 4  # ranks from which large tensors are shared: reading all parts costs more than one more copy
 
 KINDS = {
-    torch.float32: kernels.FLOAT32,
-    torch.complex64: kernels.FLOAT32,
-    torch.float64: kernels.FLOAT64,
-    torch.complex128: kernels.FLOAT64,
-    torch.bfloat16: kernels.BFLOAT16,
-    torch.int8: kernels.INT8,
-    torch.uint8: kernels.INT8,
-    torch.int16: kernels.INT16,
-    torch.uint16: kernels.INT16,
-    torch.int32: kernels.INT32,
-    torch.uint32: kernels.INT32,
-    torch.int64: kernels.INT64,
-    torch.uint64: kernels.INT64,
-    torch.bool: kernels.BOOL,
-} | ({torch.float16: kernels.FLOAT16} if kernels.HAS_HALF else {})
-"""The kernel that adds a dtype."""
+    torch.float32: layout.FLOAT32,
+    torch.complex64: layout.FLOAT32,
+    torch.float64: layout.FLOAT64,
+    torch.complex128: layout.FLOAT64,
+    torch.bfloat16: layout.BFLOAT16,
+    torch.int8: layout.INT8,
+    torch.uint8: layout.INT8,
+    torch.int16: layout.INT16,
+    torch.uint16: layout.INT16,
+    torch.int32: layout.INT32,
+    torch.uint32: layout.INT32,
+    torch.int64: layout.INT64,
+    torch.uint64: layout.INT64,
+    torch.bool: layout.BOOL,
+    torch.float16: layout.FLOAT16,
+}
+"""The sum of a dtype."""
 
-_AT = {name: at for at, name in enumerate(kernels.WORK.names or ())}
+_AT = {name: at for at, name in enumerate(layout.WORK_FIELDS)}
 _SPIN_S = 0.1e-3  # looking out for the others before the first nap; longer keeps a core from them where cores are busy
 _LOOKS = 1000  # of those at once, where every rank has a core of its own: about 10 us
 _LOOK_AROUND_S = 0.25  # between looks at the connections
@@ -73,13 +80,50 @@ _MADV_POPULATE_WRITE = 23  # of Linux 5.14; Python has no name for it
 class _ShmWork:
     """A tensor being summed. `flat` is its memory, or a copy where that is not contiguous."""
 
-    __slots__ = ("flat", "is_done", "state", "target")
+    __slots__ = ("_bytes", "flat", "is_done", "state", "target")
 
     def __init__(self, target: Tensor, flat: Tensor, state: np.ndarray[Any, Any]) -> None:
         self.target, self.flat, self.state, self.is_done = target, flat, state, False
+        self._bytes: Tensor | None = None
+
+    @property
+    def bytes(self) -> Tensor:
+        if self._bytes is None:
+            flat = self.flat.detach()
+            self._bytes = (
+                (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1).view(torch.uint8)
+            )
+        return self._bytes
 
     def __getitem__(self, name: str) -> int:
         return int(self.state[_AT[name]])
+
+
+class _CompiledLoops:
+    """The loops of shm_kernels.py, by addresses."""
+
+    def __init__(self, ring: np.ndarray[Any, Any]) -> None:
+        from shoal.collectives import shm_kernels
+
+        self._ring, self._kernels = ring, shm_kernels
+
+    def advance(self, work: _ShmWork, max_looks: int) -> int:
+        return self._kernels.advance(self._ring, work.state, max_looks)
+
+    def put_ahead(self, work: _ShmWork) -> bool:
+        return self._kernels.put_ahead(self._ring, work.state)
+
+
+def use_compiled() -> bool:
+    """True where the compiled loops are loaded, or on the disk; processors other than x86 need their ordered accesses.
+
+    Ranks may decide differently: both kinds of loops keep the same memory.
+    """
+    if platform.machine() not in ORDERED:
+        return True
+    if KERNELS not in sys.modules and not kernel_cache.is_compiled(KERNELS):
+        return False
+    return bool(importlib.import_module(KERNELS).HAS_HALF)
 
 
 class Shm(OverNative):
@@ -102,18 +146,21 @@ class Shm(OverNative):
         cores = num_cores or len(os.sched_getaffinity(0))
         self._looks = _LOOKS if cores >= self.num_workers else 0
         num, self._chunk_bytes = self.num_workers, CHUNK_BYTES
-        mapped = self._map(num * (3 * kernels.LINE + NUM_CHUNKS * CHUNK_BYTES))
-        counters = np.frombuffer(mapped, np.int64, 3 * num * kernels.LINE // 8)
+        mapped = self._map(num * (3 * layout.LINE + NUM_CHUNKS * CHUNK_BYTES))
+        counters = np.frombuffer(mapped, np.int64, 3 * num * layout.LINE // 8)
         self._put, _, self._taken = counters.reshape(3, num, -1)[:, :, 0]
         address = counters.ctypes.data
         place = (self.rank, num, address, address + counters.nbytes, CHUNK_BYTES, NUM_CHUNKS)
-        self._ring = np.array(place, np.int64)
+        self._loops: _CompiledLoops | TorchLoops = (
+            _CompiledLoops(np.array(place, np.int64))
+            if use_compiled()
+            else TorchLoops(mapped, self.rank, num, CHUNK_BYTES, NUM_CHUNKS)
+        )
         self._next = 0  # number of the next chunk, counted over all tensors
         self._pending: deque[_ShmWork] = deque()
 
     @classmethod
     def open(cls, job: Job, native: Native, ranks: Sequence[int] | None = None) -> Shm:
-        """Build the exchange `shm` for a view. Collective."""
         return cls(native, is_broken=native.is_broken, timeout_s=job.liveness.step_timeout_s, ranks=ranks)
 
     # ---- what a Reducer offers ------------------------------------------------------------------
@@ -178,15 +225,15 @@ class Shm(OverNative):
         """Advance the pending works as far as possible now; whether any made progress."""
         did, pending = False, self._pending
         while pending:
-            outcome = kernels.advance(self._ring, pending[0].state, max_looks)
-            did |= outcome != kernels.NONE
-            if outcome != kernels.DONE:
+            outcome = self._loops.advance(pending[0], max_looks)
+            did |= outcome != layout.NONE
+            if outcome != layout.DONE:
                 break
             pending.popleft().is_done = True
         for before, work in pairwise(pending):
             if before["put"] < before["num_chunks"]:
                 break
-            did |= kernels.put_ahead(self._ring, work.state)
+            did |= self._loops.put_ahead(work)
         return did
 
     def _whom_for(self, work: _ShmWork) -> str:
@@ -220,7 +267,7 @@ class Shm(OverNative):
             if fd >= 0:
                 os.close(fd)
         # Pages are made now, not under the first steps; each rank makes those that it writes to.
-        begin = self.num_workers * 3 * kernels.LINE + self.rank * NUM_CHUNKS * CHUNK_BYTES
+        begin = self.num_workers * 3 * layout.LINE + self.rank * NUM_CHUNKS * CHUNK_BYTES
         first_page = begin - begin % mmap.PAGESIZE
         with contextlib.suppress(OSError):
             mapped.madvise(_MADV_POPULATE_WRITE, first_page, begin + NUM_CHUNKS * CHUNK_BYTES - first_page)

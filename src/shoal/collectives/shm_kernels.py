@@ -5,8 +5,9 @@ line for each, then a ring of chunks for every rank. Here memory is addresses.
 Counters only grow, and each is written by one rank; loads acquire and stores
 release, so what its owner wrote before a counter can be read after it.
 
-Everything is in this one file, because numba looks at a kernel's own file to
-see whether what it kept on disk is still good.
+Everything else is in this one file, because numba looks at a kernel's own file
+to see whether what it kept on disk is still good. Imported where it was
+compiled before or is asked for; until then shm_torch.py adds.
 """
 
 from __future__ import annotations
@@ -16,41 +17,30 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
-import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]  # it has no types
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from shoal.collectives.shm_layout import (
+    BFLOAT16,
+    DONE,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    LINE,
+    NONE,
+    RING,
+    SOME,
+    WORK,
+)  # fmt: skip
 from shoal.runtime.kernel_cache import INT, inlined, kernel, vector
 
-LINE = 64
-"""Bytes of a cache line: counters of two ranks never share one, and vectors are as long."""
-
 _BLOCK = 16 << 10  # bytes that stay in the nearest cache while the parts of many ranks are added to them
-
-_RING = ("rank", "num_ranks", "counters", "rings", "chunk_bytes", "num_chunks")
-RING = np.dtype([(name, np.int64) for name in _RING])
-"""The memory, as one rank sees it: `counters` and `rings` are addresses, the rest is the same everywhere or its own."""
-
-_WORK = (
-    "address",
-    "num_bytes",
-    "kind",
-    "is_shared",
-    "is_streamed",
-    "first",
-    "num_chunks",
-    "put",
-    "summed",
-    "taken",
-)
-WORK = np.dtype([(name, np.int64) for name in _WORK])
-"""A tensor being summed: so many of its chunks are put, summed and taken; `first` is the number of its first chunk.
-
-Where it `is_shared`, each rank adds up its share of a chunk and takes the others' from them; else each adds up all.
-Where it `is_streamed`, what is put goes past the caches.
-"""
 
 # numba describes itself to type checkers in part; what it makes of a function is not what it says.
 _make: Any = intrinsic
@@ -213,9 +203,6 @@ def _has_half() -> bool:
 
 
 HAS_HALF = _has_half()
-FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT8, INT16, INT32, INT64, BOOL = range(9)
-"""Kinds of numbers to add; complex ones are pairs, and integers the same with and without a sign."""
-
 _add_float32 = _adder(ir.FloatType(), 4, _floating)
 _add_float64 = _adder(ir.DoubleType(), 8, _floating)
 _add_bfloat16 = _adder(ir.IntType(16), 2, _brain)
@@ -320,9 +307,8 @@ def _sum(ring: Any, work: Any) -> bool:
             _add(work.kind, own + at, total, part, size)
             total = own + at
         if work.is_shared:
-            _copy(
-                _slot(ring, rank, number) + at, own + at, size
-            )  # where nobody else reads this rank's own part
+            # Where nobody else reads this rank's own part.
+            _copy(_slot(ring, rank, number) + at, own + at, size)
     work.summed = chunk + 1
     if work.is_shared:
         _store(_counter(ring, 1, rank), number + 1)
@@ -347,9 +333,6 @@ def _take(ring: Any, work: Any) -> bool:
     _store(_counter(ring, 2, ring.rank), number + 1)
     return True
 
-
-NONE, SOME, DONE = range(3)
-"""Outcome of a call of `advance`."""
 
 # Plain numbers, which become records inside: numba takes longer to look at a record than all the rest of a small sum.
 _TYPES = (vector(types.int64), vector(types.int64, written=True))

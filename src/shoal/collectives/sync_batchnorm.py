@@ -8,13 +8,19 @@ names: a layer changes its class and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.collectives.exchanges import TorchWires
+from shoal.collectives.reducer import Native, Reducer, Threaded
+from shoal.collectives.schemes import broadcast
+from shoal.collectives.shm import Shm
+from shoal.config.job import Job
 from shoal.errors import ConfigError
 
 
@@ -36,7 +42,6 @@ class RanksOfBatch:
         return rows
 
     def sum(self, mine: Tensor) -> Tensor:
-        """The sum over the ranks."""
         total = mine.to("cpu", torch.float64, copy=True)
         self._add_up(total)
         return total
@@ -162,3 +167,42 @@ def _on_cpu(*tensors: Tensor) -> list[Tensor]:
 def _wide(channels: Tensor, like: Tensor) -> Tensor:
     """A value per channel, to be used with a batch."""
     return channels.view(1, -1, *[1] * (like.dim() - 2))
+
+
+_TAG = 1  # of point-to-point messages: apart from what the exchange of gradients sends meanwhile
+
+
+class BatchNormRanks(RanksOfBatch):
+    """Ranks of the data axes, whose reducer is made anew in every view.
+
+    Not that of the gradients: buckets leave when their gradients are there, which may differ from rank to rank, and sums
+    are matched by their order.
+    """
+
+    def __init__(self, job: Job, ranks: Sequence[int], is_broken: Callable[[], bool]) -> None:
+        super().__init__(rank=list(ranks).index(job.rank), num_ranks=len(ranks), add_up=self._over_ranks)
+        self._job, self._ranks, self._is_broken = job, list(ranks), is_broken
+        self._way: Reducer | None = None
+        self._view: int | None = None
+
+    def enter(self, view: int) -> None:
+        """Before a forward: what was for another view is of no use. Collective in a new one."""
+        if view == self._view:
+            return
+        self.leave()
+        native = Native(rank=self._job.rank, num_workers=self._job.num_workers, is_broken=self._is_broken)
+        if self._job.num_hosts == 1 and platform.machine() in ("x86_64", "AMD64"):
+            self._way = Shm.open(self._job, native, self._ranks)
+        else:
+            wires = TorchWires(native, self._ranks, tag=_TAG)
+            self._way = Threaded(native, lambda flat: broadcast.all_reduce(wires, flat))
+        self._view = view
+
+    def leave(self) -> None:
+        if self._way is not None:
+            self._way.close()
+        self._way, self._view = None, None
+
+    def _over_ranks(self, tensor: Tensor) -> None:
+        assert self._way is not None, "entered before the forward"
+        self._way.finish(self._way.start_all_reduce(tensor), "the sums of BatchNorm")

@@ -1,4 +1,4 @@
-"""Named choices of the command line: exchanges, compressors, outer optimizers, pipeline schedules, BatchNorm modes.
+"""Named choices of the command line: exchanges, compressors, outer optimizers, schedules, BatchNorm modes, shardings.
 
 One `Choice` holds everything that is known about a name: how it is typed, its
 line of help, its settings and the object that implements it. Parser, help
@@ -9,8 +9,10 @@ compressor is one new file and one line here (docs/adr/0017).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -47,7 +49,6 @@ class Choice:
         return self.form.partition(":")[0]
 
     def load(self) -> Any:
-        """Import the implementation."""
         module, _, name = self.implementation.partition(":")
         return getattr(importlib.import_module(module), name)
 
@@ -55,22 +56,13 @@ class Choice:
 C = TypeVar("C", bound=Choice)
 
 
-class Registry(Mapping[str, C], Generic[C]):
+class Registry(dict[str, C], Generic[C]):
     """The choices of one option, by name, in the order of the help."""
 
     def __init__(self, what: str, *choices: C) -> None:
         """`what` names the kind of choice in errors."""
+        super().__init__((choice.name, choice) for choice in choices)
         self._what = what
-        self._choices = {choice.name: choice for choice in choices}
-
-    def __getitem__(self, name: str) -> C:
-        return self._choices[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._choices)
-
-    def __len__(self) -> int:
-        return len(self._choices)
 
     @property
     def forms(self) -> str:
@@ -119,9 +111,10 @@ _SCHEMES = "shoal.collectives.schemes"
 EXCHANGES = Registry(
     "exchange",
     Choice(
-        "auto", "the fastest at each size by `shoal bench exchange`; unmeasured: shm on one host, else native"
+        "auto",
+        "the fastest at each size by `shoal bench exchange`; unmeasured: shm, or hierarchical on several hosts",
     ),
-    Choice("native", "torch's own: gloo, NCCL", "shoal.collectives.native:Native"),
+    Choice("native", "torch's own: gloo, NCCL", "shoal.collectives.reducer:Native"),
     Choice("shm", "through memory that the workers of one host share", "shoal.collectives.shm:Shm"),
     Choice(
         "ring",
@@ -190,7 +183,7 @@ COMPRESSORS = Registry(
 
 # ---- --outer ----------------------------------------------------------------------------------------
 
-_LOCAL_SGD = "shoal.parallel.local_sgd.local_sgd"
+_LOCAL_SGD = "shoal.parallel.local_sgd"
 
 OUTERS = Registry(
     "outer optimizer",
@@ -262,5 +255,75 @@ BATCHNORMS = Registry(
 
 
 def compressor_keeps_state(compress: str) -> bool:
-    """Whether ranks keep compressor state of their own between steps."""
     return COMPRESSORS.parse(compress)[0].keeps_state
+
+
+# ---- --shard ----------------------------------------------------------------------------------------
+
+SHARD_FORMS = {
+    "equal": "parts that differ by at most one sample",
+    "balanced=COST": "the heaviest part as light as can be, by length, bytes or a column",
+    "weighted=W,W,...": "by weights, a number for each worker",
+    "weighted=measured": "by how fast the workers turn out to be",
+    "dynamic": "relaxed strategies: handed out while the epoch runs",
+    "dynamic=N": "the same, and a worker N times slower than the others is drained (8 unless said; none: nobody is)",
+}
+
+SHARD_KINDS = tuple(dict.fromkeys(form.partition("=")[0] for form in SHARD_FORMS))
+"""The kinds of sharding."""
+
+MEASURED = "measured"
+
+DRAIN_SLOWER_THAN = 8.0
+"""Times slower than the others that a worker may be before it is drained. One four times slower still does a quarter of a worker's work; one
+eight times slower hardly helps, and its gradients are of weights that are long gone."""
+
+
+class ShardForm(NamedTuple):
+    """A parsed `--shard`."""
+
+    how: str
+    cost: str | None = None
+    weights: tuple[float, ...] | str | None = None
+    drain_slower_than: float | None = DRAIN_SLOWER_THAN
+
+
+def parse_shard(text: str) -> ShardForm:
+    """The kind of sharding and its settings; ConfigError for an unknown form."""
+    how, _, option = text.partition("=")
+    match how:
+        case "equal" | "dynamic" if not option:
+            return ShardForm(how)
+        case "dynamic" if option == "none":
+            return ShardForm(how, drain_slower_than=None)
+        case "dynamic":
+            with contextlib.suppress(ValueError):
+                if 1 < float(option) < math.inf:
+                    return ShardForm(how, drain_slower_than=float(option))
+        case "balanced" if option:
+            return ShardForm(how, cost=option)
+        case "weighted" if option == MEASURED:
+            return ShardForm(how, weights=MEASURED)
+        case "weighted" if option:
+            with contextlib.suppress(ValueError):
+                return ShardForm(how, weights=tuple(float(weight) for weight in option.split(",")))
+    forms = ", ".join(SHARD_FORMS)
+    raise ConfigError(
+        f"'{text}' is no way to cut batches over workers. Nothing was started; there are: {forms}."
+    )
+
+
+def check_shard(text: str, *, num_workers: int, strategy: str, is_relaxed: bool) -> None:
+    """Refuse a form that a job cannot run, before anything starts."""
+    form = parse_shard(text)
+    if form.how == "dynamic" and not is_relaxed and num_workers > 1:
+        raise ConfigError(
+            f"--shard dynamic hands whole batches to whichever worker is free, and '{strategy}' computes every batch on all "
+            f"{num_workers} workers together. Nothing was started; use a relaxed strategy (ps:async, ps:ssp=K), or --shard "
+            "weighted=measured."
+        )
+    if isinstance(form.weights, tuple) and num_workers not in (1, len(form.weights)):
+        raise ConfigError(
+            f"--shard {text} has {len(form.weights)} weights, and there are {num_workers} workers. Nothing was started; give one "
+            "for each, or --shard weighted=measured."
+        )

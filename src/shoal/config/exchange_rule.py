@@ -19,8 +19,11 @@ from pathlib import Path
 Measured = Mapping[int, Mapping[int, Mapping[str, float]]]
 """Seconds by number of workers, bytes and exchange."""
 
-ON_ONE_HOST, BETWEEN_HOSTS = "shm", "native"
-"""Without a measurement, at every size: benchmarks/results/README.md has what that rests on."""
+ON_ONE_HOST, ON_SEVERAL, ONE_EACH = "shm", "hierarchical", "native"
+"""Without a measurement, at every size: on one host, on several, and where no host has two workers to sum between.
+
+benchmarks/results/README.md has what that rests on.
+"""
 
 WORTH_IT = 0.85
 """Of the built-in choice's time: another exchange is taken where it needed less. Less would be noise."""
@@ -43,14 +46,15 @@ def parse(rule: str) -> list[tuple[float, str]]:
     return found
 
 
-def built_in(*, num_hosts: int, processor: str) -> str:
-    """The rule where nothing was measured."""
-    return ON_ONE_HOST if num_hosts == 1 and processor in ORDERED else BETWEEN_HOSTS
+def built_in(*, num_workers: int, num_hosts: int, processor: str) -> str:
+    if processor not in ORDERED or (num_hosts > 1 and num_workers <= num_hosts):
+        return ONE_EACH
+    return ON_ONE_HOST if num_hosts == 1 else ON_SEVERAL
 
 
 def choose(measured: Measured, *, num_workers: int, num_hosts: int, processor: str) -> str:
     """The rule for a job. What was measured on one host says nothing about several."""
-    usual = built_in(num_hosts=num_hosts, processor=processor)
+    usual = built_in(num_workers=num_workers, num_hosts=num_hosts, processor=processor)
     if num_hosts > 1 or num_workers == 1 or not measured:
         return usual
     # As many workers as were measured, or the nearest number below.
@@ -89,7 +93,6 @@ def _best(medians: Mapping[str, float], usual: str, allowed: set[str]) -> str:
 
 
 def for_job(*, num_workers: int, num_hosts: int) -> str:
-    """The rule for a job on this machine."""
     return choose(read(path()), num_workers=num_workers, num_hosts=num_hosts, processor=platform.machine())
 
 
@@ -97,7 +100,6 @@ def for_job(*, num_workers: int, num_hosts: int) -> str:
 
 
 def path() -> Path:
-    """The file of the user's measurements."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "shoal" / TABLE
 

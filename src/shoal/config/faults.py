@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from shoal.errors import ConfigError
 
@@ -33,6 +34,7 @@ POINTS = {
     "worker: predicting": "after a batch of predict",
     "worker: epoch ended": "all steps are done, nothing is measured",
     "worker: checkpoint not written": "decided, on all ranks",
+    "worker: part of a checkpoint written": "in the files of this rank, the checkpoint not whole",
     "worker: checkpoint written": "whole on disk, nobody was told",
     "worker: script ended": "before the other ranks are asked",
     "coordinator: before writing a call": "agreed, not in the journal",
@@ -110,7 +112,7 @@ class Faults:
         incarnation: int = 0,
     ) -> Faults:
         """SIGKILL: no handler, no last word."""
-        return self._and("kill", process, at_step, at, after_s, 0.0, incarnation)
+        return self._and("kill", process, at_step, at=at, after_s=after_s, incarnation=incarnation)
 
     def pause(
         self,
@@ -123,31 +125,27 @@ class Faults:
         incarnation: int = 0,
     ) -> Faults:
         """SIGSTOP: it lives and does nothing, for `for_s` seconds, or until it is killed for it."""
-        return self._and("pause", process, at_step, at, after_s, for_s, incarnation)
+        return self._and(
+            "pause", process, at_step, at=at, after_s=after_s, for_s=for_s, incarnation=incarnation
+        )
 
     def slow(
-        self,
-        process: str,
-        *,
-        by_s: float,
-        at_step: int = 1,
-        for_s: float = 0.0,
-        incarnation: int = 0,
+        self, process: str, *, by_s: float, at_step: int = 1, for_s: float = 0.0, incarnation: int = 0
     ) -> Faults:
         """From a step on, each of a worker's steps takes `by_s` seconds longer: for `for_s` seconds, or for good."""
-        return self._and("slow", process, at_step, None, None, for_s, incarnation, by_s)
+        return self._and("slow", process, at_step, for_s=for_s, incarnation=incarnation, by_s=by_s)
 
     def exit(
         self, process: str, *, at_step: int | None = None, at: str | None = None, incarnation: int = 0
     ) -> Faults:
         """It leaves at once with exit code 70, as after a call of `os._exit` in a library."""
-        return self._and("exit", process, at_step, at, None, 0.0, incarnation)
+        return self._and("exit", process, at_step, at=at, incarnation=incarnation)
 
     def fail(
         self, process: str, *, at_step: int | None = None, at: str | None = None, incarnation: int = 0
     ) -> Faults:
         """It raises an exception, which ends the job: exceptions are not retried."""
-        return self._and("raise", process, at_step, at, None, 0.0, incarnation)
+        return self._and("raise", process, at_step, at=at, incarnation=incarnation)
 
     @classmethod
     def parse(cls, text: str) -> Faults:
@@ -165,11 +163,9 @@ class Faults:
                 said["act"],
                 said["process"],
                 int(said["step"]) if said["step"] else None,
-                None,
-                float(said["after"]) if said["after"] else None,
-                float(said["for"] or 0.0),
-                0,
-                float(said["by"] or 0.0),
+                after_s=float(said["after"]) if said["after"] else None,
+                for_s=float(said["for"] or 0.0),
+                by_s=float(said["by"] or 0.0),
             )
         return faults
 
@@ -189,7 +185,9 @@ class Faults:
             if process != "coordinator":
                 process += f"-{draw.randrange(num_workers if process == 'worker' else num_servers)}"
             pause_s = round(draw.uniform(0.2, 2.0), 2) if "pause" in act else 0.0
-            faults = faults._and(act.split()[0], process, None, None, round(at_s, 3), pause_s, -1)
+            faults = faults._and(
+                act.split()[0], process, after_s=round(at_s, 3), for_s=pause_s, incarnation=-1
+            )
             at_s += draw.expovariate(1 / every_s)
         return faults
 
@@ -209,16 +207,10 @@ class Faults:
         return "; ".join(map(str, self.planned))
 
     def _and(
-        self,
-        act: str,
-        process: str,
-        step: int | None,
-        at: str | None,
-        after_s: float | None,
-        for_s: float,
-        incarnation: int,
-        by_s: float = 0.0,
+        self, act: str, process: str, step: int | None = None, *, at: str | None = None, **how: Any
     ) -> Faults:
+        fault = Fault(act=act, process=process, at=at or BEFORE_FORWARD, step=step, **how)
+        after_s, for_s, by_s = fault.after_s, fault.for_s, fault.by_s
         if not re.fullmatch(r"(worker|server)-\d{1,4}|coordinator", process):
             raise ConfigError(
                 f"'{process}' is no process of a job: write 'worker-0', 'server-0' or 'coordinator'."
@@ -251,17 +243,7 @@ class Faults:
             )
         if process.startswith("server") and act in ("exit", "raise") and at is None:
             raise ConfigError(f"a server can {act} at a failpoint of its own: write at='server: ...'.")
-        fault = Fault(
-            act=act,
-            process=process,
-            at=at or BEFORE_FORWARD,
-            step=step,
-            after_s=after_s,
-            for_s=for_s,
-            incarnation=incarnation,
-            by_s=by_s,
-        )
-        return replace(self, planned=(*self.planned, fault))
+        return Faults((*self.planned, fault))
 
 
 class Injector:

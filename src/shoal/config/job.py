@@ -6,16 +6,19 @@ A worker's launcher calls `enter` before the script starts; under plain
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.config import launchers
 from shoal.config import strategy as strategies
 from shoal.config.faults import Fault
+from shoal.config.launchers import world_of
 from shoal.config.liveness import LivenessConfig
 from shoal.config.parallel_options import ParallelOptions
 from shoal.config.strategy import Axes
+from shoal.errors import OtherLauncher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,28 @@ class Job(ParallelOptions):
     """How many workers share one global batch."""
 
     num_hosts: int = 1
-    """Machines that the workers are on; or as how many one machine is treated, to try out what happens between them."""
+    """Machines that the workers are on."""
+
+    rank_hosts: tuple[int, ...] = ()
+    """Home host of each rank, fixed at launch; empty on one host."""
+
+    shares_run_dir: bool = True
+    """Whether all hosts see the run directory; else each has one of its own, and rank 0's is the job's."""
+
+    host_address: str = ""
+    """Address of this worker's host, as the other hosts reach it; empty on one host."""
+
+    bind_address: str = ""
+    """Address of the interface that leads to them: another one behind NAT."""
+
+    interfaces: str = ""
+    """Names of the network interfaces for connections between hosts, with commas; empty: that of `bind_address`."""
+
+    connections: int = 0
+    """As given to --connections; 0: one where its host has at most two cores per process, else two."""
+
+    head_address: str = ""
+    """The head's; empty on one host."""
 
     incarnation: int = 0
     """How often this rank was started again; only fences."""
@@ -82,7 +106,7 @@ class Job(ParallelOptions):
     """Seeds the script's global generators on every rank alike, so that ranks build the same things."""
 
     coordinator: str | None = None
-    """Path of the coordinator's Unix socket."""
+    """Address of the coordinator: the path of its Unix socket, or `tls://ip:port` from another host."""
 
     num_servers: int = 0
     """Servers of the parameter server, at launch; `shoal scale` changes how many there are, never this."""
@@ -91,7 +115,7 @@ class Job(ParallelOptions):
     """Copies of everything on the servers, the one that answers among them."""
 
     servers: tuple[str, ...] = ()
-    """Paths of the servers' Unix sockets by number, for as many as there may ever be."""
+    """Addresses of the servers by number, for as many as there may ever be."""
 
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     """Heartbeats, and how long a silent process is tolerated: within a step, at a call, at the coordinator."""
@@ -115,7 +139,6 @@ class Job(ParallelOptions):
 
     @property
     def data_rank(self) -> int:
-        """This worker's part of them."""
         return self._axes.data_rank(self.rank) if self._axes else self.rank
 
     @property
@@ -138,8 +161,25 @@ class Job(ParallelOptions):
 
     @property
     def host(self) -> int:
-        """Number of this worker's host: ranks fill one host after the other."""
-        return self.rank * self.num_hosts // self.num_workers
+        """Number of this worker's home."""
+        return self.host_of(self.rank)
+
+    def host_of(self, rank: int) -> int:
+        return self.rank_hosts[rank] if self.rank_hosts else 0
+
+    @property
+    def is_on_several_hosts(self) -> bool:
+        return self.num_hosts > 1
+
+    @property
+    def num_sharers(self) -> int:
+        """Workers that share this one's machine, at home: its memory and cores are theirs together."""
+        return len(self.local_ranks)
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """Ranks whose home is this worker's host."""
+        return [rank for rank in range(self.num_workers) if self.host_of(rank) == self.host]
 
 
 _current: Job | None = None
@@ -157,7 +197,7 @@ def current() -> Job:
     """The job of this process; rank 0 of 1 when nobody launched it."""
     global _current
     if _current is None:
-        launchers.refuse_others()
+        _join_world()
         script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "python"
         run_dir = Path("runs") / (script or "python")
         while (
@@ -188,3 +228,33 @@ def rank() -> int:
 def num_workers() -> int:
     """How many workers share one global batch; 1 under plain python."""
     return share().num_workers
+
+
+# ---- other launchers --------------------------------------------------------------------------------
+
+
+def refuse_others(env: Mapping[str, str] = os.environ) -> None:
+    """Refuse to be one of several processes that another launcher started: each would train by itself."""
+    if (world := world_of(env)) is not None:
+        raise OtherLauncher(launcher=world.launcher, num_processes=world.size, engine=world.engine)
+
+
+def _join_world() -> None:
+    """Where another launcher started this script several times: have `shoal run --on` take over, in this very process.
+
+    Nothing was trained yet, so the script begins anew there. One that has a process group already, or is a module or no
+    file, cannot, and is refused.
+    """
+    world = world_of(os.environ)
+    if world is None:
+        return
+    distributed = sys.modules.get("torch.distributed")
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__file__", None)
+    has_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if has_group or script is None or getattr(main, "__spec__", None) is not None:
+        refuse_others()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    run = ["run", "--on", world.engine, "-n", str(world.size), str(script), *sys.argv[1:]]
+    os.execv(sys.executable, [sys.executable, "-m", "shoal", *run])

@@ -7,13 +7,14 @@ RunConfig is enough to launch the job again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from shoal.config import parallel_options
 from shoal.config import strategy as strategies
 from shoal.config.faults import Faults
+from shoal.config.hosts import HostsConfig, parse_journal
 from shoal.config.job import VerifyPlan
 from shoal.config.liveness import LivenessConfig
 from shoal.config.parallel_options import ParallelOptions
@@ -27,6 +28,9 @@ MAX_WORKERS = 1024
 MAX_LAUNCHED_SERVERS = 64
 """On one host. Every worker is given a way to each of them."""
 
+COLOCATED = "colocated"
+"""Number of servers: one on each host that has workers."""
+
 MAX_RESTARTS = 1000
 """Of one worker, without a step between. Beyond it a crash loop would fill the disk with its logs."""
 
@@ -38,6 +42,9 @@ class LaunchConfig(ParallelOptions):
     script: str
     """Path of the Python file to run."""
 
+    module: str = ""
+    """Name of the module to run instead, as by `python -m`."""
+
     args: tuple[str, ...] = ()
     """What the script finds in sys.argv[1:]."""
 
@@ -47,8 +54,9 @@ class LaunchConfig(ParallelOptions):
     strategy: str | None = None
     """How the model is spread. None: "single" for one worker, "ddp" for more."""
 
-    servers: int | None = None
-    """How many servers hold the weights. None: one for the strategies of the parameter server, none for others."""
+    servers: int | str | None = None
+    """How many servers hold the weights; "colocated": one on each host that has workers. None: as many as the cluster names,
+    else one for the strategies of the parameter server and none for others."""
 
     replicas: int | None = None
     """On how many servers everything is kept. None: two where there are two servers or more."""
@@ -80,8 +88,14 @@ class LaunchConfig(ParallelOptions):
     max_restarts: int = 3
     """How often a worker that dies is replaced without the job getting ahead. 0: its death ends the job."""
 
-    pretend_hosts: int = 1
-    """As how many hosts this machine is treated where hosts hold data of their own."""
+    hosts: HostsConfig | None = None
+    """Hosts of the job. None: this machine alone."""
+
+    journal: str | None = field(default=None, repr=False)
+    """etcd://h1:2379,h2:2379,h3:2379, where another host takes over by itself when the head is lost. None: none does."""
+
+    min_workers: int | None = None
+    """Go on with fewer workers, at least so many, where a host was lost and no other has room. None: wait for a host."""
 
     oversubscribe: bool = False
     """Start it also where this machine seems too small for so many processes."""
@@ -104,6 +118,9 @@ class LaunchConfig(ParallelOptions):
     quiet: bool = False
     """No progress; the script's own output stays."""
 
+    debug_rank: int | None = None
+    """The rank that has this process's stdin, and whose stdout is shown: for breakpoint(). One worker alone always has it."""
+
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MAX_WORKERS:
             raise ConfigError(
@@ -111,12 +128,17 @@ class LaunchConfig(ParallelOptions):
                 "Nothing was started."
             )
         self.liveness  # refuses time-outs that are none  # noqa: B018
+        if self.debug_rank is not None and not 0 <= self.debug_rank < self.workers:
+            raise ConfigError(
+                f"--debug-rank {self.debug_rank} is none of the {self.workers} workers: their ranks are 0 to {self.workers - 1}. "
+                "Nothing was started."
+            )
         if not 0 < self.grace_s < 1e9:
             raise ConfigError(f"grace_s must be a positive number of seconds, got {self.grace_s}.")
-        if not 1 <= self.pretend_hosts <= self.workers:
+        if self.min_workers is not None and not 1 <= self.min_workers <= self.workers:
             raise ConfigError(
-                f"{self.workers} workers cannot be on {self.pretend_hosts} hosts: each host needs one. Nothing was started; give "
-                f"--pretend-hosts a number from 1 to {self.workers}."
+                f"--min-workers {self.min_workers} cannot be: a job of {self.workers} workers goes on with 1 to {self.workers}. "
+                "Nothing was started."
             )
         if not 0 <= self.max_restarts <= MAX_RESTARTS:
             raise ConfigError(f"max_restarts must be from 0 to {MAX_RESTARTS}, got {self.max_restarts}.")
@@ -147,8 +169,10 @@ class LaunchConfig(ParallelOptions):
             self,
             strategy=strategies.choose(self.strategy, self.workers),
             num_workers=self.workers,
-            num_hosts=self.pretend_hosts,
+            num_hosts=self.num_hosts,
         )
+        self._check_hosts()
+        self._place_servers()
         self._check_servers()
         if self.faults is not None:
             if not isinstance(self.faults, Faults):
@@ -158,6 +182,39 @@ class LaunchConfig(ParallelOptions):
             self.faults.check(num_workers=self.workers, num_servers=self.num_servers)
 
     def notes(self) -> list[str]:
+        """Said at the start: options without effect, and placements that cost more than they must."""
+        return [*self._ineffective(), *self._tp_between_hosts(), *self._copies_on_one_host()]
+
+    def _copies_on_one_host(self) -> list[str]:
+        if self.hosts is None or self.hosts.num_hosts == 1 or self.num_replicas == 1:
+            return []
+        homes = {self.hosts.host_of_server(number) for number in range(self.num_servers)}
+        if len(homes) >= self.num_replicas:
+            return []
+        hosts = f"host{'s' if len(homes) > 1 else ''} {', '.join(map(str, sorted(homes)))}"
+        return [
+            f"note: the {self.num_servers} servers are on {hosts}, so {self.num_replicas} copies of everything share a host: its "
+            "loss takes the job back to the newest checkpoint. --servers colocated has one on each host that has workers"
+        ]
+
+    def _tp_between_hosts(self) -> list[str]:
+        axes = strategies.parse(strategies.choose(self.strategy, self.workers)).axes
+        if axes is None or self.hosts is None:
+            return []
+        tp = strategies.fill_axes(axes, self.workers, str(self.strategy)).tp
+        homes = [self.hosts.host_of(rank, self.workers) for rank in range(self.workers)]
+        # Ranks along tp are neighbours: the first and the last of them tell.
+        spanning = [first for first in range(0, self.workers, tp) if homes[first] != homes[first + tp - 1]]
+        if not spanning:
+            return []
+        first = spanning[0]
+        return [
+            f"note: tp={tp} spans hosts: ranks {first} to {first + tp - 1}, on hosts {homes[first]} to {homes[first + tp - 1]}, "
+            "exchange activations in every layer over the network. A tp that divides the workers of each host stays within "
+            "one; dp, fsdp and pp between hosts send less"
+        ]
+
+    def _ineffective(self) -> list[str]:
         """Options that have no effect in one process, where a sweep over -n begins or a resumed run ends."""
         asked = [f"--exchange {self.exchange}"] if self.exchange != "auto" else []
         asked += [f"--compress {self.compress}"] if self.compress != "none" else []
@@ -175,14 +232,19 @@ class LaunchConfig(ParallelOptions):
         return LivenessConfig(step_timeout_s=self.step_timeout_s, join_timeout_s=self.join_timeout_s)
 
     @property
+    def num_hosts(self) -> int:
+        return self.hosts.num_places if self.hosts is not None else 1
+
+    @property
     def is_mesh(self) -> bool:
         return strategies.parse(strategies.choose(self.strategy, self.workers)).base == "mesh"
 
     @property
     def num_servers(self) -> int:
         if self.servers is not None:
-            return self.servers
-        return int(self._has_servers)
+            return int(self.servers)
+        named = sum(self.hosts.servers) if self.hosts is not None else 0
+        return (named or 1) if self._has_servers else 0
 
     @property
     def num_replicas(self) -> int:
@@ -194,6 +256,62 @@ class LaunchConfig(ParallelOptions):
     @property
     def _has_servers(self) -> bool:
         return strategies.parse(strategies.choose(self.strategy, self.workers)).has_servers
+
+    @property
+    def cores_per_host(self) -> int:
+        """Cores of a host that an engine gives; 0 where the hosts have their own."""
+        if self.hosts is None or not self.hosts.on:
+            return 0
+        return max(1, round(self.hosts.resources(self.workers, self.num_servers).cpus))
+
+    def _check_hosts(self) -> None:
+        if self.tls and (self.hosts is None or self.hosts.plaintext):
+            why = "this job is on one machine" if self.hosts is None else "--plaintext asks for none"
+            raise ConfigError(
+                f"--tls encrypts what workers on several hosts exchange, and {why}. Nothing was started; leave --tls out."
+            )
+        if self.journal is not None:
+            shown = parse_journal(self.journal).shown
+            if (self.hosts is None or self.hosts.num_hosts == 1) and not self.resume:
+                raise ConfigError(
+                    f"--journal {shown} is for a job on several hosts, of which one takes over. Nothing was started; add --hosts, or "
+                    "leave it out."
+                )
+        if self.hosts is None:
+            return
+        if self.hosts.on and self.journal is not None:
+            raise ConfigError(
+                f"--journal has another host take over when the head is lost, and a slot of {self.hosts.on} cannot ask for slots. "
+                "Nothing was started; leave one of --journal and --on out."
+            )
+        if self.workers < self.hosts.num_hosts and not self.hosts.workers:
+            raise ConfigError(
+                f"{self.workers} workers cannot be on {self.hosts.num_hosts} hosts: each host needs one. Nothing was started; "
+                f"give -n {self.hosts.num_hosts} or more, or fewer hosts."
+            )
+        if self.hosts.workers and sum(self.hosts.workers) != self.workers:
+            raise ConfigError(
+                f"the cluster's hosts have {sum(self.hosts.workers)} workers together, and -n asks for {self.workers}. Nothing "
+                "was started; leave -n out, or change one of them."
+            )
+
+    def _place_servers(self) -> None:
+        """Make a number of "colocated"; the hosts have the places."""
+        if not isinstance(self.servers, str):
+            return
+        if self.servers != COLOCATED:
+            raise ConfigError(
+                f"--servers {self.servers} is no number of servers. Nothing was started; give a number, or '{COLOCATED}' for one "
+                "on each host that has workers."
+            )
+        if not self._has_servers:
+            raise ConfigError(
+                f"the strategy '{strategies.choose(self.strategy, self.workers)}' has no servers, and --servers {COLOCATED} asks for "
+                "some. Nothing was started; use --strategy ps, or leave --servers out."
+            )
+        hosts = self.hosts.with_a_server_on_each(self.workers) if self.hosts is not None else None
+        object.__setattr__(self, "servers", sum(hosts.servers) if hosts is not None else 1)
+        object.__setattr__(self, "hosts", hosts)
 
     def _check_servers(self) -> None:
         strategy = strategies.choose(self.strategy, self.workers)
@@ -232,12 +350,27 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
     shoal: str
 
 
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One host of a job, in config.json."""
+
+    number: int
+    name: str
+    address: str
+    cores: int
+    workers: list[int]
+    servers: list[int]
+    shares_run_dir: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(ParallelOptions):
     """config.json of a run directory. A field that an earlier version did not write has its default."""
 
     script: str
     """Absolute path of the Python file."""
+
+    module: str = ""
+    """Its name, where it was run as a module."""
 
     args: list[str]
     """What the script finds in sys.argv[1:]."""
@@ -275,8 +408,20 @@ class RunConfig(ParallelOptions):
     max_restarts: int = 3
     """How often a worker that died was replaced without the job getting ahead."""
 
-    pretend_hosts: int = 1
-    """As how many hosts the machine was treated."""
+    hosts: list[HostFacts] = field(default_factory=list)
+    """Hosts of the job, once all had joined; empty on one machine."""
+
+    hosts_asked: HostsConfig | None = None
+    """Hosts as they were asked for: those of a job that another host takes over."""
+
+    min_workers: int | None = None
+    """How few workers may go on where a host was lost."""
+
+    oversubscribe: bool = False
+    """Whether more workers than cores were wanted."""
+
+    journal: str = ""
+    """The etcd in which the head is recorded, without user and password; empty: none."""
 
     versions: Versions
     """Of what it ran with."""

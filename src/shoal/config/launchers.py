@@ -1,40 +1,113 @@
-"""Launchers other than shoal, known by the variables they set for each process they start."""
+"""Worlds of other launchers: this process as torchrun, mpirun or srun numbered it, read from their variables. Pure."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-
-from shoal.errors import OtherLauncher
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 
 TORCHELASTIC_RUN_ID = "shoal"
 """torchrun's name of a job, in the workers of `shoal run`: they have torchrun's other variables too."""
 
-
-def refuse_others(env: Mapping[str, str] = os.environ) -> None:
-    """Refuse to be one of several processes that another launcher started: each would train by itself."""
-    for launcher, size in (
-        ("torchrun", _torchrun_size(env)),
-        ("srun", _srun_size(env)),
-        ("mpirun", _number(env, "OMPI_COMM_WORLD_SIZE")),
-        ("mpirun", _number(env, "PMI_SIZE")),
-    ):
-        if size > 1:
-            raise OtherLauncher(launcher=launcher, num_processes=size)
+_VARIABLES = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|OMPI_COMM_\w+|PMI_\w+|SLURM_(PROCID|LOCALID|STEP_\w+)"
+)
 
 
-def _torchrun_size(env: Mapping[str, str]) -> int:
-    """Of `accelerate launch` too. A process that a worker of ours started is not one of several."""
-    is_ours = env.get("TORCHELASTIC_RUN_ID") == TORCHELASTIC_RUN_ID
-    return _number(env, "WORLD_SIZE") if "RANK" in env and not is_ours else 1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """One process among those that a launcher started."""
+
+    launcher: str
+    """torchrun, mpirun or srun."""
+
+    engine: str
+    """As --on names it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    head: str = ""
+    """Address of rank 0's machine, where the launcher tells it."""
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.size // self.local_size)
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.local_size
 
 
-def _srun_size(env: Mapping[str, str]) -> int:
+def world_of(env: Mapping[str, str]) -> World | None:
+    """World that this process is one of; None where it was started alone."""
+    if env.get("TORCHELASTIC_RUN_ID") == TORCHELASTIC_RUN_ID:  # a worker of ours, or started by one
+        return None
+    for world in (_torchrun(env), _mpirun(env), _srun(env)):
+        if world is not None and world.size > 1:
+            return world
+    return None
+
+
+def forget(env: MutableMapping[str, str]) -> None:
+    """Remove the launcher's variables: processes started from here on are not its."""
+    for name in [name for name in env if _VARIABLES.fullmatch(name)]:
+        del env[name]
+
+
+def _torchrun(env: Mapping[str, str]) -> World | None:
+    """Of `accelerate launch` too."""
+    if "RANK" not in env:
+        return None
+    size = _number(env, "WORLD_SIZE")
+    return World(
+        launcher="torchrun",
+        engine="torchrun",
+        rank=_number(env, "RANK"),
+        size=size,
+        local_rank=_number(env, "LOCAL_RANK"),
+        local_size=_number(env, "LOCAL_WORLD_SIZE") or size or 1,
+        head=env.get("MASTER_ADDR", ""),
+    )
+
+
+def _mpirun(env: Mapping[str, str]) -> World | None:
+    for prefix, local in (("OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_"), ("PMI_", "MPI_LOCAL")):
+        if size := _number(env, f"{prefix}SIZE"):
+            return World(
+                launcher="mpirun",
+                engine="mpi",
+                rank=_number(env, f"{prefix}RANK"),
+                size=size,
+                local_rank=_number(env, f"{local}RANK"),
+                local_size=_number(env, f"{local}SIZE") or size,
+            )
+    return None
+
+
+def _srun(env: Mapping[str, str]) -> World | None:
     """Tasks of a step. A batch script, which is one process, knows the number of its job's tasks as well, but is in no step."""
-    if "SLURM_STEP_NUM_TASKS" in env:
-        return _number(env, "SLURM_STEP_NUM_TASKS")
-    is_in_step = "SLURM_STEP_ID" in env or _number(env, "SLURM_PROCID") > 0
-    return _number(env, "SLURM_NTASKS") if is_in_step else 1
+    size = _number(env, "SLURM_STEP_NUM_TASKS")
+    if "SLURM_STEP_NUM_TASKS" not in env:
+        is_in_step = "SLURM_STEP_ID" in env or _number(env, "SLURM_PROCID") > 0
+        size = _number(env, "SLURM_NTASKS") if is_in_step else 1
+    num_nodes = _number(env, "SLURM_STEP_NUM_NODES") or _number(env, "SLURM_NNODES") or 1
+    return World(
+        launcher="srun",
+        engine="slurm",
+        rank=_number(env, "SLURM_PROCID"),
+        size=size,
+        local_rank=_number(env, "SLURM_LOCALID"),
+        local_size=-(-size // num_nodes) or 1,
+        head=first_host(env.get("SLURM_STEP_NODELIST", "")),
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """`node[3-5,8],other` is node3."""
+    match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodelist)
+    return match[1] + (match[2] or "") if match else ""
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

@@ -37,6 +37,19 @@ class LivenessConfig:
     reconnect_timeout_s: float = 30.0
     """A worker or server that cannot reach the coordinator for so long gives up. A restarted one is back within a second."""
 
+    host_heartbeat_s: float = 0.5
+    """Between two heartbeats of a host agent, and of the head to it."""
+
+    host_dead_after_s: float = 3.0
+    """Silence after which a host is lost: the head counts its processes as dead, and its agent kills them."""
+
+    head_lease_s: float = 8.0
+    """Lease of the head in etcd (--journal). A head that could not renew it for 3/4 of it ends its job: after all of it
+    another host takes over."""
+
+    takeover_timeout_s: float = 60.0
+    """How long a host that lost its head looks for another one in etcd, or tries to become it."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
             if not 0 < getattr(self, field.name) < 1e9:
@@ -47,6 +60,17 @@ class LivenessConfig:
             raise ConfigError(
                 "coordinator_dead_after_s must be several heartbeats long, or a pause looks like death; got "
                 f"{self.coordinator_dead_after_s} with a heartbeat every {self.heartbeat_interval_s} s."
+            )
+
+        if self.head_lease_s < 2 * self.host_dead_after_s:
+            raise ConfigError(
+                "head_lease_s must be at least twice host_dead_after_s, or a head is followed before its hosts have ended its "
+                f"processes; got {self.head_lease_s} and {self.host_dead_after_s}."
+            )
+        if self.host_heartbeat_s >= self.host_dead_after_s:
+            raise ConfigError(
+                "host_dead_after_s must be several heartbeats long, or a pause looks like death; got "
+                f"{self.host_dead_after_s} with a heartbeat every {self.host_heartbeat_s} s."
             )
 
     @property

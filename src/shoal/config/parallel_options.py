@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from shoal.config import placement, shard
+from shoal.config import placement
 from shoal.config import strategy as strategies
 from shoal.config.choices import (
     BATCHNORMS,
@@ -21,6 +21,7 @@ from shoal.config.choices import (
     EXCHANGES,
     OUTERS,
     SCHEDULES,
+    check_shard,
     compressor_keeps_state,
 )
 from shoal.config.strategy import Axes
@@ -43,10 +44,13 @@ class ParallelOptions:
     """The options beside a strategy. `check` refuses combinations that mean nothing."""
 
     shard: str | None = None
-    """Cut of batches over the workers, where the script does not say: see `shoal.config.shard`."""
+    """Cut of batches over the workers, where the script does not say: see `SHARD_FORMS`."""
 
     exchange: str = "auto"
     """Sum of gradients where no servers do it: a name in EXCHANGES."""
+
+    tls: bool = False
+    """With the exchange "ring", between hosts: over encrypted connections of our own instead of gloo's."""
 
     exchange_rule: str = ""
     """The meaning of "auto": see `shoal.config.exchange_rule`. Empty: as was measured on this machine, or is built in."""
@@ -82,7 +86,7 @@ class ParallelOptions:
     """With the same: bound of a push's gradient norm, on each server. None: no bound."""
 
     snapshot_every: int | None = None
-    """Steps between two snapshots, where ranks hold state of their own: see `shoal.train.checkpoint.snapshots`. 0: none. None: its default."""
+    """Steps between two snapshots, where ranks hold state of their own: see `shoal.train.checkpoint.saving`. 0: none. None: its default."""
 
     device: str = "auto"
     """Devices of the workers: see `shoal.config.placement`."""
@@ -134,6 +138,11 @@ def check(options: ParallelOptions, *, strategy: str, num_workers: int, num_host
             f"the exchange 'shm' sums through memory that all workers share, and they are on {num_hosts} hosts. Nothing was "
             "started; use --exchange native."
         )
+    if options.tls and options.exchange != "ring":
+        raise ConfigError(
+            f"--tls encrypts the exchange 'ring', and this is --exchange {options.exchange}. Nothing was started; use --exchange "
+            "ring --tls; the connections of --strategy ps are encrypted anyway."
+        )
     SCHEDULES.parse(options.schedule)
     _check_batchnorm(options, strategy)
     _check_axes(options, strategy)
@@ -144,7 +153,7 @@ def check(options: ParallelOptions, *, strategy: str, num_workers: int, num_host
     _check_snapshots(options, strategy)
     if options.shard is not None:
         is_relaxed = name.mode in ("ssp", "async")
-        shard.check(options.shard, num_workers=num_workers, strategy=strategy, is_relaxed=is_relaxed)
+        check_shard(options.shard, num_workers=num_workers, strategy=strategy, is_relaxed=is_relaxed)
 
 
 def _check_snapshots(options: ParallelOptions, strategy: str) -> None:

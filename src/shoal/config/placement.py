@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -44,10 +45,12 @@ _WORD = re.compile(r"(?P<kind>[a-z][a-z0-9]*)(:(?P<index>[0-9]{1,4}))?")
 
 @dataclass(frozen=True, slots=True)
 class DevicePlacement:
-    """A device for each worker of the host, and notes for the user."""
+    """A device for each worker, and notes for the user."""
 
     devices: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    homes: tuple[int, ...] = ()
+    """Host of each worker, where there are several: each has a `cuda:0` of its own."""
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -55,12 +58,10 @@ class DevicePlacement:
 
     @property
     def accelerator(self) -> str | None:
-        """The kind of accelerator in use, if any."""
         return next(iter(self.kinds - {CPU}), None)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether devices of several kinds are in use."""
         return len(self.kinds) > 1
 
     @property
@@ -71,8 +72,14 @@ class DevicePlacement:
     @property
     def is_shared(self) -> bool:
         """Whether several workers compute on one accelerator, by turns."""
-        taken = [device for device in self.devices if device != CPU]
-        return len(set(taken)) < len(taken)
+        return any(count > 1 for count in self.num_sharing.values())
+
+    @property
+    def num_sharing(self) -> Counter[tuple[int, str]]:
+        """Workers of each accelerator, by host and device."""
+        homes = self.homes or (0,) * len(self.devices)
+        placed = zip(homes, self.devices, strict=True)
+        return Counter((home, device) for home, device in placed if device != CPU)
 
 
 def parse(said: str, num_workers: int) -> list[tuple[str, int | None]]:
@@ -125,26 +132,37 @@ def check(said: str, *, num_workers: int, strategy: str, is_mesh: bool) -> None:
 
 
 def place(
-    said: str, *, num_workers: int, visible: Mapping[str, int], is_soft: bool = False
+    said: str,
+    *,
+    num_workers: int,
+    visible: Mapping[str, int],
+    is_soft: bool = False,
+    homes: tuple[int, ...] = (),
 ) -> DevicePlacement:
-    """A device for each of a host's workers. `visible` counts the accelerators there are, by kind."""
+    """A device for each worker. `visible` counts the accelerators of a host, by kind.
+
+    `homes` are the workers' hosts, where there are several; all are taken to have the same accelerators.
+    """
     wanted = parse(said, num_workers)
     if wanted[0][0] == AUTO:
-        return _automatic(num_workers, visible)
+        return _automatic(num_workers, visible, homes)
     devices: list[str] = []
     notes: list[str] = []
-    named = {(kind, index) for kind, index in wanted if index is not None}
-    taken = dict.fromkeys(visible, 0)
-    for rank, (kind, index) in enumerate(wanted):
+    hosts = homes or (0,) * num_workers
+    named = {
+        (host, kind, index) for host, (kind, index) in zip(hosts, wanted, strict=True) if index is not None
+    }
+    taken: Counter[tuple[int, str]] = Counter()
+    for rank, (host, (kind, index)) in enumerate(zip(hosts, wanted, strict=True)):
         if kind == CPU:
             devices.append(CPU)
             continue
         # By local rank, counted over those that want this kind, past those that are asked for by number.
-        number = index if index is not None else taken.get(kind, 0)
-        while index is None and (kind, number) in named:
+        number = index if index is not None else taken[host, kind]
+        while index is None and (host, kind, number) in named:
             number += 1
         if index is None:
-            taken[kind] = number + 1
+            taken[host, kind] = number + 1
         device = f"{kind}:{number}"
         if number < visible.get(kind, 0):
             devices.append(device)
@@ -153,29 +171,28 @@ def place(
             notes.append(f"worker {rank} computes on the CPU: there is no {device} (--soft-placement)")
         else:
             raise DeviceMissing(device=device, rank=rank, num_workers=num_workers, visible=visible)
-    placed = DevicePlacement(tuple(devices), tuple(notes))
-    if not placed.is_shared:
-        return placed
-    return DevicePlacement(placed.devices, (*notes, _by_turns(placed)))
+    placed = DevicePlacement(tuple(devices), tuple(notes), homes)
+    return replace(placed, notes=(*notes, _by_turns(placed))) if placed.is_shared else placed
 
 
 def _by_turns(placed: DevicePlacement) -> str:
-    sharing = {device: placed.devices.count(device) for device in placed.devices if device != CPU}
-    most = max(sharing, key=lambda device: sharing[device])
-    return f"{sharing[most]} workers share {most} and take turns on it: right for trying things out, and slower than one alone"
+    (_, device), count = placed.num_sharing.most_common(1)[0]
+    return f"{count} workers share {device} and take turns on it: right for trying things out, and slower than one alone"
 
 
-def _automatic(num_workers: int, visible: Mapping[str, int]) -> DevicePlacement:
+def _automatic(num_workers: int, visible: Mapping[str, int], homes: tuple[int, ...]) -> DevicePlacement:
+    hosts = homes or (0,) * num_workers
     for kind, count in visible.items():
-        if count >= num_workers:
-            return DevicePlacement(tuple(f"{kind}:{rank}" for rank in range(num_workers)))
+        if count >= max(Counter(hosts).values()):
+            devices = (f"{kind}:{hosts[:rank].count(host)}" for rank, host in enumerate(hosts))
+            return DevicePlacement(tuple(devices), homes=homes)
     notes = [
         f"{count} {kind} and {num_workers} workers: all compute on the CPU; to use both, say which with --device "
         f"{','.join([f'{kind}:{number}' for number in range(count)] + [CPU] * (num_workers - count))}"
         for kind, count in visible.items()
-        if count and num_workers <= 16
+        if count and num_workers <= 16 and not homes
     ]
-    return DevicePlacement((CPU,) * num_workers, tuple(notes))
+    return DevicePlacement((CPU,) * num_workers, tuple(notes), homes)
 
 
 def visible_devices() -> dict[str, int]:
@@ -190,14 +207,15 @@ def visible_devices() -> dict[str, int]:
 
 def of_job(job: Job, said: str | None = None) -> DevicePlacement:
     """The placement of a job's workers on this host; `said` overrides the job's `device`."""
-    # All of a job's workers are on this machine; hosts that are only pretended share its devices.
-    placed = _placed(said if said is not None else job.device, job.num_workers, job.soft_placement)
+    placed = _placed(
+        said if said is not None else job.device, job.num_workers, job.soft_placement, job.rank_hosts
+    )
     if placed.is_mixed and strategies.parse(job.strategy).base == "mesh":
         # Only --soft-placement comes here: what was asked for by name has been refused.
         note = (
             f"all workers compute on the CPU: the parts of '{job.strategy}' have to be on devices of one kind"
         )
-        return DevicePlacement((CPU,) * job.num_workers, (*placed.notes, note))
+        return DevicePlacement((CPU,) * job.num_workers, (*placed.notes, note), placed.homes)
     return placed
 
 
@@ -212,7 +230,7 @@ def meet_on_devices(job: Job) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _placed(said: str, num_workers: int, is_soft: bool) -> DevicePlacement:
+def _placed(said: str, num_workers: int, is_soft: bool, homes: tuple[int, ...]) -> DevicePlacement:
     # What is visible does not change in a process's life; and without a wish for a device torch need not be asked.
     visible = {} if said == CPU else visible_devices()
-    return place(said, num_workers=num_workers, visible=visible, is_soft=is_soft)
+    return place(said, num_workers=num_workers, visible=visible, is_soft=is_soft, homes=homes)

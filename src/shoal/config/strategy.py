@@ -148,7 +148,6 @@ class Axes:
         return Axes(pp, dp, fsdp, tp)
 
     def data_rank(self, rank: int) -> int:
-        """The slice of a batch that a rank computes."""
         at = self.coordinates(rank)
         return at.dp * self.fsdp + at.fsdp
 
@@ -228,7 +227,6 @@ class StrategyName(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether it computes what one process would."""
         return self.mode in ("", "exact")
 
 

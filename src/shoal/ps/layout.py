@@ -1,23 +1,28 @@
-"""Layout of a model on servers: table and chunk numbers, and dense parameters cut into chunks and placed in slots.
+"""Layout of a model on servers: slots of rows, numbers of tables and chunks, dense parameters cut into chunks.
 
-Pure, and a function of the model and of the servers at launch: every worker
-comes to the same plan. Nothing here touches a value.
+A row's slot is a hash of (table, key), fixed for good: checkpoints,
+deduplication and placement are by slot. It shares no bits with the hashes
+that find a row or fill it, so the rows of one slot are spread evenly in a
+table's index. The plan of chunks is a function of the model and of the servers
+at launch: every worker comes to the same one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
+from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.errors import ConfigError
+from shoal.runtime.kernel_cache import INT, floating_kernel, inlined, kernel, matrix, mixed, types, vector
 from shoal.runtime.transport.messages.client_server import ChunkSpec, DensePart
 
 TABLES_PER_MODEL, CHUNKS_PER_MODEL = 1_000, 100_000
-FIRST_NAMED = 1 << 40
-"""Number of the first table that was declared by name."""
+FIRST_NAMED = 1 << 40  # number of the first table that was declared by name
 
 
 def counter_of(table: int) -> int:
@@ -88,6 +93,7 @@ def plan_chunks(
     optimizer: str,
     slots_by_server: Sequence[Sequence[int]],
     chunk_bytes: int = 4 << 20,
+    first_number: int = 0,
 ) -> list[ChunkSpec]:
     """Chunks of at most `chunk_bytes`, as evenly over servers as cuts allow, in the order of the parameters.
 
@@ -108,13 +114,16 @@ def plan_chunks(
     slots = _place([_num_bytes(dtype, parts) for dtype, parts in chunks], servers)
     return [
         ChunkSpec(number=number, slot=slot, dtype=dtype, parts=parts)
-        for number, (slot, (dtype, parts)) in enumerate(zip(slots, chunks, strict=True))
+        for number, (slot, (dtype, parts)) in enumerate(zip(slots, chunks, strict=True), first_number)
     ]
 
 
 def num_elements(part: DensePart) -> int:
-    """Of a part."""
     return math.prod(part.shape)
+
+
+SMALL_BYTES = 256 << 10
+"""Chunks are not cut smaller than this for the sake of an even share: a message and an optimizer's call cost more."""
 
 
 def _elements_per_chunk(params: Sequence[Parameter], dtype: str, num_servers: int, chunk_bytes: int) -> int:
@@ -122,6 +131,7 @@ def _elements_per_chunk(params: Sequence[Parameter], dtype: str, num_servers: in
     most = max(_ALIGNED, chunk_bytes // element_size(dtype) // _ALIGNED * _ALIGNED)
     # A multiple of the servers' number of chunks, all of one size: each server gets as many bytes.
     num_chunks = max(1, -(-total // (most * num_servers))) * num_servers
+    num_chunks = min(num_chunks, max(1, total * element_size(dtype) // SMALL_BYTES))
     return min(most, max(_ALIGNED, -(-total // (num_chunks * _ALIGNED)) * _ALIGNED))
 
 
@@ -177,13 +187,123 @@ def _num_bytes(dtype: str, parts: Sequence[DensePart]) -> int:
 
 
 def element_size(dtype: str) -> int:
-    """Bytes of one element."""
     return torch_dtype(dtype).itemsize
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype of that name; refused where it is none."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"torch has no dtype '{name}'. Nothing was declared.")
     return found
+
+
+assert NUM_SLOTS == 256, "a slot is a byte of the hash"
+
+
+def slot_of(table: int, keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The slot (uint8) of each key (int64) of this table."""
+    slots = np.empty(len(keys), np.uint8)
+    _slot_of(table, np.ascontiguousarray(keys, np.int64), slots)
+    return slots
+
+
+@inlined
+def slot_of_key(table: int, key: int) -> Any:
+    """The same for one key, inside kernels of this file."""
+    word = mixed(np.uint64(table) * np.uint64(0xD1342543DE82EF95) + np.uint64(0x2545F4914F6CDD1D))
+    return mixed(np.uint64(key) ^ word) >> np.uint64(56)
+
+
+@kernel((INT, vector(types.int64), vector(types.uint8, written=True)))
+def _slot_of(table: int, keys: Any, slots: Any) -> None:
+    for i in range(len(keys)):
+        slots[i] = slot_of_key(table, keys[i])
+
+
+# ---- loops over keys and rows --------------------------------------------------------------------
+
+
+def partition(
+    keys: np.ndarray[Any, Any], owner_of_slot: np.ndarray[Any, Any], table: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The keys' places (int32) grouped by the server that owns their slot, and where each server's group begins.
+
+    Server s gets keys[order[starts[s]:starts[s + 1]]]: increasing where `keys` is. `starts` has one entry more than
+    the highest owner plus one.
+    """
+    owners = np.ascontiguousarray(owner_of_slot, np.int64)
+    starts = np.zeros(int(owners.max()) + 2, np.int64)
+    order = np.empty(len(keys), np.int32)
+    _partition(slot_of(table, keys), owners, starts, order)
+    return order, starts
+
+
+@kernel(
+    (
+        vector(types.uint8), vector(types.int64), vector(types.int64, written=True), vector(types.int32, written=True)
+    )
+)  # fmt: skip
+def _partition(slots: Any, owners: Any, starts: Any, order: Any) -> None:
+    for i in range(len(slots)):
+        starts[owners[slots[i]] + 1] += 1
+    for server in range(1, len(starts)):
+        starts[server] += starts[server - 1]
+    at = starts.copy()
+    for i in range(len(slots)):
+        server = owners[slots[i]]
+        order[at[server]] = i
+        at[server] += 1
+
+
+@kernel((vector(types.int64), INT, INT))
+def first_wrong_key(keys: Any, low: int, high: int) -> int:
+    """The first place where keys are not strictly increasing or not in low..high (both included); -1 where all are."""
+    for i in range(len(keys)):
+        if keys[i] < low or keys[i] > high or (i > 0 and keys[i] <= keys[i - 1]):
+            return i
+    return -1
+
+
+@floating_kernel(
+    lambda dtype: (
+        vector(types.int64), matrix(dtype), vector(types.int64), matrix(dtype),
+        vector(types.int64, written=True), matrix(dtype, written=True),
+    )
+)  # fmt: skip
+def add_rows(keys_a: Any, rows_a: Any, keys_b: Any, rows_b: Any, keys: Any, rows: Any) -> int:
+    """Merge two increasing runs of keys, adding b's row to a's where both have it; how many there are."""
+    a, b, num_keys, dim = 0, 0, 0, rows.shape[1]
+    while a < len(keys_a) or b < len(keys_b):
+        if b == len(keys_b) or (a < len(keys_a) and keys_a[a] < keys_b[b]):
+            keys[num_keys] = keys_a[a]
+            for d in range(dim):
+                rows[num_keys, d] = rows_a[a, d]
+            a += 1
+        elif a == len(keys_a) or keys_b[b] < keys_a[a]:
+            keys[num_keys] = keys_b[b]
+            for d in range(dim):
+                rows[num_keys, d] = rows_b[b, d]
+            b += 1
+        else:
+            keys[num_keys] = keys_a[a]
+            for d in range(dim):
+                rows[num_keys, d] = rows_a[a, d] + rows_b[b, d]
+            a += 1
+            b += 1
+        num_keys += 1
+    return num_keys
+
+
+@floating_kernel(lambda dtype: (vector(types.uint8), matrix(dtype), vector(types.float64, written=True)))
+def add_squares(slots: Any, rows: Any, out: Any) -> None:
+    """Add the square of every number to its slot's entry of `out`, row after row."""
+    for i in range(len(slots)):
+        total = 0.0
+        for d in range(rows.shape[1]):
+            value = np.float64(rows[i, d])
+            total += value * value
+        out[slots[i]] += total

@@ -12,19 +12,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from shoal.cluster.worker import session, torchrun
 from shoal.collectives.exchanges import open_exchange
-from shoal.collectives.native import Native
-from shoal.collectives.reducer import Reducer, gather_any
+from shoal.collectives.reducer import Native, Reducer, gather_any, gather_json
 from shoal.config import job as jobs
 from shoal.config import strategy as strategies
 from shoal.errors import CallsDiffer, CollectiveLeftOut, PeerLost, WaitTimedOut
 from shoal.recovery import state_transfer
-from shoal.recovery.collective_timeout import Waits
 from shoal.recovery.rendezvous import form_group, is_broken, leave_group
 from shoal.recovery.replay_log import ReplayLog
 from shoal.recovery.state_transfer import RecoveryState
@@ -43,6 +41,16 @@ KINDS = (
 """What an exchange may be for: ranks whose scripts went apart are found out by it."""
 
 
+class WaitHook(Protocol):
+    """What is done while an exchange waits for the others."""
+
+    def begin(self, number: int) -> None:
+        """Exchange `number` begins, or begins again in another view."""
+
+    def look(self) -> None:
+        """Still waiting."""
+
+
 class ElasticGroup(ReplayLog):
     """Process group of the job's workers, through all its views."""
 
@@ -56,19 +64,18 @@ class ElasticGroup(ReplayLog):
         self._waited_in = ""  # which one that was
         self._kind, self._doing = 0, ""  # what it was for
         self._stands = False  # whether it holds state that counts: from view 1 on, or since a donor gave it
-        self._native: Reducer | None = None
-        self._patience: Waits | None = None  # of the exchange under way
+        self._reducer: Reducer | None = None
+        self._timeout: WaitHook | None = None  # of the exchange under way
         session.regroup_through(self.regroup)
 
     # ---- exchanges ------------------------------------------------------------------------------
 
     @property
-    def native(self) -> Reducer:
-        """The collectives of the present view."""
-        if self._native is None:
+    def reducer(self) -> Reducer:
+        if self._reducer is None:
             self.regroup()  # also the first time somebody may die while the view is formed
-        assert self._native is not None
-        return self._native
+        assert self._reducer is not None
+        return self._reducer
 
     @property
     def view(self) -> int:
@@ -76,9 +83,9 @@ class ElasticGroup(ReplayLog):
         return self._view
 
     def _ensure_joined(self) -> None:
-        _ = self.native
+        _ = self.reducer
 
-    def exchange(self, kind: str = KINDS[0], *, timeout: Waits | None = None, doing: str = "") -> Exchange:
+    def exchange(self, kind: str = KINDS[0], *, timeout: WaitHook | None = None, doing: str = "") -> Exchange:
         """Begin the next numbered exchange. `kind` is one of KINDS, `doing` the same in the words of the script.
 
         `timeout` ends a wait for ranks that do not come before the job's own time-out.
@@ -92,7 +99,7 @@ class ElasticGroup(ReplayLog):
         operation: Callable[[Reducer], T],
         kind: str = KINDS[0],
         *,
-        timeout: Waits | None = None,
+        timeout: WaitHook | None = None,
         doing: str = "",
     ) -> T:
         """A whole exchange whose every attempt is `operation`: a sum, a gather, a broadcast."""
@@ -103,21 +110,21 @@ class ElasticGroup(ReplayLog):
         known: T = exchange.result if exchange.is_replayed else exchange.finish(result)
         return known
 
-    def retries(self) -> Iterator[Attempt]:
+    def retries(self) -> Iterator[ExchangeAttempt]:
         """Attempts at what sums over the group within a step's forward, before its exchange.
 
         Not numbered: every rank that has not finished the step's exchange runs it again.
         """
         self._kind, self._doing = KINDS.index("a step"), ""
         self._ensure_joined()
-        attempt = Attempt(self)
+        attempt = ExchangeAttempt(self)
         yield attempt
         while attempt.is_broken:
             self._regroup_after(attempt)
-            attempt = Attempt(self, is_retry=True)
+            attempt = ExchangeAttempt(self, is_retry=True)
             yield attempt
 
-    def _regroup_after(self, attempt: Attempt) -> None:
+    def _regroup_after(self, attempt: ExchangeAttempt) -> None:
         self._is_exchanging, self._waited_s = True, attempt.waited_s
         self.regroup()
         self._is_exchanging, self._waited_s = False, 0.0
@@ -132,9 +139,9 @@ class ElasticGroup(ReplayLog):
         self._waited_in, self._waited_s = broken or self._waited_in, waited_s or self._waited_s
         self._is_between = bool(broken)
         while True:
-            if self._native is not None:
-                self._native.close()
-            self._native = None
+            if self._reducer is not None:
+                self._reducer.close()
+            self._reducer = None
             leave_group()
             failpoint("worker: view left")
             try:
@@ -156,7 +163,13 @@ class ElasticGroup(ReplayLog):
         except WaitTimedOut as error:
             if not self._waited_in:
                 raise
-            raise self._who_did_not_come(error) from None
+            # In the words of the script: of which operation of which step it is that a rank is missing.
+            raise WaitTimedOut(
+                operation=self._missed_in(),
+                waited_s=max(error.waited_s, self._waited_s),
+                missing=error.missing,
+                setting=f"--step-timeout (now {self._job.liveness.step_timeout_s:g} s)",
+            ) from None
         torchrun.close_listener()
         self._view = formed.view
         form_group(self._job, formed.view)
@@ -166,23 +179,14 @@ class ElasticGroup(ReplayLog):
             is_broken=self._look_around,
             timeout_s=self._job.liveness.step_timeout_s,
         )
-        native = open_exchange(self._job, torchs_own)
+        reducer = open_exchange(self._job, torchs_own)
         if formed.donor >= 0:
             behind = fresh or self._log.num_known < formed.finished
-            self._hand_over(native, formed.donor, behind=behind, fresh=fresh)
+            self._hand_over(reducer, formed.donor, behind=behind, fresh=fresh)
         # Only now: a process that was given nothing yet enters the next view as fresh as this one.
-        self._stands, self._native, self._waited_in = True, native, ""
+        self._stands, self._reducer, self._waited_in = True, reducer, ""
         if formed.donor < 0:
             session.live()  # nobody has done anything before it
-
-    def _who_did_not_come(self, error: WaitTimedOut) -> WaitTimedOut:
-        """The same in the words of the script: of which operation of which step it is that a rank is missing."""
-        return WaitTimedOut(
-            operation=self._missed_in(),
-            waited_s=max(error.waited_s, self._waited_s),
-            missing=error.missing,
-            setting=f"--step-timeout (now {self._job.liveness.step_timeout_s:g} s)",
-        )
 
     def _missed_in(self) -> str:
         """The exchange that broke, and its step; empty where none did."""
@@ -193,11 +197,11 @@ class ElasticGroup(ReplayLog):
         """Whether the group is broken; asked several times a second by whoever waits."""
         if is_broken():
             return True
-        if self._patience is not None:
-            self._patience.look()
+        if self._timeout is not None:
+            self._timeout.look()
         return False
 
-    def _hand_over(self, native: Reducer, donor: int, *, behind: bool, fresh: bool) -> None:
+    def _hand_over(self, reducer: Reducer, donor: int, *, behind: bool, fresh: bool) -> None:
         # Where a process is that runs towards the state it was given says nothing about where that state is; nor does one
         # tell what it would do next that was in no exchange and at no call.
         runs_up = fresh or self._recovery_state is not None or self._log.is_catching_up or self._is_between
@@ -211,9 +215,9 @@ class ElasticGroup(ReplayLog):
                 int(fresh),
             ]
         )
-        everybody = [place.tolist() for place in native.all_gather(standing)]
-        self._refuse_different_scripts(native, everybody)
-        self._refuse_parts_apart(native, everybody)
+        everybody = [place.tolist() for place in reducer.all_gather(standing)]
+        self._refuse_different_scripts(reducer, everybody)
+        self._refuse_parts_apart(reducer, everybody)
         needy = [rank for rank, place in enumerate(everybody) if place[0]]
         if self._has_let_go and self._job.rank == donor and any(everybody[rank][3] for rank in needy):
             # The supervisor learns of it by now, and takes everybody back.
@@ -226,10 +230,10 @@ class ElasticGroup(ReplayLog):
             given = self._give() if needy else None
             for rank in needy:
                 assert given is not None
-                state_transfer.send(native, given, rank)
+                state_transfer.send(reducer, given, rank)
         elif behind:
             failpoint("worker: before taking state")
-            taken = state_transfer.receive(native, donor)
+            taken = state_transfer.receive(reducer, donor)
             failpoint("worker: after taking state")
             if fresh:
                 self._stands = self.was_given_state = True
@@ -241,10 +245,10 @@ class ElasticGroup(ReplayLog):
             self._unclaimed = taken.parts
             for number, holder in self._holders.items():
                 self.hold(number, holder)
-        with native.during("agreeing that everybody has what it needs"):
-            native.all_gather(standing)
+        with reducer.during("agreeing that everybody has what it needs"):
+            reducer.all_gather(standing)
 
-    def _refuse_different_scripts(self, native: Reducer, everybody: list[list[int]]) -> None:
+    def _refuse_different_scripts(self, reducer: Reducer, everybody: list[list[int]]) -> None:
         """A rank that waits at a call has run all its exchanges: nobody can be in one that it does not know of."""
         furthest = max((place[1] for place in everybody if not place[3]), default=-1)
         there = {rank: place for rank, place in enumerate(everybody) if not place[3] and place[1] == furthest}
@@ -252,8 +256,7 @@ class ElasticGroup(ReplayLog):
         kinds = {there[rank][4] for rank in exchanging}
         if not exchanging or (exchanging == set(there) and len(kinds) == 1):
             return
-        said = gather_any(native, torch.tensor(list(self._doing.encode()), dtype=torch.uint8))
-        doing = [bytes(words.tolist()).decode() for words in said]
+        doing = gather_json(lambda words: gather_any(reducer, words), self._doing)
         raise CallsDiffer(
             number=session.num_calls(),
             calls={
@@ -264,15 +267,15 @@ class ElasticGroup(ReplayLog):
             },
         )
 
-    def _refuse_parts_apart(self, native: Reducer, everybody: list[list[int]]) -> None:
+    def _refuse_parts_apart(self, reducer: Reducer, everybody: list[list[int]]) -> None:
         """Where each holds a part of the model, nobody can help one who waits within it for a rank that went past."""
         behind = [rank for rank, place in enumerate(everybody) if place[0] and not place[5]]
         if not behind or strategies.parse(self._job.strategy).base != "mesh":
             return
-        said = gather_any(native, torch.tensor(list(self._missed_in().encode()), dtype=torch.uint8))
+        operations = gather_json(lambda words: gather_any(reducer, words), self._missed_in())
         raise CollectiveLeftOut(
             waiting=behind,
-            operation=bytes(said[behind[0]].tolist()).decode() or "an exchange",
+            operation=operations[behind[0]] or "an exchange",
             past=[rank for rank in range(len(everybody)) if rank not in behind],
         )
 
@@ -295,7 +298,7 @@ class ElasticGroup(ReplayLog):
         )
 
 
-class Attempt:
+class ExchangeAttempt:
     """One attempt at an exchange, in one view. A lost peer ends the attempt, not the exchange."""
 
     def __init__(
@@ -304,7 +307,7 @@ class Attempt:
         *,
         is_retry: bool = False,
         is_numbered: bool = False,
-        timeout: Waits | None = None,
+        timeout: WaitHook | None = None,
     ) -> None:
         self.is_retry, self.is_broken, self.waited_s = is_retry, False, 0.0
         self._group, self._is_numbered, self._timeout = group, is_numbered, timeout
@@ -315,11 +318,11 @@ class Attempt:
             failpoint("worker: exchange begun")
         if self._timeout is not None:
             self._timeout.begin(self._group._log.num_finished)
-        self._group._patience = self._timeout
-        return self._group.native
+        self._group._timeout = self._timeout
+        return self._group.reducer
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        self._group._patience = None
+        self._group._timeout = None
         if isinstance(error, PeerLost):
             # Nothing here may keep the exception: it holds the old group, and with it everybody that waits on it.
             self.is_broken, self.waited_s = True, time.monotonic() - self._began_at
@@ -345,12 +348,12 @@ class Exchange:
     result: nothing is left to do for it.
     """
 
-    def __init__(self, group: ElasticGroup, timeout: Waits | None) -> None:
+    def __init__(self, group: ElasticGroup, timeout: WaitHook | None) -> None:
         self._group, self._timeout = group, timeout
         self.is_replayed = False
         self.result: Any = None
 
-    def attempts(self) -> Iterator[Attempt]:
+    def attempts(self) -> Iterator[ExchangeAttempt]:
         """Until one succeeds, or the result turns out to be known."""
         is_retry = False
         while True:
@@ -358,7 +361,7 @@ class Exchange:
             if self.is_replayed:
                 self._group._caught_up()
                 return
-            attempt = Attempt(self._group, is_retry=is_retry, is_numbered=True, timeout=self._timeout)
+            attempt = ExchangeAttempt(self._group, is_retry=is_retry, is_numbered=True, timeout=self._timeout)
             yield attempt
             if not attempt.is_broken:
                 return
@@ -376,7 +379,6 @@ _group: ElasticGroup | None = None
 
 
 def elastic_group() -> ElasticGroup:
-    """The one of this process."""
     global _group
     if _group is None:
         _group = ElasticGroup()

@@ -3,6 +3,11 @@
 See docs/adr/0007-recovery.md. Independent of the transport: `elastic_group.py`
 runs exchanges over a process group and takes state from a donor,
 `parallel/ps/session.py` runs them through servers and finds state there.
+`ExchangeLog` is pure, and the simulator runs it by the thousand.
+
+    anchor ──▶ exchange ──▶ exchange ──▶ ... ──▶ anchor
+      │           │ its result is kept until the next anchor; the last one until the next exchange
+      └ from here a replacement can run forward
 """
 
 from __future__ import annotations
@@ -10,15 +15,88 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shoal.cluster.worker import session
 from shoal.config import job as jobs
-from shoal.recovery.exchange_log import ExchangeLog
 from shoal.recovery.state_transfer import Part, RecoveryState, num_bytes
 from shoal.runtime import events
 from shoal.runtime.events import RESULTS_LET_GO
 from shoal.runtime.failpoints import failpoint
+
+
+@dataclass(slots=True)
+class ExchangeLog:
+    """Counts exchanges and keeps the results since the last anchor.
+
+    A rank that follows a donor gets `inherit`; from then on `recall` answers
+    the exchanges that the donor had finished already.
+    """
+
+    num_finished: int = 0
+    anchored_at: int = 0
+    results: dict[int, Any] = field(default_factory=dict)
+    _inherited: dict[int, Any] = field(default_factory=dict)
+
+    def anchor(self) -> None:
+        """A place from which a replacement could start. What came before is needed only by who is one behind."""
+        self.anchored_at = self.num_finished
+        last = self.num_finished - 1
+        # Another survivor may still wait for this one: we finished it and went on, it did not.
+        self.results = {last: self.results[last]} if last in self.results else {}
+
+    def recall(self) -> tuple[bool, Any]:
+        """Whether the next exchange is already known, and its result. A known one counts as finished by this."""
+        if self.num_finished not in self._inherited:
+            return False, None
+        result = self._inherited.pop(self.num_finished)
+        self.finish(result)
+        return True, result
+
+    def pass_up_to(self, kind: type) -> bool:
+        """Replay what comes before the first known result of this kind; False where none is known."""
+        at = min(
+            (number for number, known in self._inherited.items() if isinstance(known, kind)), default=None
+        )
+        while at is not None and self.num_finished < at:
+            self.recall()
+        return at is not None
+
+    def finish(self, result: Any) -> None:
+        """The next exchange is done, with this result."""
+        self.results[self.num_finished] = result
+        self.num_finished += 1
+
+    @property
+    def num_known(self) -> int:
+        """Exchanges whose outcome this rank holds: finished, or inherited and not run through yet.
+
+        This is what a rank tells when its view is over. Its weights stand
+        after all of them, so a rank that was behind never runs one again.
+        """
+        return self.num_finished + len(self._inherited)
+
+    def results_since(self) -> dict[int, Any]:
+        """Every result since the anchor, and the last before it: what a follower needs to run forward."""
+        return {**self.results, **self._inherited}
+
+    def inherit(self, results: dict[int, Any], *, starts_at: int | None = None) -> None:
+        """Take over a donor's results; a replacement also starts at the donor's anchor."""
+        if starts_at is not None:
+            self.num_finished = self.anchored_at = starts_at
+            self._inherited.clear()
+            # Not for itself: it may be the donor of the next view, and another may be still one behind.
+            self.results = {number: result for number, result in results.items() if number < starts_at}
+        # On top of what is still to be recalled: a second donor may come before the first one's results are used.
+        self._inherited |= {
+            number: result for number, result in results.items() if number >= self.num_finished
+        }
+
+    @property
+    def is_catching_up(self) -> bool:
+        return bool(self._inherited)
+
 
 KEPT_BYTES = 512 << 20
 """Of results that a worker keeps for a replacement: of calls, and of what the script exchanged between them."""
@@ -64,8 +142,11 @@ class ReplayLog:
 
     @property
     def next_is_known(self) -> bool:
-        """True when the next exchange will be answered from the log: nothing needs to be computed for it."""
         return self._log.is_catching_up
+
+    def pass_up_to(self, kind: type) -> bool:
+        """Whether a result of this kind is known; then what was exchanged before it, within the same step, is passed."""
+        return self._log.pass_up_to(kind)
 
     @property
     def is_inside_call(self) -> bool:
@@ -129,7 +210,6 @@ class ReplayLog:
 
     @property
     def num_finished(self) -> int:
-        """How many exchanges this process has run through."""
         return self._log.num_finished
 
     def take_anchor(self) -> dict[str, Any] | None:

@@ -1,17 +1,20 @@
-"""State transfer from a donor to ranks that are behind: parts of state, the log since the anchor, call results.
+"""State transfer to ranks that are behind: parts of state, the log since the anchor, call results.
 
-Plain values and tensors, packed side by side and sent over the new group.
-The donor is chosen elsewhere: `cluster/coordinator/views.py`.
+Plain values and tensors, packed side by side and sent over the new group, or
+written to the run directory. The donor is chosen in `cluster/coordinator/views.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.collectives.reducer import Reducer
@@ -22,8 +25,7 @@ from shoal.runtime.serialization import NotSerializable
 _RESULT_TYPES: dict[str, type[Any]] = {}
 """Dataclasses that results of exchanges may hold, by name; filled by `register_result_type`."""
 
-_OVERHEAD_BYTES = 256
-"""Of one object among many."""
+_OVERHEAD_BYTES = 256  # of one object among many
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ def register_result_type(kind: type[Any]) -> type[Any]:
     return kind
 
 
-def send(native: Reducer, state: RecoveryState, rank: int) -> None:
+def send(reducer: Reducer, state: RecoveryState, rank: int) -> None:
     """Send the state to `rank`, which must be in `receive`."""
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     fields["parts"] = {
@@ -74,28 +76,29 @@ def send(native: Reducer, state: RecoveryState, rank: int) -> None:
         header, leaves = serialization.pack(fields, _hook)
     except NotSerializable as error:
         raise _cannot_hand_over(error) from None
-    with native.during("handing state over"):
-        dist.send(torch.tensor([len(header)], dtype=torch.int64), rank)
-        dist.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), rank)
+    with reducer.during("handing state over"):
+        reducer.send_to(rank, torch.tensor([len(header)], dtype=torch.int64))
+        reducer.send_to(rank, torch.frombuffer(bytearray(header), dtype=torch.uint8))
         for leaf in leaves:
             raw = serialization.raw_bytes(leaf)
             if raw:
                 # torch wants memory that may be written, which long strings of bytes are not.
-                dist.send(torch.frombuffer(bytearray(raw) if raw.readonly else raw, dtype=torch.uint8), rank)
+                writable = bytearray(raw) if raw.readonly else raw
+                reducer.send_to(rank, torch.frombuffer(writable, dtype=torch.uint8))
 
 
-def receive(native: Reducer, donor: int) -> RecoveryState:
+def receive(reducer: Reducer, donor: int) -> RecoveryState:
     """Receive the state that `donor` sends; all of it, or PeerLost."""
-    with native.during("taking state over"):
+    with reducer.during("taking state over"):
         length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, donor)
+        reducer.receive_from(donor, length)
         raw = torch.zeros(int(length), dtype=torch.uint8)
-        dist.recv(raw, donor)
+        reducer.receive_from(donor, raw)
         header, leaves = raw.numpy().tobytes(), []
         for spec in serialization.leaf_specs(header):
             flat = torch.empty(spec.num_bytes, dtype=torch.uint8)
             if spec.num_bytes:
-                dist.recv(flat, donor)
+                reducer.receive_from(donor, flat)
             leaves.append(spec.leaf(flat.numpy().data))
     plain = serialization.unpack(header, leaves, _unhook)
     plain["parts"] = {owner: Part(**part) for owner, part in plain["parts"].items()}
@@ -122,7 +125,6 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(raw: bytes | bytearray | memoryview) -> Any:
-    """What `to_bytes` was given."""
     return serialization.loads(raw, _unhook)
 
 
@@ -143,3 +145,48 @@ def _cannot_hand_over(error: NotSerializable) -> ClusterError:
         f"a result of the script holds {error.what}, which cannot be handed to a replaced worker. "
         "Return tensors, numbers, strings, and dicts, lists or tuples of them."
     )
+
+
+class KeptResults(MutableMapping[str, Any]):
+    """Results by name: those of this process, then those on disk."""
+
+    def __init__(self, directory: Path, *, writes: bool) -> None:
+        self._directory, self._writes = directory, writes
+        self._own: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._own:
+            return self._own[key]
+        try:
+            name, value = from_bytes(self._path(key).read_bytes())
+        except FileNotFoundError:
+            raise KeyError(key) from None
+        if name != key:
+            raise KeyError(key)
+        return value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._own[key] = value
+        if self._writes:
+            path = self._path(key)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(f".{os.getpid()}")
+            draft.write_bytes(to_bytes((key, value)))
+            draft.rename(path)
+
+    def __delitem__(self, key: str) -> None:
+        del self._own[key]
+        if self._writes:
+            self._path(key).unlink(missing_ok=True)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._own or (isinstance(key, str) and self._path(key).exists())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def _path(self, key: str) -> Path:
+        return self._directory / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.bin"

@@ -14,7 +14,10 @@ RESULTS_LET_GO = "results-let-go"
 """A worker no longer keeps the results that a replacement of another would need."""
 
 OWN_LOOP = "own-loop"
-"""A script trains in a loop of its own, which saves nothing that the script does not save."""
+"""A script trains in a loop of its own, of which shoal saves nothing unless it calls shoal.checkpoint."""
+
+LOOP_SAVES = "own-loop-saves"
+"""Such a loop calls shoal.checkpoint; `resumes`: and shoal.resume before it."""
 
 OWN_PROCESS_GROUP = "own-process-group"
 """The script forms a process group of its own, as under torchrun."""

@@ -6,6 +6,10 @@ kept on disk, in a directory of the user's own, because what numba keeps there
 is code. The types it is compiled for are declared with it and there are no
 others: so a process whose parent called `warm()` never compiles.
 
+Declaring a kernel does not import numba, which takes a second: `types` here
+are names of numba's, and what is `inlined` becomes numba's own when the first
+kernel of its file is prepared.
+
 What is shared by kernels of several files is here and only here; numba looks
 at a kernel's own file to see whether what it kept is still good, so this
 file's text is part of the directory's name.
@@ -15,39 +19,55 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
+import platform
 import stat
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
-import numba
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# numba describes itself to type checkers in part; what it makes of a function is not what it says.
-_config: Any = numba.config
-_njit: Any = numba.njit
-_intrinsic: Any = intrinsic
 
+class _Types:
+    """Types of numba by name: `types.int64` is "int64" until a kernel is compiled for it."""
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+types: Any = _Types()
 FLOATS: tuple[Any, ...] = (types.float32, types.float64)
 INT: Any = types.int64
 
 
 def vector(dtype: Any, *, written: bool = False) -> Any:
     """The type of a contiguous array; what is only read may be memory that cannot be written."""
-    return types.Array(dtype, 1, "C", readonly=not written)
+    return (dtype, 1, written)
 
 
 def matrix(dtype: Any, *, written: bool = False) -> Any:
     """The type of contiguous rows."""
-    return types.Array(dtype, 2, "C", readonly=not written)
+    return (dtype, 2, written)
+
+
+def _resolved(kind: Any) -> Any:
+    """numba's own type."""
+    import numba
+
+    if isinstance(kind, tuple):
+        dtype, num_dims, written = kind
+        return numba.types.Array(_resolved(dtype), num_dims, "C", readonly=not written)
+    return getattr(numba.types, kind) if isinstance(kind, str) else kind
 
 
 # ---- where compiled code is kept --------------------------------------------------------------------
@@ -77,36 +97,75 @@ def cache_directory() -> Path | None:
 
 @contextlib.contextmanager
 def _kept_in(directory: Path | None) -> Iterator[None]:
+    import numba
+
     # numba asks for the directory once, when a function is decorated; the user's own functions keep theirs.
-    before = _config.CACHE_DIR
-    _config.CACHE_DIR = str(directory or before)
+    config: Any = numba.config  # type checkers are told of it in part
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(directory or before)
     try:
         yield
     finally:
-        _config.CACHE_DIR = before
+        config.CACHE_DIR = before
 
 
 _DIRECTORY = cache_directory()
-_preparing = threading.Lock()
+_preparing = threading.RLock()
+
+
+class Inlined:
+    """A part of kernels, made numba's own when the first of them is prepared."""
+
+    def __init__(self, function: Any, make: str = "njit") -> None:
+        self._function, self._make, self._made = function, make, None
+        self.__doc__ = function.__doc__
+
+    @property
+    def made(self) -> Any:
+        if self._made is None:
+            import numba
+            from numba.extending import intrinsic
+
+            bind(self._function)
+            make: Any = numba.njit(error_model="numpy") if self._make == "njit" else intrinsic
+            self._made = make(self._function)
+        return self._made
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it, from Python."""
+        return self.made(*args)
+
+
+def bind(function: Any) -> None:
+    """Replace the parts that a function of this file names by numba's own: numba looks them up when it compiles."""
+    names = function.__globals__
+    for name in function.__code__.co_names:
+        if isinstance(part := names.get(name), Inlined):
+            names[name] = part.made
 
 
 class Kernel(Generic[Parameters, Result]):
     """A compiled loop. Compiled, or loaded, for all of its types at its first call or by `warm()`."""
 
     def __init__(self, function: Callable[Parameters, Result], signatures: Sequence[tuple[Any, ...]]) -> None:
-        with _kept_in(_DIRECTORY):
-            # numpy's way to divide: a check for zero that could raise keeps loops from running over several numbers
-            # at once, and a server that gets a setting of 0 has to say NaN as torch does, not to die.
-            self.dispatcher = _njit(nogil=True, error_model="numpy", cache=_DIRECTORY is not None)(function)
-        self._signatures, self._is_ready = signatures, False
+        self._function, self._signatures, self._is_ready = function, signatures, False
+        self.dispatcher: Any = None
         self.__doc__ = function.__doc__
 
     def prepare(self) -> None:
         """Compile or load; after that no call ever compiles. Several threads may ask at once."""
         with _preparing:
             if not self._is_ready:
+                import numba
+
+                bind(self._function)
+                with _kept_in(_DIRECTORY):
+                    # numpy's way to divide: a check for zero that could raise keeps loops from running over several
+                    # numbers at once, and a server that gets a setting of 0 has to say NaN as torch does, not to die.
+                    make: Any = numba.njit(nogil=True, error_model="numpy", cache=_DIRECTORY is not None)
+                    self.dispatcher = make(self._function)
                 for signature in self._signatures:
-                    self.dispatcher.compile(signature)
+                    self.dispatcher.compile(tuple(_resolved(kind) for kind in signature))
                 # Closed, it converts what may be written to what is only read instead of compiling another version.
                 self.dispatcher.disable_compile()
                 self._is_ready = True
@@ -142,7 +201,76 @@ def floating_kernel(
 
 def inlined(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """A part of kernels, compiled into each."""
-    return cast("Callable[Parameters, Result]", _njit(error_model="numpy")(function))
+    return cast("Callable[Parameters, Result]", Inlined(function))
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """A part of kernels that writes its own machine code, as numba.extending.intrinsic."""
+    return Inlined(function, "intrinsic")
+
+
+# ---- which files' kernels are there already ----------------------------------------------------------
+
+
+def _mark(module: str) -> Path | None:
+    """The file that says that all kernels of a module were compiled, by everything numba's own index depends on."""
+    found = importlib.util.find_spec(module)
+    if _DIRECTORY is None or found is None or found.origin is None:
+        return None
+    source = os.stat(found.origin)
+    facts = [found.origin, source.st_mtime_ns, source.st_size, version("numba"), _processor()]
+    return _DIRECTORY / f"ready-{hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()}"
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        facts = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        return "".join(line for line in facts if line.startswith(("model name", "flags", "Features")))
+    return platform.processor()
+
+
+def is_compiled(module: str) -> bool:
+    """True where the kernels of a module are on this machine's disk: using them takes numba's import and no compilation."""
+    mark = _mark(module)
+    return mark is not None and mark.exists()
+
+
+def compile_all(module: str) -> None:
+    """Compile the kernels of a module, or load them, and note that they are there."""
+    mark, here = _mark(module), vars(importlib.import_module(module)).values()
+    for one in here:
+        if isinstance(one, Kernel):
+            one.prepare()
+    if mark is not None:
+        with contextlib.suppress(OSError):
+            mark.touch(mode=0o600)
+
+
+COMPILED_WITHIN_S = 600.0
+"""One that takes longer was ended with its job."""
+
+
+def compile_in_background(module: str) -> bool:
+    """Start a process of its own that compiles a module's kernels for the next start.
+
+    False where nothing can be kept, or another has just begun.
+    """
+    mark = _mark(module)
+    if mark is None:
+        return False
+    begun = mark.with_suffix(".begun")
+    try:
+        if begun.exists() and time.time() - begun.stat().st_mtime < COMPILED_WITHIN_S:
+            return False
+        begun.touch(mode=0o600)
+    except OSError:
+        return False
+    code = (
+        f"import os; os.nice(19); from shoal.runtime.kernel_cache import compile_all; compile_all({module!r})"
+    )
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **quiet)  # type: ignore[call-overload]
+    return True
 
 
 def warm() -> int:
@@ -165,9 +293,10 @@ def mixed(word: Any) -> Any:
     return word ^ (word >> np.uint64(31))
 
 
-@_intrinsic  # type: ignore[untyped-decorator, unused-ignore]
+@intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
     """Ask for the cache line at an address; never faults, whatever the address."""
+    from numba import types
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         from llvmlite import ir  # type: ignore[import-untyped]  # it has no types

@@ -14,12 +14,14 @@ import tempfile
 from pathlib import Path
 
 from shoal.config import job as jobs
+from shoal.runtime import own_files
 
 NAME = "scratch"
 """Of the folder in a run directory."""
 
 _PREFIX = "shoal-scratch-"
 _OWNER = "owner"  # a file that says whose directory it is
+_OWNER_BYTES = 64
 
 _own: tuple[int, Path] | None = None
 
@@ -55,12 +57,21 @@ def _sweep(parent: Path) -> None:
     """Take away what is left of this user's processes that were killed."""
     for place in parent.glob(f"{_PREFIX}*"):
         try:
-            pid, started = (place / _OWNER).read_text().split()
-            is_ours = place.lstat().st_uid == os.getuid()
+            owner = _owner_of(place)
         except (OSError, ValueError):
-            continue  # it is being made, or taken away, just now
-        if is_ours and _started(int(pid)) != started:
+            continue  # another user's, or it is being made, or taken away, just now
+        if _started(owner[0]) != owner[1]:
             shutil.rmtree(place, ignore_errors=True)
+
+
+def _owner_of(place: Path) -> tuple[int, str]:
+    # Anybody may put a directory of this name here, with anything in it.
+    directory = own_files.open_directory(place)
+    try:
+        pid, started = own_files.read(_OWNER, dir_fd=directory, max_bytes=_OWNER_BYTES).decode().split()
+    finally:
+        os.close(directory)
+    return int(pid), started
 
 
 def _started(pid: int) -> str:

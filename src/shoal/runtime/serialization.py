@@ -63,6 +63,35 @@ def from_plain(value: Any) -> Any:
     return {key: from_plain(item) for key, item in value.items()}
 
 
+def unlike(saved: Any, own: Any, where: str, *, may_be_none: bool = False) -> str | None:
+    """The first value of `saved` that is of another kind than the one in its place in `own`; None where there is none.
+
+    Anything is like None (and None like anything where it `may_be_none`), a
+    whole number or a tensor of one number like any number, and a key may be in
+    one of two dicts alone.
+    """
+    saved, own = (value.item() if hasattr(value, "item") else value for value in (saved, own))
+    if own is None or (saved is None and may_be_none):
+        return None
+    if isinstance(saved, int) and abs(saved) >= 1 << 63:
+        return f"{where} is {saved}, which no tensor holds"
+    kinds: list[Any] = [bool, (int, float), str, (list, tuple), dict]
+    for kind in kinds:
+        if isinstance(own, kind) != isinstance(saved, kind):
+            return f"{where} is {saved!r}, which should be like {own!r}"
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(own, dict):
+        pairs = [(f"{where}.{key}", saved[key], own[key]) for key in own if key in saved]
+    elif isinstance(own, (list, tuple)):
+        if own and len(own) != len(saved):
+            return f"{where} holds {len(saved)} values, which should be {len(own)}"
+        pairs = [(f"{where}[{n}]", mine, its) for n, (mine, its) in enumerate(zip(saved, own, strict=False))]
+    for name, theirs, ours in pairs:
+        if found := unlike(theirs, ours, name, may_be_none=may_be_none):
+            return found
+    return None
+
+
 def _dict_to_plain(value: dict[Any, Any], where: str) -> Any:
     if isinstance(value, Counter):
         return {"$counter": _pairs(value, where)}

@@ -17,6 +17,11 @@ from shoal.errors import OtherLauncher, ShoalError
 
 _SHOAL = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _RUNPY = "<frozen runpy>"
+_LIBRARIES = (
+    f"{os.sep}site-packages{os.sep}",
+    f"{os.sep}dist-packages{os.sep}",
+    os.path.dirname(os.__file__) + os.sep,
+)
 
 
 class UserLine(NamedTuple):
@@ -50,6 +55,17 @@ def calling_line() -> UserLine | None:
     return None if frame is None else UserLine(frame.f_code.co_filename, frame.f_lineno)
 
 
+def last_user_line(error: BaseException) -> UserLine | None:
+    """The innermost line of the user's own files that led to an error; None where there is none."""
+    found, stack = None, error.__traceback__
+    while stack is not None:
+        file = stack.tb_frame.f_code.co_filename
+        if not is_ours(file) and not file.startswith("<") and not any(part in file for part in _LIBRARIES):
+            found = UserLine(file, stack.tb_lineno)
+        stack = stack.tb_next
+    return found
+
+
 def hide_ours(error: BaseException) -> None:
     """Take our frames out of the tracebacks of an error and of those that led to it.
 
@@ -79,7 +95,8 @@ def hide_ours_from_plain_python() -> None:
 def _print_uncaught(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
     if isinstance(error, OtherLauncher):
         # Every process of that launcher says it: the paragraph, and no traceback. Python leaves with this code.
-        print(f"error: {error}", file=sys.stderr)
+        # torch's hook, there once a process group is, collects sys.stderr and would lose it by the exit.
+        print(f"error: {error}", file=sys.__stderr__)
         raise SystemExit(error.exit_code)
     hide_ours(error)
     sys.__excepthook__(kind, error, error.__traceback__)

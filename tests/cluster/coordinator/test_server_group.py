@@ -298,3 +298,23 @@ def test_told_the_same_again_another_group_stands_where_this_one_stood(
         world.group.members,
         world.group.view,
     )
+
+
+def test_copies_are_on_different_hosts_also_where_a_server_is_away_from_home() -> None:
+    there = ServerGroup(num_servers=3, num_copies=2, max_servers=MAX_SERVERS, hosts=(0, 1, 2))
+
+    def join(number: int, incarnation: int, host: int) -> list[Action]:
+        return there.handle(ServerJoined(number, incarnation, f"tls://10.0.0.{host}:{7100 + number}"))
+
+    def holders(view: ServerView) -> set[frozenset[int]]:
+        return {frozenset(each) for each in view.holders}
+
+    for number in range(3):
+        actions = join(number, 0, host=number)
+    assert holders(view_of(actions)) == {frozenset(pair) for pair in ((0, 1), (0, 2), (1, 2))}
+    there.handle(ServerRemoved(1, 0))
+    actions = fill(there, view_of(join(1, 1, host=2)))  # its home is lost: beside server 2
+    assert holders(view_of(actions)) == {frozenset(pair) for pair in ((0, 1), (0, 2))}
+    there.handle(ServerRemoved(1, 1))
+    actions = fill(there, view_of(join(1, 2, host=1)))
+    assert holders(view_of(actions)) == {frozenset(pair) for pair in ((0, 1), (0, 2), (1, 2))}

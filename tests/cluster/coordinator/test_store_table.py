@@ -15,7 +15,7 @@ from torch.distributed import DistStoreError, HashStore, PrefixStore, Store
 from shoal.cluster.coordinator.actions import Answer, Tick
 from shoal.cluster.coordinator.store_table import StoreAsked, StoreClientGone, StoreTable
 from shoal.errors import WaitTimedOut
-from shoal.recovery.store import ShoalStore, StoreWaitTimedOut
+from shoal.recovery.rendezvous import ShoalStore, StoreWaitTimedOut
 from shoal.runtime.transport.messages.worker_coordinator import (
     StoreAdd,
     StoreCheck,

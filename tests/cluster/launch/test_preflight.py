@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.cluster.launch.preflight import PROCESS_BYTES, refuse_too_large, refuse_without_room
+from shoal.config.hosts import HostsConfig
 from shoal.config.launch import LaunchConfig
 from shoal.errors import ConfigError
 
@@ -57,6 +58,14 @@ def test_a_job_that_is_meant_is_started_all_the_same() -> None:
     with pytest.raises(ConfigError, match="--oversubscribe"):
         refuse_without_room(LaunchConfig(script="train.py", workers=100), cores=1)
     refuse_without_room(LaunchConfig(script="train.py", workers=100, oversubscribe=True), cores=1)
+
+
+def test_tensor_parallel_ranks_on_two_hosts_are_worth_a_line() -> None:
+    hosts = HostsConfig(num_hosts=2, bind="10.0.0.1")
+    [note] = LaunchConfig(script="train.py", workers=6, strategy="fsdp=3,tp=2", hosts=hosts).notes()
+    assert note.startswith("note: tp=2 spans hosts: ranks 2 to 3, on hosts 0 to 1, exchange activations")
+    assert LaunchConfig(script="train.py", workers=4, strategy="pp=2,tp=2", hosts=hosts).notes() == []
+    assert LaunchConfig(script="train.py", workers=4, strategy="fsdp", hosts=hosts).notes() == []
 
 
 def test_what_one_worker_has_no_use_for_is_said_and_not_refused() -> None:

@@ -3,8 +3,11 @@ from __future__ import annotations
 import io
 import re
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from shoal.cluster.supervisor.display import (
     DRAW_EVERY_S,
@@ -15,6 +18,7 @@ from shoal.cluster.supervisor.display import (
     Quiet,
     binary,
     open_display,
+    table,
 )
 from shoal.runtime.transport.messages.supervisor import Progress
 
@@ -184,3 +188,53 @@ def test_streams_that_only_take_text_get_text() -> None:
     text = io.StringIO()
     binary(text).write("grüße\n".encode())
     assert text.getvalue() == "grüße\n"
+
+
+def ended(epoch: int, *, num_epochs: int = 3) -> Progress:
+    metrics = {"loss": 0.25, "accuracy": 0.5, "val_loss": 0.75}
+    return Progress(0, 1, "fit", epoch, num_epochs, 100 * epoch, 300, 0.5, metrics, 1, 1.0, 5000.0, epoch)
+
+
+@pytest.mark.parametrize("make", [plain, live])
+def test_every_epoch_has_one_line_that_stays(make: Callable[[], tuple[Display, Clock, Any]]) -> None:
+    display, clock, err = make()
+    for epoch in (1, 2, 3):
+        display.update(ended(epoch))
+        clock.now += DRAW_EVERY_S
+        display.update(ended(epoch))
+    display.close()
+    lines = err.lines if isinstance(err, Screen) else err.getvalue().decode().splitlines()
+    assert [line for line in lines if "done" in line] == [
+        f"epoch {epoch}/3 done  mean loss 0.2500  accuracy 0.5000  val_loss 0.7500" for epoch in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_table_keeps_epoch_step_loss_and_eta_whole(width: int) -> None:
+    metrics = {f"a_metric_with_a_long_name_{number}": 0.5 for number in range(6)}
+    progress = {
+        rank: Progress(rank, 1, "fit", 12, 100, 123456, 1234567, 0.43121, metrics, 1, 71_300.0, 93_000.0, 11)
+        for rank in range(12)
+    }
+    console = Console(file=io.StringIO(), width=width - 1)
+    with console.capture() as captured:
+        console.print(table(progress, max_workers=3, width=width - 1))
+    drawn = captured.get()
+    assert all(text in drawn for text in ("12/100", "123456/1234567", "0.4312", "25 h 50 min", "worker 2"))
+    assert "…" not in drawn
+
+
+def test_a_start_that_takes_long_is_explained_once_and_a_short_one_is_not() -> None:
+    display, clock, err = plain()
+    display.expect("starting job-1: importing torch")
+    wait_s = display.tick()
+    assert wait_s is not None
+    clock.now += wait_s
+    assert display.tick() is None
+    assert display.tick() is None
+    assert err.getvalue() == b"starting job-1: importing torch\n"
+    display.expect("again")
+    display.out(b"the script speaks\n")
+    clock.now += 10
+    display.tick()
+    assert b"again" not in err.getvalue()

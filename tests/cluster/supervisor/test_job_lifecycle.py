@@ -14,6 +14,7 @@ from shoal.cluster.supervisor.job_lifecycle import (
     CoordinatorExited,
     CoordinatorServes,
     Event,
+    HostMissing,
     JobAdvanced,
     JobLifecycle,
     JobPhase,
@@ -39,6 +40,7 @@ from shoal.cluster.supervisor.job_lifecycle import (
     WorkerExited,
     WorkerStarted,
     WorkerSuspected,
+    WorkerUnplaced,
 )
 from shoal.runtime.transport.messages.supervisor import Failed, Finished
 
@@ -125,6 +127,53 @@ def test_asked_once_the_workers_are_asked_and_given_their_grace() -> None:
     job.handle(failed(0, "shoal", "Interrupted", 130), 31.0)
     job.handle(WorkerExited(0, 130), 31.0)
     assert (job.phase, job.cause, job.exit_code) == (JobPhase.ENDED, LeftOnRequest(signal.SIGINT), 130)
+
+
+def resizing() -> JobLifecycle:
+    job = running(2, RECOVERING)
+    asked = [AskToLeave((0, 1), signal.SIGINT)]
+    assert job.handle(LeaveRequested(signal.SIGINT, to_resize=True), 10.0) == asked
+    return job
+
+
+def test_a_job_that_is_resized_ends_when_all_have_saved_and_left() -> None:
+    job = resizing()
+    for rank in range(2):
+        job.handle(failed(rank, "shoal", "Interrupted", 130), 11.0)
+        assert job.phase is not JobPhase.ENDED
+        job.handle(WorkerExited(rank, 130), 11.0)
+    assert (job.phase, job.is_resizing) == (JobPhase.ENDED, True)
+
+
+def test_a_job_that_is_interrupted_while_it_is_resized_leaves_for_good_and_saves() -> None:
+    job = resizing()
+    assert job.handle(LeaveRequested(signal.SIGTERM), 10.5) == []
+    assert (job.is_resizing, job.exit_code, job.deadline) == (False, 143, 70.0)
+
+
+def test_a_script_that_ends_while_it_is_resized_has_ended_well() -> None:
+    job = resizing()
+    for event in (finished(0), finished(1), WorkerExited(1, 0), WorkerExited(0, 0)):
+        assert job.handle(event, 11.0) == []
+    assert (job.phase, job.is_resizing, job.exit_code) == (JobPhase.ENDED, False, 0)
+
+
+def test_a_worker_that_dies_when_others_have_left_to_be_resized_does_not_end_the_job() -> None:
+    job = resizing()
+    job.handle(failed(0, "shoal", "Interrupted", 130), 11.0)
+    assert job.handle(WorkerExited(1, -9), 11.1) == [KillWorkers((0,))]
+    job.handle(WorkerExited(0, -9), 11.2)
+    assert (job.phase, job.is_resizing) == (JobPhase.ENDED, True)
+
+
+def test_a_job_with_ranks_without_a_host_is_resized_at_once() -> None:
+    job = running(2, RECOVERING)
+    job.handle(WorkerExited(1, -9, "host 1 was lost"), 10.0)
+    job.handle(WorkerUnplaced(1, 1), 10.0)
+    asked = LeaveRequested(signal.SIGINT, to_resize=True)
+    assert job.handle(asked, 10.1) == [KillWorkers((0,))]
+    job.handle(WorkerExited(0, -9), 10.2)
+    assert (job.phase, job.is_resizing) == (JobPhase.ENDED, True)
 
 
 def test_asked_twice_everybody_is_killed() -> None:
@@ -535,3 +584,115 @@ def test_a_replacement_that_was_started_just_before_results_were_let_go_takes_ev
     job.handle(WorkerExited(1, -9), 1.0)
     job.handle(WorkerStarted(1, 1), 1.0)
     assert job.handle(ResultsDropped(0), 1.1)[0] == RollBack(StateLost((), rank=1, has_let_go=True))
+
+
+# ---- hosts ---------------------------------------------------------------------------------------
+
+LOST = "host 1 (b, 10.0.0.2) was lost (nothing was heard of it for 3 s)"
+
+
+def lose_host(job: JobLifecycle, rank: int, at: float) -> list[object]:
+    return list(job.handle(WorkerExited(rank, -9, LOST), at))
+
+
+def test_a_worker_lost_with_its_host_is_replaced_at_no_cost_to_its_rank() -> None:
+    job = recovering()
+    for incarnation in range(1, 6):  # more often than max_restarts
+        assert lose_host(job, 1, 1.0) == [
+            ReplaceWorker(WorkerDeath(1, -9, num_times=incarnation, lost_with=LOST), incarnation)
+        ]
+        job.handle(WorkerStarted(1, incarnation), 1.0)
+    assert job.handle(WorkerExited(1, -11), 2.0) == [ReplaceWorker(WorkerDeath(1, -11), 6)]
+
+
+def test_a_server_lost_with_its_host_is_replaced_at_no_cost_to_it() -> None:
+    job = recovering()
+    for incarnation in range(5):  # more often than max_restarts
+        job.handle(ServerStarted(0, incarnation), 1.0)
+        died = ServerDeath(0, -9, num_times=incarnation + 1, lost_with=LOST)
+        assert job.handle(ServerExited(0, -9, lost_with=LOST), 1.0) == [ReplaceServer(died, incarnation + 1)]
+    job.handle(ServerStarted(0, 5), 2.0)
+    assert job.handle(ServerExited(0, -9), 2.0) == [ReplaceServer(ServerDeath(0, -9), 6)]
+
+
+def test_a_host_that_is_lost_again_and_again_without_the_job_getting_ahead_ends_it() -> None:
+    job = running(2, RestartConfig(max_restarts=2, max_host_losses=3))
+    for incarnation in range(1, 4):
+        assert lose_host(job, 1, 1.0) != []
+        job.handle(WorkerStarted(1, incarnation), 1.0)
+    assert lose_host(job, 1, 2.0) == []
+    assert job.cause == WorkerDeath(1, -9, num_times=4, lost_with=LOST)
+
+
+def test_losses_of_hosts_are_forgotten_when_the_job_gets_ahead() -> None:
+    job = running(2, RestartConfig(max_restarts=2, max_host_losses=1))
+    for incarnation in range(1, 6):
+        assert lose_host(job, 1, 1.0) != []
+        job.handle(WorkerStarted(1, incarnation), 1.0)
+        job.handle(JobAdvanced(), 1.0)
+
+
+def test_without_restarts_a_lost_host_ends_the_job() -> None:
+    job = running(2)
+    assert lose_host(job, 1, 1.0) == []
+    assert job.cause == WorkerDeath(1, -9, lost_with=LOST)
+
+
+def unplaced(at: float = 10.0) -> JobLifecycle:
+    job = running(3, RestartConfig(max_restarts=2, host_timeout_s=60.0, settle_s=0.5))
+    lose_host(job, 1, at)
+    assert job.handle(WorkerUnplaced(1, 1), at) == []
+    return job
+
+
+def test_a_rank_without_a_host_ends_the_job_at_its_deadline_and_is_named() -> None:
+    job = unplaced()
+    lose_host(job, 2, 20.0)
+    job.handle(WorkerUnplaced(2, 1), 20.0)
+    assert job.deadline == 70.0
+    assert job.handle(ClockTick(), 69.9) == []
+    assert job.handle(ClockTick(), 70.0) == []
+    assert (job.cause, job.exit_code) == (HostMissing((1, 2), 60.0, LOST), 3)
+    assert job.handle(ClockTick(), 70.5) == [KillWorkers((0,))]
+    job.handle(WorkerExited(0, -9), 70.6)
+    assert job.phase is JobPhase.ENDED
+
+
+def test_a_host_in_time_lifts_the_deadline() -> None:
+    job = unplaced()
+    job.handle(WorkerStarted(1, 1), 60.0)
+    assert job.deadline is None
+
+
+def test_a_job_of_which_no_worker_has_a_host_ends_at_its_deadline_too() -> None:
+    job = running(2, RestartConfig(max_restarts=2, host_timeout_s=60.0))
+    for rank in (0, 1):
+        lose_host(job, rank, 10.0)
+        job.handle(WorkerUnplaced(rank, 1), 10.0)
+    job.handle(ClockTick(), 70.0)
+    assert (job.phase, job.cause) == (JobPhase.ENDED, HostMissing((0, 1), 60.0, LOST))
+
+
+def test_asked_to_leave_while_a_rank_has_no_host_all_go_at_once() -> None:
+    job = unplaced()
+    assert job.handle(LeaveRequested(signal.SIGINT), 11.0) == [KillWorkers((0, 2))]
+    assert job.cause == LeftOnRequest(signal.SIGINT)
+
+
+def test_a_rank_that_loses_its_host_while_the_job_leaves_is_not_waited_for() -> None:
+    job = running(3, RestartConfig(max_restarts=2))
+    job.handle(LeaveRequested(signal.SIGINT), 5.0)
+    assert lose_host(job, 1, 6.0) != []
+    assert job.handle(WorkerUnplaced(1, 1), 6.0) == [KillWorkers((0, 2))]
+
+
+def test_where_all_begin_anew_the_rank_without_a_host_keeps_its_incarnation() -> None:
+    job = running(2, RestartConfig(max_restarts=2, all_hold_parts=True))
+    assert [type(each) for each in lose_host(job, 1, 1.0)] == [RollBack, KillWorkers, KillServers]
+    assert job.handle(WorkerExited(0, -9), 1.1) == [RestartAll({0: 1, 1: 1}, {})]
+    job.handle(WorkerStarted(0, 1), 1.2)
+    job.handle(WorkerUnplaced(1, 1), 1.2)
+    job.handle(WorkerExited(0, -11), 1.3)  # the next death, before a host came
+    job.handle(WorkerStarted(0, 2), 1.4)
+    job.handle(WorkerStarted(1, 1), 1.5)
+    assert job.deadline is None

@@ -12,6 +12,7 @@ from shoal.cluster.supervisor.job_lifecycle import (
     StateLost,
     WorkerExited,
     WorkerStarted,
+    WorkerUnplaced,
 )
 from shoal.cluster.supervisor.outcome import JobOutcome, error_of, summary_of
 from shoal.errors import ClusterError, Interrupted, ShapeDecides, WorkerDied
@@ -140,3 +141,17 @@ def test_a_summary_of_an_unfinished_run_says_how_far_it_came() -> None:
 def test_a_summary_of_a_run_that_never_stepped_is_all_zeros() -> None:
     summary = summary_of(outcome(), started=1.0, ended=9.0)
     assert (summary["steps"], summary["samples"], summary["samples_per_s"]) == (0, 0, 0.0)
+
+
+def test_ranks_without_a_host_are_told_with_the_host_they_lost_and_the_checkpoint() -> None:
+    lifecycle = JobLifecycle(num_workers=2, restart=RestartConfig(max_restarts=1, host_timeout_s=60.0))
+    lost = "host 1 (b, 10.0.0.2) was lost (nothing was heard of it for 3 s)"
+    for event in (WorkerStarted(0), WorkerStarted(1), WorkerExited(1, -9, lost), WorkerUnplaced(1, 1)):
+        lifecycle.handle(event, 1.0)
+    lifecycle.handle(ClockTick(), 61.0)
+    seen = JobOutcome(lifecycle)
+    seen.lasting = Saved(0, "runs/x/checkpoints/step-20", 20)
+    assert str(error_of(seen, num_workers=2, run="runs/x")).startswith(
+        f"worker 1 had no host for 60 s: {lost}, and no other host has room; so the job was stopped. The newest "
+        "checkpoint is runs/x/checkpoints/step-20; go on with `shoal resume runs/x`."
+    )

@@ -48,10 +48,26 @@ def test_values_show_what_matters(number: float, text: str) -> None:
 
 
 def test_a_line_says_where_a_job_is() -> None:
-    progress = Progress(0, 1, "fit", 1, 2, 200, 800, 0.43121, {"accuracy": 0.8}, 1000, 71_340.0, 9.1)
-    assert progress_text.line(progress) == (
-        "fit  epoch 1/2  step 200/800  loss 0.4312  accuracy 0.8000  71.3 k samples/s  ETA 9 s"
+    progress = Progress(
+        0, 1, "fit", 2, 2, 200, 800, 0.43121, {"loss": 0.5, "accuracy": 0.8}, 1000, 71_340.0, 9.1, 1
     )
+    assert (
+        progress_text.line(progress) == "fit  epoch 2/2  step 200/800  loss 0.4312  71.3 k samples/s  ETA 9 s"
+    )
+    assert progress_text.epoch_line(progress) == "epoch 1/2 done  mean loss 0.5000  accuracy 0.8000"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [(1, ""), (4.0, "instead of 4.00 MB, 4 times less"), (0.8, "instead of 4.00 MB, 1.25 times as much")],
+)
+def test_bytes_of_a_step_are_more_or_less_than_the_gradients(ratio: float, said: str) -> None:
+    facts = {"raw_bytes_per_step": 4e6, "sent_bytes_per_step": 4e6 / ratio, "ratio": ratio}
+    told = progress_text.exchanged(
+        facts | {"compress": "none", "exchange": "shm", "loss_curve": "metrics.jsonl"}
+    )
+    assert said in told
+    assert ("instead" in told) == (ratio != 1)
 
 
 def test_a_line_leaves_out_what_nobody_knows() -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoal.runtime.transport import unix
+from shoal.runtime.transport import tls, unix
 from shoal.runtime.transport.messages.client_server import (
     Committed,
     Hello,
@@ -29,7 +29,13 @@ HELLO = Hello(name="worker-0", incarnation=0)
 class Server:
     """Runs a listener. A push is kept and acknowledged; a pull gives the newest push back."""
 
-    def __init__(self, path: Path, config: ListenerConfig | None = None, **more: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: ListenerConfig | None = None,
+        credentials: tls.Credentials | None = None,
+        **more: Any,
+    ) -> None:
         self.path = path
         self.heard: list[Request] = []
         self.gone: list[int] = []
@@ -38,8 +44,19 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._stop, self._wake = socket.socketpair()
         self._selector.register(self._stop, selectors.EVENT_READ)
+        self.address = ""
+        remote = None
+        if credentials is not None:
+            remote = (tls.listen("127.0.0.1"), credentials)
+            self.address = tls.join_address(credentials.scheme, *remote[0].getsockname()[:2])
         self.listener = Listener(
-            unix.listen(path), self._selector, hear=self._hear, gone=self.gone.append, config=config, **more
+            unix.listen(path),
+            self._selector,
+            hear=self._hear,
+            gone=self.gone.append,
+            config=config,
+            remote=remote,
+            **more,
         )
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -81,8 +98,13 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, config: ListenerConfig | None = None, **more: Any) -> Iterator[Server]:
-    server = Server(folder / "s", config, **more)
+def serving(
+    folder: Path,
+    config: ListenerConfig | None = None,
+    credentials: tls.Credentials | None = None,
+    **more: Any,
+) -> Iterator[Server]:
+    server = Server(folder / "s", config, credentials, **more)
     try:
         yield server
     finally:

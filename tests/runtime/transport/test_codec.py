@@ -37,14 +37,16 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     match kind:
         case info.BoolType():
             return st.booleans()
-        case info.IntType(ge=low):
-            return st.integers(-(2**63) if low is None else low, 2**63 - 1)
+        case info.IntType(ge=low, le=high):
+            return st.integers(-(2**63) if low is None else low, 2**63 - 1 if high is None else high)
         case info.FloatType(ge=low, le=high):
             return st.floats(low, high, allow_nan=False)
+        case info.StrType(pattern=pattern) if pattern is not None:
+            return st.from_regex(pattern)
         case info.StrType():
             return st.text(max_size=20)
-        case info.BytesType():
-            return st.binary(max_size=40)
+        case info.BytesType(min_length=least, max_length=most):
+            return st.binary(min_size=least or 0, max_size=min(most or 40, 40))
         case info.NoneType():
             return st.none()
         case info.LiteralType(values=values):

@@ -13,9 +13,11 @@ import shutil
 import sqlite3
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -37,6 +39,8 @@ AGAIN_S = 0.01
 
 _SALT = slice(16, 24)  # of the header of a write-ahead log: another after it was begun anew
 
+T = TypeVar("T")
+
 _facts: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(Fact)
 
 
@@ -53,15 +57,47 @@ class Launch:
 
 def read_launches(run: Path) -> list[Launch]:
     """All launches in the journal of a run directory; empty where none can be read."""
+    return _of_copy(run, _read) or []
+
+
+def launch_times(run: Path) -> list[float]:
+    """When each launch of a run began: two directories of one run agree in the first of them."""
+    return _of_copy(run, lambda copy: [launch.started for launch in _read(copy, with_facts=False)]) or []
+
+
+def snapshot(run: Path) -> bytes | None:
+    """The journal as one file without a log beside it; None where it cannot be read."""
+    return _of_copy(run, _whole)
+
+
+def version(run: Path) -> object:
+    """Compares unequal once something was written to the journal."""
+    path = run / FILE_NAME
+    log = path.with_name(path.name + "-wal")
+    try:
+        return _version(path, log), log.stat().st_size if log.exists() else 0
+    except OSError:
+        return None
+
+
+def _of_copy(run: Path, read: Callable[[Path], T]) -> T | None:
     path = run / FILE_NAME
     with tempfile.TemporaryDirectory(prefix="shoal-journal-") as folder:
         copy = Path(folder) / FILE_NAME
         for _ in range(NUM_TRIES if path.exists() else 0):
             with contextlib.suppress(sqlite3.Error):
                 if _copied(path, copy):
-                    return _read(copy)
+                    return read(copy)
             time.sleep(AGAIN_S)
-    return []
+    return None
+
+
+def _whole(copy: Path) -> bytes:
+    whole = copy.with_name("whole.sqlite")
+    whole.unlink(missing_ok=True)  # of an attempt before
+    with closing(sqlite3.connect(copy)) as source, closing(sqlite3.connect(whole)) as target:
+        source.backup(target)
+    return whole.read_bytes()
 
 
 def ledger_of(launches: list[Launch], trained: list[Trained]) -> Ledger:
@@ -116,7 +152,7 @@ def _version(path: Path, log: Path) -> tuple[int, int, bytes]:
     return stat.st_mtime_ns, stat.st_size, salt
 
 
-def _read(path: Path) -> list[Launch]:
+def _read(path: Path, *, with_facts: bool = True) -> list[Launch]:
     with closing(sqlite3.connect(path)) as db:
         if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
             return []
@@ -124,7 +160,8 @@ def _read(path: Path) -> list[Launch]:
             return []
         rows = db.execute("SELECT launch, num_workers, started FROM launches ORDER BY launch")
         launches = {number: Launch(number, num_workers, started) for number, num_workers, started in rows}
-        for number, at, text in db.execute("SELECT launch, time, fact FROM facts ORDER BY number"):
+        facts = db.execute("SELECT launch, time, fact FROM facts ORDER BY number") if with_facts else ()
+        for number, at, text in facts:
             with contextlib.suppress(msgspec.MsgspecError):  # of another version: it says nothing to us
                 launches[number].facts.append((at, _facts.decode(text)))
     return list(launches.values())

@@ -14,6 +14,9 @@ from typing import NamedTuple
 from shoal.runtime.signal_names import signal_name
 from shoal.runtime.transport.messages.worker_coordinator import Join
 
+MAX_AHEAD = 100
+"""Incarnations of a rank that may have died before the coordinator heard of any."""
+
 
 class Member(NamedTuple):
     """The process of a rank."""
@@ -78,6 +81,8 @@ class Membership:
             return f"there is no rank {join.rank} among {self.num_workers} workers"
         if self.is_fenced(join.rank, join.incarnation):
             return f"rank {join.rank} was replaced: incarnation {self.newest(join.rank)} is in, this is {join.incarnation}"
+        if join.incarnation > self.newest(join.rank) + MAX_AHEAD:
+            return f"it says it is incarnation {join.incarnation} of rank {join.rank}, where {self.newest(join.rank)} is expected"
         present = self.members.get(join.rank)
         if present is not None and join.incarnation == present.incarnation:
             if join.pid != present.pid:

@@ -36,7 +36,9 @@ from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import Decoder, encode
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.worker_coordinator import StoreRefused, ViewFormed
+from shoal.runtime.transport.messages.server_coordinator import JoinServer
+from shoal.runtime.transport.messages.worker_coordinator import Join, StoreRefused, ViewFormed
+from shoal.runtime.transport.tls import Credentials, Identity
 
 MAX_UNSENT_BYTES = 32 << 20
 """A client that leaves more than this unread is dropped."""
@@ -51,6 +53,8 @@ class _Connection:
     number: int
     sock: socket.socket
     since: float
+    identity: Identity | None = None  # of one that comes from another host, by its certificate
+    is_remote: bool = False
     is_writing: bool = False  # the socket would not take all of `unsent`
     decoder: Decoder = field(default_factory=Decoder)
     unsent: bytearray = field(default_factory=bytearray)
@@ -73,8 +77,12 @@ class Coordinator:
         journaled: JournalState | None = None,
         write: Callable[[Sequence[Entry]], None] | None = None,
         supervisor: int = 0,
+        remote: tuple[socket.socket, Credentials] | None = None,
     ) -> None:
-        """`write` is the journal's; without one nothing is kept. `supervisor` is the pid that may watch."""
+        """`write` is the journal's; without one nothing is kept. `supervisor` is the pid that may watch.
+
+        `remote` is the listening socket for other hosts, and what is presented there.
+        """
         self.num_refused, self.last_refusal = 0, ""
         self._config, self._write, self._supervisor = config, write, supervisor
         self._coordination = Coordination(config, journaled, now=time.monotonic())
@@ -87,6 +95,10 @@ class Coordinator:
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
+        self._remote = remote
+        if remote is not None:
+            remote[0].setblocking(False)
+            self._selector.register(remote[0], selectors.EVENT_READ)
 
     def serve(self, *, until_readable: socket.socket) -> None:
         """Serve until `until_readable` is readable."""
@@ -97,6 +109,8 @@ class Coordinator:
                     return
                 if key.fileobj is self._listener:
                     self._accept()
+                elif self._remote is not None and key.fileobj is self._remote[0]:
+                    self._accept_remote(*self._remote)
                 elif key.data.number in self._connections:  # not dropped earlier in this round
                     self._attend(key.data, mask)
             self._tick()
@@ -119,6 +133,22 @@ class Coordinator:
             return
         except OSError:
             return  # it was gone before we looked
+        if self._supervisor and not unix.is_descendant(peer.pid, self._supervisor):
+            sock.close()
+            self._count_refusal(f"process {peer.pid} is none of this job's")
+            return
+        self._take_in(sock, pid=peer.pid if self._supervisor else 0)
+
+    def _accept_remote(self, listener: socket.socket, credentials: Credentials) -> None:
+        try:
+            sock = credentials.accept(listener)
+        except OSError as error:
+            self._count_refusal(str(error))
+            return
+        self._take_in(sock, is_remote=True)
+
+    def _take_in(self, sock: socket.socket, *, pid: int = 0, is_remote: bool = False) -> None:
+        """`pid` is the kernel's word for who is at the other end; 0: it is not asked."""
         if len(self._connections) >= self._max_connections:
             # Without a descriptor to spare, accept would fail and select would spin on the listener.
             sock.close()
@@ -126,10 +156,12 @@ class Coordinator:
             return
         sock.setblocking(False)
         self._num_accepted += 1
-        connection = _Connection(self._num_accepted, sock, time.monotonic())
+        connection = _Connection(self._num_accepted, sock, time.monotonic(), is_remote=is_remote)
         self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
-        self._coordination.connected(connection.number, is_supervisor=peer.pid == self._supervisor)
+        self._coordination.connected(
+            connection.number, is_supervisor=bool(pid) and pid == self._supervisor, pid=pid
+        )
 
     def _attend(self, connection: _Connection, mask: int) -> None:
         try:
@@ -140,7 +172,11 @@ class Coordinator:
                 if not data:
                     self._drop(connection)
                     return
+                if connection.is_remote and connection.identity is None:
+                    connection.identity = connection.sock.identity  # type: ignore[attr-defined]  # of tls.py
                 for message, _ in connection.decoder.feed(data):
+                    if connection.identity is not None:
+                        _check_speaker(connection.identity, message)
                     self._due += self._coordination.hear(connection.number, message, time.monotonic())
         except WireError as error:
             self._count_refusal(error.problem)
@@ -229,6 +265,19 @@ class Coordinator:
         ]
 
 
+def _check_speaker(identity: Identity, message: Message) -> None:
+    """Refuse what the role and number of a certificate may not say."""
+    match message:
+        case Join(rank, incarnation):
+            said = ("worker", rank, incarnation)
+        case JoinServer(number, incarnation):
+            said = ("server", number, incarnation)
+        case _:
+            return  # who joined as somebody is held to that by the coordinator's state
+    if said != (identity.role, identity.number, identity.incarnation):
+        raise WireError(f"{identity.name} wants to join as {said[0]} {said[1]}, incarnation {said[2]}")
+
+
 def _pass(moment: str, entries: Sequence[Entry]) -> None:
     for kind, what in ((Granted, "call"), (ViewFormed, "view")):
         if any(isinstance(entry, kind) for entry in entries):
@@ -258,6 +307,9 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
     """What is to go wrong in it, at failpoints."""
 
+    credentials: Credentials | None = None
+    """For processes of other hosts, which come by the descriptor `tcp_listener`."""
+
 
 def main(spec: bytes, fds: dict[str, int]) -> int:
     """Serve until SIGTERM."""
@@ -269,14 +321,22 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
     signal.signal(signal.SIGTERM, lambda signum, frame: None)  # the byte in the wake-up socket is the message
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to act on
     try:
-        _serve(told, socket.socket(fileno=fds["listener"]), stop)
+        remote = None
+        if told.credentials is not None:
+            remote = socket.socket(fileno=fds["tcp_listener"]), told.credentials
+        _serve(told, socket.socket(fileno=fds["listener"]), stop, remote)
     except JournalFailed as error:
         print(error, file=sys.stderr)
         return CANNOT_GO_ON
     return 0
 
 
-def _serve(told: CoordinatorSpec, listener: socket.socket, stop: socket.socket) -> None:
+def _serve(
+    told: CoordinatorSpec,
+    listener: socket.socket,
+    stop: socket.socket,
+    remote: tuple[socket.socket, Credentials] | None,
+) -> None:
     journal = Journal(Path(told.journal), launch=told.launch) if told.journal else None
     coordinator = Coordinator(
         listener,
@@ -284,6 +344,7 @@ def _serve(told: CoordinatorSpec, listener: socket.socket, stop: socket.socket) 
         journaled=journal.load() if journal else None,
         write=journal.write if journal else None,
         supervisor=told.supervisor,
+        remote=remote,
     )
     coordinator.serve(until_readable=stop)
     coordinator.close()

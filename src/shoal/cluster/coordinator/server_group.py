@@ -45,6 +45,7 @@ class ServerJoined:
 
     number: int
     incarnation: int
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,10 @@ class RefuseChange:
 Action: TypeAlias = AnnounceView | LoseSlots | Settle | RefuseChange
 
 
+MAX_AHEAD = 100
+"""Incarnations of a server that may have died before the coordinator heard of any."""
+
+
 class ServerGroup:
     """The servers of one job.
 
@@ -131,7 +136,12 @@ class ServerGroup:
     than that in the map (some are dead) a slot has fewer, and is filled up again.
     """
 
-    def __init__(self, *, num_servers: int, num_copies: int, max_servers: int) -> None:
+    def __init__(
+        self, *, num_servers: int, num_copies: int, max_servers: int, hosts: tuple[int, ...] = ()
+    ) -> None:
+        """`hosts` are the homes of the servers by number, where there are several: copies of a slot are kept apart."""
+        self._hosts = hosts
+        self._addresses: dict[int, str] = {}  # of servers that other hosts can reach
         self.num_servers, self.num_copies, self.max_servers = num_servers, num_copies, max_servers
         self.members: dict[int, int] = {}  # number -> incarnation, of those that live and have joined
         self.view = 0
@@ -161,7 +171,9 @@ class ServerGroup:
     def handle(self, event: Event) -> list[Action]:
         """Apply one event; return what must now be done, in order."""
         match event:
-            case ServerJoined(number, incarnation):
+            case ServerJoined(number, incarnation, address):
+                if address and not self.is_fenced(number, incarnation):
+                    self._addresses[number] = address
                 return self._join(number, incarnation)
             case ServerRemoved(number, incarnation):
                 return self._die(number, incarnation)
@@ -181,6 +193,12 @@ class ServerGroup:
             return [
                 RefuseChange(
                     f"server {number} was replaced: incarnation {self.expected(number)} is expected, this is {incarnation}"
+                )
+            ]
+        if incarnation > self.expected(number) + MAX_AHEAD:
+            return [
+                RefuseChange(
+                    f"server {number} says it is incarnation {incarnation}, where {self.expected(number)} is expected"
                 )
             ]
         if self.members.get(number) == incarnation:
@@ -242,14 +260,22 @@ class ServerGroup:
 
     def _form(self) -> list[Action]:
         wanted = tuple(range(self.num_servers))
-        self._map = SlotMap(self.view, _placed(wanted, self.num_copies, self._seed))
+        self._map = SlotMap(self.view, _placed(wanted, self.num_copies, self._seed, self._hosts_now))
         self._moves.clear()
         return [*self._new_view(self._map.holders), *self._settle()]
 
     @functools.cached_property
     def _seed(self) -> int:
         # Of the group as it was launched, so that later changes move as little as they can.
-        return _evenest_seed(self.num_servers, self.num_copies)
+        return _evenest_seed(self.num_servers, self.num_copies, self._hosts)
+
+    @property
+    def _hosts_now(self) -> tuple[int | str, ...]:
+        """Host of each server: that of its address, which need not be its home; its home until it has joined."""
+        return tuple(
+            self._addresses[number].rpartition(":")[0] if number in self._addresses else home
+            for number, home in enumerate(self._hosts)
+        )
 
     def _go_on(self, there: SlotMap) -> list[Action]:
         """Plan missing moves, carry out those that are ready, and announce the view if anything changed."""
@@ -262,7 +288,7 @@ class ServerGroup:
 
     def _plan(self, there: SlotMap) -> None:
         """Plan the moves to the placement. Moves under way that are still right keep their progress."""
-        placed = _placed(tuple(range(self.num_servers)), self.num_copies, self._seed)
+        placed = _placed(tuple(range(self.num_servers)), self.num_copies, self._seed, self._hosts_now)
         target = [self._belongs(*each) for each in zip(placed, there.holders, strict=True)]
         planned = {move.slot: move for move in plan_moves(there, target)}
         for slot, move in planned.items():
@@ -323,7 +349,8 @@ class ServerGroup:
             if set(move.after) - set(move.before)
         }
         incarnations = dict(sorted(self.members.items()))
-        now = ServerView(self.view, said, incarnations, joining)
+        addresses = {number: self._addresses[number] for number in incarnations if number in self._addresses}
+        now = ServerView(self.view, said, incarnations, joining, addresses)
         if now == self.newest and not always:
             return []
         self.view += 1
@@ -331,7 +358,7 @@ class ServerGroup:
         # Whoever is being filled is filled anew in every view: only the primary knows what is still right.
         self._moves = {}
         self._plan(self._map)
-        self.newest = ServerView(self.view, said, incarnations, joining)
+        self.newest = ServerView(self.view, said, incarnations, joining, addresses)
         return [AnnounceView(self.newest)]
 
     def _settle(self) -> list[Action]:
@@ -345,14 +372,23 @@ _NO_MARKS = (0,) * NUM_SLOTS
 
 
 @functools.lru_cache(maxsize=64)
-def _evenest_seed(num_servers: int, num_copies: int) -> int:
+def _evenest_seed(num_servers: int, num_copies: int, hosts: tuple[int, ...]) -> int:
+    if num_servers == 1:
+        return 0
     weights = {_name(number): 1.0 for number in range(num_servers)}
-    return evenest_seed(weights, [1.0] * NUM_SLOTS, num_copies=num_copies) if num_servers > 1 else 0
+    return evenest_seed(weights, [1.0] * NUM_SLOTS, num_copies=num_copies, hosts=_by_name(hosts))
 
 
 @functools.lru_cache(maxsize=64)
-def _placed(numbers: tuple[int, ...], num_copies: int, seed: int) -> tuple[Holders, ...]:
-    return place({_name(number): 1.0 for number in numbers}, num_copies=num_copies, seed=seed)
+def _placed(
+    numbers: tuple[int, ...], num_copies: int, seed: int, hosts: tuple[int | str, ...]
+) -> tuple[Holders, ...]:
+    weights = {_name(number): 1.0 for number in numbers}
+    return place(weights, num_copies=num_copies, seed=seed, hosts=_by_name(hosts))
+
+
+def _by_name(hosts: tuple[int | str, ...]) -> dict[str, int | str] | None:
+    return {_name(number): host for number, host in enumerate(hosts)} or None
 
 
 def _name(number: int) -> str:

@@ -26,6 +26,7 @@ from shoal.cluster.coordinator.journal_entries import (
 from shoal.cluster.coordinator.lease_service import LeaseService
 from shoal.cluster.coordinator.server_group import ServerGroup
 from shoal.config.liveness import LivenessConfig
+from shoal.errors import ConfigError
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import (
     JoinedServer,
@@ -69,6 +70,9 @@ class ServersConfig:
     max_servers: int = 0
     """To how many the group can be scaled."""
 
+    hosts: tuple[int, ...] = ()
+    """Home of each server by number; empty on one host."""
+
 
 @dataclass(slots=True)
 class _ServerConnection:
@@ -106,6 +110,7 @@ class ServerRegistry:
             num_servers=config.num_servers,
             num_copies=config.num_copies,
             max_servers=max(config.max_servers, config.num_servers),
+            hosts=config.hosts,
         )
         self.leases = LeaseService()
         self._has_servers = config.num_servers > 0
@@ -124,8 +129,8 @@ class ServerRegistry:
         """Apply the journal entries of a coordinator that died."""
         for fact in facts:
             match fact:
-                case JoinServer(number, incarnation):
-                    self._about(self._group.handle(server_group.ServerJoined(number, incarnation)))
+                case JoinServer(number, incarnation, _, address):
+                    self._about(self._group.handle(server_group.ServerJoined(number, incarnation, address)))
                 case ReapedServer(number, incarnation):
                     self._about(self._group.handle(server_group.ServerRemoved(number, incarnation)))
                 case ServerFilled(number, incarnation, view, slots):
@@ -152,12 +157,16 @@ class ServerRegistry:
     def is_server(self, client: int) -> bool:
         return client in self._lines
 
+    def number_of(self, client: int) -> int | None:
+        """The server at the other end of a connection; None where it is none."""
+        return self._lines[client].number if client in self._lines else None
+
     def join_server(self, client: int, join: JoinServer, now: float) -> list[Action]:
         if not self._has_servers:
             reason = "this job has no servers"
             return [Answer(client, JoinRefused(reason)), DropClient(client, reason)]
         is_known = self._group.members.get(join.number) == join.incarnation
-        decided = self._group.handle(server_group.ServerJoined(join.number, join.incarnation))
+        decided = self._group.handle(server_group.ServerJoined(join.number, join.incarnation, join.address))
         for each in decided:
             if isinstance(each, server_group.RefuseChange):
                 return [Answer(client, JoinRefused(each.reason)), DropClient(client, each.reason)]
@@ -211,7 +220,10 @@ class ServerRegistry:
             # It will be killed in a moment; what it knows of the epoch is not what the checkpoint knows.
             reason = f"the servers of view {ask.view} are lost, and the job begins anew"
             return [Answer(client, LeaseRefused(reason))]
-        return [*self.leases.ask(client, ask, now)]
+        try:
+            return [*self.leases.ask(client, ask, now)]
+        except (ConfigError, OverflowError) as error:
+            return [Answer(client, LeaseRefused(str(error)))]
 
     def hear_supervisor(self, client: int, message: ReapedServer | ScaleServers, now: float) -> list[Action]:
         if isinstance(message, ReapedServer):

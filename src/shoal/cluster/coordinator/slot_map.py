@@ -52,21 +52,33 @@ class SlotMap:
 
 
 def place(
-    weights: Mapping[str, float], *, num_copies: int, num_slots: int = NUM_SLOTS, seed: int = 0
+    weights: Mapping[str, float],
+    *,
+    num_copies: int,
+    num_slots: int = NUM_SLOTS,
+    seed: int = 0,
+    hosts: Mapping[str, int | str] | None = None,
 ) -> tuple[Holders, ...]:
     """Holders of every slot for these servers (name: bytes they can take).
 
-    With fewer servers than copies every server holds everything.
+    With fewer servers than copies every server holds everything. Copies of a
+    slot are on different `hosts` (of servers, by name) as far as there are enough.
     """
     if num_copies < 1 or num_slots < 1:
         raise ConfigError(f"num_copies and num_slots must be at least 1, got {num_copies} and {num_slots}")
     wrong = {name: weight for name, weight in weights.items() if not 0 < weight < math.inf}
     if wrong:
         raise ConfigError(f"the weight of a server is a positive number of bytes, got {wrong}")
-    return tuple(
-        tuple(sorted(weights, key=lambda name: (-_score(seed, slot, name, weights[name]), name))[:num_copies])
-        for slot in range(num_slots)
-    )
+
+    def holders(slot: int) -> Holders:
+        ranked = sorted(weights, key=lambda name: (-_score(seed, slot, name, weights[name]), name))
+        if hosts is None:
+            return tuple(ranked[:num_copies])
+        first_of_host = list({hosts[name]: name for name in reversed(ranked)}.values())
+        apart = [name for name in ranked if name in first_of_host]
+        return tuple([*apart, *(name for name in ranked if name not in apart)][:num_copies])
+
+    return tuple(holders(slot) for slot in range(num_slots))
 
 
 def evenest_seed(
@@ -76,6 +88,7 @@ def evenest_seed(
     num_copies: int,
     seed: int = 0,
     num_tried: int = 32,
+    hosts: Mapping[str, int | str] | None = None,
 ) -> int:
     """Of the seeds from `seed` on, the one whose placement loads the first servers of a job most evenly.
 
@@ -85,7 +98,7 @@ def evenest_seed(
     """
 
     def unevenness(candidate: int) -> float:
-        placed = place(weights, num_copies=num_copies, num_slots=len(slot_bytes), seed=candidate)
+        placed = place(weights, num_copies=num_copies, num_slots=len(slot_bytes), seed=candidate, hosts=hosts)
         as_primary, in_all = dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0.0)
         for holders, num_bytes in zip(placed, slot_bytes, strict=True):
             as_primary[holders[0]] += num_bytes

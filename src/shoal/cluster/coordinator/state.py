@@ -80,6 +80,7 @@ class _Client:
     """One connection. `rank` is -1 until it has joined, and stays so for the supervisor's."""
 
     is_supervisor: bool
+    pid: int = 0  # by the kernel's word; 0: not known, or of another host
     rank: int = -1
     incarnation: int = -1
     is_watching: bool = False
@@ -141,9 +142,9 @@ class Coordination:
         deadlines = [part.deadline for part in parts]
         return min((each for each in deadlines if each is not None), default=None)
 
-    def connected(self, client: int, *, is_supervisor: bool = False) -> None:
-        """A client has connected. The kernel tells whether it is the supervisor."""
-        self._clients[client] = _Client(is_supervisor)
+    def connected(self, client: int, *, is_supervisor: bool = False, pid: int = 0) -> None:
+        """A client has connected. The kernel tells whether it is the supervisor, and its process."""
+        self._clients[client] = _Client(is_supervisor, pid)
 
     def has_introduced_itself(self, client: int) -> bool:
         me = self._clients.get(client)
@@ -164,6 +165,9 @@ class Coordination:
         if isinstance(message, JoinServer):
             if me.rank >= 0 or me.is_watching:
                 return [DropClient(client, f"rank {me.rank} joins a second time, as server {message.number}")]
+            problem = self._impostor(client, me, message.pid, f"server {message.number}")
+            if problem is not None:
+                return [Answer(client, JoinRefused(problem)), DropClient(client, problem)]
             return self._about_servers(self._servers.join_server(client, message, now))
         me.has_asked = True
         match message:
@@ -227,6 +231,9 @@ class Coordination:
     def _join(self, client: int, me: _Client, join: Join, now: float) -> list[Action]:
         if me.rank >= 0 or me.is_watching:
             return [DropClient(client, f"it joins a second time, as rank {join.rank}")]
+        problem = self._impostor(client, me, join.pid, f"rank {join.rank}")
+        if problem is not None:
+            return [self._answer(client, JoinRefused(problem)), DropClient(client, problem)]
         known = self._membership.members.get(join.rank)
         if (
             known is not None
@@ -249,6 +256,26 @@ class Coordination:
             self._answer(client, Joined(self._membership.view)),
             *self._about_servers(self._servers.rank_joined(join.rank, join.incarnation)),
         ]
+
+    def _impostor(self, client: int, me: _Client, pid: int, role: str) -> str | None:
+        """The reason why a process is not what it says it is: the kernel knows it as another, or it has another role."""
+        if not me.pid or me.is_supervisor:
+            return None
+        if pid != me.pid:
+            return f"it says it is process {pid}, and is process {me.pid}"
+        for other, each in self._clients.items():
+            if other != client and each.pid == pid:
+                number = self._servers.number_of(other)
+                known = (
+                    f"rank {each.rank}"
+                    if each.rank >= 0
+                    else f"server {number}"
+                    if number is not None
+                    else role
+                )
+                if known != role:
+                    return f"process {pid} is {known}, and cannot be {role} too"
+        return None
 
     def _hear_supervisor(self, client: int, me: _Client, message: Message, now: float) -> list[Action]:
         if not me.is_supervisor or me.rank >= 0 or not (me.is_watching or isinstance(message, Watch)):

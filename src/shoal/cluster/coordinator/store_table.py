@@ -1,7 +1,7 @@
 """Key-value store of torch's rendezvous, with waiting readers.
 
 Pure: no clock, no socket. The rules are those of torch's own stores, so that
-`recovery/store.py` can stand in for one. Beyond them, the keys of a view end
+`recovery/rendezvous.py` can stand in for one. Beyond them, the keys of a view end
 with it, and a reader that still waits for one is told so at once.
 """
 
@@ -43,6 +43,15 @@ Request: TypeAlias = (
     | StoreDelete
     | StoreNumKeys
 )
+
+MAX_BYTES = 256 << 20
+"""All keys and values together."""
+
+MAX_ANSWER_BYTES = 3 << 20
+"""Values that one request may ask for: a message has no more."""
+
+MAX_ANSWERS = 1 << 16
+"""Clients whose newest answer is kept."""
 
 _INT64 = range(-(2**63), 2**63)
 
@@ -104,6 +113,7 @@ class StoreTable:
     ) -> None:
         """`values` and `answers` are those of a coordinator that died."""
         self.values = dict(values or {})
+        self.num_bytes = sum(len(key) + len(value) for key, value in self.values.items())
         self.answers = dict(answers or {})  # by client: its newest request that must not be done twice
         self._closed_view = 0
         self._waiting: dict[int, _StoreWaiter] = {}
@@ -128,7 +138,7 @@ class StoreTable:
             case ViewClosed(view):
                 self._closed_view = max(self._closed_view, view)
                 for key in [key for key in self.values if self._is_over(key)]:
-                    del self.values[key]
+                    self._forget(key)
                     self._changed_keys.add(key)
                 woken = [client for client, each in self._waiting.items() if self._view_over(each.request)]
                 return [Answer(client, _over(view)) for client in woken if self._waiting.pop(client)]
@@ -156,6 +166,8 @@ class StoreTable:
         done = self.answers.get(client)
         if done is None or done[0] != serial:
             done = self.answers[client] = (serial, self._apply(request))
+            while len(self.answers) > MAX_ANSWERS:
+                del self.answers[next(iter(self.answers))]
             self._changed_answers.add(client)
         return done[1]
 
@@ -176,8 +188,43 @@ class StoreTable:
         found = _VIEW_OF.match(key)
         return found is not None and int(found[1]) <= self._closed_view
 
+    def _put(self, key: str, value: bytes) -> None:
+        self.num_bytes += len(value) - (len(self.values[key]) if key in self.values else -len(key))
+        self.values[key] = value
+
+    def _forget(self, key: str) -> bool:
+        """Drop a key; whether it was there."""
+        value = self.values.pop(key, None)
+        if value is None:
+            return False
+        self.num_bytes -= len(key) + len(value)
+        return True
+
+    def _problem(self, request: Request) -> str | None:
+        """The reason why a request asks for more than there may be."""
+        added = asked = 0
+        match request:
+            case StoreSet(changes):
+                added = sum(len(key) + len(value) for key, value in changes.items())
+            case StoreAppend(key, value):
+                added = len(key) + len(value)
+            case StoreCompareSet(key, _, desired):
+                added = len(key) + len(desired)
+            case StoreAdd(key):
+                added = len(key) + 20
+            case StoreGet(keys):
+                asked = sum(len(self.values[key]) for key in keys)
+        if self.num_bytes + added > MAX_BYTES:
+            return f"the store holds {self.num_bytes:,} bytes, and {added:,} more would be over its limit of {MAX_BYTES:,}"
+        if asked > MAX_ANSWER_BYTES:
+            return f"the answer is too large: {asked:,} bytes, where at most {MAX_ANSWER_BYTES:,} are allowed"
+        return None
+
     def _apply(self, request: Request) -> Message:
         values = self.values
+        problem = self._problem(request)
+        if problem is not None:
+            return StoreRefused(problem)
         match request:
             case StoreSet(changes):
                 self._changed_keys.update(changes)
@@ -185,7 +232,8 @@ class StoreTable:
                 self._changed_keys.add(key)
         match request:
             case StoreSet(changes):
-                values.update(changes)
+                for key, value in changes.items():
+                    self._put(key, value)
                 return StoreDone()
             case StoreAdd(key, amount):
                 try:
@@ -194,19 +242,19 @@ class StoreTable:
                     return StoreRefused(f"the value of {key!r} is no number, so nothing can be added to it")
                 if total not in _INT64:
                     return StoreRefused(f"{key!r} would become {total}, which 64 bits cannot hold")
-                values[key] = str(total).encode()
+                self._put(key, str(total).encode())
                 return StoreCount(total)
             case StoreAppend(key, value):
-                values[key] = values.get(key, b"") + value
+                self._put(key, values.get(key, b"") + value)
                 return StoreDone()
             case StoreCompareSet(key, expected, desired):
                 if values.get(key, b"") == expected:
-                    values[key] = desired
+                    self._put(key, desired)
                 return StoreValues([values.get(key, expected)])
             case StoreCheck(keys):
                 return StoreFlag(not self._missing(keys))
             case StoreDelete(key):
-                return StoreFlag(values.pop(key, None) is not None)
+                return StoreFlag(self._forget(key))
             case StoreNumKeys():
                 return StoreCount(len(values))
             case StoreGet(keys):

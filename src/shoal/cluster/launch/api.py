@@ -11,38 +11,51 @@ import contextlib
 import os
 import platform
 import secrets
+import selectors
 import shutil
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from setproctitle import setproctitle
 
 import shoal
+from shoal.cluster.coordinator import journal_reader
+from shoal.cluster.hosts.hosts import Cluster, Hosts
+from shoal.cluster.launch.elastic import Elastic, Resize
+from shoal.cluster.launch.function_script import write_script
 from shoal.cluster.launch.preflight import refuse_without_room
 from shoal.cluster.launch.roles import preload_for
 from shoal.cluster.launch.run_directory import RunDirectory, read_config
 from shoal.cluster.launch.threads import available_cores, threads_per_worker
+from shoal.cluster.supervisor import outcome as outcomes
 from shoal.cluster.supervisor.display import Display, binary, open_display
 from shoal.cluster.supervisor.job_lifecycle import JobLifecycle, RestartConfig
 from shoal.cluster.supervisor.outcome import JobOutcome, error_of, summary_of
+from shoal.cluster.supervisor.servers import max_servers
+from shoal.cluster.supervisor.sockets import Control
 from shoal.cluster.supervisor.supervisor import SignalInbox, Supervisor
 from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.cluster.worker.process import WorkerSpec
-from shoal.config import exchange_rule, launchers, parallel_options
+from shoal.config import exchange_rule, parallel_options
 from shoal.config import strategy as strategies
-from shoal.config.job import Job
+from shoal.config.hosts import HostsConfig, parse_journal
+from shoal.config.job import Job, refuse_others
 from shoal.config.launch import LaunchConfig, RunConfig, Versions
 from shoal.config.parallel_options import as_typed, kept_of, options_of
 from shoal.errors import ClusterError, ConfigError, ScriptFailed, ScriptNotFound, ShoalError
 from shoal.runtime import scratch
+
+if TYPE_CHECKING:  # a job on one host does not import what these need
+    from shoal.cluster.hosts.etcd import Etcd
+    from shoal.cluster.hosts.headship import Headship, Successor
 
 __all__ = ["LaunchConfig", "RunResult", "launch", "resume_config", "run"]
 
@@ -71,6 +84,7 @@ def launch(
     stdout: BinaryIO | None = None,
     stderr: BinaryIO | None = None,
     set_title: bool = False,
+    successor: Successor | None = None,
 ) -> RunResult:
     """Run a job to its end, with this process as its supervisor.
 
@@ -79,25 +93,33 @@ def launch(
     happens to the job is in the result, and none of its processes is left.
     `warm` is a warm parent to use and to leave alive; `stdout` and `stderr`
     are where output goes instead of this process's own. `set_title` renames
-    this process, for a command line that is nothing else.
+    this process, for a command line that is nothing else. `successor` is what
+    a host has that takes over from a lost head.
     """
-    launchers.refuse_others()
+    refuse_others()
     cores = available_cores()
     described = _describe(config, cores)
     refuse_without_room(config, cores)
-    with _open_run(config, described) as run:
-        display = open_display(stdout or binary(sys.stdout), stderr or binary(sys.stderr), quiet=config.quiet)
+    with _headed(config, successor) as head, _open_run(config, described) as run:
+        head.opened(run)
+        display = open_display(
+            stdout or binary(sys.stdout),
+            stderr or binary(sys.stderr),
+            quiet=config.quiet,
+            plain=config.debug_rank is not None,  # a debugger's prompt has no line end
+        )
         if set_title:
             setproctitle(f"shoal supervisor [{run.name}]")
         if not config.quiet:
             display.note(_first_words(run, described, cores))
             for note in config.notes():
                 display.note(note)
-        return _run_job(config, described, run, display, warm)
+        head.result = _run_job(config, described, run, display, warm, head)
+        return head.result
 
 
 def run(
-    script: str | os.PathLike[str],
+    script: str | os.PathLike[str] | Callable[[], Any],
     *,
     workers: int = 1,
     strategy: str | None = None,
@@ -106,9 +128,13 @@ def run(
 ) -> RunResult:
     """Run a script as a job and return what came of it: `shoal run`, from Python.
 
-    `options` are the other fields of LaunchConfig. Raises the ShoalError
-    that ended the job, if one did.
+    In a notebook, `script` may be a function without arguments: its source,
+    with what it names of the notebook, is written into a script (see
+    `function_script.py`). `options` are the other fields of LaunchConfig.
+    Raises the ShoalError that ended the job, if one did.
     """
+    if not isinstance(script, (str, os.PathLike)):
+        script = write_script(script, Path(options.get("run_dir", "runs")))
     try:
         config = LaunchConfig(
             script=os.fspath(script), workers=workers, strategy=strategy, args=tuple(args), **options
@@ -127,13 +153,20 @@ def resume_config(
     workers: int | None = None,
     shard: str | None = None,
     strategy: str | None = None,
-    servers: int | None = None,
+    servers: int | str | None = None,
     oversubscribe: bool = False,
+    hosts: HostsConfig | None = None,
+    journal: str | None = None,
 ) -> LaunchConfig:
-    """LaunchConfig to continue the job of a run directory: as before, but for the arguments given."""
+    """LaunchConfig to continue the job of a run directory: as before, but for the arguments given.
+
+    Without `hosts` it continues on this machine alone, if that has room for a job that had several. `journal` is
+    "none" for a job that had one and goes on without.
+    """
     path = Path(run).absolute()
     before = read_config(path)
     num_workers = before.workers if workers is None else workers
+    num_hosts = before.hosts_asked.num_hosts if before.hosts_asked is not None else max(1, len(before.hosts))
     if strategy is None or strategy.lower() == before.strategy:
         said = {
             # What was chosen by the number of workers is chosen again.
@@ -142,18 +175,22 @@ def resume_config(
             "replicas": before.replicas if before.servers else None,
             **options_of(before),
         }
-        if num_workers != before.workers:
+        if num_workers != before.workers or (hosts.num_hosts if hosts else 1) != num_hosts:
             said["exchange_rule"] = ""  # other workers make the sums, so the order they had need not be kept
     else:
         said = {"strategy": strategy, **kept_of(before)}
+    if hosts is None:
+        said["tls"] = False  # there is nothing between hosts to encrypt
     if shard is not None:
         said["shard"] = shard
     if servers is not None:
         said["servers"] = servers
     # What ran before may run again, however full it makes the machine.
-    is_larger = num_workers > before.workers or (servers or 0) > before.servers
+    is_larger = num_workers > before.workers or isinstance(servers, str) or (servers or 0) > before.servers
+    is_larger |= (hosts.num_hosts if hosts else 1) < num_hosts  # for each machine
     return LaunchConfig(
         script=before.script,
+        module=before.module,
         args=tuple(before.args),
         workers=num_workers,
         name=path.name,
@@ -163,7 +200,8 @@ def resume_config(
         join_timeout_s=before.join_timeout_s,
         grace_s=before.grace_s,
         max_restarts=before.max_restarts,
-        pretend_hosts=min(before.pretend_hosts, num_workers),
+        hosts=hosts,
+        journal=None if journal == "none" else journal or before.journal or None,
         resume=True,
         oversubscribe=oversubscribe or not is_larger,
         cwd=before.cwd,
@@ -171,43 +209,77 @@ def resume_config(
     )
 
 
+def takeover_config(
+    run: Path, *, bind: str, interfaces: tuple[str, ...], advertise: str, journal: str
+) -> LaunchConfig:
+    """LaunchConfig to continue a job of several hosts on one of them: as before, with this one as the head."""
+    before = read_config(run)
+    if before.hosts_asked is None:
+        raise ConfigError(f"{run} is not a run of several hosts. Nothing was started.")
+    # Numbers and names of hosts are not kept: the head is host 0, and the others come as they come.
+    hosts = replace(
+        before.hosts_asked, bind=bind, interfaces=interfaces, advertise=advertise, names=(), by_ssh=False
+    )
+    config = resume_config(run, hosts=hosts)
+    return replace(
+        config, journal=journal, min_workers=before.min_workers, oversubscribe=before.oversubscribe
+    )
+
+
+class _Head:
+    """Headship of a job, while it is launched; empty without --journal."""
+
+    def __init__(self, config: LaunchConfig, successor: Successor | None) -> None:
+        self._config, self.successor = config, successor
+        self.headship: Headship | None = successor.headship if successor is not None else None
+        self.result: RunResult | None = None
+        self._etcd: Etcd | None = None
+        if config.journal is None or successor is not None:
+            return
+        from shoal.cluster.hosts import headship
+
+        self._etcd = headship.open_journal(parse_journal(config.journal), config.liveness)
+        if config.resume and config.name is not None:
+            # Before anything is written there: a run that went on elsewhere must not begin another launch here.
+            self._claim(Path(config.run_dir).absolute() / config.name)
+
+    def opened(self, run: RunDirectory) -> None:
+        if self.headship is None:
+            self._claim(run.path)
+        if self.headship is not None:
+            self.headship.launched(journal_reader.launch_times(run.path))
+            # Before anything is trained: only a host that has this launch may go on from it.
+            self.headship.wait_until_written()
+
+    def _claim(self, run: Path) -> None:
+        launches = journal_reader.launch_times(run)
+        if self._etcd is not None and launches:
+            from shoal.cluster.hosts import headship
+
+            lease_s = self._config.liveness.head_lease_s
+            self.headship = headship.become_head(self._etcd, job=run.name, launches=launches, lease_s=lease_s)
+
+
+@contextlib.contextmanager
+def _headed(config: LaunchConfig, successor: Successor | None) -> Iterator[_Head]:
+    head = _Head(config, successor)
+    try:
+        yield head
+    finally:
+        if head.headship is not None:
+            head.headship.close(head.result.exit_code if head.result is not None else None)
+
+
 def _run_job(
-    config: LaunchConfig, described: RunConfig, run: RunDirectory, display: Display, warm: WarmParent | None
+    config: LaunchConfig,
+    described: RunConfig,
+    run: RunDirectory,
+    display: Display,
+    warm: WarmParent | None,
+    head: _Head,
 ) -> RunResult:
     """Supervise the job, and write its summary, whatever happens."""
-    spec = WorkerSpec(
-        job=Job(
-            name=run.name,
-            run_dir=run.path,
-            launch=run.launch,
-            num_workers=described.workers,
-            num_servers=described.servers,
-            num_replicas=described.replicas,
-            strategy=described.strategy,
-            launched=True,
-            resume=config.resume,
-            seed=described.seed,
-            liveness=config.liveness,
-            can_recover=described.max_restarts > 0,
-            num_hosts=described.pretend_hosts,
-            verify=config.verify,
-            faults=config.faults.planned if config.faults else (),
-            fingerprints=config.fingerprints,
-            **options_of(described),
-        ),
-        env=dict(os.environb),
-        cwd=described.cwd,
-        script=described.script,
-        args=described.args,
-        num_threads=described.threads,
-        master_port=0,
-    )
-    restart = RestartConfig(
-        grace_s=config.grace_s,
-        max_restarts=config.max_restarts,
-        all_hold_parts=parallel_options.has_rank_local_state(described, described.strategy),
-    )
-    outcome = JobOutcome(JobLifecycle(num_workers=described.workers, restart=restart))
+    outcome = JobOutcome(JobLifecycle(num_workers=described.workers, restart=RestartConfig()))
     error: ShoalError | None = None
     exit_code = ShoalError.exit_code
     scratch_path = run.path / scratch.NAME
@@ -218,9 +290,47 @@ def _run_job(
             SignalInbox() as inbox,
             contextlib.nullcontext(warm) if warm else _warm_parent(run, described) as parent,
         ):
-            supervisor = Supervisor(spec, restart=restart, run=run, display=display, warm=parent)
-            outcome = supervisor.outcome
-            supervisor.supervise(inbox)
+            hosts = Hosts(
+                parent,
+                _open_cluster(config, run, described, display, head),
+                num_workers=described.workers,
+                server_numbers=range(max_servers(described.servers)),
+                liveness=config.liveness,
+                headship=head.headship,
+            )
+            elastic = Elastic(config, described, run.name, hosts)
+            begun = ""
+            with (
+                hosts.in_use(),
+                selectors.DefaultSelector() as selector,
+                Control(run.path, selector) as control,
+            ):
+                selector.register(inbox, selectors.EVENT_READ, inbox)
+                hosts.register(selector)
+                while True:
+                    spec, restart = _spec(config, described, run), _restart(config, described)
+                    supervisor = Supervisor(
+                        spec,
+                        restart=restart,
+                        run=run,
+                        display=display,
+                        hosts=hosts,
+                        selector=selector,
+                        control=control,
+                        elastic=elastic,
+                    )
+                    supervisor.outcome.checkpoint, supervisor.outcome.lasting = (
+                        outcome.checkpoint,
+                        outcome.lasting,
+                    )
+                    outcome = supervisor.outcome
+                    supervisor.supervise(begun)
+                    resize = supervisor.resize
+                    if resize is None or not outcome.lifecycle.is_resizing:
+                        break
+                    begun = outcomes.resized(described.workers, resize.config.workers, outcome.checkpoint)
+                    config, described = _relaunch(resize, described, outcome, run, hosts)
+                    elastic.current = config
         error = error_of(outcome, num_workers=described.workers, run=_shown(run.path))
         exit_code = outcome.lifecycle.exit_code
     except ClusterError as failed:  # of the launching itself: nothing of the script's
@@ -248,12 +358,102 @@ def _run_job(
     return RunResult(exit_code=exit_code, run_dir=run.path, summary=summary, error=error)
 
 
+def _relaunch(
+    resize: Resize, before: RunConfig, outcome: JobOutcome, run: RunDirectory, hosts: Hosts
+) -> tuple[LaunchConfig, RunConfig]:
+    """Begin the next launch of a run that this process goes on with."""
+    config = resize.config
+    if outcome.num_servers:
+        replicas = min(before.replicas, outcome.num_servers)
+        config = replace(config, servers=outcome.num_servers, replicas=replicas)
+    described = replace(_describe(config, available_cores()), started=before.started)
+    own_parts = run.path / scratch.NAME / "own-parts"
+    if described.workers != before.workers and own_parts.exists():
+        shutil.rmtree(run.path / scratch.NAME)  # of workers that are not the same: what was saved is whole
+    run.begin_launch(described)
+    launches = journal_reader.launch_times(run.path)
+    hosts.resize(config.workers, config.hosts, launches)
+    if hosts.headship is not None:
+        hosts.headship.launched(launches)
+        hosts.tell_saved()  # only a host that knows of this launch may take over
+    if resize.leaving is not None:
+        hosts.leave(resize.leaving, "its workers go on elsewhere")
+    run.event("resized", before=before.workers, workers=described.workers, launch=run.launch)
+    return config, described
+
+
+def _spec(config: LaunchConfig, described: RunConfig, run: RunDirectory) -> WorkerSpec:
+    """WorkerSpec of rank 0."""
+    return WorkerSpec(
+        job=Job(
+            name=run.name,
+            run_dir=run.path,
+            launch=run.launch,
+            num_workers=described.workers,
+            num_servers=described.servers,
+            num_replicas=described.replicas,
+            strategy=described.strategy,
+            launched=True,
+            resume=config.resume,
+            seed=described.seed,
+            liveness=config.liveness,
+            can_recover=described.max_restarts > 0,
+            num_hosts=config.num_hosts,
+            verify=config.verify,
+            faults=config.faults.planned if config.faults else (),
+            fingerprints=config.fingerprints,
+            **options_of(described),
+        ),
+        env=dict(os.environb),
+        cwd=described.cwd,
+        script=described.script,
+        module=described.module,
+        args=described.args,
+        num_threads=described.threads,
+        master_port=0,
+        debug_rank=0 if described.workers == 1 else config.debug_rank,
+    )
+
+
+def _restart(config: LaunchConfig, described: RunConfig) -> RestartConfig:
+    return RestartConfig(
+        grace_s=config.grace_s,
+        max_restarts=config.max_restarts,
+        host_timeout_s=config.hosts.join_timeout_s if config.hosts is not None else 0.0,
+        all_hold_parts=parallel_options.has_rank_local_state(described, described.strategy),
+    )
+
+
+def _open_cluster(
+    config: LaunchConfig, run: RunDirectory, described: RunConfig, display: Display, head: _Head
+) -> Cluster | None:
+    """Listen for the hosts of the job, and say how they join; None for a job on this machine alone."""
+    if config.hosts is None or config.hosts.num_hosts == 1:
+        return None
+    from shoal.cluster.hosts import opening  # needs cryptography, which a job on one host does not
+
+    cluster = opening.open_cluster(
+        config.hosts,
+        run=run,
+        script=described.script,
+        note=display.note,
+        is_oversubscribed=config.oversubscribe,
+        journal=config.journal or "",
+        successor=head.successor,
+        num_workers=described.workers,
+        num_servers=described.servers,
+    )
+    if head.headship is not None:
+        head.headship.listens(cluster.join_address)
+    return cluster
+
+
 def _describe(config: LaunchConfig, cores: int) -> RunConfig:
     """RunConfig with everything settled that the LaunchConfig left open."""
     cwd = os.path.abspath(config.cwd) if config.cwd else _here()
     if not os.path.isdir(cwd):
         raise ConfigError(f"the folder the script is to run in, {cwd}, does not exist. Nothing was started.")
-    script = os.path.abspath(config.script)
+    script = _file_of_module(config.module, cwd) if config.module else os.path.abspath(config.script)
     if not os.path.isfile(script):
         folder, name = os.path.split(script)
         scripts = [entry for entry in _entries(folder) if entry.endswith(".py")]
@@ -263,6 +463,7 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
     _refuse_syntax_error(script)
     return RunConfig(
         script=script,
+        module=config.module,
         args=list(config.args),
         cwd=cwd,
         strategy=strategies.choose(config.strategy, config.workers),
@@ -270,18 +471,41 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         servers=config.num_servers,
         replicas=config.num_replicas,
         seed=secrets.randbits(32) if config.seed is None else config.seed,
-        threads=threads_per_worker(config.workers, cores=cores, env=os.environ),
+        threads=threads_per_worker(
+            -(-config.workers // config.num_hosts) if config.hosts else config.workers,
+            cores=config.cores_per_host or cores,
+            env=os.environ,
+            num_servers=-(-config.num_servers // config.num_hosts) if config.hosts else config.num_servers,
+        ),
         step_timeout_s=config.step_timeout_s,
         join_timeout_s=config.join_timeout_s,
         grace_s=config.grace_s,
         max_restarts=config.max_restarts,
-        pretend_hosts=config.pretend_hosts,
+        hosts_asked=replace(config.hosts, key_file=None) if config.hosts is not None else None,
+        min_workers=config.min_workers,
+        oversubscribe=config.oversubscribe,
+        journal=parse_journal(config.journal).shown if config.journal else "",
         versions=Versions(
             python=platform.python_version(), torch=metadata.version("torch"), shoal=shoal.__version__
         ),
         started=time.time(),
         resumed=config.resume,
         **(options_of(config) | {"exchange_rule": _exchange_rule(config)}),
+    )
+
+
+def _file_of_module(module: str, cwd: str) -> str:
+    """The file that `python -m` would run, found without importing the packages around it."""
+    parts = module.split(".")
+    folders = [cwd, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path[1:]]
+    for folder in folders:
+        base = os.path.join(folder, *parts)
+        for file in (f"{base}.py", os.path.join(base, "__main__.py")):
+            if os.path.isfile(file):
+                return os.path.abspath(file)
+    raise ConfigError(
+        f"there is no module '{module}': neither {os.path.join(*parts)}.py nor {os.path.join(*parts)}/__main__.py is in {cwd}, in "
+        "PYTHONPATH or among the installed packages. Nothing was started; run `shoal run -m` in the folder that holds the package."
     )
 
 
@@ -303,9 +527,9 @@ def _refuse_syntax_error(script: str) -> None:
 def _exchange_rule(config: LaunchConfig) -> str:
     if config.exchange != "auto":
         return ""
-    if config.exchange_rule:
-        return config.exchange_rule
-    return exchange_rule.for_job(num_workers=config.workers, num_hosts=config.pretend_hosts)
+    if config.exchange_rule and not (config.num_hosts > 1 and "shm" in config.exchange_rule):
+        return config.exchange_rule  # of the run that is resumed
+    return exchange_rule.for_job(num_workers=config.workers, num_hosts=config.num_hosts)
 
 
 def _open_run(config: LaunchConfig, described: RunConfig) -> RunDirectory:

@@ -85,7 +85,7 @@ def refuse_more_than_can_be_opened(num_workers: int, num_servers: int) -> None:
 
 def refuse_without_room(config: LaunchConfig, cores: int) -> None:
     """Refuse a job that is larger than this machine."""
-    if not config.oversubscribe:
+    if not config.oversubscribe and not config.cores_per_host:  # else the engine says what there is
         refuse_too_large(
             num_workers=config.workers,
             num_servers=config.num_servers,

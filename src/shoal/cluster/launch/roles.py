@@ -5,8 +5,11 @@ open descriptors by name (stdout and stderr are already in place), and the exit
 code it returns. A server's descriptors are
 
     listener        its own listening Unix socket, which outlives every incarnation
+    tcp_listener    its socket for other hosts, where the job has any
     coordinator     the coordinator's socket (O_PATH): connect to /proc/self/fd/N
     server-0, ...   the socket of each server there may be, this one included
+
+and whatever is on another host has an address in the spec instead.
 
 `protocol_version` tells whether two processes have imported the same messages
 and specs. The supervisor and its fork server import shoal one after the other;
@@ -27,6 +30,7 @@ from shoal.config.faults import Fault
 from shoal.config.job import Job
 from shoal.config.liveness import LivenessConfig
 from shoal.runtime.transport.messages import MESSAGES
+from shoal.runtime.transport.tls import Credentials
 
 Entry = Callable[[bytes, dict[str, int]], int]
 
@@ -52,8 +56,11 @@ PRELOAD = (
 )
 """What the warm parent imports before it forks: whatever costs a worker time at its first step."""
 
-PRELOAD_WHERE_NAMED = {"metrics": "shoal.train.metrics.metrics"}
-"""A word in the script -> what it will probably need. torchmetrics takes up to seconds to import; not all need it."""
+PRELOAD_WHERE_NAMED = {"metrics": "shoal.train.metrics", "HashEmbedding": "numba", "shoal.features": "numba"}
+"""A word in the script -> what it will probably need. torchmetrics takes up to seconds to import; not all need it.
+
+numba stands for all compiled loops.
+"""
 
 
 PRELOAD_WITH_SERVERS = ("numba", "shoal.ps.server.process", "shoal.ps.server.core", "shoal.parallel.ps.exact")
@@ -106,6 +113,10 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     push_norm: float | None = None
     liveness: LivenessConfig = LivenessConfig()
     faults: tuple[Fault, ...] = ()  # of all processes; arm with process=f"server-{number}"
+    credentials: Credentials | None = None  # with other hosts
+    coordinator: str = ""  # its address, where no descriptor leads to it
+    address: str = ""  # of this server, for other hosts
+    interfaces: str = ""  # of its host for connections between hosts, with commas
 
 
 def encode_spec(spec: ServerSpec) -> bytes:

@@ -1,4 +1,4 @@
-"""A job's directory on disk: claimed by one supervisor, readable by anybody, before and after.
+"""A job's directory on disk: claimed by one supervisor, readable by its user, before and after.
 
     <run-dir>/<name>/
         config.json      what was launched: enough to launch it again
@@ -10,10 +10,13 @@
         journal.sqlite   what the coordinator has promised
         trained/         <launch>-<rank>-<incarnation>: the batches of a worker under a relaxed strategy
         scratch/         what the job keeps on disk while it runs: gone with it
-        lock             held by the live supervisor, and only by it
+        lock             held by the live supervisor, and only by it; of a copy, by its host's agent
+        copied-from      the head, where this is another host's copy of its run directory
 
-Decides whether a directory may be used and says why not. Does not know what
-the events mean or how a checkpoint is made.
+Decides whether a directory may be used and says why not: one that belongs to
+another user, or is a link that another user made, may not. Only its user can
+enter it (mode 0700). Does not know what the events mean or how a checkpoint is
+made.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import os
 import shlex
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -34,8 +38,12 @@ import msgspec
 
 from shoal.cluster.coordinator import journal
 from shoal.cluster.ledger import trained_file
-from shoal.config.launch import RunConfig
+from shoal.config.launch import HostFacts, RunConfig
 from shoal.errors import RunDirectoryError
+from shoal.runtime import own_files
+
+COPY_MARK = "copied-from"
+"""File of a directory that a host agent keeps as a copy of the head's. Whoever goes on with the run there removes it."""
 
 _TAIL_BYTES = 1 << 16
 """Of metrics.jsonl: more than a line of it is long."""
@@ -75,16 +83,18 @@ class RunDirectory:
         is_new = name is None
         if not is_new:
             try:
-                if path.is_dir() and not _is_blank(path):
-                    cls._make_way(path, again=again, overwrite=overwrite)
-                path.mkdir()
+                if path.is_dir():
+                    _refuse_foreign(path)
+                    if not _is_blank(path):
+                        cls._make_way(path, again=again, overwrite=overwrite)
+                path.mkdir(mode=0o700)
                 is_new = True
             except FileExistsError:
                 pass
             except OSError as error:
                 raise _unwritable(path, error) from None
         try:
-            run = cls._lock(path)
+            run = cls.lock(path)
         except BaseException:
             if is_new:
                 path.rmdir()
@@ -94,9 +104,10 @@ class RunDirectory:
     @classmethod
     def reopen(cls, path: Path, config: RunConfig) -> RunDirectory:
         """Directory of an ended job, to continue it."""
+        _refuse_foreign(path)
         if not _is_blank(path):
             _refuse_other_job(path, config)
-        return cls._lock(path)._filled(config, is_new=False)
+        return cls.lock(path)._filled(config, is_new=False)
 
     @classmethod
     def _make_way(cls, path: Path, *, again: bool, overwrite: bool) -> None:
@@ -105,7 +116,7 @@ class RunDirectory:
         aside = next(
             free for k in itertools.count(1) if not (free := path.with_name(f"{path.name}.{k}")).exists()
         )
-        with cls._lock(path):  # an ended one; and nobody goes on with it meanwhile
+        with cls.lock(path):  # an ended one; and nobody goes on with it meanwhile
             if again:
                 path.rename(aside)
             elif overwrite:
@@ -125,9 +136,12 @@ class RunDirectory:
                 )
 
     @classmethod
-    def _lock(cls, path: Path) -> RunDirectory:
+    def lock(cls, path: Path) -> RunDirectory:
+        """The directory, held by this process; RunDirectoryError where another holds it."""
         try:
-            fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = own_files.open_file(path / "lock", os.O_RDWR | os.O_CREAT)
+            # Of a run of an earlier version, which others could hold on to.
+            os.fchmod(fd, 0o600)
         except OSError as error:
             raise _unwritable(path, error) from None
         try:
@@ -146,13 +160,14 @@ class RunDirectory:
     def _filled(self, config: RunConfig, *, is_new: bool) -> RunDirectory:
         """Put in what every run has. Written for real: permissions alone do not tell whether a disk takes it."""
         try:
+            os.chmod(self.path, 0o700)
             for folder in ("logs", "checkpoints"):
-                (self.path / folder).mkdir(exist_ok=True)
-            self.launch = journal.begin_launch(self.journal_path, num_workers=config.workers)
-            trained_file.forget_from(self.path, self.launch)
+                own_files.make_directory(self.path / folder)
+            self.begin_launch(config)  # first: where the journal is refused, the ended job's files stay
             (self.path / "summary.json").unlink(missing_ok=True)  # of the ended job; this one has not ended
-            write_atomically(self.path / "config.json", msgspec.json.encode(config))
-            self._events = open(self.path / "events.jsonl", "ab", buffering=0)  # noqa: SIM115  closed in close()
+            (self.path / COPY_MARK).unlink(missing_ok=True)
+            events = own_files.open_file(self.path / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._events = open(events, "ab", buffering=0)  # noqa: SIM115  closed in close()
         except OSError as error:
             self.close()
             if is_new:
@@ -164,6 +179,17 @@ class RunDirectory:
                 _remove_what_was_made(self.path)
             raise
         return self
+
+    def begin_launch(self, config: RunConfig) -> None:
+        """Begin the next launch of this run."""
+        self.launch = journal.begin_launch(self.journal_path, num_workers=config.workers)
+        trained_file.forget_from(self.path, self.launch)
+        write_atomically(self.path / "config.json", msgspec.json.encode(config))
+
+    def write_hosts(self, hosts: list[HostFacts]) -> None:
+        """Write the hosts of the job into config.json."""
+        config = replace(read_config(self.path), hosts=hosts)
+        write_atomically(self.path / "config.json", msgspec.json.encode(config))
 
     @property
     def journal_path(self) -> Path:
@@ -221,7 +247,7 @@ def read_config(path: Path) -> RunConfig:
             path=str(path),
         )
     try:
-        return msgspec.json.decode((path / "config.json").read_bytes(), type=RunConfig)
+        return msgspec.json.decode(own_files.read(path / "config.json"), type=RunConfig)
     except FileNotFoundError:
         raise RunDirectoryError(
             f"{path} exists and is not a run directory: it has no config.json. Nothing in it was touched; choose another "
@@ -238,7 +264,7 @@ def read_config(path: Path) -> RunConfig:
 def is_alive(path: Path) -> bool:
     """True while a supervisor holds this run directory."""
     try:
-        fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        fd = own_files.open_file(path / "lock", os.O_RDONLY, any_owner=True)
     except OSError:
         return False
     try:
@@ -254,7 +280,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file as a whole: a reader sees the old or the new, never a part."""
     temporary = path.with_name(f".{path.name}.new")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # of a process that was killed, or planted
+        with open(own_files.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -279,13 +306,27 @@ def _first_free(base: Path, stem: str) -> Path:
     while True:
         path = base / f"{stem}-{k}"
         try:
-            path.mkdir()  # the claim: of two launches at the same time one succeeds
+            path.mkdir(mode=0o700)  # the claim: of two launches at the same time one succeeds
         except FileExistsError:
             k += 1
         except OSError as error:
             raise _unwritable(path, error) from None
         else:
             return path
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuse a directory of another user's, and a link that another user made: what is in it would be trusted."""
+    try:
+        owners = {path.lstat().st_uid, path.stat().st_uid}
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    if owners != {os.getuid()}:
+        raise RunDirectoryError(
+            f"the run directory {path} belongs to user {min(owners - {os.getuid()})}, and this process to user "
+            f"{os.getuid()}. Nothing was started, and nothing in it was touched; choose another --name or --run-dir.",
+            path=str(path),
+        )
 
 
 def _is_blank(path: Path) -> bool:

@@ -51,7 +51,10 @@ class CoordinatorHandle:
         log: Path,
         warm: WarmParent,
         selector: selectors.BaseSelector,
+        tcp_listener: socket.socket | None = None,
     ) -> None:
+        """`tcp_listener` is where processes of other hosts come."""
+        self._tcp_listener = tcp_listener
         self.pid: int | None = None  # while it lives
         self._spec, self._title, self._warm, self._selector = spec, title, warm, selector
         self._liveness = spec.config.liveness
@@ -74,7 +77,12 @@ class CoordinatorHandle:
                 "coordinator",
                 title=self._title,
                 spec=msgspec.msgpack.encode(self._spec),
-                fds={"stdout": theirs, "stderr": theirs, "listener": self._listener.fileno()},
+                fds={
+                    "stdout": theirs,
+                    "stderr": theirs,
+                    "listener": self._listener.fileno(),
+                    **({"tcp_listener": self._tcp_listener.fileno()} if self._tcp_listener else {}),
+                },
             )
         finally:
             os.close(theirs)
@@ -164,6 +172,8 @@ class CoordinatorHandle:
         self._log.close()
         os.close(self.way_in)
         self._listener.close()
+        if self._tcp_listener is not None:
+            self._tcp_listener.close()
 
     def __enter__(self) -> CoordinatorHandle:
         return self

@@ -37,10 +37,16 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 5.0
 """Between two plain lines of the same phase."""
 
+MAX_EPOCH_LINES = 100
+"""Epochs of a fit of which each has a line. Of more, one a second."""
+
 EPOCH_LINE_EVERY_S = 1.0
 """Between two plain lines of different epochs: short epochs need not fill a page."""
 
 DRAW_EVERY_S = 0.125
+
+SILENT_AFTER_S = 1.5
+"""A start that takes longer is explained."""
 
 RETRY_S = 0.05
 """Between two attempts to write to a stream that nobody reads."""
@@ -106,6 +112,27 @@ class Display:
         self._newest: dict[int, Progress] = {}
         self._shown: Progress | None = None
         self._shown_at = 0.0
+        self._awaited, self._explain_at = "", 0.0
+        self._epoch_shown: tuple[int, int] | None = None
+        self._epoch_shown_at = -EPOCH_LINE_EVERY_S
+
+    def expect(self, what: str) -> None:
+        """Explain what is going on, if nothing is written for a while; an empty text for nothing more."""
+        self._awaited, self._explain_at = what, self._clock() + SILENT_AFTER_S
+
+    def expect_script(self) -> None:
+        """The workers run the script; files and pipes get what it says, and nothing else."""
+        self._awaited = ""
+
+    def _explain(self) -> float | None:
+        """Explain if it is time to; else the seconds until then."""
+        if not self._awaited:
+            return None
+        if (left_s := self._explain_at - self._clock()) > 0:
+            return left_s
+        what, self._awaited = self._awaited, ""
+        self.note(what)
+        return None
 
     def out(self, data: bytes) -> None:
         self._write(self._stdout, data)
@@ -118,6 +145,7 @@ class Display:
         self.err(f"{text}\n".encode())
 
     def update(self, progress: Progress) -> None:
+        self._awaited = ""
         self._newest[progress.rank] = progress
         if progress.rank == 0:
             self._show(progress)
@@ -126,7 +154,9 @@ class Display:
         """Draw what is due; returns the seconds until the next call, None for never."""
         for outlet in (self._stdout, self._stderr):
             outlet.flush()
-        return RETRY_S if self._stdout.num_pending or self._stderr.num_pending else None
+        if self._stdout.num_pending or self._stderr.num_pending:
+            return RETRY_S
+        return self._explain()
 
     @property
     def is_full(self) -> bool:
@@ -147,6 +177,7 @@ class Display:
         return any(outlet.num_pending > MAX_PENDING_BYTES for outlet in outlets)
 
     def _write(self, outlet: Outlet, data: bytes) -> None:
+        self._awaited = "" if data else self._awaited
         if not (self._is_leaving and self._has_no_room(outlet)):  # it is in the logs
             outlet.write(data)
 
@@ -160,7 +191,22 @@ class Display:
         """In a plain process: keep print() and the table apart."""
         yield
 
+    def _show_epoch(self, progress: Progress) -> None:
+        """One line for an epoch that is over, with its own number and means."""
+        epoch, many = progress.metrics_epoch, (progress.num_epochs or 0) > MAX_EPOCH_LINES
+        if not epoch or (progress.call, epoch) == self._epoch_shown:
+            return
+        if (
+            not many
+            or self._clock() >= self._epoch_shown_at + EPOCH_LINE_EVERY_S
+            or epoch == progress.num_epochs
+        ):
+            self._epoch_shown_at = self._clock()
+            self._epoch_shown = progress.call, progress.metrics_epoch
+            self.note(progress_text.epoch_line(progress))
+
     def _show(self, progress: Progress) -> None:
+        self._show_epoch(progress)
         now, shown = self._clock(), self._shown
         waited_s = now - self._shown_at
         begins = shown is None or (shown.call, shown.phase) != (progress.call, progress.phase)
@@ -195,11 +241,17 @@ class LiveDisplay(Display):
     def err(self, data: bytes) -> None:
         self._above(self._stderr, data)
 
+    def expect_script(self) -> None:
+        self.expect("the workers run the script; its first step is to come")
+
     def update(self, progress: Progress) -> None:
         """Show progress. A call that is over stays above the table, as one line."""
         before = self._newest.get(progress.rank)
-        if progress.rank == 0 and before is not None and before.call != progress.call:
-            self.note(progress_text.line(before))
+        if progress.rank == 0:
+            if before is not None and before.call != progress.call:
+                self.note(progress_text.line(before))
+            self._show_epoch(progress)
+        self._awaited = ""
         self._newest[progress.rank] = progress
         self._is_dirty = True
         self.tick()
@@ -207,7 +259,7 @@ class LiveDisplay(Display):
     def tick(self) -> float | None:
         """Draw what is due; returns after how many seconds to come again, None for never."""
         blocked_s = super().tick()
-        if not self._is_dirty or blocked_s is not None:
+        if not self._is_dirty or self._stdout.num_pending or self._stderr.num_pending:
             return blocked_s
         now = self._clock()
         if now < self._draw_at:
@@ -263,30 +315,36 @@ class LiveDisplay(Display):
             file=io.StringIO(), force_terminal=True, width=max(20, width - 1), legacy_windows=False
         )
         with console.capture() as captured:
-            console.print(table(self._newest, max_workers=max(1, height - 6)))
+            console.print(table(self._newest, max_workers=max(1, height - 6), width=max(20, width - 1)))
         return captured.get()
 
 
-def table(newest: dict[int, Progress], *, max_workers: int) -> Table:
-    """Progress table: one line for the job, and one per worker where there are several."""
+def table(newest: dict[int, Progress], *, max_workers: int, width: int = 80) -> Table:
+    """Progress table: one line for the job, and one per worker where there are several.
+
+    Epoch, step, loss and ETA are always whole. The metrics of the epoch before
+    have a line of their own when it ends, and no column.
+    """
     from rich import box
     from rich.table import Table
 
     first = newest[min(newest)]
-    metrics = [name for name in first.metrics if name != "loss"]
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=None)
-    for name in ("", "epoch", "step", "loss", *metrics, "samples/s", "ETA"):
+    cells = {
+        "": first.phase,
+        "epoch": progress_text.of(first.epoch, first.num_epochs) if first.epoch else "",
+        "step": progress_text.of(first.step, first.num_steps),
+        "loss": progress_text.value(first.loss) if first.loss is not None else "",
+        "ETA": progress_text.duration(first.eta_s) if first.eta_s is not None else "",
+        "samples/s": progress_text.rate(first.samples_per_s),
+    }
+    others = {"": [f"worker {max(newest)}"] if len(newest) > 1 else []}
+    widths = {name: max(map(len, (name, cell, *others.get(name, ())))) for name, cell in cells.items()}
+    if sum(widths.values()) + 2 * len(widths) > width:
+        del cells["samples/s"]
+    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in cells:
         drawn.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    drawn.add_row(
-        first.phase,
-        progress_text.of(first.epoch, first.num_epochs) if first.epoch else "",
-        progress_text.of(first.step, first.num_steps),
-        progress_text.value(first.loss) if first.loss is not None else "",
-        *(progress_text.value(first.metrics[name]) for name in metrics),
-        progress_text.rate(first.samples_per_s),
-        progress_text.duration(first.eta_s) if first.eta_s is not None else "",
-        style="bold",
-    )
+    drawn.add_row(*cells.values(), style="bold")
     if len(newest) > 1:
         for rank in sorted(newest)[:max_workers]:
             theirs = newest[rank]
@@ -299,6 +357,9 @@ def table(newest: dict[int, Progress], *, max_workers: int) -> Table:
 class Quiet(Display):
     """The script's output alone."""
 
+    def expect(self, what: str) -> None:
+        """Explain nothing."""
+
     def update(self, progress: Progress) -> None:
         """Take it in; show nothing."""
 
@@ -306,12 +367,12 @@ class Quiet(Display):
         pass
 
 
-def open_display(stdout: BinaryIO, stderr: BinaryIO, *, quiet: bool = False) -> Display:
+def open_display(stdout: BinaryIO, stderr: BinaryIO, *, quiet: bool = False, plain: bool = False) -> Display:
     """Display for the kind of stderr: a terminal that can move its cursor, or anything else."""
     if quiet:
         return Quiet(stdout, stderr)
     is_terminal = stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    return LiveDisplay(stdout, stderr) if is_terminal else Display(stdout, stderr)
+    return LiveDisplay(stdout, stderr) if is_terminal and not plain else Display(stdout, stderr)
 
 
 def binary(stream: TextIO) -> BinaryIO:

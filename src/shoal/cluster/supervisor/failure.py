@@ -15,9 +15,17 @@ import traceback
 
 import shoal
 from shoal import errors
-from shoal.errors import CoordinatorLost, Interrupted, PeerLost, ScriptExited, ScriptFailed, ShoalError
+from shoal.errors import (
+    ConfigError,
+    CoordinatorLost,
+    Interrupted,
+    PeerLost,
+    ScriptExited,
+    ScriptFailed,
+    ShoalError,
+)
 from shoal.runtime.transport.messages.supervisor import Failed
-from shoal.runtime.user_frames import hide_ours
+from shoal.runtime.user_frames import hide_ours, last_user_line
 
 MAX_TEXT_CHARS = 12_000
 """Of each text of a Failed, which must fit a packet. The middle is left out: that of a recursion says nothing new."""
@@ -27,7 +35,7 @@ _SHOAL = os.path.dirname(os.path.abspath(shoal.__file__)) + os.sep
 
 
 def describe(
-    error: BaseException, *, rank: int, stop: str | None = None, has_own_group: bool = False
+    error: BaseException, *, rank: int, stop: str | None = None, meets_peers: bool = False
 ) -> Failed:
     """Failed message for an exception that ended the script. `stop`: the signal that asked it to leave."""
     kind, told, code = "script", error, 1
@@ -37,13 +45,14 @@ def describe(
         code = exit_code_of(error)
     elif isinstance(told, ShoalError):
         kind, code = "shoal", told.exit_code
-    if _came_from_a_peer(error) or (has_own_group and _came_from_a_backend(error)):
+    if _came_from_a_peer(error) or (meets_peers and _came_from_a_backend(error)):
         kind, code = "peer", PeerLost.exit_code
+    line = last_user_line(error) if isinstance(told, ConfigError) else None
     return Failed(
         rank=rank,
         kind=kind,  # type: ignore[arg-type]  # one of the three literals
         error=type(told).__name__,
-        message=_cut(_words(told)),
+        message=_cut(_words(told) + (f" It was said at {line}." if line is not None else "")),
         traceback=_cut(user_traceback(error)),
         exit_code=code,
         facts=_plain_facts(told),

@@ -26,7 +26,7 @@ are not reported.
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -78,6 +78,15 @@ class WorkerExited:
 
     rank: int
     code: int  # minus the signal that killed it
+    lost_with: str = ""  # the host that was lost, and why: then its process may even live on, fenced
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUnplaced:
+    """No host has room for this incarnation of a rank: it is started when one joins."""
+
+    rank: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,8 @@ class ServerExited:
     number: int
     code: int
     is_wanted: bool = True
+    lost_with: str = ""
+    """The host that was lost with it, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +161,10 @@ class CoordinatorExited:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequested:
-    """A signal asks the job to leave."""
+    """A signal asks the job to leave; `to_resize`: it is launched again at once, with other workers or hosts."""
 
     signum: signal.Signals
+    to_resize: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +180,7 @@ Event: TypeAlias = (
     | Failed
     | Finished
     | WorkerExited
+    | WorkerUnplaced
     | ServerStarted
     | ServerExited
     | ServerSuspected
@@ -266,6 +279,16 @@ class WorkerDeath:
     finished: bool = False
     why: str = ""  # why we killed it, where we did
     num_times: int = 1  # in a row, without the job getting ahead
+    lost_with: str = ""  # the host that was lost, and why
+
+
+@dataclass(frozen=True, slots=True)
+class HostMissing:
+    """No host came for ranks that have none."""
+
+    ranks: tuple[int, ...]
+    waited_s: float
+    lost_with: str  # the host that was lost, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +299,7 @@ class ServerDeath:
     code: int
     why: str = ""  # why we killed it, where we did
     num_times: int = 1  # in a row, without the job getting ahead
+    lost_with: str = ""  # the host that was lost, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +315,7 @@ class LeftOnRequest:
 
     signum: signal.Signals
     late: tuple[int, ...] = ()
+    to_resize: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +326,14 @@ class StuckAtExit:
 
 
 Cause: TypeAlias = (
-    Failed | WorkerDeath | ServerDeath | StateLost | CoordinatorDeath | LeftOnRequest | StuckAtExit
+    Failed
+    | WorkerDeath
+    | HostMissing
+    | ServerDeath
+    | StateLost
+    | CoordinatorDeath
+    | LeftOnRequest
+    | StuckAtExit
 )
 
 
@@ -328,6 +360,12 @@ class RestartConfig:
 
     max_restarts: int = 0
     """How often a rank is replaced without the job getting ahead; the next death ends it. 0: never."""
+
+    max_host_losses: int = 10
+    """How often a rank is replaced because its host was lost, without the job getting ahead: not the rank's fault."""
+
+    host_timeout_s: float = 600.0
+    """How long ranks wait for a host with room before the job ends."""
 
     all_hold_parts: bool = False
     """Each worker holds state that no other has: where one dies, all begin anew from the newest snapshot."""
@@ -369,9 +407,14 @@ class JobLifecycle:
         self._behind: set[int] = set()  # replacements that have not caught up
         self._num_deaths: dict[int, int] = {}  # by rank, since the job last got ahead
         self._unrecovered: WorkerDeath | None = None  # the newest death since then
+        self._num_host_losses: dict[int, int] = {}  # the same, of deaths with a host
+        self._unplaced: set[int] = set()  # ranks that wait for a host
+        self._unplaced_since = 0.0
+        self._lost_with = ""  # the newest loss of a host
         self._why_killed: dict[int, str] = {}
         self._servers: dict[int, int] = {}  # number -> incarnation, of those that live
         self._num_server_deaths: dict[int, int] = {}  # as for ranks
+        self._num_server_host_losses: dict[int, int] = {}
         self._why_servers_killed: dict[int, str] = {}
         self._num_losses = 0  # of everything, since the job last got ahead
         self._starting_anew: RestartAll | None = None  # once all are gone
@@ -388,8 +431,21 @@ class JobLifecycle:
         """Time of the next ClockTick that has an effect."""
         if self.phase is JobPhase.ENDED:
             return None
-        times = [self._kill_at, self._give_up_at, self._suspicion[1] if self._suspicion else None]
+        times = [
+            self._kill_at,
+            self._give_up_at,
+            self._suspicion[1] if self._suspicion else None,
+            self._place_by,
+        ]
         return min((at for at in times if at is not None), default=None)
+
+    @property
+    def _place_by(self) -> float | None:
+        """Time at which ranks without a host end the job."""
+        is_ending = self.phase not in (JobPhase.RUNNING, JobPhase.LEAVING)
+        return (
+            None if is_ending or not self._unplaced else self._unplaced_since + self._restart.host_timeout_s
+        )
 
     @property
     def exit_code(self) -> int:
@@ -413,6 +469,7 @@ class JobLifecycle:
         match event:
             case WorkerStarted(rank, incarnation):
                 self._alive[rank] = self._incarnations[rank] = incarnation
+                self._unplaced.discard(rank)
                 if incarnation:
                     self._behind.add(rank)
                 return []
@@ -423,7 +480,9 @@ class JobLifecycle:
                 )
             case JobAdvanced():
                 self._num_deaths.clear()
+                self._num_host_losses.clear()
                 self._num_server_deaths.clear()
+                self._num_server_host_losses.clear()
                 self._num_losses = 0
                 self._unrecovered = None
                 return []
@@ -432,8 +491,8 @@ class JobLifecycle:
             case ServerStarted(number, incarnation):
                 self._servers[number] = incarnation
                 return []
-            case ServerExited(number, code, is_wanted):
-                return self._server_exited(number, code, is_wanted, now)
+            case ServerExited():
+                return self._server_exited(event, now)
             case ServerSuspected(number, incarnation, why):
                 if self._servers.get(number) != incarnation or self.phase is JobPhase.ENDING:
                     return []
@@ -455,15 +514,17 @@ class JobLifecycle:
                 if len(self.finished) == self._num_workers and self._kill_at is None:
                     self._kill_at = now + self._restart.exit_s
                 return []
-            case WorkerExited(rank, code):
-                return self._exited(rank, code, now)
+            case WorkerExited(rank, code, lost_with):
+                return self._exited(rank, code, lost_with, now)
+            case WorkerUnplaced(rank, incarnation):
+                return self._not_placed(rank, incarnation, now)
             case CoordinatorServes():
                 self._coordinator_served_at = self._coordinator_served_at or now
                 return []
             case CoordinatorExited(code, is_final):
                 return self._coordinator_exited(code, is_final, now)
-            case LeaveRequested(signum):
-                return self._asked(signum, now)
+            case LeaveRequested(signum, to_resize):
+                return self._asked(LeftOnRequest(signum, to_resize=to_resize), now)
             case ClockTick():
                 return self._tick(now)
 
@@ -475,9 +536,8 @@ class JobLifecycle:
             if self.phase is JobPhase.LEAVING:
                 return []
             # Somebody asked the worker and not us: the others follow it.
-            return self._leave(
-                signal.SIGTERM if failed.exit_code == 128 + signal.SIGTERM else signal.SIGINT, now
-            )
+            is_terminated = failed.exit_code == 128 + signal.SIGTERM
+            return self._leave(LeftOnRequest(signal.SIGTERM if is_terminated else signal.SIGINT), now)
         if failed.kind == "peer":
             # Those who leave first break the exchange of those who leave last.
             if self.phase is JobPhase.RUNNING and self._suspicion is None:
@@ -491,17 +551,27 @@ class JobLifecycle:
         self._why_killed[rank] = why
         return [KillWorkers((rank,))]
 
-    def _exited(self, rank: int, code: int, now: float) -> list[Action]:
+    def _not_placed(self, rank: int, incarnation: int, now: float) -> list[Action]:
+        if not self._unplaced:
+            self._unplaced_since = now
+        self._unplaced.add(rank)
+        self._incarnations[rank] = incarnation - 1  # the newest that was started
+        # Nobody can finish a step while a rank has no host.
+        return self._kill_all(now) if self.phase is JobPhase.LEAVING else []
+
+    def _exited(self, rank: int, code: int, lost_with: str, now: float) -> list[Action]:
         incarnation = self._alive.pop(rank, 0)
         self._behind.discard(rank)
         if self._starting_anew and self.phase is JobPhase.RUNNING:
             return self._start_anew()
         actions: list[Action] = []
         if self.phase is not JobPhase.ENDING and not self._explains(rank, code):
-            actions = self._died(rank, incarnation, code, now)
+            actions = self._died(rank, incarnation, code, lost_with, now)
             if any(isinstance(action, (ReplaceWorker, RollBack)) for action in actions):
                 return actions
         if not self._alive:
+            if self.is_resizing and len(self.finished) == self._num_workers:
+                self.cause = None  # the script was at its end
             if self._suspicion and self.cause is None:
                 self.cause = (
                     self._unrecovered or self._suspicion[0]
@@ -509,18 +579,26 @@ class JobLifecycle:
             self.phase, self._kill_at, self._give_up_at, self._suspicion = JobPhase.ENDED, None, None, None
         return actions
 
-    def _died(self, rank: int, incarnation: int, code: int, now: float) -> list[Action]:
-        num_times = self._num_deaths[rank] = self._num_deaths.get(rank, 0) + 1
-        died = WorkerDeath(rank, code, rank in self.finished, self._why_killed.pop(rank, ""), num_times)
+    def _died(self, rank: int, incarnation: int, code: int, lost_with: str, now: float) -> list[Action]:
+        self._lost_with = lost_with or self._lost_with
+        counts = self._num_host_losses if lost_with else self._num_deaths
+        num_times = counts[rank] = counts.get(rank, 0) + 1
+        most = self._most_deaths(lost_with)
+        why = self._why_killed.pop(rank, "")
+        died = WorkerDeath(rank, code, rank in self.finished, why, num_times, lost_with)
         # Once a rank has left, there is nobody for a replacement to take its state from, or to run with.
-        # Of a script's own group those that lose a peer leave too; all of them are started again.
-        lost_peer = [f for f in self.failures if f.kind == "peer" and self._has_own_group]
+        # Of a script's own group, and where its loop runs a model in parts, those that lose a peer leave too; all of them are
+        # started again.
+        leave_with_it = self._has_own_group or self._restart.all_hold_parts
+        lost_peer = [f for f in self.failures if f.kind == "peer" and leave_with_it]
         have_others_left = bool(self.finished or len(self.failures) > len(lost_peer))
-        if num_times > self._restart.max_restarts or have_others_left:
+        if self.is_resizing and have_others_left and self._restart.max_restarts:
+            return self._kill_all(now)  # all are launched again, from what was saved
+        if num_times > most or not self._restart.max_restarts or have_others_left:
             return self._end(died, now)
         takes_all_back = self._restart.all_hold_parts or self._has_let_go or self._has_own_group
         if self.phase is JobPhase.LEAVING and (not self._alive or takes_all_back):
-            return self._end(died, now)
+            return self._kill_all(now) if self.is_resizing else self._end(died, now)
         self._unrecovered = died
         if takes_all_back:
             own, parts = self._has_own_group, self._restart.all_hold_parts and not self._has_own_group
@@ -537,6 +615,11 @@ class JobLifecycle:
         self.num_restarts += 1
         return [ReplaceWorker(died, incarnation + 1)]
 
+    def _most_deaths(self, lost_with: str) -> int:
+        """How often a process is replaced; the loss of a host is not its fault."""
+        most = self._restart.max_restarts
+        return max(most, self._restart.max_host_losses) if lost_with and most else most
+
     def _explains(self, rank: int, code: int) -> bool:
         """True for an exit that was announced, or wanted, or came too late to matter."""
         if any(failed.rank == rank for failed in self.failures):
@@ -547,17 +630,19 @@ class JobLifecycle:
             return not self._has_own_group  # nobody else leaves before all reach the script's end, so it had
         return code == 0 and rank in self.finished
 
-    def _server_exited(self, number: int, code: int, is_wanted: bool, now: float) -> list[Action]:
+    def _server_exited(self, exited: ServerExited, now: float) -> list[Action]:
+        number, lost_with = exited.number, exited.lost_with
         incarnation = self._servers.pop(number, 0)
         why = self._why_servers_killed.pop(number, "")
         if self._starting_anew and self.phase is JobPhase.RUNNING:
             return self._start_anew()
         # Nobody leaves before all have reached the script's end, and from there on nobody needs a server.
-        if not is_wanted or self.finished or self.phase not in (JobPhase.RUNNING, JobPhase.LEAVING):
+        if not exited.is_wanted or self.finished or self.phase not in (JobPhase.RUNNING, JobPhase.LEAVING):
             return []
-        num_times = self._num_server_deaths[number] = self._num_server_deaths.get(number, 0) + 1
-        died = ServerDeath(number, code, why, num_times)
-        if num_times > self._restart.max_restarts:
+        counts = self._num_server_host_losses if lost_with else self._num_server_deaths
+        num_times = counts[number] = counts.get(number, 0) + 1
+        died = ServerDeath(number, exited.code, why, num_times, lost_with)
+        if num_times > self._most_deaths(lost_with):
             return self._end(died, now)
         self.num_restarts += 1
         return [ReplaceServer(died, incarnation + 1)]
@@ -615,24 +700,37 @@ class JobLifecycle:
             return self._end(CoordinatorDeath(code), now)
         return [RestartCoordinator()]
 
-    def _asked(self, signum: signal.Signals, now: float) -> list[Action]:
+    @property
+    def has_own_group(self) -> bool:
+        """The script forms a process group of its own."""
+        return self._has_own_group
+
+    @property
+    def is_resizing(self) -> bool:
+        """The job ends, or has ended, to be launched again with other workers or hosts."""
+        return isinstance(self.cause, LeftOnRequest) and self.cause.to_resize
+
+    def _asked(self, asked: LeftOnRequest, now: float) -> list[Action]:
         if not self._alive:
-            self.cause, self.phase = self.cause or LeftOnRequest(signum), JobPhase.ENDED
+            self.cause, self.phase = self.cause or asked, JobPhase.ENDED
             return []
-        if self._starting_anew:  # nobody could finish a step
-            self.cause = LeftOnRequest(signum)
+        if self._starting_anew or self._unplaced:  # nobody could finish a step
+            self.cause = asked
             return self._kill_all(now)
         if self.phase is JobPhase.RUNNING:
-            return self._leave(signum, now)
+            return self._leave(asked, now)
+        if self.is_resizing:
+            self.cause = asked  # they leave already; now for good
+            return []
         return self._kill_all(now)  # asked again, or while it ends anyway: now
 
-    def _leave(self, signum: signal.Signals, now: float) -> list[Action]:
-        self.cause, self.phase = LeftOnRequest(signum), JobPhase.LEAVING
+    def _leave(self, asked: LeftOnRequest, now: float) -> list[Action]:
+        self.cause, self.phase = asked, JobPhase.LEAVING
         self._kill_at = now + self._restart.grace_s
         # One wish is enough for all to leave at one step. A replacement that is not yet with them could only break
         # off, and they would wait for it; it is asked when it has caught up.
         ranks = self._alive.keys() - self._behind or self._alive.keys()
-        return [AskToLeave(tuple(sorted(ranks)), signum)]
+        return [AskToLeave(tuple(sorted(ranks)), asked.signum)]
 
     def _end(self, cause: Cause, now: float) -> list[Action]:
         self.cause, self.phase, self._suspicion = cause, JobPhase.ENDING, None
@@ -642,10 +740,14 @@ class JobLifecycle:
     def _tick(self, now: float) -> list[Action]:
         if self._suspicion and now >= self._suspicion[1]:
             return self._end(self._unrecovered or self._suspicion[0], now)
+        if self._place_by is not None and now >= self._place_by:
+            ranks = tuple(sorted(self._unplaced))
+            self._end(HostMissing(ranks, now - self._unplaced_since, self._lost_with), now)
+            return [] if self._alive else self._kill_all(now)
         if self._kill_at is not None and now >= self._kill_at and self._alive:
             late = tuple(sorted(self._alive))
             if isinstance(self.cause, LeftOnRequest):
-                self.cause = LeftOnRequest(self.cause.signum, late)
+                self.cause = replace(self.cause, late=late)
             elif self.cause is None:
                 self.cause = StuckAtExit(late)
             return self._kill_all(now)
@@ -656,4 +758,6 @@ class JobLifecycle:
     def _kill_all(self, now: float) -> list[Action]:
         self._kill_at, self._suspicion, self.phase = None, None, JobPhase.ENDING
         self._give_up_at = now + self._restart.reap_s
+        if not self._alive:
+            self.phase, self._give_up_at = JobPhase.ENDED, None
         return [KillWorkers(tuple(sorted(self._alive)))]

@@ -17,6 +17,7 @@ from typing import Any
 from shoal.cluster.supervisor import failure
 from shoal.cluster.supervisor.job_lifecycle import (
     CoordinatorDeath,
+    HostMissing,
     JobLifecycle,
     LeftOnRequest,
     ServerDeath,
@@ -65,6 +66,9 @@ class JobOutcome:
     exchange: dict[str, Any] = field(default_factory=dict)
     """What the newest fit sent of its gradients."""
 
+    has_own_loop: bool = False
+    """The script trains by shoal.setup."""
+
     coordinator_last_lines: list[str] = field(default_factory=list)
     """Of its log, once it is gone."""
 
@@ -86,7 +90,11 @@ def error_of(outcome: JobOutcome, *, num_workers: int, run: str) -> ShoalError |
             return WorkerDied(
                 rank=rank,
                 how=("had finished its script, then " if finished else "")
-                + how_it_ended(code, finished=finished)
+                + (
+                    f"was lost: {cause.lost_with}"
+                    if cause.lost_with
+                    else how_it_ended(code, finished=finished)
+                )
                 + again
                 + (
                     f" ({why}; if it is only slow, raise --step-timeout, or join_timeout_s of shoal.run)"
@@ -99,12 +107,18 @@ def error_of(outcome: JobOutcome, *, num_workers: int, run: str) -> ShoalError |
                 log=outcome.last_lines.get(rank, []),
                 run=run,
             )
-        case ServerDeath(number, code, why, num_times):
+        case HostMissing(ranks, waited_s, lost_with):
+            return ClusterError(
+                f"{_workers(ranks)} had no host for {waited_s:.0f} s: {lost_with}, and no other host has room; so the job was "
+                f"stopped. {_go_on(checkpoint, run)} To wait longer for a host that comes back, raise --join-timeout; to "
+                "have its workers start on hosts without a core to spare, add --oversubscribe."
+            )
+        case ServerDeath(number, code, why, num_times, lost_with):
             again = f" {num_times} times without the job getting ahead" if num_times > 1 else ""
             because = f" ({why}; if it is only slow, raise --step-timeout)" if why else ""
             last_lines = outcome.server_last_lines.get(number, [])
             return ClusterError(
-                f"server {number} {how_it_ended(code, finished=True)}{again}{because}, so the job was stopped. "
+                f"server {number} {_server_end(code, lost_with)}{again}{because}, so the job was stopped. "
                 f"{_go_on(checkpoint, run)}"
                 + "\n  ".join([f"\nLast lines of server {number}:", *last_lines] if last_lines else [])
             )
@@ -138,6 +152,8 @@ def error_of(outcome: JobOutcome, *, num_workers: int, run: str) -> ShoalError |
 def lost_state(lost: StateLost) -> str:
     """Description of the lost state and of its holders."""
     how = "died" if lost.died is None else how_it_ended(lost.died.code)
+    if lost.died is not None and lost.died.lost_with:
+        how = "was lost with its host"
     if lost.died is not None and lost.died.why:
         how += f" ({lost.died.why})"
     if lost.has_own_group:
@@ -232,6 +248,8 @@ def _interrupted(outcome: JobOutcome, signum: signal.Signals, late: tuple[int, .
         checkpoint=facts.get("checkpoint") or (outcome.lasting.path if outcome.lasting else None),
         run=run,
     )
+    if outcome.has_own_loop and error.checkpoint is None:
+        error.args = (f"{error} Nothing was asked to be saved: the loop calls no shoal.checkpoint.",)
     if late:
         error.args = (f"{error} {_workers(late).capitalize()} did not leave in time and had to be killed.",)
     return error
@@ -263,11 +281,22 @@ def begins_anew(checkpoint: Saved | None) -> str:
     return f"no worker is left that has what was trained; all begin anew from {where}"
 
 
+def resized(before: int, now: int, checkpoint: Saved | None) -> str:
+    """Note that other workers go on, or the same number on other hosts."""
+    where = f"from step {checkpoint.step:,} on" if checkpoint is not None else "from the start"
+    bits = "still" if now == before else "no longer"
+    return f"{now} worker{'s' if now > 1 else ''} {where}: the bits are {bits} those of the undisturbed run"
+
+
 def replacing_server(died: ServerDeath, max_restarts: int) -> str:
     """Note that a server is replaced."""
     why = f": {died.why}" if died.why else ""
-    how = how_it_ended(died.code, finished=True)
-    return f"server {died.number} {how}{why}; replacing it ({died.num_times} of {max_restarts} times)"
+    count = "" if died.lost_with else f" ({died.num_times} of {max_restarts} times)"
+    return f"server {died.number} {_server_end(died.code, died.lost_with)}{why}; replacing it{count}"
+
+
+def _server_end(code: int, lost_with: str) -> str:
+    return f"was lost: {lost_with}" if lost_with else how_it_ended(code, finished=True)
 
 
 def going_back(lost: StateLost, checkpoint: Saved | None, reached: int, *, max_restarts: int) -> str:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from shoal.runtime import own_files
+
 MAX_LINE_BYTES = 64 * 1024
 READ_BYTES = 64 * 1024
 MAX_LAST_READS = 16
@@ -79,7 +81,8 @@ class Log:
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO | None = None
         with contextlib.suppress(OSError):  # as in write(): somebody may have removed the run's directory
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed in close()
+            fd = own_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._file = open(fd, "ab", buffering=0)  # noqa: SIM115  closed in close()
         self._tail = b""
 
     def write(self, data: bytes) -> None:
@@ -135,9 +138,9 @@ class Pipe:
         os.close(self._fd)
 
 
-def stdout_pipe(fd: int, log: Log, screen: Screen, *, rank: int) -> Pipe:
-    """A worker's stdout: rank 0's is the job's own, the others' goes to their logs."""
-    if rank != 0:
+def stdout_pipe(fd: int, log: Log, screen: Screen, *, rank: int, shown_rank: int = 0) -> Pipe:
+    """A worker's stdout: rank 0's, or that of the rank that is debugged, is the job's own; the others' goes to their logs."""
+    if rank != shown_rank:
         return Pipe(fd, log)
     return Pipe(fd, log, screen.out, None if screen.takes_parts else LineCutter())
 

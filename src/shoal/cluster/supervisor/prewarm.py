@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
 
-from shoal.runtime.kernel_cache import kernel, vector
+from shoal.runtime.kernel_cache import kernel, types, vector
 
 
 @kernel((vector(types.int64),))

@@ -49,12 +49,18 @@ def line(progress: Progress) -> str:
     parts.append(f"step {of(progress.step, progress.num_steps)}")
     if progress.loss is not None:
         parts.append(f"loss {value(progress.loss)}")
-    parts += [f"{name} {value(number)}" for name, number in progress.metrics.items() if name != "loss"]
     if progress.samples_per_s > 0:
         parts.append(f"{rate(progress.samples_per_s)} samples/s")
     if progress.eta_s is not None:
         parts.append(f"ETA {duration(progress.eta_s)}")
     return "  ".join(parts)
+
+
+def epoch_line(progress: Progress) -> str:
+    """The means of an epoch that is over: over its steps for the training data, after it for the validation data."""
+    names = {"loss": "mean loss"}  # "loss" alone is that of the newest step
+    means = "  ".join(f"{names.get(name, name)} {value(number)}" for name, number in progress.metrics.items())
+    return f"epoch {of(progress.metrics_epoch, progress.num_epochs)} done  {means}"
 
 
 def _three_digits(number: float) -> str:
@@ -65,6 +71,10 @@ def _three_digits(number: float) -> str:
 def exchanged(facts: dict[str, Any]) -> str:
     """Gradient traffic of a fit, and the path of its loss curve; `facts` as in summary.json."""
     raw, sent = (rate(facts[f"{kind}_bytes_per_step"]) for kind in ("raw", "sent"))
-    less = f" instead of {raw}B, {facts['ratio']:g} times less" if facts["ratio"] != 1 else ""
+    less = f" instead of {raw}B" if facts["ratio"] != 1 else ""
+    if facts["ratio"] > 1:
+        less += f", {facts['ratio']:g} times less"
+    elif facts["ratio"] < 1:
+        less += f", {1 / facts['ratio']:.3g} times as much"
     how = f"{facts['compress']} over " if facts["compress"] != "none" else ""
     return f"{sent}B a step{less}, by {how}{facts['exchange']}; the loss of every step is in {facts['loss_curve']}"

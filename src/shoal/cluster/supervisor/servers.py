@@ -18,6 +18,7 @@ from types import TracebackType
 
 import msgspec
 
+from shoal.cluster.hosts.hosts import HEAD, Hosts
 from shoal.cluster.launch.roles import MAX_SERVERS, ServerSpec, encode_spec, way_in
 from shoal.cluster.launch.run_directory import RunDirectory
 from shoal.cluster.supervisor import job_lifecycle as lifecycle
@@ -26,9 +27,8 @@ from shoal.cluster.supervisor.coordinator_handle import CoordinatorHandle
 from shoal.cluster.supervisor.outcome import JobOutcome
 from shoal.cluster.supervisor.output import LineCutter, Log, Pipe, Screen
 from shoal.cluster.supervisor.sockets import Control, listen_unnamed
-from shoal.cluster.supervisor.warm_parent import WarmParent
-from shoal.cluster.supervisor.worker_handle import is_stopped
 from shoal.cluster.worker.process import WorkerSpec
+from shoal.runtime.transport import tls
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView
 from shoal.runtime.transport.messages.supervisor import (
@@ -60,14 +60,14 @@ class ServerHandle:
     pid: int
     pipes: list[Pipe]
     log: Log
+    host: int
+    lost_with: str = ""
+    """The host that was lost with it, and why."""
 
     @property
     def name(self) -> str:
         """Name of the process in faults."""
         return f"server-{self.number}"
-
-    def is_stopped(self) -> bool:
-        return is_stopped(self.pid)
 
 
 class ServerProcesses:
@@ -82,19 +82,22 @@ class ServerProcesses:
         *,
         run: RunDirectory,
         screen: Screen,
-        warm: WarmParent,
+        hosts: Hosts,
         selector: selectors.BaseSelector,
     ) -> None:
         self.living: dict[int, ServerHandle] = {}  # by pid
         self._newest: dict[int, int] = {}  # number -> the incarnation that was started last
-        self._spec, self._run, self._screen, self._warm, self._selector = spec, run, screen, warm, selector
+        self._spec, self._run, self._screen, self._hosts, self._selector = spec, run, screen, hosts, selector
         self._listeners: list[socket.socket] = []
+        self._tcp_listeners: list[socket.socket] = []
         self._ways_in: list[int] = []
         try:
             for number in range(max_servers(spec.num_servers)):
                 listener, leads_there = listen_unnamed(way_in(number))
                 self._listeners.append(listener)
                 self._ways_in.append(leads_there)
+                if hosts.cluster is not None:
+                    self._tcp_listeners.append(tls.listen(hosts.cluster.config.bind))
         except BaseException:
             self.close()
             raise
@@ -104,25 +107,40 @@ class ServerProcesses:
         """Descriptors that lead to the servers, by the names under which children inherit them."""
         return {way_in(number): fd for number, fd in enumerate(self._ways_in)}
 
-    def start(self, number: int, incarnation: int, *, coordinator: int) -> ServerHandle:
+    def start(
+        self, number: int, incarnation: int, *, way_to_coordinator: int, coordinator: str
+    ) -> ServerHandle:
+        """Fork a server on its host. `coordinator` is the address of the coordinator for other hosts."""
+        host = self._hosts.place_server(number, [each.host for each in self.living.values()])
         log = Log(self._run.path / "logs" / f"server-{number}.log")
         (our_out, their_out), (our_err, their_err) = os.pipe(), os.pipe()
         prefix = LineCutter(f"[server {number}] ".encode())
         pipes = [Pipe(our_out, log), Pipe(our_err, log, self._screen.err, prefix)]
-        server = ServerHandle(number=number, incarnation=incarnation, pid=0, pipes=pipes, log=log)
+        server = ServerHandle(number=number, incarnation=incarnation, pid=0, pipes=pipes, log=log, host=host)
         try:
-            server.pid = self._warm.fork(
-                "server",
-                title=f"shoal server {number} [{self._spec.job}]",
-                spec=encode_spec(msgspec.structs.replace(self._spec, number=number, incarnation=incarnation)),
-                fds={
-                    "stdout": their_out,
-                    "stderr": their_err,
-                    "listener": self._listeners[number].fileno(),
-                    "coordinator": coordinator,
-                    **self.ways_in,
-                },
+            spec = msgspec.structs.replace(
+                self._spec,
+                number=number,
+                incarnation=incarnation,
+                coordinator=coordinator,
+                credentials=self._hosts.credentials(f"server-{number}", incarnation),
             )
+            title = f"shoal server {number} [{self._spec.job}]"
+            fds = {"stdout": their_out, "stderr": their_err}
+            if host == HEAD:
+                fds |= {"listener": self._listeners[number].fileno(), "coordinator": way_to_coordinator}
+                if self._tcp_listeners:
+                    fds["tcp_listener"] = self._tcp_listeners[number].fileno()
+                    port = self._tcp_listeners[number].getsockname()[1]
+                    spec = msgspec.structs.replace(spec, address=self._hosts.tls_address(port))
+                server.pid = self._hosts.local.fork(
+                    "server", title=title, spec=encode_spec(spec), fds={**fds, **self.ways_in}
+                )
+            else:
+                spec = msgspec.structs.replace(spec, address=self._hosts.server_address(number, host))
+                server.pid = self._hosts.remote(host).fork(
+                    "server", title=title, spec=encode_spec(spec), fds=fds, server=number
+                )
         except BaseException:
             _close(server)
             raise
@@ -158,9 +176,9 @@ class ServerProcesses:
             self.exited(pid)
         for fd in self._ways_in:
             os.close(fd)
-        for listener in self._listeners:
+        for listener in (*self._listeners, *self._tcp_listeners):
             listener.close()
-        self._ways_in, self._listeners = [], []
+        self._ways_in, self._listeners, self._tcp_listeners = [], [], []
 
     def __enter__(self) -> ServerProcesses:
         return self
@@ -180,22 +198,24 @@ class ServerSupervision:
         *,
         run: RunDirectory,
         screen: Screen,
-        warm: WarmParent,
+        hosts: Hosts,
         selector: selectors.BaseSelector,
         coordinator: CoordinatorHandle,
+        control: Control,
         outcome: JobOutcome,
         feed: Callable[[lifecycle.Event], None],
     ) -> None:
-        self._run, self._warm, self._coordinator, self._selector = run, warm, coordinator, selector
+        self._run, self._hosts, self._coordinator, self._selector = run, hosts, coordinator, selector
+        self._coordinator_address = spec.job.coordinator or ""
         self._outcome, self._feed = outcome, feed
         self._num_servers = outcome.num_servers = spec.job.num_servers
         self._processes = ServerProcesses(
-            spec_for(spec), run=run, screen=screen, warm=warm, selector=selector
+            spec_for(spec), run=run, screen=screen, hosts=hosts, selector=selector
         )
-        self._control: Control | None = None
+        self._control = control
         self._anew: dict[int, int] = {}  # by number: the incarnations with which the job last began anew
         self._in_view: tuple[int, dict[int, int]] = (0, {})  # the newest view, and who is in it
-        self._is_scaling = False
+        self.is_scaling = False
         self._leases_noted_at = 0.0
         self._drained: dict[int, int] = {}  # rank: its incarnation
 
@@ -209,16 +229,22 @@ class ServerSupervision:
         return self._processes.ways_in
 
     def start_all(self) -> None:
-        """Start the servers the job was launched with, and the control socket."""
+        """Start the servers the job was launched with."""
         for number in range(self._num_servers):
             self.start(number)
-        if self._num_servers:
-            self._control = Control(self._run.path, self._selector)
 
     def start(self, number: int, incarnation: int = 0) -> None:
-        server = self._processes.start(number, incarnation, coordinator=self._coordinator.way_in)
+        server = self._processes.start(
+            number,
+            incarnation,
+            way_to_coordinator=self._coordinator.way_in,
+            coordinator=self._coordinator_address,
+        )
         kind = "server-replaced" if incarnation else "server-started"
-        self._run.event(kind, server=number, pid=server.pid, incarnation=incarnation)
+        facts = {"incarnation": incarnation, **self._hosts.where(server.host)}
+        self._hosts.when_forked(
+            server.pid, lambda pid: self._run.event(kind, server=number, pid=pid, **facts)
+        )
         self._feed(lifecycle.ServerStarted(number, incarnation))
 
     def start_anew(self, incarnations: dict[int, int]) -> None:
@@ -243,7 +269,7 @@ class ServerSupervision:
     def kill(self, numbers: tuple[int, ...]) -> None:
         for server in self.living.values():
             if server.number in numbers:
-                self._warm.signal(server.pid, signal.SIGKILL)
+                self._hosts.signal(server.pid, signal.SIGKILL)
 
     def exited(self, pid: int, code: int) -> bool:
         """Handle the exit of a process; False where it was no server."""
@@ -254,7 +280,8 @@ class ServerSupervision:
         self._outcome.server_last_lines[number] = server.log.last_lines()[-NUM_LAST_LINES:]
         self._run.event("server-exited", server=number, incarnation=server.incarnation, code=code)
         self._coordinator.tell(ReapedServer(number, server.incarnation, code))
-        self._feed(lifecycle.ServerExited(number, code, is_wanted=number < self._num_servers))
+        is_wanted = number < self._num_servers
+        self._feed(lifecycle.ServerExited(number, code, is_wanted=is_wanted, lost_with=server.lost_with))
         return True
 
     def told(self, message: Message) -> None:
@@ -282,8 +309,8 @@ class ServerSupervision:
             case ServersScaled(_, num_servers):
                 # What is beyond holds nothing any more.
                 self.kill(tuple(each.number for each in self.living.values() if each.number >= num_servers))
-                if self._is_scaling:
-                    self._is_scaling = False
+                if self.is_scaling:
+                    self.is_scaling = False
                     self._answer(message, is_last=True)
             case WorkerDrained(rank, incarnation, samples_per_s, others, slower_than):
                 if self._drained.get(rank) != incarnation:  # else said again, by one that was started again
@@ -298,15 +325,17 @@ class ServerSupervision:
                 self._outcome.leases = by_rank
                 self.note_leases(every_s=LEASES_EVERY_S)
 
-    def asked(self, control: Control, *, is_running: bool) -> None:
-        """Handle requests on the control socket."""
-        for message in control.hear():
-            if not is_running or not isinstance(message, ScaleServers):
-                control.answer(ScaleRefused("the job is about to end"), is_last=True)
-            elif self._is_scaling:
-                control.answer(ScaleRefused("slots are still moving; try again in a moment"), is_last=True)
-            elif not self._coordinator.ask_to_scale(message.num_servers):
-                control.answer(ScaleRefused("its coordinator is being started again"), is_last=True)
+    def asked(self, message: Message, *, is_running: bool) -> None:
+        """Handle a request of the control socket."""
+        refused = ""
+        if not is_running or not isinstance(message, ScaleServers):
+            refused = "the job is about to end"
+        elif self.is_scaling:
+            refused = "slots are still moving; try again in a moment"
+        elif not self._coordinator.ask_to_scale(message.num_servers):
+            refused = "its coordinator is being started again"
+        if refused:
+            self._answer(ScaleRefused(refused), is_last=True)
 
     def note_leases(self, *, every_s: float = 0.0) -> None:
         """Write the lease counts into events.jsonl."""
@@ -328,8 +357,6 @@ class ServerSupervision:
 
     def close(self) -> None:
         """Close all sockets. The servers must have exited."""
-        if self._control is not None:
-            self._control.close()
         self._processes.close()
 
     def __enter__(self) -> ServerSupervision:
@@ -344,7 +371,7 @@ class ServerSupervision:
         before, self._num_servers = self._num_servers, num_servers
         if num_servers == before:
             return  # said again, by a coordinator that was started again
-        self._is_scaling = True
+        self.is_scaling = True
         self._outcome.num_servers = num_servers
         self._run.event("servers-scaled", before=before, now=num_servers)
         for number in range(before, num_servers):
@@ -352,9 +379,8 @@ class ServerSupervision:
                 self.start(number, self._processes.next_incarnation(number))
 
     def _answer(self, message: Message, *, is_last: bool) -> None:
-        if self._control is not None:
-            with contextlib.suppress(OSError):
-                self._control.answer(message, is_last=is_last)
+        with contextlib.suppress(OSError):
+            self._control.answer(message, is_last=is_last)
 
 
 def spec_for(worker: WorkerSpec) -> ServerSpec:
@@ -368,6 +394,7 @@ def spec_for(worker: WorkerSpec) -> ServerSpec:
         num_replicas=job.num_replicas,
         strategy=job.strategy,
         run_dir=str(job.run_dir),
+        interfaces=job.interfaces,
         env=worker.env,
         staleness_lr=job.staleness_lr,
         push_norm=job.push_norm,

@@ -3,7 +3,7 @@
 A listener outlives the process that serves it: a coordinator or server that is
 killed is restarted at the same address, and no client is turned away.
 
-The control socket is how `shoal scale` reaches a running job. Its address is
+The control socket is how `shoal scale` and `shoal leave` reach a running job. Its address is
 abstract, so nothing is left behind however the job ends, and is named after
 the run directory's lock file. Both sides ask the kernel for the other's user;
 another user's process is refused. The supervisor decides what may be asked.
@@ -137,7 +137,7 @@ def ask(run: Path, message: Message, *, timeout_s: float) -> Iterator[Message]:
             sock.connect(_address(run))
         except OSError as error:
             raise ClusterError(
-                f"the supervisor of {run} does not answer ({error.strerror or error}): the run has ended, or has no servers, "
+                f"the supervisor of {run} does not answer ({error.strerror or error}): the run has ended, "
                 "or runs in another container. Nothing was changed; `shoal status` tells how it stands."
             ) from None
         if unix.peer_of(sock).uid != os.getuid():

@@ -13,6 +13,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -24,6 +25,10 @@ import msgspec
 from shoal.cluster.coordinator.process import CANNOT_GO_ON, CoordinatorSpec
 from shoal.cluster.coordinator.server_registry import ServersConfig
 from shoal.cluster.coordinator.state import CoordinationConfig
+from shoal.cluster.hosts import placement
+from shoal.cluster.hosts.hosts import HostJoined, HostLeaves, HostLost, HostNews, Hosts
+from shoal.cluster.hosts.remote_host import RemoteHost
+from shoal.cluster.launch.elastic import Elastic, Resize
 from shoal.cluster.launch.run_directory import RunDirectory
 from shoal.cluster.ledger import entries as ledger_entries
 from shoal.cluster.supervisor import failure, servers, worker_handle
@@ -36,23 +41,28 @@ from shoal.cluster.supervisor.outcome import JobOutcome
 from shoal.cluster.supervisor.output import Pipe
 from shoal.cluster.supervisor.servers import ServerHandle, ServerSupervision
 from shoal.cluster.supervisor.sockets import Control
-from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.cluster.supervisor.worker_handle import WorkerHandle
 from shoal.cluster.worker.process import WorkerSpec
 from shoal.config.faults import Faults, Injector
-from shoal.errors import ClusterError
+from shoal.errors import ClusterError, ConfigError, ShoalError
 from shoal.runtime import scratch
-from shoal.runtime.events import OWN_LOOP, OWN_PROCESS_GROUP, RESULTS_LET_GO
+from shoal.runtime.events import LOOP_SAVES, OWN_LOOP, OWN_PROCESS_GROUP, RESULTS_LET_GO
+from shoal.runtime.transport import tls
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import (
     Failed,
     Finished,
     Happened,
+    LeaveHost,
     Live,
     Noted,
     Progress,
     Reaped,
+    Resized,
+    Resizing,
     Saved,
+    ScaleRefused,
+    ScaleWorkers,
     Suspect,
     Watching,
 )
@@ -68,7 +78,9 @@ class SignalInbox:
     ignored stays ignored: `nohup` means it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *also: signal.Signals) -> None:
+        """`also`: more signals that ask to leave, as schedulers send them."""
+        self._signals = (*LEAVE_ON, *also)
         self._before: dict[signal.Signals, object] = {}
         self._fd_before = -1
         self._ours, self._theirs = socket.socketpair()
@@ -82,14 +94,14 @@ class SignalInbox:
         received = b""
         with contextlib.suppress(BlockingIOError):
             received = self._ours.recv(4096)
-        return [signal.Signals(number) for number in received if number in LEAVE_ON]
+        return [signal.Signals(number) for number in received if number in self._signals]
 
     def __enter__(self) -> SignalInbox:
         if threading.current_thread() is threading.main_thread():
             # The interpreter writes the signal's number there from whichever thread the kernel chose; a handler
             # alone would run only once the main thread wakes up by itself.
             self._fd_before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
-            for signum in LEAVE_ON:
+            for signum in self._signals:
                 if signal.getsignal(signum) is not signal.SIG_IGN:
                     self._before[signum] = signal.signal(signum, lambda signum, frame: None)
         return self
@@ -111,6 +123,8 @@ REAP_TIMEOUT_S = 10.0
 PAUSE_POLL_S = 0.05
 """How often a process is looked at that a fault may have paused, and has to be woken."""
 
+MAX_REFUSALS_SHOWN = 20
+
 NUM_LAST_LINES = 8
 """Of a dead process's log, shown with the news of its death."""
 
@@ -125,15 +139,26 @@ class Supervisor:
         restart: RestartConfig,
         run: RunDirectory,
         display: Display,
-        warm: WarmParent,
+        hosts: Hosts,
+        selector: selectors.BaseSelector,
+        control: Control,
+        elastic: Elastic,
     ) -> None:
-        """`spec` is rank 0's; the other ranks differ from it in their number alone."""
-        self._spec, self._run, self._display, self._warm = spec, run, display, warm
+        """`spec` is rank 0's; the other ranks differ from it in their number alone.
+
+        Hosts, selector and control socket outlive it, where the job is launched again with other workers or hosts.
+        """
+        self._spec, self._run, self._display = spec, run, display
+        self._hosts, self._selector, self._control, self._elastic = hosts, selector, control, elastic
+        self.resize: Resize | None = None  # to be launched when this has ended
+        self._homeless: dict[int, int] = {}  # rank -> incarnation that waits for a host
+        self._refused: set[str] = set()
+        self._placed: dict[int, int | None] = {}  # ranks that were placed again in this turn, and where
         self._restart = restart
         self._lifecycle = JobLifecycle(num_workers=spec.job.num_workers, restart=restart)
         self.outcome = JobOutcome(self._lifecycle)
         self._workers: dict[int, WorkerHandle] = {}  # by pid, while they live
-        self._has_own_loop = False
+        self._loop_saves, self._loop_resumes = False, False
         self._died_at: dict[int, float] = {}  # by rank, until its replacement has caught up
         self._suspects: dict[int, tuple[Suspect, bool]] = {}  # by rank: what was written down last
         self._coordinator_died_at: float | None = None  # until the next one answers
@@ -143,32 +168,49 @@ class Supervisor:
         self._held: list[Pipe] = []  # not read while the display is full
         self._injector = Injector(Faults(spec.job.faults))
         self._started_at = time.monotonic()
-        self._selector = selectors.DefaultSelector()
         self._coordinator: CoordinatorHandle
         self._servers: ServerSupervision
         self._master: socket.socket
 
-    def supervise(self, inbox: SignalInbox) -> None:
-        """Start everything, watch it, heed what comes to `inbox`, and return when all of it is gone."""
-        with self._selector, self._warm.in_use(), self._keep_coordinator(), self._keep_servers():
-            self._master = _listen()
-            self._selector.register(inbox, selectors.EVENT_READ, inbox)
-            self._selector.register(self._warm, selectors.EVENT_READ)
+    def supervise(self, begun: str = "") -> None:
+        """Start everything, watch it, and return when all of it is gone.
+
+        `begun`: said once the workers are started, where they go on with those of another supervisor.
+        """
+        with self._keep_coordinator(), self._keep_servers():
+            self._master = self._listen_for_torchrun()
             try:
-                # With an ear for Ctrl-C: the imports take seconds.
-                while not self._warm.is_ready and not self._has_ended:
-                    self._turn(self._warm.seconds_to_start())
+                # With an ear for Ctrl-C: the imports take seconds, and hosts come when they come.
+                self._display.expect(self._explain_start())
+                while not self._hosts.local.is_ready and not self._has_ended:
+                    soon_s = self._display.tick()
+                    left_s = self._hosts.local.seconds_to_start()
+                    self._turn(left_s if soon_s is None else min(soon_s, left_s))
+                while self._hosts.are_awaited and not begun and not self._has_ended:
+                    self._turn(min(self._hosts.join_deadline_s(), 1.0))
                 if not self._has_ended:
+                    self._note_cluster()
                     self._run.event("coordinator-started", pid=self._coordinator.start())
                     self._started_at = time.monotonic()
                     self._servers.start_all()
-                    for rank in range(self._spec.job.num_workers):
+                    for rank in self._hosts.start_order:
                         self._start_worker(rank)
+                    self._display.expect_script()
+                    if begun:
+                        self._display.note(begun)
+                        self._control.answer(Resized(begun), is_last=True)
+                    self._fit_hosts()
                 while not self._has_ended:
                     self._turn(self._wait_s())
                     self._inject()
             finally:
                 self._end_everything()
+
+    def _explain_start(self) -> str:
+        what = "importing torch, once for all workers"
+        if self._spec.job.num_servers:
+            what += "; where it is the first time on this machine, loops of the parameter server are compiled for half a minute"
+        return f"starting {self._spec.job.name}: {what}"
 
     @property
     def _has_ended(self) -> bool:
@@ -186,8 +228,11 @@ class Supervisor:
                 num_servers=job.num_servers,
                 num_copies=job.num_replicas,
                 max_servers=servers.max_servers(job.num_servers),
+                hosts=self._hosts.server_hosts,
             ),
         )
+        cluster = self._hosts.cluster
+        tcp_listener = tls.listen(cluster.config.bind) if cluster is not None else None
         self._coordinator = CoordinatorHandle(
             CoordinatorSpec(
                 config=config,
@@ -195,12 +240,26 @@ class Supervisor:
                 journal=str(self._run.journal_path),
                 launch=self._run.launch,
                 faults=job.faults,
+                credentials=self._hosts.credentials("coordinator", 0),
             ),
             title=f"shoal coordinator [{job.name}]",
             log=self._run.path / "logs" / "coordinator.log",
-            warm=self._warm,
+            warm=self._hosts.local,
             selector=self._selector,
+            tcp_listener=tcp_listener,
         )
+        if cluster is not None and tcp_listener is not None:
+            job = replace(
+                job,
+                coordinator=self._hosts.tls_address(tcp_listener.getsockname()[1]),
+                rank_hosts=self._hosts.places_of_ranks,
+                head_address=cluster.address,
+                host_address=cluster.address,
+                bind_address=cluster.config.bind,
+                interfaces=",".join(cluster.config.interfaces),
+                connections=cluster.config.connections,
+            )
+            self._spec = msgspec.structs.replace(self._spec, job=job)
         return self._coordinator
 
     def _keep_servers(self) -> ServerSupervision:
@@ -208,32 +267,46 @@ class Supervisor:
             self._spec,
             run=self._run,
             screen=self._display,
-            warm=self._warm,
+            hosts=self._hosts,
             selector=self._selector,
             coordinator=self._coordinator,
+            control=self._control,
             outcome=self.outcome,
             feed=self._feed,
         )
         return self._servers
 
     def _start_worker(self, rank: int, incarnation: int = 0) -> None:
+        host = self._hosts.place_worker(rank, [worker.host for worker in self._workers.values()])
+        if self._hosts.num_hosts > 1 and (incarnation or host is None):
+            self._placed[rank] = host
+        if host is None:
+            self._homeless[rank] = incarnation
+            self._feed(lifecycle.WorkerUnplaced(rank, incarnation))
+            return
+        self._homeless.pop(rank, None)
         worker = worker_handle.start(
-            self._spec,
+            msgspec.structs.replace(
+                self._spec,
+                job=replace(self._spec.job, shares_run_dir=self._hosts.share_run_dir),
+                credentials=self._hosts.credentials(f"worker-{rank}", incarnation),
+            ),
             rank=rank,
             incarnation=incarnation,
             ways_in={"coordinator": self._coordinator.way_in, **self._servers.ways_in},
             master=self._master,
             run=self._run,
             screen=self._display,
-            warm=self._warm,
+            parent=self._hosts.parent(host),
+            host=host,
         )
         self._workers[worker.pid] = worker
         worker.register(self._selector)
-        facts = {"rank": rank, "pid": worker.pid, "incarnation": incarnation}
+        facts = {"incarnation": incarnation, **self._hosts.where(host)}
+        kind = "worker-replaced" if incarnation else "worker-started"
         if incarnation:
-            self._run.event("worker-replaced", **facts, after_s=self._since_death(rank))
-        else:
-            self._run.event("worker-started", **facts)
+            facts["after_s"] = self._since_death(rank)
+        self._hosts.when_forked(worker.pid, lambda pid: self._run.event(kind, rank=rank, pid=pid, **facts))
         self._feed(lifecycle.WorkerStarted(rank, incarnation))
 
     def _since_death(self, rank: int) -> float:
@@ -259,7 +332,8 @@ class Supervisor:
                 if not pipe.is_closed:
                     self._selector.register(pipe, selectors.EVENT_READ, pipe)
             self._held.clear()
-        for key, _ in self._selector.select(0 if self._warm.has_exits else timeout_s):
+        waits = [wait for wait in (timeout_s, self._hosts.tick()) if wait is not None]
+        for key, mask in self._selector.select(0 if self._hosts.has_exits else min(waits, default=None)):
             if self._selector.get_map().get(key.fd) is not key:
                 continue  # closed earlier in this turn, with its worker
             match key.data:
@@ -276,13 +350,169 @@ class Supervisor:
                     for message in coordinator.hear():
                         self._told_by_coordinator(message)
                 case Control() as control:
-                    self._servers.asked(control, is_running=self._lifecycle.phase is JobPhase.RUNNING)
+                    for request in control.hear():
+                        self._requested(request)
                 case SignalInbox() as inbox:
                     for signum in inbox.take():
                         self._asked(signum)
-        for exited in self._warm.exits():
+                case RemoteHost() as host:
+                    host.attend(mask)
+                case Hosts() as hosts:
+                    hosts.attend()
+                    for refused in hosts.refused():
+                        self._tell_refused(refused)
+        for news in self._hosts.news():  # before the deaths of those who were there
+            self._host_changed(news)
+        if self._hosts.headship is not None and (told := self._hosts.headship.news()):
+            self._run.event("journal", said=told)
+            self._display.note(told)
+        for exited in self._hosts.exits():
             self._exited(exited.pid, exited.code)
+        if self._placed:
+            self._tell_placed()
         self._feed(lifecycle.ClockTick())
+
+    def _host_changed(self, news: HostNews) -> None:
+        match news:
+            case HostLeaves(number, signum):
+                self._let_leave(number, signum)
+            case HostJoined(number, incarnation, address, hostname, num_cores, _):
+                self._run.event(
+                    "host-joined",
+                    host=number,
+                    incarnation=incarnation,
+                    address=address,
+                    hostname=hostname,
+                    cores=num_cores,
+                )
+                missing = len(self._hosts.missing)
+                waiting = f"; {missing} more to come" if missing else ""
+                self._display.note(f"host {number} is {hostname} ({address}, {num_cores} cores){waiting}")
+                homeless, self._homeless = self._homeless, {}
+                for rank, of_rank in sorted(homeless.items()):
+                    self._start_worker(rank, of_rank)
+                self._fit_hosts()
+            case HostLost(number, name, reason, has_left=True):
+                self._run.event("host-left", host=number)
+                self._display.note(f"{name} has left; {reason}")
+            case HostLost(number, name, reason):
+                there = [worker for worker in self._workers.values() if worker.host == number]
+                self._run.event(
+                    "host-lost", host=number, reason=reason, ranks=sorted(worker.rank for worker in there)
+                )
+                lost = f"{name} was lost ({reason})"
+                self._display.note(lost)
+                for worker in there:
+                    worker.lost_with = lost
+                for server in self._servers.living.values():
+                    if server.host == number:
+                        server.lost_with = lost
+
+    def _tell_refused(self, reason: str) -> None:
+        """Show why a machine was not admitted; once each, and not for ever: anybody can try."""
+        if reason not in self._refused and len(self._refused) < MAX_REFUSALS_SHOWN:
+            self._refused.add(reason)
+            self._run.event("host-refused", reason=reason)
+            self._display.note(f"not admitted: {reason}")
+
+    def _tell_placed(self) -> None:
+        """Say where ranks start again that were lost, or that they wait for a host."""
+        placed, self._placed = self._placed, {}
+        assert self._hosts.cluster is not None
+        if None in placed.values() or any(
+            host != self._hosts.rank_hosts[rank] for rank, host in placed.items()
+        ):
+            where = self._hosts.cluster.join_address
+            join = f" (shoal join {where}, within {self._restart.host_timeout_s:g} s)"
+            self._display.note(placement.describe(placed) + (join if None in placed.values() else ""))
+        if None in placed.values():
+            self._fit_hosts()
+
+    def _note_cluster(self) -> None:
+        """Write the hosts into config.json, now that all are known."""
+        if self._hosts.num_hosts > 1:
+            self._run.write_hosts(self._hosts.facts(self._spec.job.num_servers))
+
+    # ---- other workers and hosts ----------------------------------------------------------------
+
+    def _requested(self, request: Message) -> None:
+        """Handle a request of the control socket."""
+        try:
+            match request:
+                case ScaleWorkers(num_workers):
+                    self._refuse_resize()
+                    resize = self._elastic.with_workers(num_workers)
+                    self._refuse_outside_fit()
+                    self._elastic.asked = resize.config
+                    self._resize(resize)
+                case LeaveHost(number):
+                    self._refuse_resize()
+                    resize = self._elastic.without(number)
+                    self._refuse_outside_fit()
+                    self._resize(resize)
+                case _:
+                    self._servers.asked(request, is_running=self._lifecycle.phase is JobPhase.RUNNING)
+        except ConfigError as error:
+            reason = str(error).replace("Nothing was started", "Nothing was changed").rstrip(".")
+            self._control.answer(ScaleRefused(reason), is_last=True)
+
+    def _let_leave(self, number: int, signum: int) -> None:
+        """Let a host leave whose agent was asked to; where it cannot be drained it ends, and counts as lost."""
+        signalled = f"its agent was stopped by {signal.Signals(signum).name}"
+        try:
+            self._refuse_resize()
+            resize = self._elastic.without(number)
+            self._refuse_outside_fit()
+        except ConfigError as error:
+            reason = str(error).partition(" Nothing was")[0].rstrip(".")
+            self._hosts.remote(number).end(
+                128 + signum, f"{signalled}, and it could not be drained: {reason}"
+            )
+            return
+        self._resize(replace(resize, why=f"host {number} leaves: {signalled}"))
+
+    def _refuse_resize(self) -> None:
+        if (self.outcome.has_own_loop and not self._loop_resumes) or self._lifecycle.has_own_group:
+            raise ConfigError(
+                "its script trains by a loop of its own, which has not called shoal.resume and shoal.checkpoint yet: what it has "
+                "trained would be lost. Nothing was changed; call both in the loop, train by shoal.Trainer, or end the job and "
+                "start it anew"
+            )
+        if self.resize is not None or self._servers.is_scaling:
+            raise ConfigError("it is being scaled already. Nothing was changed; try again when that is done")
+        if self._lifecycle.phase is not JobPhase.RUNNING or not self._workers or self._lifecycle.finished:
+            raise ConfigError("it is about to start or to end. Nothing was changed")
+
+    def _refuse_outside_fit(self) -> None:
+        if not self.outcome.progress:
+            raise ConfigError(
+                "it is not in a fit of shoal.Trainer, so what it has done could not be saved. Nothing was changed; try again "
+                "once it trains"
+            )
+
+    def _resize(self, resize: Resize) -> None:
+        """Have all workers save and leave; the job is launched again when they have."""
+        before, now = self._spec.job.num_workers, resize.config.workers
+        self.resize = resize
+        self._run.event("resizing", before=before, workers=now, why=resize.why, leaving=resize.leaving)
+        doing = f"the workers {'stop' if self._homeless else 'save and stop'}, then {now} go on"
+        self._display.note(f"{resize.why}: {doing}")
+        self._control.answer(Resizing(doing), is_last=False)
+        self._feed(lifecycle.LeaveRequested(signal.SIGINT, to_resize=True))
+
+    def _fit_hosts(self) -> None:
+        """Go on with fewer workers where ranks have no host and --min-workers allows it, or with more where one came."""
+        if self.resize is not None or self._lifecycle.phase is not JobPhase.RUNNING:
+            return
+        if self.outcome.has_own_loop and not self._loop_resumes:
+            return
+        resize = self._elastic.fitting(is_short=bool(self._homeless))
+        if resize is not None:
+            self._resize(resize)
+
+    def _is_stopped(self, process: WorkerHandle | ServerHandle) -> bool:
+        remote = self._hosts.is_stopped(process.pid)
+        return worker_handle.is_stopped(process.pid) if remote is None else remote
 
     def _hear(self, worker: WorkerHandle) -> bool:
         """Handle one message of a worker; False when there is none left."""
@@ -307,13 +537,18 @@ class Supervisor:
                 if not Path(message.path).is_relative_to(self._run.path / scratch.NAME):
                     self.outcome.lasting = message
                 self._run.event("saved", rank=message.rank, path=message.path, step=message.step)
+                self._hosts.tell_saved()
+                if self._hosts.headship is not None and message is self.outcome.lasting:
+                    self._hosts.headship.saved(message.step)
                 self._coordinator.tell(message)
             case Happened(rank, kind, facts):
                 told = msgspec.json.decode(facts)
                 self._run.event(kind, **{**told, "rank": rank})
                 if kind == "sharding":
                     self.outcome.sharding = told
-                self._has_own_loop |= kind == OWN_LOOP
+                self.outcome.has_own_loop |= kind == OWN_LOOP
+                if kind == LOOP_SAVES:
+                    self._loop_saves, self._loop_resumes = True, told["resumes"]
                 if kind == RESULTS_LET_GO:
                     self._feed(lifecycle.ResultsDropped(rank))
                 if kind == OWN_PROCESS_GROUP:
@@ -372,7 +607,7 @@ class Supervisor:
         ]
         if not of_that_name:
             return  # dead, or replaced already
-        is_to_blame = not suspect.lenient or of_that_name[0].is_stopped()
+        is_to_blame = not suspect.lenient or self._is_stopped(of_that_name[0])
         if self._suspects.get(rank) != (suspect, is_to_blame):  # the coordinator says it again and again
             self._suspects[rank] = (suspect, is_to_blame)
             self._run.event(
@@ -403,17 +638,22 @@ class Supervisor:
             self.outcome.last_lines[worker.rank] = failure.last_words(worker.log.last_lines(), NUM_LAST_LINES)
             self._run.event("worker-exited", rank=worker.rank, incarnation=worker.incarnation, code=code)
             self._coordinator.tell(Reaped(worker.rank, worker.incarnation, code))
-            self._feed(lifecycle.WorkerExited(worker.rank, code))
+            self._feed(lifecycle.WorkerExited(worker.rank, code, worker.lost_with))
         else:
             self._servers.exited(pid, code)
 
     def _asked(self, signum: signal.Signals) -> None:
         self._run.event("asked-to-leave", signal=signum.name)
+        if self.resize is not None:
+            self.resize = None
+            self._control.answer(ScaleRefused("it was asked to leave, and does"), is_last=True)
         self._display.leave()
         if self._lifecycle.phase is JobPhase.RUNNING and self._workers:
             doing = "finishing the step and saving"
-            if self._has_own_loop:
-                doing = "finishing the step (shoal.should_stop() is true then; a loop of your own is not saved by shoal)"
+            if self.outcome.has_own_loop and self._loop_saves:
+                doing = "finishing the step; the loop saves at its next shoal.checkpoint"
+            elif self.outcome.has_own_loop:
+                doing = "finishing the step; nothing is saved, since the loop calls no shoal.checkpoint (shoal.should_stop() is true then)"
             self._display.note(f"{doing}; Ctrl-C again to leave now")
         self._feed(lifecycle.LeaveRequested(signum))
 
@@ -426,7 +666,8 @@ class Supervisor:
                 case lifecycle.KillWorkers(ranks):
                     self._signal(ranks, signal.SIGKILL)
                 case lifecycle.ReplaceWorker(died, incarnation):
-                    self._display.note(outcomes.replacing(died, self._restart.max_restarts))
+                    if not died.lost_with:  # else where it starts again is told with its host's other ranks
+                        self._display.note(outcomes.replacing(died, self._restart.max_restarts))
                     self._start_worker(died.rank, incarnation)
                 case lifecycle.KillServers(numbers):
                     self._servers.kill(numbers)
@@ -456,7 +697,7 @@ class Supervisor:
         job = replace(self._spec.job, resume=True)
         self._spec = msgspec.structs.replace(self._spec, job=job)
         self._master.close()  # a store that served the former group has its keys
-        self._master = _listen()
+        self._master = self._listen_for_torchrun()
         self._incarnations = []  # that all of them are new was said when they went
         self._servers.start_anew(servers)
         for rank, incarnation in sorted(ranks.items()):
@@ -477,15 +718,15 @@ class Supervisor:
             self._run.event("fault", what=str(fault), hit=fault.process in pids)
             if fault.process in pids:
                 stop = fault.act == "pause"
-                self._warm.signal(pids[fault.process], signal.SIGSTOP if stop else signal.SIGKILL)
+                self._hosts.signal(pids[fault.process], signal.SIGSTOP if stop else signal.SIGKILL)
         for process in processes if self._injector.pauses else ():
-            if self._injector.is_to_wake(process.name, process.pid, process.is_stopped(), now):
-                self._warm.signal(process.pid, signal.SIGCONT)
+            if self._injector.is_to_wake(process.name, process.pid, self._is_stopped(process), now):
+                self._hosts.signal(process.pid, signal.SIGCONT)
 
     def _signal(self, ranks: tuple[int, ...], signum: signal.Signals) -> None:
         for pid, worker in self._workers.items():
             if worker.rank in ranks:
-                self._warm.signal(pid, signum)
+                self._hosts.signal(pid, signum)
 
     # ---- ending ---------------------------------------------------------------------------------
 
@@ -494,7 +735,7 @@ class Supervisor:
         self._lifecycle.phase = JobPhase.ENDED  # nobody is replaced any more
         self._servers.note_leases()
         for pid in (*self._workers, *self._servers.living):
-            self._warm.signal(pid, signal.SIGKILL)
+            self._hosts.signal(pid, signal.SIGKILL)
         # Where the warm parent is gone, so are all its children.
         with contextlib.suppress(ClusterError):
             # The coordinator may have something to write down.
@@ -505,11 +746,23 @@ class Supervisor:
                     left_s := deadline - time.monotonic()
                 ) > 0:
                     self._turn(left_s)
+        if self._hosts.headship is not None:
+            self._hosts.headship.rest()
+        failure_code = (
+            getattr(sys.exc_info()[1], "exit_code", ShoalError.exit_code) if sys.exc_info()[1] else None
+        )
         for worker in self._workers.values():
+            worker.unregister(self._selector)
             worker.close()
         self._master.close()
+        if self._lifecycle.is_resizing and failure_code is None:
+            return  # the hosts stay
+        for name in self._hosts.end(
+            self._lifecycle.exit_code if failure_code is None else failure_code, "the job is over"
+        ):
+            self._display.note(f"{name} has not confirmed that its processes of this job have ended")
 
-
-def _listen() -> socket.socket:
-    """MASTER_PORT of the workers' environment: taken from the start, so that nobody else can have it before rank 0 serves it."""
-    return socket.create_server(("127.0.0.1", 0))
+    def _listen_for_torchrun(self) -> socket.socket:
+        """MASTER_PORT of the workers' environment: taken from the start, so that nobody else has it before rank 0 serves it."""
+        cluster = self._hosts.cluster
+        return socket.create_server((cluster.config.bind if cluster is not None else "127.0.0.1", 0))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from shoal.cluster.hosts.remote_host import RemoteHost
 from shoal.cluster.launch.run_directory import RunDirectory
 from shoal.cluster.supervisor import output
 from shoal.cluster.supervisor.output import Log, Pipe, Screen
@@ -35,10 +36,13 @@ class WorkerHandle:
 
     rank: int
     incarnation: int
+    host: int
     pid: int
     status: socket.socket
     pipes: list[Pipe]
     log: Log
+    lost_with: str = ""
+    """The host that was lost with it, and why."""
 
     @property
     def name(self) -> str:
@@ -69,9 +73,6 @@ class WorkerHandle:
             return True, framing.decode(packet)[0]
         return True, None
 
-    def is_stopped(self) -> bool:
-        return is_stopped(self.pid)
-
     def close(self) -> None:
         """Close everything once the process has exited; its remaining output is forwarded first."""
         for pipe in self.pipes:
@@ -89,6 +90,14 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
 def start(
     spec: WorkerSpec,
     *,
@@ -98,9 +107,11 @@ def start(
     master: socket.socket,
     run: RunDirectory,
     screen: Screen,
-    warm: WarmParent,
+    parent: WarmParent | RemoteHost,
+    host: int,
 ) -> WorkerHandle:
-    """Fork a worker. `spec` is rank 0's; `ways_in` lead to the coordinator and the servers; `master` is for rank 0.
+    """Fork a worker by `parent`, on `host`. `spec` is rank 0's; `ways_in` lead to the coordinator and the servers;
+    `master` is for rank 0.
 
     A replacement begins with its output going to its log alone: it repeats
     what was done before. It has the real pipes beside it, for when it has caught up.
@@ -119,14 +130,16 @@ def start(
 
     prefix = "live_" if incarnation else ""
     pipes = [
-        output.stdout_pipe(pipe(f"{prefix}stdout"), log, screen, rank=rank),
+        output.stdout_pipe(pipe(f"{prefix}stdout"), log, screen, rank=rank, shown_rank=spec.debug_rank or 0),
         output.stderr_pipe(pipe(f"{prefix}stderr"), log, screen, rank=rank, num_workers=job.num_workers),
     ]
     if incarnation:
         pipes.insert(0, Pipe(pipe("stdout", "stderr"), log))
-    worker = WorkerHandle(rank=rank, incarnation=incarnation, pid=0, status=status, pipes=pipes, log=log)
+    worker = WorkerHandle(
+        rank=rank, incarnation=incarnation, host=host, pid=0, status=status, pipes=pipes, log=log
+    )
     try:
-        worker.pid = warm.fork(
+        worker.pid = parent.fork(
             "worker",
             title=f"shoal worker {rank} [{job.name}]",
             spec=encode_spec(msgspec.structs.replace(spec, job=job, master_port=master.getsockname()[1])),
@@ -135,6 +148,7 @@ def start(
                 "status": their_status.fileno(),
                 **ways_in,
                 **({} if rank else {"master": master.fileno()}),
+                **({"stdin": 0} if rank == spec.debug_rank and host == 0 and _is_open(0) else {}),
             },
         )
     except BaseException:

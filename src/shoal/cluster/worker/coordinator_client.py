@@ -2,7 +2,7 @@
 
 `CoordinatorClient` is one connection, for calls and views. `LeaseClient` asks
 for servers and leases on connections of its own, because those requests may
-wait long.
+wait long; so does `CoordinatorAddressBook`, which must not wait behind them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.config import job as jobs
 from shoal.config.job import Job
 from shoal.config.liveness import LivenessConfig
 from shoal.errors import CallsDiffer, ClusterError, CoordinatorLost, WaitTimedOut, WireError
-from shoal.runtime.transport import unix
+from shoal.runtime.transport import endpoint
 from shoal.runtime.transport.framing import encode, read_message
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView
@@ -40,7 +40,13 @@ from shoal.runtime.transport.messages.worker_coordinator import (
     NoMoreLeases,
     Regroup,
     ScriptEnded,
+    StoreCheck,
+    StoreDone,
+    StoreFlag,
+    StoreGet,
     StoreRefused,
+    StoreSet,
+    StoreValues,
     ViewFormed,
     ViewRefused,
     WaitExpired,
@@ -144,7 +150,7 @@ class CoordinatorClient:
                 if left_s <= 0:
                     raise ConnectionRefusedError(f"it did not answer within {timeout_s:g} s")
                 # While it is down, the supervisor keeps its socket open: connecting succeeds, the answer comes later.
-                self._sock = unix.connect(self.path, timeout_s=left_s)
+                self._sock = endpoint.connect(self.path, expect="coordinator", timeout_s=left_s)
                 answer = self._exchange(join, left_s)
             except (FileNotFoundError, ConnectionRefusedError, WireError) as error:
                 raise CoordinatorLost(path=self.path, operation=operation, reason=str(error)) from None
@@ -315,15 +321,39 @@ class LeaseClient:
         with self._lock:
             client = self._clients.get(purpose)
             if client is None:
-                job = self._job
-                client = self._clients[purpose] = CoordinatorClient(
-                    str(job.coordinator),
-                    job.rank,
-                    job.incarnation,
-                    num_workers=job.num_workers,
-                    liveness=job.liveness,
-                )
+                client = self._clients[purpose] = _joined(self._job)
             return client
+
+
+class CoordinatorAddressBook:
+    """Addresses of workers, in the coordinator's store; its connection is opened when it is first used."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._opened: CoordinatorClient | None = None
+        self._lock = threading.Lock()
+
+    def publish(self, name: str, address: str) -> None:
+        _expect(self._client().request(StoreSet({name: address.encode()}), None), StoreDone)
+
+    def lookup(self, name: str) -> str | None:
+        """None where it was never published."""
+        client = self._client()
+        if not _expect(client.request(StoreCheck([name]), None), StoreFlag).value:
+            return None
+        return _expect(client.request(StoreGet([name], GRACE_S), None), StoreValues).values[0].decode()
+
+    def _client(self) -> CoordinatorClient:
+        with self._lock:
+            if self._opened is None:
+                self._opened = _joined(self._job)
+            return self._opened
+
+
+def _joined(job: Job) -> CoordinatorClient:
+    return CoordinatorClient(
+        str(job.coordinator), job.rank, job.incarnation, num_workers=job.num_workers, liveness=job.liveness
+    )
 
 
 def _expect(answer: Message, expected: type[A]) -> A:

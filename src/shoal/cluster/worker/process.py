@@ -26,11 +26,13 @@ import msgspec
 from shoal.cluster.launch import threads
 from shoal.cluster.supervisor import failure
 from shoal.cluster.worker import session, torchrun
-from shoal.cluster.worker.coordinator_client import CoordinatorClient, JobOver
+from shoal.cluster.worker.coordinator_client import CoordinatorAddressBook, CoordinatorClient, JobOver
 from shoal.config import job as jobs
 from shoal.config import placement
 from shoal.config.job import Job
 from shoal.runtime import failpoints
+from shoal.runtime.transport import endpoint, interfaces, tls
+from shoal.runtime.transport.tls import Credentials
 
 _LEAVE = {signal.SIGUSR1: "SIGINT", signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM"}
 """What asks a worker to leave -> what asked its job. SIGUSR1 is how the supervisor hands Ctrl-C on."""
@@ -43,29 +45,37 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[bytes, bytes]  # bytes: an environment need not be text
     cwd: str
     script: str  # absolute
+    module: str = ""  # its name, where it is run as one
     args: list[str]
     num_threads: int
     master_port: int  # of torchrun's variables
+    credentials: Credentials | None = None  # of a job on several hosts
+    debug_rank: int | None = None  # has the supervisor's stdin, for breakpoint()
 
 
 def encode_spec(spec: WorkerSpec) -> bytes:
     return msgspec.msgpack.encode(spec, enc_hook=str)  # a Path is all there is to be turned into a str
 
 
-def _decode(spec: bytes) -> WorkerSpec:
+def decode_spec(spec: bytes) -> WorkerSpec:
     return msgspec.msgpack.decode(spec, type=WorkerSpec, dec_hook=lambda kind, value: kind(value))
 
 
 def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     """Run the script until it has ended on every rank; returns the exit code."""
-    spec = _decode(spec_bytes)
+    spec = decode_spec(spec_bytes)
     # The sockets of coordinator and servers have no name in the file system: these descriptors are the ways to them.
-    servers = [fds[name] for number in range(len(fds)) if (name := f"server-{number}") in fds]
+    # Those of other hosts have an address instead.
+    ways = {name: f"/proc/self/fd/{fd}" for name, fd in fds.items()}
+    num_servers = max(len(spec.job.servers), sum(name.startswith("server-") for name in fds))
     job = replace(
         spec.job,
-        coordinator=f"/proc/self/fd/{fds['coordinator']}",
-        servers=tuple(f"/proc/self/fd/{fd}" for fd in servers),
+        coordinator=ways.get("coordinator", spec.job.coordinator),
+        servers=tuple(
+            ways.get(f"server-{number}") or spec.job.servers[number] for number in range(num_servers)
+        ),
     )
+    tls.use(spec.credentials, _connections(job))
     # A replacement is silent until it has caught up: its output leads elsewhere, and these are where it then goes.
     live_output = (fds["live_stdout"], fds["live_stderr"]) if "live_stdout" in fds else None
     session.attach(rank=job.rank, status=socket.socket(fileno=fds["status"]), live_output=live_output)
@@ -74,7 +84,7 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
         _enter(spec, job)
         torchrun.watch(job, script=spec.script, port=spec.master_port, listener=fds.get("master"))
         # Kept to the end: what the script made must not be taken apart before the exit handlers have run.
-        _kept = _run_with_the_others(spec.script, job)
+        _kept = _run_with_the_others(spec.script, spec.module, job)
         session.finished()
         code = 0
     except BaseException as error:
@@ -85,12 +95,23 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     return code
 
 
+def _connections(job: Job) -> tls.Connections:
+    """To servers on other hosts. One keeps a core of each end busy with TLS, so a second one needs cores to spare."""
+    if not job.rank_hosts:
+        return tls.Connections()
+    own = job.rank_hosts.count(job.rank_hosts[job.rank]) + -(-job.num_servers // job.num_hosts)
+    count = job.connections or (2 if len(os.sched_getaffinity(0)) > 2 * own else 1)
+    there = interfaces.addresses()
+    sources = [there[name] for name in job.interfaces.split(",") if name in there]
+    return tls.Connections(count, tuple(sources))
+
+
 def _tell(error: BaseException, rank: int) -> int:
     """Report to the supervisor what ended the script; returns the exit code that goes with it."""
     if isinstance(error, SystemExit) and isinstance(error.code, str):
         print(error.code, file=sys.stderr)
     told = failure.describe(
-        error, rank=rank, stop=session.stop_requested(), has_own_group=session.has_own_group()
+        error, rank=rank, stop=session.stop_requested(), meets_peers=session.meets_peers()
     )
     session.failed(told)
     return told.exit_code
@@ -111,7 +132,7 @@ def _enter(spec: WorkerSpec, job: Job) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # both are TextIOWrapper in a child
     faulthandler.enable()
     sys.argv = [spec.script, *spec.args]
-    sys.path.insert(0, os.path.dirname(os.path.realpath(spec.script)))
+    sys.path.insert(0, spec.cwd if spec.module else os.path.dirname(os.path.realpath(spec.script)))
 
 
 def _take_device(job: Job) -> None:
@@ -136,7 +157,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _run_with_the_others(script: str, job: Job) -> dict[str, object]:
+def _run_with_the_others(script: str, module: str, job: Job) -> dict[str, object]:
     """Join, run the script, and wait for the other ranks at its end. Returns the script's globals."""
     failpoints.failpoint("worker: not joined")
     try:
@@ -150,10 +171,14 @@ def _run_with_the_others(script: str, job: Job) -> dict[str, object]:
     except JobOver:
         return {}
     session.agree_through(client)
+    endpoint.use_address_book(CoordinatorAddressBook(job) if job.is_on_several_hosts else None)
     script_globals: dict[str, object] = {}
     has_left_early = False
     try:
-        script_globals = runpy.run_path(script, run_name="__main__")
+        if module:
+            script_globals = runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            script_globals = runpy.run_path(script, run_name="__main__")
     except SystemExit as left:
         if failure.exit_code_of(left):
             raise  # sys.exit() without a reason is an ordinary end

@@ -54,6 +54,7 @@ class _Session:
     client: CoordinatorClient | None = None
     regroup: Callable[[], None] | None = None
     has_own_group: bool = False
+    runs_collectives: bool = False
     is_live: bool = True
     live_output: tuple[int, int] | None = None
     sink: Callable[[Progress], None] | None = None
@@ -62,7 +63,7 @@ class _Session:
     is_waiting: bool = False  # for the other ranks, at a call or at the script's end
     stop: str | None = None
     report_at: float = 0.0
-    reported: tuple[str, int] = ("", -1)
+    reported: tuple[str, int, int] = ("", -1, 0)
     samples: int = 0
     seconds: float = 0.0
     steps: int = 0
@@ -153,6 +154,16 @@ def has_own_group() -> bool:
     return _session.has_own_group
 
 
+def runs_collectives() -> None:
+    """The script itself runs collectives, within a model of which each rank has parts: one may break when a peer dies."""
+    _session.runs_collectives = True
+
+
+def meets_peers() -> bool:
+    """Whether what a backend raises out of the script may be a peer's death."""
+    return _session.has_own_group or _session.runs_collectives
+
+
 def enter_view(*, view_left: int, finished: int, waited_s: float = 0.0, waited_in: str = "") -> ViewFormed:
     """Wait for all ranks at the next view. In a plain process there is one view, and nobody to wait for.
 
@@ -230,15 +241,16 @@ def report(
     samples: int,
     samples_per_s: float,
     eta_s: float | None,
+    metrics_epoch: int = 0,
 ) -> None:
     """Report progress, at most every REPORT_EVERY_S."""
     sink = _session.sink
     if sink is None or not _session.is_live:
         return
     now = time.monotonic()
-    if now < _session.report_at and (phase, epoch) == _session.reported and step != num_steps:
+    if now < _session.report_at and (phase, epoch, metrics_epoch) == _session.reported and step != num_steps:
         return
-    _session.report_at, _session.reported = now + REPORT_EVERY_S, (phase, epoch)
+    _session.report_at, _session.reported = now + REPORT_EVERY_S, (phase, epoch, metrics_epoch)
     sink(
         Progress(
             rank=_session.rank,
@@ -253,6 +265,7 @@ def report(
             samples=samples,
             samples_per_s=samples_per_s,
             eta_s=eta_s,
+            metrics_epoch=metrics_epoch,
         )
     )
 

@@ -42,12 +42,14 @@ _has_stepped = False
 
 def environment(job: Job, port: int) -> dict[str, str]:
     """The variables that torchrun sets, for this worker."""
+    local = job.local_ranks
     return {
         "RANK": str(job.rank),
         "WORLD_SIZE": str(job.num_workers),
-        "LOCAL_RANK": str(job.rank),
-        "LOCAL_WORLD_SIZE": str(job.num_workers),
-        "MASTER_ADDR": HOST,
+        "LOCAL_RANK": str(local.index(job.rank)),
+        "LOCAL_WORLD_SIZE": str(len(local)),
+        "GROUP_RANK": str(job.host),
+        "MASTER_ADDR": job.head_address or HOST,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": TORCHELASTIC_RUN_ID,  # Lightning's sign of torchrun
     }
@@ -112,7 +114,13 @@ def _served(port: int) -> Iterator[None]:
     from torch._C._distributed_c10d import TCPStore
 
     if _listener is not None and _store is None:
-        _store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=_listener)
+        _store = TCPStore(
+            jobs.current().head_address or HOST,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=_listener,
+        )
     os.environ[_AGENT_STORE] = "True"
     try:
         yield

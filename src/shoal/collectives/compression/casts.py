@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.collectives.compression.compressor import Gradient, Stateless
+from shoal.collectives.compression import Gradient, Stateless
 from shoal.collectives.reducer import Reducer
 
 

@@ -12,18 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.collectives.compression.compressor import Gradient, Stateless
+from shoal.collectives.compression import Gradient, Stateless
 from shoal.collectives.reducer import Reducer
 
-BLOCK = 1024
-"""Elements that share a scale: 0.4 % more bytes."""
+BLOCK = 1024  # elements that share a scale: 0.4 % more bytes
 
 
 class Int8(Stateless):
     """Gradients as whole numbers of 8 bits and a scale per block."""
 
     def start(self, number: int, flat: Tensor, layout: Sequence[Gradient], reducer: Reducer) -> Any:
-        """Quantise a bucket; `finish` sends it."""
         packed = pack(flat)
         self.traffic.count(flat, packed)
         return flat, packed
@@ -47,7 +45,6 @@ def pack(flat: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, like: Tensor) -> Tensor:
-    """Dequantise what `pack` gave."""
     num_blocks = -(-len(like) // BLOCK)
     scales = packed[: 4 * num_blocks].clone().view(torch.float32)
     numbers = packed[4 * num_blocks :].view(torch.int8).float()

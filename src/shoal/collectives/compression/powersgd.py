@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.collectives.compression.compressor import Gradient, Traffic
+from shoal.collectives.compression import ErrorFeedback, Gradient
 from shoal.collectives.reducer import Reducer
 
 
@@ -36,21 +36,18 @@ class _PowerSgdWork(NamedTuple):
     number: int
 
 
-class PowerSgd:
+class PowerSgd(ErrorFeedback):
     """Matrices by their largest `rank` directions."""
 
     def __init__(self, rank: int = 4) -> None:
+        super().__init__()
         self._rank = rank
-        self.traffic = Traffic()
-        self._residuals: dict[int, Tensor] = {}
-        self._right: dict[str, Tensor] = {}
-        self._pending: dict[int, Tensor] = {}
+        self._right: dict[str, Tensor] = {}  # equal on all ranks; the start of the next iteration
         self._pending_right: dict[str, Tensor] = {}
 
     def start(self, number: int, flat: Tensor, layout: Sequence[Gradient], reducer: Reducer) -> Any:
         """Start summing the left factors, and the gradients too small to factor."""
-        if number in self._residuals:
-            flat.add_(self._residuals[number].to(flat.device))  # a checkpoint brings them to the host
+        self._add_residual(number, flat)
         matrices, places = [], []
         for index, gradient in enumerate(layout):
             numel = torch.Size(gradient.shape).numel()
@@ -95,28 +92,20 @@ class PowerSgd:
         self._pending[work.number] = residual
 
     def commit(self) -> None:
-        """Keep the residuals, and the right factors as the start of the next iteration."""
-        self._residuals |= self._pending
         self._right |= self._pending_right
-        self.abandon()
+        super().commit()
 
     def abandon(self) -> None:
-        self._pending, self._pending_right = {}, {}
+        super().abandon()
+        self._pending_right = {}
 
     def state(self) -> dict[str, Tensor]:
-        """Residuals by bucket; and the right factors, which are equal on all ranks."""
-        residuals = {str(number): residual for number, residual in sorted(self._residuals.items())}
-        return residuals | {f"same/{key}": right for key, right in sorted(self._right.items())}
+        return super().state() | {f"same/{key}": right for key, right in sorted(self._right.items())}
 
-    def load(self, state: Mapping[str, Tensor], num_ranks_before: int) -> None:
-        self._residuals = {
-            int(name): value.clone() for name, value in state.items() if not name.startswith("same/")
-        }
-        self._right = {
-            name.removeprefix("same/"): value.clone()
-            for name, value in state.items()
-            if name.startswith("same/")
-        }
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        super().load({k: v for k, v in state.items() if not k.startswith("same/")})
+        same = {name: value for name, value in state.items() if name.startswith("same/")}
+        self._right = {name.removeprefix("same/"): value.clone() for name, value in same.items()}
 
     def _start_of(self, key: str, columns: int, like: Tensor) -> Tensor:
         if key in self._right and self._right[key].shape == (columns, self._rank):

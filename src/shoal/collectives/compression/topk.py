@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.collectives.compression.compressor import Gradient, Traffic
+from shoal.collectives.compression import ErrorFeedback, Gradient
 from shoal.collectives.reducer import Reducer
 
 
-class TopKCompressor:
+class TopKCompressor(ErrorFeedback):
     """The `ratio` largest elements of each bucket, as (place, value)."""
 
     def __init__(self, ratio: float = 0.01) -> None:
+        super().__init__()
         self._ratio = ratio
-        self.traffic = Traffic()
-        self._residuals: dict[int, Tensor] = {}
-        self._pending: dict[int, Tensor] = {}
 
     def start(self, number: int, flat: Tensor, layout: Sequence[Gradient], reducer: Reducer) -> Any:
-        """Choose what is sent; `finish` sends it."""
-        if number in self._residuals:
-            flat.add_(self._residuals[number].to(flat.device))  # a checkpoint brings them to the host
+        self._add_residual(number, flat)
         count = max(1, round(self._ratio * len(flat)))
         places = flat.abs().topk(count, sorted=False).indices
         values = flat[places]
@@ -44,17 +40,3 @@ class TopKCompressor:
             # A copy: the values begin where a number of their size need not.
             places, values = part[:cut].clone().view(narrow), part[cut:].clone().view(flat.dtype)
             flat.index_add_(0, places.long(), values)
-
-    def commit(self) -> None:
-        self._residuals |= self._pending
-        self._pending = {}
-
-    def abandon(self) -> None:
-        self._pending = {}
-
-    def state(self) -> dict[str, Tensor]:
-        """Residuals by bucket."""
-        return {str(number): residual for number, residual in sorted(self._residuals.items())}
-
-    def load(self, state: Mapping[str, Tensor], num_ranks_before: int) -> None:
-        self._residuals = {int(number): residual.clone() for number, residual in state.items()}

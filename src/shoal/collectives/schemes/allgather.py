@@ -5,19 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.collectives.p2p import Wires
-from shoal.collectives.schemes import ring
+from shoal.collectives.schemes import Wires, ring
 from shoal.collectives.schemes.broadcast import add_up
 
 
 def all_reduce(wires: Wires, flat: Tensor) -> None:
-    """Sum `flat` over the ranks, in place, in rank order."""
     parts = gather(wires, flat)
     add_up(parts, flat)
 
 
 def gather(wires: Wires, mine: Tensor) -> list[Tensor]:
-    """Every rank's tensor, in rank order."""
     parts = [torch.empty_like(mine) for _ in range(wires.num_ranks)]
     parts[wires.rank].copy_(mine)
     ring.all_gather(wires, parts, own=wires.rank)

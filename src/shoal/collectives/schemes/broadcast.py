@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.collectives.p2p import Wires
+from shoal.collectives.schemes import Wires
 
 
 def all_reduce(wires: Wires, flat: Tensor) -> None:
-    """Sum `flat` over the ranks, in place, in rank order."""
     others = [rank for rank in range(wires.num_ranks) if rank != wires.rank]
     parts = {rank: torch.empty_like(flat) for rank in others}
     parts[wires.rank] = flat.clone()

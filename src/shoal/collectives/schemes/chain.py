@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.collectives.p2p import Wires
+from shoal.collectives.schemes import Wires
 
 CHUNK_BYTES = 256 << 10
 

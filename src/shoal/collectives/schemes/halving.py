@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.collectives.p2p import Wires
+from shoal.collectives.schemes import Wires
 
 
 def all_reduce(wires: Wires, flat: Tensor) -> None:

@@ -1,46 +1,63 @@
 """`hierarchical` exchange: through shared memory inside each host, around a ring between the hosts.
 
-Between hosts one sum per host is sent, not one per worker.
+Between hosts one sum per host is sent, not one per worker. Ranks of a lost host
+may be restarted on different ones; their sum is then relayed, in the same order.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
+from functools import partial
+
+import torch
 from torch import Tensor
 
-from shoal.collectives.adapters import Threaded
-from shoal.collectives.native import Native
-from shoal.collectives.p2p import TorchWires, Wires
-from shoal.collectives.reducer import Reducer
-from shoal.collectives.schemes import ring
-from shoal.collectives.shm import Shm
+from shoal.collectives.exchanges import TorchWires
+from shoal.collectives.reducer import Native, Reducer, Scheme, Threaded
+from shoal.collectives.schemes import Wires, chain, ring
+from shoal.collectives.shm import KINDS, Shm
 from shoal.config.job import Job
 
 
 class Hierarchical:
-    """One rank's place: the shared memory of its host, and the ring if it speaks for that host."""
+    """One rank's place: the sum over its host, and the ring if it speaks for that host."""
 
-    def __init__(self, within: Shm, between: Wires | None) -> None:
+    def __init__(self, within: Scheme, between: Wires | None) -> None:
         """`between` connects the first rank of each host; None for all others."""
         self._within, self._between = within, between
 
     @classmethod
     def open(cls, job: Job, native: Native) -> Reducer:
-        """Build the exchange for a view. Collective."""
-        hosts = [rank * job.num_hosts // job.num_workers for rank in range(job.num_workers)]
+        hosts = [job.host_of(rank) for rank in range(job.num_workers)]
         mine = [rank for rank, host in enumerate(hosts) if host == job.host]
-        speakers = [hosts.index(host) for host in range(job.num_hosts)]
-        within = Shm.open(job, native, mine)
+        speakers = [hosts.index(host) for host in sorted(set(hosts))]
+        within: Scheme
+        if _are_at_home(job, native, hosts):
+            shm = Shm.open(job, native, mine)
+            within = partial(_sum_in_memory, shm)
+        else:
+            within = partial(chain.all_reduce, TorchWires(native, mine))
         between = TorchWires(native, speakers) if native.rank in speakers else None
-        return Threaded(native, cls(within, between).all_reduce)
+        return Threaded(native, cls(within, between).all_reduce, dtypes=KINDS)
 
     def all_reduce(self, flat: Tensor) -> None:
         """Sum `flat` over the ranks, in place: in rank order within a host, around the ring between hosts."""
-        self._sum_within(flat)
+        self._within(flat)
         if self._between is not None:
             ring.all_reduce(self._between, flat)
         else:
             flat.zero_()
-        self._sum_within(flat)  # the result plus zeros: how the others get it
+        # The result plus zeros: how the others get it. As bytes: -0.0 plus zero is 0.0, on hosts of two ranks alone.
+        self._within(flat.view(torch.uint8))
 
-    def _sum_within(self, flat: Tensor) -> None:
-        self._within.finish(self._within.start_all_reduce(flat), "the sum within a host")
+
+def _are_at_home(job: Job, native: Native, hosts: Sequence[int]) -> bool:
+    """Whether all ranks of each host are on one machine. Collective, and the same everywhere."""
+    here = torch.tensor([zlib.crc32(job.host_address.encode())])
+    machines = [int(each) for each in native.all_gather(here)]
+    return len(set(zip(hosts, machines, strict=True))) == len(set(hosts))
+
+
+def _sum_in_memory(shm: Shm, flat: Tensor) -> None:
+    shm.finish(shm.start_all_reduce(flat), "the sum within a host")

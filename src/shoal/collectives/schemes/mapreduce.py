@@ -9,13 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.collectives.p2p import Wires, parts_of
-from shoal.collectives.schemes import ring
+from shoal.collectives.schemes import Wires, parts_of, ring
 from shoal.collectives.schemes.broadcast import add_up
 
 
 def all_reduce(wires: Wires, flat: Tensor) -> None:
-    """Sum `flat` over the ranks, in place, in rank order."""
     parts = parts_of(flat, wires.num_ranks)
     reduce_scatter(wires, parts)
     ring.all_gather(wires, parts, own=wires.rank)

@@ -8,17 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.collectives.p2p import Wires, parts_of
+from shoal.collectives.schemes import Swaps, parts_of
 
 
-def all_reduce(wires: Wires, flat: Tensor) -> None:
+def all_reduce(wires: Swaps, flat: Tensor) -> None:
     """Sum `flat` over the ranks, in place. Part p is added up from rank p on, around the ring."""
     parts = parts_of(flat, wires.num_ranks)
     reduce_scatter(wires, parts)
     all_gather(wires, parts, own=(wires.rank + 1) % wires.num_ranks)
 
 
-def reduce_scatter(wires: Wires, parts: list[Tensor]) -> None:
+def reduce_scatter(wires: Swaps, parts: list[Tensor]) -> None:
     """Leave the whole sum in part rank + 1; the other parts are partial sums."""
     num, rank = wires.num_ranks, wires.rank
     incoming = torch.empty_like(max(parts, key=len))
@@ -29,7 +29,7 @@ def reduce_scatter(wires: Wires, parts: list[Tensor]) -> None:
         torch.add(got, theirs, out=theirs)  # what came from behind first: the order of the ring
 
 
-def all_gather(wires: Wires, parts: list[Tensor], *, own: int) -> None:
+def all_gather(wires: Swaps, parts: list[Tensor], *, own: int) -> None:
     """Pass the finished part (`own`) on, and receive the others."""
     num, rank = wires.num_ranks, wires.rank
     for step in range(num - 1):

@@ -11,32 +11,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
-from shoal.ps.client.pulls import split
-from shoal.ps.client.server_group import AskAll, AskOwner, Group, memory_of
+from shoal.ps.client.server_group import AskAll, AskOwner, Group
+from shoal.ps.client.step import by_server
+from shoal.ps.layout import dtype_name
+from shoal.runtime.serialization import raw_bytes
 from shoal.runtime.transport.arena import Buffer
-from shoal.runtime.transport.messages.client_server import (
-    Chunk,
-    ChunkSpec,
-    ReadChunk,
-    ReadMarks,
-    ReadRows,
-    RowsRead,
-    TableSpec,
-    WriteChunk,
-    WriteMarks,
-    WriteRows,
-)
+from shoal.runtime.transport.messages import client_server as msg
 from shoal.runtime.transport.shared_client import Link
 
 
 def read_rows(
-    group: Group, table: TableSpec
+    group: Group, table: msg.TableSpec
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int]]:
     """(keys, values, state, step of the rule) of one slot after the other."""
     for slot in range(NUM_SLOTS):
-        asking = AskOwner(slot, lambda view, slot=slot: ReadRows(view, table.number, slot))  # type: ignore[misc]
+        asking = AskOwner(slot, lambda view, slot=slot: msg.ReadRows(view, table.number, slot))  # type: ignore[misc]
         group.run(asking)
-        assert isinstance(asking.answer, RowsRead)
+        assert isinstance(asking.answer, msg.RowsRead)
         keys, values, state = (bytearray(frame) for frame in asking.frames)  # arrays that may be written
         num_rows = len(keys) // 8
         yield (
@@ -47,7 +38,9 @@ def read_rows(
         )
 
 
-def read_table(group: Group, table: TableSpec) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int]:
+def read_table(
+    group: Group, table: msg.TableSpec
+) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int]:
     """(keys, values, state, step of the rule) of all slots, by increasing key."""
     parts = list(read_rows(group, table))
     keys, values, state = (np.concatenate([part[column] for part in parts]) for column in range(3))
@@ -58,7 +51,7 @@ def read_table(group: Group, table: TableSpec) -> tuple[NDArray[np.int64], NDArr
 class _Writing:
     """Rows on their way to whoever holds them."""
 
-    def __init__(self, table: TableSpec, arrays: Sequence[NDArray[Any]], step: int) -> None:
+    def __init__(self, table: msg.TableSpec, arrays: Sequence[NDArray[Any]], step: int) -> None:
         """`arrays`: keys, values and, unless they are as new, state."""
         self._table, self._arrays, self._step = table, arrays, step
         self.sent_in = 0
@@ -67,20 +60,17 @@ class _Writing:
 
     def send(self, group: Group) -> None:
         self._asked = []
-        parts: list[tuple[int, Any]] = [(group.servers[0], slice(None))]
-        if len(group.servers) > 1:
-            parts = list(split(self._table.number, self._arrays[0], group))
-        for server, places in parts:
+        for server, places in by_server(self._table.number, self._arrays[0], group):
             link = group.link(server)
             frames: list[Buffer | bytes] = []
             for array in self._arrays:
-                part = array[places]
+                part = array if places is None else array[places]
                 buffer = link.alloc(part.nbytes)
-                buffer.view[:] = memory_of(part)
+                buffer.view[:] = raw_bytes(part)
                 self._held.append((link, buffer))
                 frames.append(buffer)
             frames += [b""] * (3 - len(frames))
-            message = WriteRows(group.view, self._table.number, self._step)
+            message = msg.WriteRows(group.view, self._table.number, self._step)
             self._asked.append((server, group.send(server, message, frames)))
 
     def receive(self, group: Group) -> None:
@@ -93,21 +83,20 @@ class _Writing:
 
 def write_rows(
     group: Group,
-    table: TableSpec,
+    table: msg.TableSpec,
     keys: NDArray[np.int64],
     values: NDArray[Any],
     state: NDArray[Any] | None,
     step: int,
 ) -> None:
-    """Set these rows; without state they are as new."""
     group.run(_Writing(table, [keys, values] if state is None else [keys, values, state], step))
 
 
-def read_chunk(group: Group, chunk: ChunkSpec) -> tuple[Tensor, dict[tuple[int, str], Tensor]]:
+def read_chunk(group: Group, chunk: msg.ChunkSpec) -> tuple[Tensor, dict[tuple[int, str], Tensor]]:
     """A chunk's elements, and its optimizer state by (part, key)."""
-    asking = AskOwner(chunk.slot, lambda view: ReadChunk(view, chunk.number))
+    asking = AskOwner(chunk.slot, lambda view: msg.ReadChunk(view, chunk.number))
     group.run(asking)
-    assert isinstance(asking.answer, Chunk)
+    assert isinstance(asking.answer, msg.Chunk)
     elements = torch.frombuffer(bytearray(asking.frames[0]), dtype=getattr(torch, chunk.dtype))
     state = {}
     for (part, key, dtype, shape), frame in zip(asking.answer.state, asking.frames[1:], strict=True):
@@ -119,30 +108,23 @@ def read_chunk(group: Group, chunk: ChunkSpec) -> tuple[Tensor, dict[tuple[int, 
 
 
 def write_chunk(
-    group: Group, chunk: ChunkSpec, elements: Tensor, state: Mapping[tuple[int, str], Tensor]
+    group: Group, chunk: msg.ChunkSpec, elements: Tensor, state: Mapping[tuple[int, str], Tensor]
 ) -> None:
-    """Set a chunk; without state it is as new."""
     described = [
-        (part, key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-        for (part, key), tensor in state.items()
+        (part, key, dtype_name(tensor.dtype), list(tensor.shape)) for (part, key), tensor in state.items()
     ]
-    frames = [_raw(elements), *(_raw(tensor) for tensor in state.values())]
-    group.run(AskOwner(chunk.slot, lambda view: WriteChunk(view, chunk.number, described), frames))
+    frames = [raw_bytes(elements), *(raw_bytes(tensor) for tensor in state.values())]
+    group.run(AskOwner(chunk.slot, lambda view: msg.WriteChunk(view, chunk.number, described), frames))
 
 
 def read_marks(group: Group) -> NDArray[np.int64]:
     """(slot, stream, seq) of all slots: the newest push of each stream that counts there."""
-    asking = AskAll(ReadMarks)
+    asking = AskAll(msg.ReadMarks)
     group.run(asking)
     parts = [np.frombuffer(bytes(frames[0]), np.int64).reshape(-1, 3) for _, frames in asking.answers]
     return np.concatenate(parts).copy()
 
 
 def write_marks(group: Group, marks: NDArray[np.int64]) -> None:
-    """Have every slot count what these say."""
     raw = np.ascontiguousarray(marks, np.int64).tobytes()
-    group.run(AskAll(WriteMarks, [raw]))
-
-
-def _raw(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    group.run(AskAll(msg.WriteMarks, [raw]))

@@ -11,7 +11,10 @@ Requests of one `kv` are carried out in the order in which they were made: a
 pull sees all pushes before it. A push is acknowledged when every copy of its
 rows has it. It is named by the worker's rank and how many there were before
 it, so a worker that was killed and runs again from the top repeats its names,
-and what counted once is not counted again.
+and what counted once is not counted again. Servers deduplicate by the last
+seq that was applied, so a push must never overtake another: where one has to
+be sent again, all that are not acknowledged are, in order. Nothing runs by
+itself; every call moves requests on as far as it can without waiting.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Sequence
-from types import TracebackType
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -32,20 +35,335 @@ from shoal.cluster.worker.coordinator_client import LeaseClient
 from shoal.config import job as jobs
 from shoal.config import strategy as strategies
 from shoal.config.job import Job
-from shoal.embedding.kernels import sum_back, unique
+from shoal.embedding.kernels import expand, sum_back, unique
 from shoal.embedding.rules import rule_named
-from shoal.errors import ConfigError, LinkLost, PsError
+from shoal.errors import ArenaFull, ConfigError, LinkLost, PsError
 from shoal.ps.client.bulk_transfer import read_marks
-from shoal.ps.client.kv_requests import Keys, KvRequest, Pull, Push, RequestQueue
-from shoal.ps.client.server_group import Group
-from shoal.ps.kernels import first_wrong_key
-from shoal.ps.layout import FIRST_NAMED
+from shoal.ps.client.server_group import Group, ViewChanged, check_answer
+from shoal.ps.client.step import by_server
+from shoal.ps.layout import FIRST_NAMED, first_wrong_key
 from shoal.runtime.seeds import mix
-from shoal.runtime.transport.messages.client_server import (
-    DeclareMode,
-    DeclareTable,
-    TableSpec,
-)
+from shoal.runtime.serialization import raw_bytes
+from shoal.runtime.transport.arena import Buffer
+from shoal.runtime.transport.messages import client_server as msg
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.shared_client import Link
+
+Keys: TypeAlias = NDArray[np.int64]
+
+
+class KvRequest:
+    """A push or a pull: its tickets, answers and buffers."""
+
+    def __init__(self, table: msg.TableSpec, num_bytes: int) -> None:
+        self.table, self.num_bytes = table, num_bytes
+        self.is_done = False
+        self.error: PsError | None = None  # why it does not count, where it was refused
+        self._left: dict[int, tuple[Link, int]] = {}  # server -> its ticket, where the answer is not here yet
+        self._held: list[tuple[Link, Buffer]] = []
+
+    def send(self, group: Group) -> None:
+        """Ask, in the group's present view; nothing was asked where ArenaFull is raised."""
+        raise NotImplementedError
+
+    def keep(self) -> None:
+        """The caller's arrays are the caller's again: have a copy of what is still needed of them."""
+
+    def receive(self, group: Group) -> None:
+        """Wait for the answers; raises ViewChanged or LinkLost where there will be none."""
+        for server, (link, ticket) in list(self._left.items()):
+            if group.link(server) is not link:
+                raise ViewChanged(0)  # asked on a connection that is over: ask again
+            self._settle(server, lambda server=server, ticket=ticket: group.wait(server, ticket))  # type: ignore[misc]
+        self._finish()
+
+    def poll(self) -> bool:
+        """True once all answers are here; does not wait, and raises as `receive` does."""
+        for server, (link, ticket) in list(self._left.items()):
+            answer = link.take(ticket)
+            if answer is None:
+                return False
+            self._settle(server, lambda link=link, answer=answer: check_answer(link, answer[0]))  # type: ignore[misc]
+        self._finish()
+        return True
+
+    def _settle(self, server: int, answer: Callable[[], object]) -> None:
+        try:
+            answer()
+        except (LinkLost, ArenaFull):
+            raise
+        except PsError as error:
+            self.error = self.error or error
+        del self._left[server]
+
+    def fail(self, error: PsError) -> None:
+        self.error, self.is_done = error, True
+
+    def _finish(self) -> None:
+        self.is_done = True
+        for link, buffer in self._held:
+            link.free(buffer)
+        self._held = []
+
+    def _alloc(self, link: Link, nbytes: int) -> Buffer:
+        buffer = link.alloc(nbytes)
+        self._held.append((link, buffer))
+        return buffer
+
+    def _ask(self, group: Group, server: int, message: Message, frames: Any, into: Any = ()) -> None:
+        self._left[server] = (group.link(server), group.send(server, message, frames, into))
+
+    def _forget(self, group: Group) -> None:
+        """Before it is asked again. Memory of an earlier view stays until this one answers, on the same connection:
+        only then nobody can write into it, or read it, any more. What lies elsewhere is left to its connection.
+        """
+        self._left = {}
+        links = {id(group.link(server)) for server in group.servers}
+        self._held = [(link, buffer) for link, buffer in self._held if id(link) in links]
+
+
+class Push(KvRequest):
+    """Rows for one table, under a name; keys strictly increasing."""
+
+    def __init__(
+        self, table: msg.TableSpec, keys: Keys, values: NDArray[Any], *, stream: int, seq: int, rank: int
+    ) -> None:
+        """`rank` is one that no worker has: clocks of workers do not count these pushes."""
+        super().__init__(table, keys.nbytes + values.nbytes)
+        self._stream, self._seq, self._rank = stream, seq, rank
+        self._source: tuple[Keys, NDArray[Any]] | None = (keys, values)
+        self._parts: list[tuple[int, Buffer, Buffer]] = []
+
+    def keep(self) -> None:
+        if self._source is not None:
+            keys, values = self._source
+            self._source = keys.copy(), values.copy()
+
+    def send(self, group: Group) -> None:
+        keys, values = self._source or self._gathered()
+        self._forget(group)
+        before = len(self._held)
+        try:
+            parts = self._copied(group, keys, values)
+        except ArenaFull:
+            for link, buffer in self._held[before:]:
+                link.free(buffer)
+            del self._held[before:]
+            self._source = keys, values
+            raise
+        self._parts, self._source = parts, None
+        name = (group.view, self._stream, self._seq)
+        for server, key_frame, value_frame in parts:
+            group.push(server, msg.PushRows(*name, self.table.number), [key_frame, value_frame])
+        holders = {server for server, _, _ in parts}
+        for server in group.servers:
+            num_pushes = int(server in holders)
+            end = msg.StepEnd(*name, rank=self._rank, num_pushes=num_pushes, exchange=0, anchored_at=0)
+            self._ask(group, server, end, [b"", b""])
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._parts = []
+
+    def _copied(self, group: Group, keys: Keys, values: NDArray[Any]) -> list[tuple[int, Buffer, Buffer]]:
+        parts = []
+        dim, dtype = self.table.dim, np.dtype(self.table.dtype)
+        for server, places in by_server(self.table.number, keys, group) if len(keys) else ():
+            link, num_keys = group.link(server), len(keys) if places is None else len(places)
+            key_frame = self._alloc(link, num_keys * 8)
+            value_frame = self._alloc(link, num_keys * dim * dtype.itemsize)
+            if places is None:
+                key_frame.view[:], value_frame.view[:] = raw_bytes(keys), raw_bytes(values)
+            else:
+                np.take(keys, places, out=np.frombuffer(key_frame.view, np.int64), mode="clip")
+                expand(values, places, np.frombuffer(value_frame.view, dtype).reshape(num_keys, dim))
+            parts.append((server, key_frame, value_frame))
+        return parts
+
+    def _gathered(self) -> tuple[Keys, NDArray[Any]]:
+        """Put together the parts that were cut over the servers of an earlier view."""
+        keys = [np.zeros(0, np.int64), *(np.frombuffer(frame.view, np.int64) for _, frame, _ in self._parts)]
+        values = [
+            np.zeros(0, self.table.dtype),
+            *(np.frombuffer(frame.view, self.table.dtype) for _, _, frame in self._parts),
+        ]
+        whole = np.concatenate(keys)
+        order = np.argsort(whole)
+        return whole[order], np.concatenate(values).reshape(-1, self.table.dim)[order]
+
+
+class Pull(KvRequest):
+    """Rows of one table, in the order of the keys asked for."""
+
+    def __init__(
+        self, table: msg.TableSpec, keys: Keys, inverse: NDArray[np.int32] | None, shape: tuple[int, ...]
+    ) -> None:
+        """`keys` strictly increasing and nobody else's; `inverse`: where the row of each key asked for is among them, None: just there."""
+        self._dtype = np.dtype(table.dtype)
+        super().__init__(table, keys.nbytes + len(keys) * table.dim * self._dtype.itemsize)
+        self._keys, self._inverse, self._shape = keys, inverse, shape
+        self._parts: list[tuple[Buffer, NDArray[np.int32] | None]] = []
+        self.result: NDArray[Any] | None = None
+
+    def send(self, group: Group) -> None:
+        self._forget(group)
+        self._parts = []
+        message = msg.PullRows(group.view, 0, self.table.number)
+        asked = []
+        for server, places in by_server(self.table.number, self._keys, group) if len(self._keys) else ():
+            link, num_keys = group.link(server), len(self._keys) if places is None else len(places)
+            frame = self._alloc(link, num_keys * 8)
+            into = self._alloc(link, num_keys * self.table.dim * self._dtype.itemsize)
+            frame.view[:] = raw_bytes(self._keys if places is None else self._keys[places])
+            asked.append((server, frame, into))
+            self._parts.append((into, places))
+        for server, frame, into in asked:
+            self._ask(group, server, message, [frame], [into])
+
+    def _finish(self) -> None:
+        if self.error is None:
+            self.result = self._whole().reshape(*self._shape, self.table.dim)
+        self._parts = []
+        super()._finish()
+
+    def _whole(self) -> NDArray[Any]:
+        dim = self.table.dim
+        whole = np.empty((len(self._keys), dim), self._dtype)
+        for into, places in self._parts:
+            rows = np.frombuffer(into.view, self._dtype).reshape(-1, dim)
+            if places is not None:
+                whole[places] = rows
+            elif self._inverse is None:
+                whole[:] = rows
+            else:
+                whole = rows
+        if self._inverse is None:
+            return whole
+        out = np.empty((len(self._inverse), dim), self._dtype)
+        expand(whole, self._inverse, out)
+        return out
+
+
+# ---- the queue -----------------------------------------------------------------------------------
+
+
+MAX_REQUESTS = 64
+"""Under way at a time; one more waits for the oldest. Far fewer than a server keeps of a view that it does not know yet."""
+
+MAX_BYTES = 1 << 30  # the same for what they carry
+
+
+class RequestQueue:
+    """An operation of the group: all that is under way, up to the request that is waited for."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.sent_in = 0
+        self._sent: deque[KvRequest] = deque()
+        self._held: deque[tuple[KvRequest, list[KvRequest]]] = deque()
+        self._target: KvRequest | None = None
+        self._is_behind = False
+        self.failed: list[KvRequest] = []  # refused, and nobody has been told yet
+
+    @property
+    def all(self) -> list[KvRequest]:
+        """Requests without an acknowledgement, in order."""
+        return [*self._sent, *(request for request, _ in self._held)]
+
+    def add(self, request: KvRequest, after: Sequence[KvRequest] = ()) -> None:
+        """Send it now, or once those it follows are acknowledged."""
+        self.advance()
+        waits_for = [each for each in after if not each.is_done or each.error]
+        if waits_for or self._held:
+            request.keep()
+            self._held.append((request, waits_for))
+            self._release()
+        else:
+            self._begin(request)
+
+    def advance(self) -> None:
+        """Take the answers that are here, and send what waited for them."""
+        try:
+            while self._sent and self.sent_in == self._group.view and self._sent[0].poll():
+                self._end(self._sent.popleft())
+        except (LinkLost, ViewChanged):
+            self.sent_in, self._is_behind = 0, True
+        self._release()
+
+    def finish(self, request: KvRequest) -> None:
+        while any(held is request for held, _ in self._held):
+            first, waits_for = self._held[0]
+            for each in waits_for:
+                self.finish(each)
+            self._release()
+            assert first.is_done or first in self._sent
+        if request.is_done:
+            return
+        if self._is_behind:
+            self._group.renew()
+            self._is_behind = False
+        self._target = request
+        self._group.finish(self)
+
+    # ---- as the group sees it -------------------------------------------------------------------
+
+    def send(self, group: Group) -> None:
+        for request in self._sent:
+            request.send(group)
+        self._flush()
+
+    def receive(self, group: Group) -> None:
+        assert self._target is not None
+        while not self._target.is_done:
+            self._sent[0].receive(group)
+            self._end(self._sent.popleft())
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        while self._held and all(each.is_done for each in self._held[0][1]):
+            request, waited_for = self._held.popleft()
+            refused = next((each.error for each in waited_for if each.error), None)
+            if refused is not None:
+                why = f"a request to table '{request.table.name}' was not sent, because what it was to follow was refused"
+                request.fail(PsError(f"{why}: {refused}"))
+                self._end(request)
+            else:
+                self._begin(request)
+
+    def _begin(self, request: KvRequest) -> None:
+        while self._sent and (
+            len(self._sent) >= MAX_REQUESTS
+            or request.num_bytes + sum(each.num_bytes for each in self._sent) > MAX_BYTES
+        ):
+            self.finish(self._sent[0])
+        if not self._sent:
+            self.sent_in, self._is_behind = self._group.view, False
+        self._sent.append(request)
+        try:
+            if self.sent_in == self._group.view:
+                request.send(self._group)
+                self._flush()
+        except (LinkLost, ViewChanged):
+            self.sent_in, self._is_behind = 0, True
+        except ArenaFull:  # it was not asked
+            self._sent.pop()
+            raise
+        except BaseException:
+            self.sent_in = 0  # who knows how much of it has left
+            raise
+        finally:
+            request.keep()
+
+    def _flush(self) -> None:
+        """Send what is buffered: nobody may wait for it for long."""
+        for server in self._group.servers:
+            self._group.link(server).flush()
+
+    def _end(self, request: KvRequest) -> None:
+        if request.error is not None:
+            self.failed.append(request)
+
 
 Arrays: TypeAlias = ArrayLike | torch.Tensor
 
@@ -56,43 +374,24 @@ Dtype: TypeAlias = Literal["float32", "float64"]
 _INT64 = np.iinfo(np.int64)
 
 
-def spec_of(
-    name: str,
-    dim: int,
-    rule: str,
-    settings: dict[str, float],
-    *,
-    num_rows: int | None,
-    init: Init,
-    scale: float,
-    seed: int,
-    dtype: Dtype,
-) -> TableSpec:
-    """The table as servers know it; refused where there is no such."""
-    for what, value, least in (("dim", dim, 1), ("num_rows", num_rows, 1)):
-        if value is not None and (not isinstance(value, int) or value < least):
-            raise _wrong(name, f"{what} must be an integer of at least {least}, got {value!r}")
-    for what, given, known in (("dtype", dtype, get_args(Dtype)), ("init", init, get_args(Init))):
+def table_number(name: str) -> int:
+    """Number of a table that is declared by name."""
+    return FIRST_NAMED + int.from_bytes(hashlib.blake2b(name.encode(), digest_size=5).digest(), "little")
+
+
+def check_spec(spec: msg.TableSpec) -> None:
+    """Refuse a table that cannot be."""
+    for what, value in (("dim", spec.dim), ("num_rows", spec.num_rows)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise _wrong(spec.name, f"{what} must be an integer of at least 1, got {value!r}")
+    for what, given, known in (("dtype", spec.dtype, get_args(Dtype)), ("init", spec.init, get_args(Init))):
         if given not in known:
-            raise _wrong(name, f"{what} must be one of {', '.join(known)}, got {given!r}")
-    if not np.isfinite(scale) or scale < 0:
-        raise _wrong(name, f"scale must be a finite number of at least 0, got {scale!r}")
-    number = FIRST_NAMED + int.from_bytes(hashlib.blake2b(name.encode(), digest_size=5).digest(), "little")
-    return TableSpec(
-        number=number,
-        name=name,
-        dim=dim,
-        dtype=dtype,
-        rule=rule,
-        settings=rule_named(rule).complete(settings),
-        num_rows=num_rows,
-        init=init,
-        scale=float(scale),
-        seed=mix(seed, number),  # tables of one seed have different rows
-    )
+            raise _wrong(spec.name, f"{what} must be one of {', '.join(known)}, got {given!r}")
+    if not np.isfinite(spec.scale) or spec.scale < 0:
+        raise _wrong(spec.name, f"scale must be a finite number of at least 0, got {spec.scale!r}")
 
 
-def keys_of(table: TableSpec, keys: Arrays) -> NDArray[np.int64]:
+def keys_of(table: msg.TableSpec, keys: Arrays) -> NDArray[np.int64]:
     """The keys as int64, in the shape in which they were given; refused where a table cannot have them."""
     array = _array(keys)
     if array.size == 0 and not isinstance(keys, np.ndarray | torch.Tensor):
@@ -113,7 +412,7 @@ def keys_of(table: TableSpec, keys: Arrays) -> NDArray[np.int64]:
     return array
 
 
-def values_of(table: TableSpec, values: Arrays, shape: tuple[int, ...]) -> NDArray[Any]:
+def values_of(table: msg.TableSpec, values: Arrays, shape: tuple[int, ...]) -> NDArray[Any]:
     """One row of values per key of an array of this shape, as a matrix; refused where it is something else."""
     array = _array(values)
     if not isinstance(values, np.ndarray | torch.Tensor) and array.dtype.kind in "iuf":
@@ -138,7 +437,7 @@ def values_of(table: TableSpec, values: Arrays, shape: tuple[int, ...]) -> NDArr
 
 
 def once_each(
-    table: TableSpec, keys: Keys, values: NDArray[Any], *, merge: bool
+    table: msg.TableSpec, keys: Keys, values: NDArray[Any], *, merge: bool
 ) -> tuple[Keys, NDArray[Any]]:
     """Every key once, in increasing order: rows of the same key summed, or the last of them where rows are stored.
 
@@ -178,8 +477,7 @@ def _wrong(table: str, problem: str, remedy: str = "") -> ConfigError:
     return ConfigError(f"table '{table}': {problem}. Nothing was sent{f'; {remedy}' if remedy else ''}.")
 
 
-FIRST_STREAM = 1 << 62
-"""Leases of training are streams below it."""
+FIRST_STREAM = 1 << 62  # leases of training are streams below it
 
 _numbers = itertools.count()
 
@@ -204,13 +502,13 @@ class Handle:
 class Kv:
     """This process's tables on the servers of its job. Threads may share it; close it, or use it in a `with`."""
 
-    def __init__(self, job: Job, group: Group, mode: DeclareMode, number: int) -> None:
+    def __init__(self, job: Job, group: Group, mode: msg.DeclareMode, number: int) -> None:
         """`number`: how many this process connected before."""
         self._group, self._line = group, RequestQueue(group)
         self._stream = FIRST_STREAM | (job.rank << 32) | number
         self._rank = mode.num_workers
         self._seq = 0
-        self._tables: dict[str, TableSpec] = {}
+        self._tables: dict[str, msg.TableSpec] = {}
         self._lock = threading.RLock()
         self._is_closed = False
         self._lines: LeaseClient | None = None
@@ -239,13 +537,16 @@ class Kv:
         nobody pushed yet is `init`: zeros, or drawn from (seed, table, key) with standard deviation or half width
         `scale`. Keys are any int64, or 0..num_rows-1 where `num_rows` is given, which is quicker.
         """
-        spec = spec_of(
-            name, dim, rule, settings, num_rows=num_rows, init=init, scale=scale, seed=seed, dtype=dtype
+        number, completed = table_number(name), rule_named(rule).complete(settings)
+        own_seed = mix(seed, number)  # tables of one seed have different rows
+        spec = msg.TableSpec(
+            number, name, dim, dtype, rule, completed, num_rows, init, float(scale), own_seed
         )
+        check_spec(spec)
         with self._lock:
             self._check_open()
             try:
-                self._group.declare(DeclareTable(spec))
+                self._group.declare(msg.DeclareTable(spec))
             except LinkLost:
                 raise
             except PsError as error:
@@ -259,13 +560,7 @@ class Kv:
     # ---- requests -------------------------------------------------------------------------------
 
     def push(
-        self,
-        table: str,
-        keys: Arrays,
-        values: Arrays,
-        *,
-        after: Sequence[Handle] = (),
-        merge: bool = True,
+        self, table: str, keys: Arrays, values: Arrays, *, after: Sequence[Handle] = (), merge: bool = True
     ) -> Handle:
         """One update of these rows, exactly once; the arrays may be changed as soon as this returns.
 
@@ -335,9 +630,7 @@ class Kv:
     def __enter__(self) -> Kv:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:
@@ -356,7 +649,7 @@ class Kv:
             if not self._is_closed:
                 self._line.advance()
 
-    def _declared(self, table: str) -> TableSpec:
+    def _declared(self, table: str) -> msg.TableSpec:
         self._check_open()
         spec = self._tables.get(table)
         if spec is None:
@@ -413,11 +706,12 @@ def connect() -> Kv:
         name=f"kv-{job.rank}-{number}",
         incarnation=job.incarnation,
         ways_in=job.servers,
+        own_host=job.host_address,
         ask_view=lines.ask_servers,
         timeout_s=job.liveness.step_timeout_s,
     )
     is_bounded = name.bound is not None
-    mode = DeclareMode(job.num_workers, "ssp" if is_bounded else "async", name.bound or 0)
+    mode = msg.DeclareMode(job.num_workers, "ssp" if is_bounded else "async", name.bound or 0)
     try:
         kv = Kv(job, group, mode, number)
     except BaseException:

@@ -13,38 +13,27 @@ import math
 import mmap
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import LinkLost, ServerRefused, WaitTimedOut
-from shoal.runtime.transport import memfd
+from shoal.runtime.transport import endpoint, memfd
 from shoal.runtime.transport.arena import Buffer
-from shoal.runtime.transport.messages.client_server import (
-    AskDense,
-    AskMissing,
-    Declared,
-    DenseAt,
-    Hello,
-    Missing,
-    PsRefused,
-    ViewOver,
-)
+from shoal.runtime.transport.framing import Bytes
+from shoal.runtime.transport.messages import client_server as msg
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView
 from shoal.runtime.transport.shared_client import Link
 
-BEHIND_S = 0.005
-"""Pause before a server that has not heard of the newest view is asked again."""
+BEHIND_S = 0.005  # pause before a server that has not heard of the newest view is asked again
 
 CONNECT_TIMEOUT_S = 10.0
 
-LOST_S = 2.0
-"""Wait for a view without a server whose connection broke, before the connection is retried."""
+LOST_S = 2.0  # wait for a view without a server whose connection broke, before the connection is retried
 
-ANSWER_S = 2.0
-"""Time-out of AskMissing: a server answers it without waiting."""
+ANSWER_S = 2.0  # time-out of AskMissing: a server answers it without waiting
 
 
 class ViewChanged(Exception):
@@ -58,8 +47,7 @@ class ViewChanged(Exception):
 class Operation(Protocol):
     """Something asked of the servers, that can be asked again."""
 
-    sent_in: int
-    """The view in which it was sent; 0: not yet, or not wholly."""
+    sent_in: int  # the view in which it was sent; 0: not yet, or not wholly
 
     def send(self, group: Group) -> None:
         """Ask, in the group's present view."""
@@ -80,22 +68,25 @@ class Group:
         ask_view: Callable[[int, float], ServerView],
         timeout_s: float,
         tell_late: Callable[[list[int], float], None] | None = None,
+        own_host: str = "",
     ) -> None:
-        """`ask_view(after, timeout_s)` waits for a view newer than `after`; `ways_in` are paths, by server.
+        """`ask_view(after, timeout_s)` waits for a view newer than `after`; `ways_in` lead to servers of this host, by
+        number, and `own_host` is its address, by which a view tells them from those of other hosts.
 
         `tell_late(ranks, waited_s)` has somebody look at workers for whom this one waits too long.
         """
         self._tell_late = tell_late
-        self._hello = Hello(name, incarnation)
-        self._ways_in, self._ask_view, self.timeout_s = tuple(ways_in), ask_view, timeout_s
+        self._hello = msg.Hello(name, incarnation)
+        self._ways_in, self._own_host = dict(enumerate(ways_in)), own_host
+        self._addresses = dict(self._ways_in)
+        self._ask_view, self.timeout_s = ask_view, timeout_s
         self._links: dict[int, tuple[int, Link]] = {}  # server -> its incarnation, and the connection
         self._declared: list[Message] = []
         self._dense: dict[
             int, tuple[int, dict[int, memoryview]]
         ] = {}  # server -> view, and chunks where they lie
         self.view = 0
-        self.servers: tuple[int, ...] = ()
-        """Those that are primary of something, in order."""
+        self.servers: tuple[int, ...] = ()  # those that are primary of something, in order
         self.owner_of_slot: NDArray[np.int16] = np.zeros(0, np.int16)
         self._incarnations: dict[int, int] = {}
 
@@ -108,6 +99,7 @@ class Group:
         with contextlib.suppress(LinkLost, ViewChanged):
             operation.sent_in = 0
             operation.send(self)
+            self._flush(is_remote=True)  # on its way while this process computes
             operation.sent_in = self.view
 
     def finish(self, operation: Operation) -> None:
@@ -146,7 +138,6 @@ class Group:
                     self.renew(LOST_S)
 
     def run(self, operation: Operation) -> None:
-        """Ask and wait."""
         self.start(operation)
         self.finish(operation)
 
@@ -159,7 +150,7 @@ class Group:
         asking = AskAll(lambda _: message)
         self.run(asking)
         self._declared.append(message)
-        return any(isinstance(answer, Declared) and answer.is_new for answer, _ in asking.answers)
+        return any(isinstance(answer, msg.Declared) and answer.is_new for answer, _ in asking.answers)
 
     # ---- views and connections ------------------------------------------------------------------
 
@@ -168,6 +159,7 @@ class Group:
         found = self._ask_view(self.view, self.timeout_s if timeout_s is None else timeout_s)
         self.view = found.view
         self._incarnations = dict(found.incarnations)
+        self._addresses = endpoint.of_servers(self._ways_in, found, self._own_host)
         self.owner_of_slot = np.array([held[0] if held else -1 for held in found.holders], np.int16)
         self.servers = tuple(sorted({int(server) for server in self.owner_of_slot if server >= 0}))
         for server, (incarnation, link) in list(self._links.items()):
@@ -176,7 +168,6 @@ class Group:
                 del self._links[server]
 
     def owner(self, slot: int) -> int:
-        """The server that answers for a slot."""
         return int(self.owner_of_slot[slot])
 
     def link(self, server: int) -> Link:
@@ -188,7 +179,7 @@ class Group:
             raise LinkLost(peer="every holder of a slot", reason="they died")
         try:
             link = Link.connect(
-                self._ways_in[server], self._hello, timeout_s=CONNECT_TIMEOUT_S, peer=f"server-{server}"
+                self._addresses[server], self._hello, timeout_s=CONNECT_TIMEOUT_S, peer=f"server-{server}"
             )
         except WaitTimedOut as error:  # its socket is the supervisor's, and outlives it
             raise LinkLost(peer=f"server-{server}", reason=str(error)) from None
@@ -198,7 +189,6 @@ class Group:
         return link
 
     def wait(self, server: int, ticket: int) -> tuple[Message, Sequence[memoryview]]:
-        """The answer to what was sent to `server` under `ticket`."""
         self._flush()
         try:
             return self._answer(self.link(server), ticket)
@@ -210,7 +200,7 @@ class Group:
         self,
         server: int,
         message: Message,
-        frames: Sequence[Buffer | bytes] = (),
+        frames: Sequence[Buffer | Bytes] = (),
         into: Sequence[Buffer] = (),
     ) -> int:
         """Say something to a server; the ticket under which it answers."""
@@ -236,8 +226,8 @@ class Group:
         return known[1][chunk]
 
     def _map_dense(self, server: int) -> dict[int, memoryview]:
-        answer, _ = self.wait(server, self.send(server, AskDense(self.view)))
-        assert isinstance(answer, DenseAt)
+        answer, _ = self.wait(server, self.send(server, msg.AskDense(self.view)))
+        assert isinstance(answer, msg.DenseAt)
         fds = self.link(server).take_fds(len(answer.memories))
         try:
             memories = [
@@ -250,11 +240,9 @@ class Group:
 
     @property
     def bytes_shared(self) -> int:
-        """Memory reserved for exchanges, over all connections."""
         return sum(link.arena.bytes_reserved for _, link in self._links.values())
 
     def close(self) -> None:
-        """Leave."""
         for _, link in self._links.values():
             link.close()
         self._links.clear()
@@ -264,15 +252,7 @@ class Group:
             answer, frames = link.wait(ticket, self.timeout_s)
         except WaitTimedOut:
             answer, frames = self._wait_on(link, ticket)
-        match answer:
-            case ViewOver(view):
-                raise ViewChanged(view)
-            case PsRefused(reason):
-                # What it refuses of a step follows from what it refused of its pushes.
-                first = next(
-                    (each.message for each in link.unasked if isinstance(each.message, PsRefused)), None
-                )
-                raise ServerRefused(first.reason if first is not None else reason)
+        check_answer(link, answer)
         return answer, frames
 
     def _wait_on(self, link: Link, ticket: int) -> tuple[Message, list[memoryview]]:
@@ -294,16 +274,17 @@ class Group:
     def _missing(self, link: Link) -> list[int]:
         """The ranks that a server waits for, for our sake; none where it does not answer either."""
         try:
-            answer, _ = link.wait(link.send(AskMissing()), min(self.timeout_s, ANSWER_S))
+            answer, _ = link.wait(link.send(msg.AskMissing()), min(self.timeout_s, ANSWER_S))
         except WaitTimedOut:
             return []
-        return list(answer.ranks) if isinstance(answer, Missing) else []
+        return list(answer.ranks) if isinstance(answer, msg.Missing) else []
 
-    def _flush(self) -> None:
-        """Send what is buffered, to all servers at once."""
+    def _flush(self, *, is_remote: bool = False) -> None:
+        """Send what is buffered, to all servers at once, or to those of other hosts."""
         for server, (_, link) in list(self._links.items()):
             try:
-                link.flush()
+                if link.is_remote or not is_remote:
+                    link.flush()
             except LinkLost:
                 self._drop(server)
                 raise
@@ -314,10 +295,22 @@ class Group:
             known[1].close()
 
 
+def check_answer(link: Link, answer: Message) -> None:
+    """Raise ViewChanged or ServerRefused where it is no answer."""
+    match answer:
+        case msg.ViewOver(view):
+            raise ViewChanged(view)
+        case msg.PsRefused(reason):
+            # What it refuses of a step follows from what it refused of its pushes.
+            unasked = (each.message for each in link.unasked)
+            first = next((each for each in unasked if isinstance(each, msg.PsRefused)), None)
+            raise ServerRefused(first.reason if first is not None else reason)
+
+
 class AskOwner:
     """One question to the owner of a slot; `ask` makes it for the view it is asked in."""
 
-    def __init__(self, slot: int, ask: Callable[[int], Message], frames: Sequence[bytes] = ()) -> None:
+    def __init__(self, slot: int, ask: Callable[[int], Message], frames: Sequence[Bytes] = ()) -> None:
         self._slot, self._ask, self._frames = slot, ask, frames
         self.sent_in = 0
         self._asked = (0, 0)
@@ -337,7 +330,7 @@ class AskAll:
     """One question to every server; `ask` makes it for the view it is asked in."""
 
     def __init__(
-        self, ask: Callable[[int], Message], frames: Sequence[bytes] = (), *, may_refuse: bool = False
+        self, ask: Callable[[int], Message], frames: Sequence[Bytes] = (), *, may_refuse: bool = False
     ) -> None:
         """With `may_refuse` a refusal is an answer like another, and left out."""
         self._ask, self._frames, self._may_refuse = ask, frames, may_refuse
@@ -360,8 +353,3 @@ class AskAll:
                     raise
             else:
                 self.answers.append((answer, list(frames)))
-
-
-def memory_of(array: np.ndarray[Any, Any]) -> memoryview:
-    """The bytes of an array, not copied unless it is not contiguous."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -1,12 +1,14 @@
-"""One step of one worker at the servers: pushes, then StepEnd, then (in two phases) Commit.
+"""One step of one worker at the servers: pulls of rows and chunks, pushes, StepEnd, and (in two phases) Commit.
 
-Keeps everything until it is acknowledged, and can send all of it again in
-another view, cut anew over whoever holds the slots by then.
+With one server a pulled row is read from the memory that the server gathered
+it into. With several, what each holds is put together in the order of the
+keys. A push keeps everything until it is acknowledged, and can send all of it
+again in another view, cut anew over whoever holds the slots by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,21 +16,156 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.errors import LinkLost
-from shoal.ps.client.pulls import split
-from shoal.ps.client.server_group import Group, memory_of
+from shoal.ps.client.server_group import Group
+from shoal.ps.layout import partition
+from shoal.runtime.serialization import raw_bytes
 from shoal.runtime.transport.arena import Buffer
-from shoal.runtime.transport.messages.client_server import (
-    Commit,
-    Committed,
-    PushDense,
-    PushRows,
-    StepEnd,
-    Summed,
-)
+from shoal.runtime.transport.messages import client_server as msg
 from shoal.runtime.transport.shared_client import Link
 
-NUM_SLOTS = 256
+
+def by_server(
+    table: int, keys: NDArray[np.int64], group: Group
+) -> Sequence[tuple[int, NDArray[np.int32] | None]]:
+    """(server, places of its keys among `keys`, increasing) for every server that holds any; None: all of them."""
+    if len(group.servers) == 1:
+        return [(group.servers[0], None)]
+    order, bounds = partition(keys, group.owner_of_slot, table)
+    return [
+        (server, order[bounds[server] : bounds[server + 1]])
+        for server in range(len(bounds) - 1)
+        if bounds[server] < bounds[server + 1]
+    ]
+
+
+class _Pull:
+    """Requests to servers and the buffers they answer into; `release` them when they were used."""
+
+    def __init__(self, clock: int) -> None:
+        self.clock = clock
+        self.sent_in = 0
+        self.staleness = 0  # distance of the slowest worker behind `clock` when it was read
+        self.updates = 0  # updates by then, on the server with most
+        self._asked: list[tuple[int, int]] = []
+        self._held: list[tuple[Link, Buffer]] = []
+        self._aside: list[tuple[Link, Buffer]] = []  # of requests in a view that is over
+
+    def receive(self, group: Group) -> None:
+        self.staleness = 0
+        for server, ticket in self._asked:
+            answer, _ = group.wait(server, ticket)
+            assert isinstance(answer, msg.Pulled)
+            self.staleness = max(self.staleness, self.clock - answer.slowest)
+            self.updates = max(self.updates, answer.updates)
+
+    def release(self) -> None:
+        """Free what was answered into; and what was set aside of links whose servers have answered since.
+
+        Of others it is never used again: they may not know yet that nobody waits for it.
+        """
+        answered = {id(link) for link, _ in self._held}
+        for link, buffer in (*self._held, *(each for each in self._aside if id(each[0]) in answered)):
+            link.free(buffer)
+        self._held, self._aside = [], []
+
+    def _begin(self) -> None:
+        # A server that has not heard of the new view may still write there.
+        self._aside += self._held
+        self._held, self._asked = [], []
+
+    def _alloc(self, link: Link, nbytes: int) -> Buffer:
+        buffer = link.alloc(nbytes)
+        self._held.append((link, buffer))
+        return buffer
+
+
+class RowsPull(_Pull):
+    """Rows of one table, for keys that are strictly increasing."""
+
+    def __init__(
+        self, table: int, keys: NDArray[np.int64], dim: int, dtype: np.dtype[Any], *, clock: int
+    ) -> None:
+        super().__init__(clock)
+        self.table, self.keys, self._dim, self._dtype = table, keys, dim, dtype
+        self._parts: list[tuple[Buffer, NDArray[np.int32] | None]] = []
+        self._rows: NDArray[Any] | None = None
+
+    def send(self, group: Group) -> None:
+        self._begin()
+        self._parts, self._rows = [], None
+        message = msg.PullRows(group.view, self.clock, self.table)
+        for server, places in by_server(self.table, self.keys, group):
+            link, keys = group.link(server), self.keys if places is None else self.keys[places]
+            frame = self._alloc(link, keys.nbytes)
+            into = self._alloc(link, len(keys) * self._dim * self._dtype.itemsize)
+            frame.view[:] = raw_bytes(keys)
+            self._asked.append((server, group.send(server, message, [frame], [into])))
+            self._parts.append((into, places))
+
+    def receive(self, group: Group) -> None:
+        super().receive(group)
+        arrays = [np.frombuffer(into.view, self._dtype).reshape(-1, self._dim) for into, _ in self._parts]
+        if len(arrays) == 1 and self._parts[0][1] is None:
+            self._rows = arrays[0]
+            return
+        whole = np.empty((len(self.keys), self._dim), self._dtype)
+        for rows, (_, places) in zip(arrays, self._parts, strict=True):
+            whole[places] = rows
+        self.release()
+        self._rows = whole
+
+    @property
+    def rows(self) -> NDArray[Any]:
+        """One row per key. With one server, memory that is given back by `release`."""
+        assert self._rows is not None
+        return self._rows
+
+    def release(self) -> None:
+        super().release()
+        self._rows = None
+
+
+class DensePull(_Pull):
+    """Chunks of dense parameters, each (number, slot, bytes): copied by the servers, or read where they have them.
+
+    Read `in_place` in exact steps, where the server is on this host: it cannot
+    update before this worker has ended its next step, so what is read is of
+    one version, and no server copies for one worker after the other.
+    """
+
+    def __init__(self, chunks: Sequence[tuple[int, int, int]], *, clock: int, in_place: bool = False) -> None:
+        super().__init__(clock)
+        self._chunks, self._in_place = chunks, in_place
+        self._looked: list[tuple[int, int, int]] = []  # server, chunk, bytes: of those that copy nothing
+        self.arrived: dict[int, memoryview] = {}  # bytes by chunk, once received
+
+    def send(self, group: Group) -> None:
+        self._begin()
+        self.arrived, self._looked = {}, []
+        chunks_of: dict[int, list[tuple[int, int]]] = {}
+        for number, slot, nbytes in self._chunks:
+            chunks_of.setdefault(group.owner(slot), []).append((number, nbytes))
+        for server, chunks in chunks_of.items():
+            link = group.link(server)
+            if self._in_place and not link.is_remote:
+                # Nothing is asked for but to say when it has come so far.
+                self._looked += [(server, number, nbytes) for number, nbytes in chunks]
+                chunks = []
+            into = [self._alloc(link, nbytes) for _, nbytes in chunks]
+            message = msg.PullDense(group.view, self.clock, [number for number, _ in chunks])
+            self._asked.append((server, group.send(server, message, [], into)))
+            self.arrived |= {number: buffer.view for (number, _), buffer in zip(chunks, into, strict=True)}
+
+    def receive(self, group: Group) -> None:
+        super().receive(group)
+        for server, number, nbytes in self._looked:
+            self.arrived[number] = group.chunk_at(server, number)[:nbytes]
+
+    def release(self) -> None:
+        super().release()
+        self.arrived = {}
 
 
 @dataclass(slots=True)
@@ -38,13 +175,6 @@ class Decision:
     factor: float
     apply: bool
     norm: float = 0.0
-
-
-@dataclass(slots=True)
-class _Rows:
-    table: int
-    keys: NDArray[np.int64]
-    values: NDArray[Any]
 
 
 @dataclass(slots=True)
@@ -64,33 +194,24 @@ class PushStep:
     group: Group
     stream: int
     seq: int
+    # In two phases: what follows from the vectors' sum and the gradient's norm, of which the square was summed.
     decide: Callable[[NDArray[np.float64], float], Decision] | None = None
-    """In two phases: what follows from the vectors' sum and the gradient's norm, of which the square was summed."""
-
     wants_norm: bool = False
     sent_in: int = 0
+    # The vectors' sum, once committed.
     vector: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    """The vectors' sum, once committed."""
-
     decision: Decision | None = None
-    committed: Committed | None = None
-    """Answer of the server with the fewest updates."""
-
+    committed: msg.Committed | None = None  # answer of the server with the fewest updates
+    # True where it counts by this push, and not by one before it; relaxed strategies. The owner of slot 0 decides.
     is_new: bool = True
-    """True where it counts by this push, and not by one before it; relaxed strategies. The owner of slot 0 decides."""
-
-    was_sent_again: bool = False
-    """Then a push before it may have been this one."""
-
+    was_sent_again: bool = False  # then a push before it may have been this one
+    # As many as any server has made by then: each counts them all, in its own order; relaxed strategies.
     num_updates: int = 0
-    """As many as any server has made by then: each counts them all, in its own order; relaxed strategies."""
-
+    # True where a server had ended the step before this push came; strategies that do not wait for all.
     is_late: bool = False
-    """True where a server had ended the step before this push came; strategies that do not wait for all."""
-
-    _rows: list[_Rows] = field(default_factory=list)
+    _rows: list[tuple[int, NDArray[np.int64], NDArray[Any]]] = field(default_factory=list)
     _dense: list[_Dense] = field(default_factory=list)
-    _end: StepEnd | None = None
+    _end: msg.StepEnd | None = None
     _frames: tuple[bytes, bytes] = (b"", b"")
     _pushed: dict[int, int] = field(default_factory=dict)  # server -> pushes sent in this view
     _tickets: dict[int, int] = field(default_factory=dict)
@@ -102,9 +223,8 @@ class PushStep:
 
     def push_rows(self, table: int, keys: NDArray[np.int64], values: NDArray[Any]) -> None:
         """Gradients of rows; keys strictly increasing. Both must stay as they are until the step is committed."""
-        rows = _Rows(table, keys, values)
-        self._rows.append(rows)
-        self._now(lambda: self._send_rows(rows))
+        self._rows.append((table, keys, values))
+        self._now(lambda: self._send_rows(table, keys, values))
 
     def chunk_memory(self, chunk: int, slot: int, nbytes: int) -> memoryview:
         """Memory for a chunk's gradient, to be written before `push_dense`."""
@@ -114,7 +234,6 @@ class PushStep:
         return frame.view
 
     def push_dense(self, chunk: int, unused: list[int]) -> None:
-        """The chunk's gradient is written."""
         dense = next(each for each in reversed(self._dense) if each.chunk == chunk)
         dense.unused = unused
         self._now(lambda: self._send_dense(dense))
@@ -122,7 +241,7 @@ class PushStep:
     def end(self, vector: NDArray[np.float64], note: bytes, *, rank: int, **others: Any) -> None:
         """All is pushed; `others` are fields of StepEnd. View and number of pushes are filled in for each server."""
         fields = {"exchange": 0, "anchored_at": 0, **others}
-        self._end = StepEnd(view=0, stream=self.stream, seq=self.seq, rank=rank, num_pushes=0, **fields)
+        self._end = msg.StepEnd(view=0, stream=self.stream, seq=self.seq, rank=rank, num_pushes=0, **fields)
         self._frames = (vector.tobytes(), note)
         self._now(self._send_end)
 
@@ -134,18 +253,17 @@ class PushStep:
         self.was_sent_again = True
         self._pushed, self._tickets = {}, {}
         for rows in self._rows:
-            self._send_rows(rows)
+            self._send_rows(*rows)
         for dense in self._dense:
             self._send_dense(dense)
         if self._end is not None:
             self._send_end()
 
     def receive(self, group: Group) -> None:
-        """Wait until it counts everywhere."""
         if self._is_broken or not self._tickets:
             self.send(group)
         answers = {server: group.wait(server, ticket)[0] for server, ticket in self._tickets.items()}
-        summed = [server for server, answer in answers.items() if isinstance(answer, Summed)]
+        summed = [server for server, answer in answers.items() if isinstance(answer, msg.Summed)]
         if summed:
             # A server that answers Committed at once was through with the step in an earlier view.
             if self.decision is None:
@@ -153,21 +271,20 @@ class PushStep:
                 norm = self._norm(list(answers)) if self.wants_norm else 0.0
                 self.decision = self.decide(self._vector_of(summed[0]), norm)
             decision = self.decision
-            commit = Commit(group.view, self.seq, decision.factor, decision.apply, decision.norm)
+            commit = msg.Commit(group.view, self.seq, decision.factor, decision.apply, decision.norm)
             tickets = {server: group.send(server, commit, [], self._into[server][:1]) for server in summed}
             for server, ticket in tickets.items():
                 answers[server] = group.wait(server, ticket)[0]
-        done = [answer for answer in answers.values() if isinstance(answer, Committed)]
+        done = [answer for answer in answers.values() if isinstance(answer, msg.Committed)]
         assert len(done) == len(answers), answers
         self.committed = min(done, key=lambda answer: answer.updates)
         holder = answers.get(group.owner(0))
-        self.is_new = holder.is_new if isinstance(holder, Committed) else True
+        self.is_new = holder.is_new if isinstance(holder, msg.Committed) else True
         self.is_late = any(answer.late for answer in done)
         self.num_updates = max(answer.updates for answer in done)
         self.vector = self._vector_of(min(answers))
 
     def release(self) -> None:
-        """Give the memory back: it is acknowledged."""
         for link, buffer in self._held:
             link.free(buffer)
         self._held, self._rows, self._dense, self._into = [], [], [], {}
@@ -176,7 +293,8 @@ class PushStep:
 
     def _now(self, act: Callable[[], None]) -> None:
         """Do it now where the view is still good; where not, `send` does all of it later."""
-        if self._is_broken:
+        if self._is_broken or (self.sent_in and self.sent_in != self.group.view):
+            self._is_broken, self.sent_in = True, 0  # what was pushed in the view before is forgotten there
             return
         try:
             act()
@@ -184,18 +302,11 @@ class PushStep:
         except LinkLost:
             self._is_broken, self.sent_in = True, 0
 
-    def _send_rows(self, rows: _Rows) -> None:
-        group = self.group
-        message = PushRows(group.view, self.stream, self.seq, rows.table)
-        parts = (
-            [(group.servers[0], slice(None))]
-            if len(group.servers) == 1
-            else split(rows.table, rows.keys, group)
-        )
-        for server, places in parts:
-            link = group.link(server)
-            frames = [self._copied(link, rows.keys[places]), self._copied(link, rows.values[places])]
-            self._push(server, message, frames)
+    def _send_rows(self, table: int, keys: NDArray[np.int64], values: NDArray[Any]) -> None:
+        message = msg.PushRows(self.group.view, self.stream, self.seq, table)
+        for server, places in by_server(table, keys, self.group):
+            link, some = self.group.link(server), slice(None) if places is None else places
+            self._push(server, message, [self._copied(link, keys[some]), self._copied(link, values[some])])
 
     def _send_dense(self, dense: _Dense) -> None:
         group = self.group
@@ -205,10 +316,10 @@ class PushStep:
             frame = self._alloc(link, len(dense.values))
             frame.view[:] = dense.values
             dense.frame, dense.values, dense.link = frame, frame.view, link
-        message = PushDense(group.view, self.stream, self.seq, dense.chunk, dense.unused)
+        message = msg.PushDense(group.view, self.stream, self.seq, dense.chunk, dense.unused)
         self._push(server, message, [dense.frame])
 
-    def _push(self, server: int, message: PushRows | PushDense, frames: list[Buffer]) -> None:
+    def _push(self, server: int, message: msg.PushRows | msg.PushDense, frames: list[Buffer]) -> None:
         self.group.push(server, message, frames)
         self._pushed[server] = self._pushed.get(server, 0) + 1
 
@@ -240,7 +351,7 @@ class PushStep:
 
     def _copied(self, link: Link, array: NDArray[Any]) -> Buffer:
         buffer = self._alloc(link, array.nbytes)
-        buffer.view[:] = memory_of(array)
+        buffer.view[:] = raw_bytes(array)
         return buffer
 
     def _alloc(self, link: Link, nbytes: int) -> Buffer:

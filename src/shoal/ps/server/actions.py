@@ -11,8 +11,7 @@ from shoal.runtime.transport.shared_server import Request
 
 __all__ = ["Action", "DropPeer", "Frame", "Reply", "Request", "Send", "Tell"]
 
-Frame: TypeAlias = bytes | memoryview
-"""Raw bytes of a message, wherever they lie."""
+Frame: TypeAlias = bytes | memoryview  # raw bytes of a message, wherever they lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +22,7 @@ class Reply:
     ticket: int
     message: Message
     frames: Sequence[Frame] = ()
-    fds: Sequence[int] = ()
-    """Descriptors that go with it; they stay open here."""
+    fds: Sequence[int] = ()  # descriptors that go with it; they stay open here
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,22 +7,19 @@ or senders.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from shoal.cluster.coordinator.slot_map import NUM_SLOTS
-from shoal.embedding.row_table import RowTable
+from shoal.embedding.row_table import Array, RowTable
 from shoal.errors import ConfigError, ShoalError
-from shoal.ps.kernels import add_digests, add_rows, add_squares, first_wrong_key, slot_of
-from shoal.ps.layout import num_elements, torch_dtype
+from shoal.ps.layout import add_rows, add_squares, first_wrong_key, num_elements, slot_of, torch_dtype
 from shoal.ps.server.actions import Frame
-from shoal.ps.server.applied_seqs import Slots, no_slots
-from shoal.ps.server.dense import DenseStore, as_flat
+from shoal.ps.server.dense import DenseStore, as_flat, check_settings
+from shoal.ps.server.progress import Slots, Vector, no_slots
 from shoal.runtime.transport.messages.client_server import ChunkSpec, DeclareDense, Settings, TableSpec
 
 _INT64 = np.iinfo(np.int64)
@@ -39,9 +36,9 @@ class ServerTable(RowTable):
 
     def __init__(self, spec: TableSpec) -> None:
         super().__init__(spec)
-        self._sum: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None = None
+        self._sum: tuple[Array, Array] | None = None
 
-    def check_keys(self, keys: np.ndarray[Any, Any]) -> None:
+    def check_keys(self, keys: Array) -> None:
         """Refuse keys that are not strictly increasing, or out of range; nothing else may be called with such."""
         limit = self.spec.num_rows
         low, high = (0, limit - 1) if limit is not None else (int(_INT64.min), int(_INT64.max))
@@ -56,8 +53,7 @@ class ServerTable(RowTable):
 
     # ---- the sum of a step ----
 
-    def accumulate(self, keys: np.ndarray[Any, Any], grads: np.ndarray[Any, Any]) -> None:
-        """Add one rank's contribution to the sum under way."""
+    def accumulate(self, keys: Array, grads: Array) -> None:
         if self._sum is None:
             self._sum = keys, grads
             return
@@ -67,50 +63,36 @@ class ServerTable(RowTable):
         num_keys = add_rows(before_keys, before, keys, grads, all_keys, rows)
         self._sum = all_keys[:num_keys], rows[:num_keys]
 
-    def sum_of_squares(self, out: np.ndarray[Any, Any]) -> None:
+    def sum_of_squares(self, out: Array) -> None:
         """Add the squares of the sum under way to `out` (float64, one per slot)."""
         if self._sum is not None:
             keys, rows = self._sum
             add_squares(slot_of(self.spec.number, keys), rows, out)
 
-    def take_sum(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def take_sum(self) -> tuple[Array, Array]:
         """Keys, strictly increasing, and rows of the sum under way, which ends; nothing where nobody contributed."""
         taken = self._sum
         self._sum = None
         return taken or (np.empty(0, np.int64), np.empty((0, self.dim), self.dtype))
 
     def drop_sum(self) -> None:
-        """Forget the sum under way."""
         self._sum = None
 
     # ---- by slot ----
 
-    def read(self, slot: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def read(self, slot: int) -> tuple[Array, Array, Array]:
         """Keys in increasing order, values and state of a slot: copies."""
         return self.read_rows(np.flatnonzero(self._slots() == slot))
 
-    def drop_slots(self, mask: np.ndarray[Any, Any]) -> None:
-        """Drop all rows of the slots for which `mask` (256 bools) is true, and give their memory back."""
+    def drop_slots(self, mask: Array) -> None:
         self.drop_rows(np.asarray(mask, bool)[self._slots()])
 
-    def digest(self, slot: int) -> int:
-        """A hash of a slot's keys, values and state: equal on every holder of equal rows."""
-        return int(self.digests()[slot])
-
-    def digests(self) -> np.ndarray[Any, Any]:
-        """The same of all slots (uint64), in one pass."""
-        out = np.zeros(NUM_SLOTS, np.uint64)
-        words = self._table.array[: self.num_rows].view(np.uint32 if self.dtype.itemsize == 4 else np.uint64)
-        add_digests(self._slots(), self._index.keys.array[: self.num_rows], words, out)
-        return out
-
-    def _slots(self) -> np.ndarray[Any, Any]:
+    def _slots(self) -> Array:
         return slot_of(self.spec.number, self._index.keys.array[: self.num_rows])
 
 
 Keys = npt.NDArray[np.int64]
 Values = npt.NDArray[np.floating]
-Vector = npt.NDArray[np.float64]
 
 
 class Refusal(Exception):
@@ -121,29 +103,18 @@ class Refusal(Exception):
 class Update:
     """One change of rows and chunks, ready to be applied."""
 
-    slots: Slots
-    """Slots in which it counts, whether or not anything of it lies there."""
-
+    slots: Slots  # slots in which it counts, whether or not anything of it lies there
+    # By table: keys and the gradients of their rows.
     rows: dict[int, tuple[Keys, Values]] = field(default_factory=dict)
-    """By table: keys and the gradients of their rows."""
-
+    # By chunk: its gradient, and the parts without one.
     dense: dict[int, tuple[Tensor, tuple[int, ...]]] = field(default_factory=dict)
-    """By chunk: its gradient, and the parts without one."""
-
-    factor: float = 1.0
-    """Factor of all gradients."""
-
-    step: int = 0
-    """Number of updates before it."""
-
+    factor: float = 1.0  # factor of all gradients
+    step: int = 0  # number of updates before it
+    # Of the optimizer's groups; empty: as they were declared. They are not remembered: an update says what it needs.
     settings: list[Settings] = field(default_factory=list)
-    """Of the optimizer's groups; empty: as they were declared. They are not remembered: an update says what it needs."""
-
+    # Of tables; of those that are not among them, as they were declared.
     table_settings: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Of tables; of those that are not among them, as they were declared."""
-
-    model: int = 0
-    """Whose settings they are."""
+    model: int = 0  # whose settings they are
 
 
 class Contents:
@@ -158,21 +129,24 @@ class Contents:
         self._of_tables: dict[int, dict[str, float]] = {}  # settings that came with a table's last update
         self._model_of_chunk: dict[int, int] = {}
         self.held: Slots = no_slots()
+        self.memory_problem: Callable[[int], str | None] = lambda nbytes: None
+        """Why so many bytes more cannot be taken, if so: the process knows."""
 
     # ---- what there is --------------------------------------------------------------------------
 
     def declare_table(self, spec: TableSpec) -> bool:
-        """There is this table; whether that is news."""
         known = self.tables.get(spec.number)
         if known is None:
-            self.tables[spec.number] = ServerTable(spec)
+            try:
+                self.tables[spec.number] = ServerTable(spec)
+            except (ShoalError, OSError, OverflowError, ValueError) as error:
+                raise Refusal(f"table {spec.number} cannot be: {error}") from None
             return True
         if known.spec != spec:
             raise Refusal(f"table {spec.number} was declared as {known.spec}, now as {spec}")
         return False
 
     def declare_dense(self, message: DeclareDense) -> bool:
-        """These are the dense parameters of a model; whether that is news."""
         known = self.declared_dense.get(message.model)
         if known is not None:
             if known != message:
@@ -183,9 +157,18 @@ class Contents:
             model = self._model_of_chunk[taken[0]]
             raise Refusal(f"chunk {taken[0]} of model {message.model} is one of model {model} already")
         kept = [chunk for chunk in message.chunks if self.held[chunk.slot]]
+        numbers = [chunk.number for chunk in message.chunks]
+        if len(set(numbers)) < len(numbers):
+            raise Refusal(f"of the {len(numbers)} chunks of model {message.model} two have the same number")
         try:
+            problem = self.memory_problem(sum(map(chunk_bytes, kept)))
+            if problem is not None:
+                raise Refusal(problem)
+            check_settings(message.optimizer, message.groups)
             self.dense.declare(kept, message.optimizer, message.groups)
-        except ShoalError as error:
+        except (ShoalError, OSError, OverflowError, TypeError, ValueError, RuntimeError) as error:
+            for chunk in kept:
+                self.dense.drop(chunk.number)
             raise Refusal(str(error)) from None
         self.declared_dense[message.model] = message
         self.chunks |= {chunk.number: chunk for chunk in message.chunks}
@@ -194,7 +177,6 @@ class Contents:
         return True
 
     def hold(self, slots: Slots) -> None:
-        """These slots are held from now on, and no others."""
         dropped = self.held & ~slots
         if dropped.any():
             self.empty(dropped)
@@ -207,12 +189,10 @@ class Contents:
             self.dense.declare(kept, declared.optimizer, declared.groups)
 
     def empty(self, slots: Slots) -> None:
-        """Forget the rows of these slots."""
         for table in self.tables.values():
             table.drop_slots(slots)
 
     def table(self, number: int) -> ServerTable:
-        """The table of this number."""
         if number not in self.tables:
             raise Refusal(
                 f"table {number} was never declared here; there are {sorted(self.tables) or 'none'}"
@@ -220,7 +200,6 @@ class Contents:
         return self.tables[number]
 
     def chunk(self, number: int) -> ChunkSpec:
-        """The chunk of this number."""
         if number not in self.chunks:
             raise Refusal(
                 f"chunk {number} was never declared here; there are {len(self.chunks)}, counted from 0"
@@ -228,7 +207,6 @@ class Contents:
         return self.chunks[number]
 
     def chunks_of(self, slots: Slots) -> list[int]:
-        """The chunks that lie in these slots, in order."""
         return [number for number in sorted(self.chunks) if slots[self.chunks[number].slot]]
 
     # ---- frames ---------------------------------------------------------------------------------
@@ -282,6 +260,12 @@ class Contents:
         num_groups = len(self._groups.get(model, []))
         if settings and len(settings) != num_groups:
             raise Refusal(f"the optimizer has {num_groups} groups here, got settings of {len(settings)}")
+        for number, (known, new) in enumerate(zip(self._groups.get(model, []), settings, strict=False)):
+            for key, value in new.items():
+                if key == "params" or (key in known and not _is_alike(known[key], value)):
+                    raise Refusal(
+                        f"{key} of parameter group {number} was declared as {known.get(key)!r}, and cannot become {value!r}"
+                    )
         for number, given in table_settings.items():
             table = self.table(number)
             if given != self._of_tables.get(number):
@@ -308,24 +292,19 @@ class Contents:
             self._of_tables[table.spec.number] = given
 
     def squares(self, update: Update, out: Vector) -> None:
-        """Add the sums of squares of an update's chunks, by slot."""
         for number in sorted(update.dense):
             out[self.chunks[number].slot] += self.dense.sum_of_squares(number, update.dense[number][0])
 
-    def digests(self) -> list[int]:
-        """By slot: a number that two servers share when they hold the same in it."""
-        digests = [0] * NUM_SLOTS
-        for number in sorted(self.tables):
-            for slot, digest in enumerate(self.tables[number].digests().tolist()):
-                digests[slot] = (digests[slot] * 1_000_003 + digest) % 2**64
-        for number, chunk in sorted(self.chunks.items()):
-            if number in self.dense:
-                digests[chunk.slot] = (digests[chunk.slot] * 1_000_003 + self.dense.digest(number)) % 2**64
-        return digests
+
+def _is_alike(old: object, new: object) -> bool:
+    """Whether a hyper-parameter may change so: a number to a number, a pair to a pair."""
+    if isinstance(old, list):
+        return isinstance(new, list) and len(new) == len(old)
+    is_number = isinstance(old, int | float) or old is None
+    return (isinstance(new, int | float) or new is None) if is_number else type(new) is type(old)
 
 
 def restrict(update: Update, slots: Slots, chunks: dict[int, ChunkSpec]) -> Update:
-    """The part of an update in these slots."""
     if not (update.slots & ~slots).any():
         return update
     rows = {}
@@ -337,28 +316,15 @@ def restrict(update: Update, slots: Slots, chunks: dict[int, ChunkSpec]) -> Upda
 
 
 def chunk_bytes(chunk: ChunkSpec) -> int:
-    """Bytes of a chunk's elements."""
     return sum(map(num_elements, chunk.parts)) * torch_dtype(chunk.dtype).itemsize
 
 
-def as_array(frame: Frame, dtype: npt.DTypeLike, what: str) -> np.ndarray[Any, Any]:
-    """A frame as numbers, where it lies."""
+def as_array(frame: Frame, dtype: npt.DTypeLike, what: str) -> Array:
     size = np.dtype(dtype).itemsize
     num_bytes = memoryview(frame).nbytes
     if num_bytes % size:
         raise Refusal(f"{what} are {np.dtype(dtype).name}, {size} bytes each; got {num_bytes} bytes")
     return np.frombuffer(frame, dtype=dtype) if num_bytes else np.zeros(0, dtype)
-
-
-def bytes_of(array: np.ndarray[Any, Any] | Tensor) -> memoryview:
-    """An array or tensor as a frame, where it lies."""
-    if isinstance(array, Tensor):
-        array = array.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return (
-        memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        if array.nbytes
-        else memoryview(b"")
-    )
 
 
 def _difference(old: DeclareDense, new: DeclareDense) -> str:

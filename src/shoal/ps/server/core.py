@@ -18,55 +18,31 @@ import numpy as np
 from shoal.errors import ShoalError
 from shoal.ps.layout import counter_of_update
 from shoal.ps.server.actions import Action, DropPeer, Frame, Reply, Request, Tell
-from shoal.ps.server.applied_seqs import Slots, no_slots, some_slots
-from shoal.ps.server.apply_filters import PushFilters
-from shoal.ps.server.clients import Clients, rank_of
-from shoal.ps.server.contents import Keys, Refusal, Update, Vector, chunk_bytes, restrict
-from shoal.ps.server.mailbox import Result
-from shoal.ps.server.replica import Replica
-from shoal.ps.server.replication import Change, PostRecord, Replication, Written
-from shoal.ps.server.state import Counted, ServerState, answer_whole
-from shoal.ps.server.steps import LOSSES, PARTIAL_MODES, Contribution, Staging, Steps, Sum, read_vector
-from shoal.ps.server.waiting import PendingReply, WaitingRequests, expect_frames, expect_into
-from shoal.runtime.transport.messages.client_server import (
-    AskDense,
-    AskMissing,
-    AskNote,
-    Commit,
-    Committed,
-    CopySlot,
-    Declared,
-    DeclareDense,
-    DeclareMode,
-    DeclareTable,
-    DenseAt,
-    Hello,
-    Hold,
-    Missing,
-    Note,
-    Post,
-    Posted,
-    PsRefused,
-    PullDense,
-    Pulled,
-    PullRows,
-    PushDense,
-    PushRows,
-    ReadChunk,
-    ReadMarks,
-    ReadRows,
-    Replicate,
-    Replicated,
-    Rest,
-    SetClock,
-    StepEnd,
-    Summed,
-    ViewOver,
-    Welcome,
-    WriteChunk,
-    WriteMarks,
-    WriteRows,
+from shoal.ps.server.clients import (
+    Clients,
+    PendingReply,
+    WaitingRequests,
+    expect_frames,
+    expect_into,
+    rank_of,
 )
+from shoal.ps.server.contents import Keys, Refusal, Update, chunk_bytes, restrict
+from shoal.ps.server.progress import Slots, Vector, no_slots, some_slots
+from shoal.ps.server.replication import Change, PostRecord, Replica, Replication, Written
+from shoal.ps.server.state import Counted, ServerState, answer_whole
+from shoal.ps.server.steps import (
+    LOSSES,
+    PARTIAL_MODES,
+    Contribution,
+    PushFilters,
+    Result,
+    Staged,
+    Staging,
+    Steps,
+    Sum,
+    read_vector,
+)
+from shoal.runtime.transport.messages import client_server as msg
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView, StepLost
 
@@ -85,8 +61,8 @@ class ServerCore:
         self.waits = WaitingRequests()
         self.replication = Replication(number)
         self.replica = Replica(number)
-        self.mine: Slots = no_slots()
-        """Slots whose primary this server is."""
+        self.mine: Slots = no_slots()  # slots whose primary this server is
+        self.ships_at_once = True  # else `ship` is called for pushes that wait
         self._filters = filters or PushFilters()
         self._low = self._high = 0  # smallest and largest version of what is mine
         self._step_need: dict[int, int] = {}  # acknowledgements after which the last step is safe
@@ -97,33 +73,33 @@ class ServerCore:
 
     # ---- events ---------------------------------------------------------------------------------
 
-    def hear(self, request: Request, now: float = 0.0) -> list[Action]:
-        """A request of a client or another server."""
-        if request.peer not in self.clients and not isinstance(request.message, Hello):
-            problem = f"its first sentence was {type(request.message).__name__}, not Hello"
-            return [Reply(request.peer, request.ticket, PsRefused(problem)), DropPeer(request.peer, problem)]
+    def hear(self, request: Request) -> list[Action]:
+        if request.peer not in self.clients and not isinstance(request.message, msg.Hello):
+            return _refuse(request, f"its first sentence was {type(request.message).__name__}, not Hello")
         view = getattr(request.message, "view", None)
         if view is not None and view != self.view_number:
             if view > self.view_number and len(self._early) < MAX_EARLY:
                 self._early.append(request)
                 return []
-            return [Reply(request.peer, request.ticket, ViewOver(self.view_number))]
+            return [Reply(request.peer, request.ticket, msg.ViewOver(self.view_number))]
+        problem = self._not_for_it(request)
+        if problem is not None:
+            return [Reply(request.peer, request.ticket, msg.PsRefused(problem))]
         if self._is_held(request):
             self.waits.held.append(request)
             return []
         try:
             actions = self._handle(request)
         except (Refusal, ShoalError, msgspec.MsgspecError) as error:
-            actions = [Reply(request.peer, request.ticket, PsRefused(str(error)))]
+            actions = [Reply(request.peer, request.ticket, msg.PsRefused(str(error)))]
         return actions + self._settle()
 
     def answered(self, server: int, message: Message) -> list[Action]:
-        """Another server answered something that was sent to it."""
         match message:
-            case Replicated(number):
+            case msg.Replicated(number):
                 self.replication.answered(server, number)
                 return self._settle()
-            case PsRefused():
+            case msg.PsRefused():
                 self.replication.lost(server)  # something before it did not arrive; all is sent again
         return []
 
@@ -133,7 +109,6 @@ class ServerCore:
         return []
 
     def gone(self, peer: int) -> list[Action]:
-        """A connection that others made to this server is over."""
         rank = self.clients.remove(peer)
         self._forget(peer)
         actions = self._release_hold(peer)
@@ -148,10 +123,9 @@ class ServerCore:
         return self._fence(f"worker-{rank}", incarnation + 1) + self._settle()
 
     def rank_joined(self, rank: int, incarnation: int = 0) -> list[Action]:
-        """This incarnation of a rank is in."""
         return self._admit(f"worker-{rank}", incarnation) + self._settle()
 
-    def tick(self, now: float = 0.0) -> list[Action]:
+    def tick(self) -> list[Action]:
         """Retry what was lost: records to other servers, and a lost step that the coordinator may not have heard of."""
         lost: list[Action] = [Tell(self._lost)] if self._lost is not None else []
         return [*self.replication.again(), *lost]
@@ -164,13 +138,22 @@ class ServerCore:
         sends = self.replication.copy(*due, self.state.write_slot(due[1]))
         return [*sends], self.replication.next_copy is not None
 
+    @property
+    def has_pushes(self) -> bool:
+        """True where pushes can be shipped to other holders."""
+        return self.replication.has_pushes
+
+    def ship(self) -> list[Action]:
+        """Ship them, all in one message for each holder."""
+        return [*self.replication.ship_pushes()] if self.has_pushes else []
+
     def view(self, view: ServerView) -> list[Action]:
         """Hold what a new view says. Whatever waits is over: clients ask again."""
         if view.view <= self.view_number:
             return []
         if view.incarnations.get(self.number, self.incarnation) != self.incarnation:
             return []  # of its predecessor, whose slots it does not have
-        actions = self._end_waits(ViewOver(view.view))
+        actions = self._end_waits(msg.ViewOver(view.view))
         self._holder = None
         is_new = self.view_number == 0
         is_next = view.view == self.view_number + 1
@@ -206,56 +189,61 @@ class ServerCore:
 
     def _handle(self, request: Request) -> list[Action]:
         match request.message:
-            case PullRows() as message:
+            case msg.PullRows() as message:
                 return self._pull_rows(request, message)
-            case PullDense() as message:
+            case msg.PullDense() as message:
                 return self._pull_dense(request, message)
-            case PushRows() as message:
+            case msg.PushRows() as message:
                 return self._push_rows(request, message)
-            case PushDense() as message:
+            case msg.PushDense() as message:
                 return self._push_dense(request, message)
-            case StepEnd() as message:
+            case msg.StepEnd() as message:
                 return self._step_end(request, message, self.clients.name(request.peer))
-            case Commit() as message:
+            case msg.Commit() as message:
                 return self._commit(request, message)
-            case Replicate() | CopySlot():
+            case msg.Replicate() | msg.CopySlot():
                 return self._replicate(request, request.message)
-            case Rest(_, rank):
+            case msg.Rest(_, rank):
                 self.state.clocks.left(rank)
-                return [Reply(request.peer, request.ticket, Declared(False))]
-            case Hold(_, is_on):
-                actions: list[Action] = [Reply(request.peer, request.ticket, Declared(False))]
+                return [Reply(request.peer, request.ticket, msg.Declared(False))]
+            case msg.Hold(_, is_on):
+                actions: list[Action] = [Reply(request.peer, request.ticket, msg.Declared(False))]
                 if is_on:
                     self._holder = request.peer
                     return actions
                 return actions + self._release_hold(request.peer)
-            case Post() as message:
+            case msg.Post() as message:
                 return self._post(request, message)
-            case AskNote() as message:
+            case msg.AskNote() as message:
                 return self._ask_note(request, message)
-            case AskMissing():
-                return [Reply(request.peer, request.ticket, Missing(self._missing_ranks(request.peer)))]
-            case AskDense():
+            case msg.AskMissing():
+                return [Reply(request.peer, request.ticket, msg.Missing(self._missing_ranks(request.peer)))]
+            case msg.AskDense():
                 return [self._dense_at(request)]
-            case Hello(name, incarnation):
+            case msg.Hello(name, incarnation):
                 return self._hello(request, name, incarnation)
-            case DeclareTable(table):
+            case msg.DeclareTable(table):
                 return self._declared(request, self.state.contents.declare_table(table))
-            case DeclareDense() as message:
+            case msg.DeclareDense() as message:
                 return self._declared(request, self.state.contents.declare_dense(message))
-            case DeclareMode() as message:
+            case msg.DeclareMode() as message:
                 return self._declared(request, self.state.declare_mode(message))
-            case (
-                ReadRows()
-                | WriteRows()
-                | ReadChunk()
-                | WriteChunk()
-                | SetClock()
-                | ReadMarks()
-                | WriteMarks()
-            ):
-                return self._whole(request)
-        raise Refusal(f"a server is not asked {type(request.message).__name__}")
+        return self._whole(request)
+
+    def _not_for_it(self, request: Request) -> str | None:
+        """The reason why this peer may not say so: a worker speaks for its own rank, a server only replicates."""
+        message = request.message
+        if isinstance(message, msg.Hello):
+            return None
+        name, own = self.clients.name(request.peer), self.clients.rank(request.peer)
+        if name.startswith("server-") != isinstance(message, msg.Replicate | msg.CopySlot):
+            return f"{name} says {type(message).__name__}, which is not for it to say"
+        if isinstance(message, msg.Post | msg.AskNote | msg.Rest | msg.StepEnd) and own not in (
+            None,
+            message.rank,
+        ):
+            return f"{name} speaks for rank {message.rank}"
+        return None
 
     def _missing_ranks(self, peer: int) -> list[int]:
         """Ranks that a peer waits for, the holder of a checkpoint among them."""
@@ -269,30 +257,34 @@ class ServerCore:
     def _dense_at(self, request: Request) -> Reply:
         dense = self.state.contents.dense
         places = [(number, *dense.place(number)) for number in self.state.contents.chunks_of(self.mine)]
-        message = DenseAt(places, dense.memory.sizes)
+        message = msg.DenseAt(places, dense.memory.sizes)
         return Reply(request.peer, request.ticket, message, (), dense.memory.descriptors)
 
     def _declared(self, request: Request, is_new: bool) -> list[Action]:
-        actions: list[Action] = [Reply(request.peer, request.ticket, Declared(is_new))]
+        actions: list[Action] = [Reply(request.peer, request.ticket, msg.Declared(is_new))]
         return actions + (self._ship_declarations() if is_new else [])
 
     def _ship_declarations(self) -> list[Action]:
         record = self.state.declarations()
         return [*self.replication.ship(Change(no_slots(), lambda _: (record, []), to_all=True))]
 
-    def _replicate(self, request: Request, message: Replicate | CopySlot) -> list[Action]:
-        """A record, or a whole slot, of another primary."""
+    def _replicate(self, request: Request, message: msg.Replicate | msg.CopySlot) -> list[Action]:
         name = self.clients.name(request.peer)
         source = name.removeprefix("server-")
-        if source == name or not source.isdigit():
+        if source == name or not (source.isascii() and source.isdigit()):
             raise Refusal(f"{name} is no server, and only servers replicate")
         num_declared = self.state.num_declared
-        match message:
-            case Replicate(_, number, record):
-                last = self.replica.apply(int(source), number, record, request.frames, self.state)
-            case CopySlot(_, number, slot, record):
-                last = self.replica.take_slot(int(source), number, slot, record, request.frames, self.state)
-        actions: list[Action] = [Reply(request.peer, request.ticket, Replicated(last))]
+        try:
+            match message:
+                case msg.Replicate(_, number, record):
+                    last = self.replica.apply(int(source), number, record, request.frames, self.state)
+                case msg.CopySlot(_, number, slot, record):
+                    last = self.replica.take_slot(
+                        int(source), number, slot, record, request.frames, self.state
+                    )
+        except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise Refusal(f"the record of {name} does not fit its frames ({error!r})") from None
+        actions: list[Action] = [Reply(request.peer, request.ticket, msg.Replicated(last))]
         actions += self.replica.tell_filled()
         if self.state.num_declared > num_declared:
             # Its own followers may hear of it from nobody else: to clients it is no news here any more.
@@ -302,6 +294,9 @@ class ServerCore:
     def _whole(self, request: Request) -> list[Action]:
         """Read or write state for a checkpoint."""
         message, frames, change = answer_whole(self.state, self.mine, request)
+        if isinstance(message, msg.Marks):
+            # Who reads that a push counts does not run it again: so no other holder may ever lack it.
+            return self._when_safe(request, message, frames)
         if change is None:
             return [self._reply(request, message, frames)]
         self._after_count()
@@ -314,13 +309,13 @@ class ServerCore:
         newest = self.clients.newest(name)
         if incarnation < newest:
             problem = f"{name} is in incarnation {newest} by now, incarnation {incarnation} is not heard"
-            return [Reply(request.peer, request.ticket, PsRefused(problem)), DropPeer(request.peer, problem)]
+            return _refuse(request, problem)
         actions = self._admit(name, incarnation)
         self.clients.add(request.peer, name, incarnation)
         rank = self.clients.rank(request.peer)
         if rank is not None:
             self.state.clocks.returned(rank)
-        welcome = Welcome(f"server-{self.number}", self.incarnation, self.view_number)
+        welcome = msg.Welcome(f"server-{self.number}", self.incarnation, self.view_number)
         return [*actions, Reply(request.peer, request.ticket, welcome)]
 
     def _admit(self, name: str, incarnation: int) -> list[Action]:
@@ -351,7 +346,7 @@ class ServerCore:
         return (
             self._holder is not None
             and self._holder != request.peer
-            and isinstance(request.message, StepEnd)
+            and isinstance(request.message, msg.StepEnd)
             and mode is not None
             and mode.kind in ("ssp", "async")
         )
@@ -366,14 +361,14 @@ class ServerCore:
 
     # ---- pulls ----------------------------------------------------------------------------------
 
-    def _pull_rows(self, request: Request, message: PullRows) -> list[Action]:
+    def _pull_rows(self, request: Request, message: msg.PullRows) -> list[Action]:
         expect_frames(request, 1, "keys")
         table = self.state.contents.table(message.table)
         keys = self.state.contents.keys(table, request.frames[0], self.mine)
         expect_into(request, 0, len(keys) * table.spec.dim * table.dtype.itemsize, f"{len(keys)} rows")
         return self._pull(request, keys)
 
-    def _pull_dense(self, request: Request, message: PullDense) -> list[Action]:
+    def _pull_dense(self, request: Request, message: msg.PullDense) -> list[Action]:
         for at, number in enumerate(message.chunks):
             chunk = self.state.contents.chunk(number)
             if not self.mine[chunk.slot]:
@@ -384,7 +379,7 @@ class ServerCore:
     def _pull(self, request: Request, keys: Keys | None) -> list[Action]:
         rank = self.clients.rank(request.peer)
         if rank is not None:
-            assert isinstance(request.message, PullRows | PullDense)
+            assert isinstance(request.message, msg.PullRows | msg.PullDense)
             self.state.clocks.at_least(rank, request.message.clock)
         if self._is_visible(request):
             return [self._pulled(request, keys)]
@@ -393,7 +388,7 @@ class ServerCore:
 
     def _is_visible(self, request: Request) -> bool:
         message, mode = request.message, self.state.mode
-        assert isinstance(message, PullRows | PullDense)
+        assert isinstance(message, msg.PullRows | msg.PullDense)
         if mode is None or mode.kind == "async":
             return True
         if mode.kind == "ssp":
@@ -406,44 +401,42 @@ class ServerCore:
 
     def _pulled(self, request: Request, keys: Keys | None) -> Reply:
         message, state = request.message, self.state
-        if isinstance(message, PullRows):
+        if isinstance(message, msg.PullRows):
             assert keys is not None
             table = state.contents.table(message.table)
             out = np.frombuffer(request.into[0], table.dtype, len(keys) * table.spec.dim)
-            table.pull(keys, out.reshape(len(keys), table.spec.dim), create=message.create)
+            table.pull(keys, out.reshape(len(keys), table.spec.dim))
         else:
-            assert isinstance(message, PullDense)
+            assert isinstance(message, msg.PullDense)
             for number, into in zip(message.chunks, request.into, strict=False):
                 state.contents.dense.pull(number, into[: chunk_bytes(state.contents.chunk(number))])
         mode = state.mode
         if mode is None or mode.kind in ("ssp", "async"):
             self._pulled_at[request.peer] = state.updates
-            return Reply(request.peer, request.ticket, Pulled(state.updates, state.clocks.slowest()))
-        return Reply(request.peer, request.ticket, Pulled(self._high, self._low))
+            return Reply(request.peer, request.ticket, msg.Pulled(state.updates, state.clocks.slowest()))
+        return Reply(request.peer, request.ticket, msg.Pulled(self._high, self._low))
 
     # ---- exchanges ------------------------------------------------------------------------------
 
-    def _post(self, request: Request, message: Post) -> list[Action]:
+    def _post(self, request: Request, message: msg.Post) -> list[Action]:
         self._require_mailbox()
         expect_frames(request, 2, "a contribution and a note")
         mailbox, num_workers = self.state.mailbox, self._steps().mode.num_workers
         if message.rank >= num_workers:
             raise Refusal(f"ranks are 0..{num_workers - 1}, got {message.rank}")
         if message.exchange in mailbox.log:
-            return self._when_safe(request, Posted(message.exchange), mailbox.contributions(message.exchange))
-        contribution, note = request.frames
-        is_over = mailbox.post(
-            message.exchange, message.rank, message.anchored_at, contribution, note, num_workers=num_workers
-        )
+            return self._posted(request, message.exchange)
+        is_over = mailbox.post(message, *request.frames, num_workers=num_workers)
         self.waits.posts.setdefault(message.exchange, []).append(request)
         if not is_over:
             return []
         actions = self._finish_exchange(message.exchange, *mailbox.close(message.exchange))
         for waiter in self.waits.posts.pop(message.exchange):
-            actions += self._when_safe(
-                waiter, Posted(message.exchange), mailbox.contributions(message.exchange)
-            )
+            actions += self._posted(waiter, message.exchange)
         return actions
+
+    def _posted(self, request: Request, exchange: int) -> list[Action]:
+        return self._when_safe(request, msg.Posted(exchange), self.state.mailbox.contributions(exchange))
 
     def _finish_exchange(
         self, exchange: int | None, result: Result, notes: dict[int, tuple[int, bytes]]
@@ -457,14 +450,14 @@ class ServerCore:
 
         return [*self.replication.ship(Change(some_slots([0]), write))]
 
-    def _ask_note(self, request: Request, message: AskNote) -> list[Action]:
+    def _ask_note(self, request: Request, message: msg.AskNote) -> list[Action]:
         self._require_mailbox()
         mailbox = self.state.mailbox
         anchored_at, note, numbers = mailbox.since(message.rank)
         is_commit = [mailbox.log[number].is_commit for number in numbers]
         frames = [note, *(mailbox.log[number].frame for number in numbers)]
         # A replacement does not run again what it finds there: so nobody else may ever find less.
-        return self._when_safe(request, Note(anchored_at, numbers, is_commit, self._low), frames)
+        return self._when_safe(request, msg.Note(anchored_at, numbers, is_commit, self._low), frames)
 
     def _require_mailbox(self) -> None:
         if not self.mine[0]:
@@ -472,7 +465,7 @@ class ServerCore:
 
     # ---- pushes and steps -----------------------------------------------------------------------
 
-    def _push_rows(self, request: Request, message: PushRows) -> list[Action]:
+    def _push_rows(self, request: Request, message: msg.PushRows) -> list[Action]:
         expect_frames(request, 2, "keys and values")
         contents = self.state.contents
         table = contents.table(message.table)
@@ -480,7 +473,7 @@ class ServerCore:
         self.staging.rows(request.peer, message, keys, contents.values(table, request.frames[1], len(keys)))
         return []
 
-    def _push_dense(self, request: Request, message: PushDense) -> list[Action]:
+    def _push_dense(self, request: Request, message: msg.PushDense) -> list[Action]:
         expect_frames(request, 1, "a chunk's elements")
         chunk = self.state.contents.chunk(message.chunk)
         if not self.mine[chunk.slot]:
@@ -492,7 +485,7 @@ class ServerCore:
         self.staging.dense(request.peer, message, self.state.contents.gradient(chunk, request.frames[0]))
         return []
 
-    def _step_end(self, request: Request, message: StepEnd, name: str) -> list[Action]:
+    def _step_end(self, request: Request, message: msg.StepEnd, name: str) -> list[Action]:
         steps = self._steps()
         expect_frames(request, 2, "a vector and a note")
         if steps.mode.kind in ("ssp", "async"):
@@ -529,14 +522,14 @@ class ServerCore:
         self.waits.step_ends.append(request)
         return self._advance()
 
-    def _end_again(self, request: Request, message: StepEnd, steps: Steps) -> list[Action]:
+    def _end_again(self, request: Request, message: msg.StepEnd, steps: Steps) -> list[Action]:
         """The step is over here; tell once more what came of it."""
         if steps.mode.kind in PARTIAL_MODES:
             return self._when_safe(request, self._partial(message), [self.state.last_frame()])
         if steps.last is None or steps.last.seq != message.seq:
             raise Refusal(f"step {message.seq} is over and forgotten: step {self._low} is the last one here")
         if steps.mode.two_phase:
-            return [self._reply(request, Summed(message.seq), self._summed_frames(steps.last.vector))]
+            return [self._reply(request, msg.Summed(message.seq), self._summed_frames(steps.last.vector))]
         return self._when_safe(request, self._committed(message.seq), [self.state.last_frame()])
 
     def _advance(self) -> list[Action]:
@@ -546,28 +539,27 @@ class ServerCore:
         if steps is not None and steps.is_full and self.replication.is_met(self._step_need):
             if steps.mode.kind in PARTIAL_MODES:
                 return self._count_partial(steps)
-            slots = self.mine & (
-                self.state.applied.version < max(end.end.seq for end in steps.ended.values())
-            )
-            step = self._step_of(slots, next(iter(steps.ended.values())))
+            newest = max(part.end.seq for part in steps.ended.values())
+            slots = self.mine & (self.state.applied.version < newest)
+            first = next(iter(steps.ended.values()))
+            step = self._step_of(slots, first.staged, first.end.model)
             steps.summed = steps.sum(self.state.contents, slots, mine=self.mine, step=step)
         if steps is None or steps.summed is None:
             return actions
         if steps.mode.two_phase:
             frames = self._summed_frames(steps.summed.vector.tolist(), steps.summed.squares)
             ended, self.waits.step_ends = self.waits.step_ends, []
-            actions += [self._reply(request, Summed(steps.summed.seq), frames) for request in ended]
+            actions += [self._reply(request, msg.Summed(steps.summed.seq), frames) for request in ended]
             commits, self.waits.commits = self.waits.commits, []
             for request in commits:
-                assert isinstance(
-                    request.message, Commit
-                )  # where a StepEnd is among them, no step is ever full
+                # Where a StepEnd is among them, no step is ever full.
+                assert isinstance(request.message, msg.Commit)
                 actions += self._commit(request, request.message)
             return actions
         factor, applies = steps.summed.decide(steps.mode.num_workers)
         return self._count_step(steps, factor, applies, 0.0)
 
-    def _commit(self, request: Request, message: Commit) -> list[Action]:
+    def _commit(self, request: Request, message: msg.Commit) -> list[Action]:
         steps = self._steps()
         if not steps.mode.two_phase:
             raise Refusal("steps were declared to have one phase: there is nothing to commit")
@@ -586,9 +578,7 @@ class ServerCore:
                 f"{steps.missing_ranks()} have not ended the next one"
             )
         is_last = steps.last is not None and steps.last.seq == message.seq
-        frames = (
-            [self.state.last_frame()] if is_last else []
-        )  # of older ones it is only known that they count
+        frames = [self.state.last_frame()] if is_last else []  # of older ones only that they count is known
         return actions + self._when_safe(request, self._committed(message.seq), frames)
 
     def _lose_step(self, request: Request, rank: int) -> list[Action]:
@@ -604,8 +594,7 @@ class ServerCore:
         assert steps.summed is not None
         counted = _counted(steps.summed, factor, applies, norm)
         actions = self._count(counted)
-        ended = self._end_step(steps)
-        for request in ended:
+        for request in self._end_step(steps):
             actions += self._when_safe(request, self._committed(counted.seq), [self.state.last_frame()])
         return actions
 
@@ -616,29 +605,27 @@ class ServerCore:
         version at a time, those that have the most of it first.
         """
         actions, reused, state = list[Action](), steps.reused(), self.state
-        versions = state.applied.version
-        groups = [
-            (int(version), self.mine & (versions == version)) for version in np.unique(versions[self.mine])
-        ]
-        for version, slots in reversed(groups):
+        versions = state.applied.version.copy()
+        for version in np.unique(versions[self.mine])[::-1].tolist():
+            slots = self.mine & (versions == version)
             parts = {rank: part for rank, part in steps.ended.items() if part.end.seq > version}
             if parts:
-                step = self._step_of(slots, next(iter(parts.values())))
+                first = next(iter(parts.values()))
+                step = self._step_of(slots, first.staged, first.end.model)
                 summed = steps.sum(state.contents, slots, mine=self.mine, step=step, parts=parts | reused)
                 seqs = tuple(parts[rank].end.seq for rank in sorted(parts))
                 factor, applies = summed.decide(steps.mode.num_workers)
                 actions += self._count(replace(_counted(summed, factor, applies, 0.0), seqs=seqs))
         for request in self._end_step(steps):
-            assert isinstance(request.message, StepEnd)
+            assert isinstance(request.message, msg.StepEnd)
             actions += self._when_safe(request, self._partial(request.message), [state.last_frame()])
         return actions
 
-    def _step_of(self, slots: Slots, part: Contribution) -> int:
-        """Updates of the model so far in these slots."""
-        counter = counter_of_update(part.staged.rows, part.end.model)
+    def _step_of(self, slots: Slots, staged: Staged, model: int) -> int:
+        counter = counter_of_update(staged.rows, model)
         return int(self.state.applied.steps(counter)[slots].max(initial=0))
 
-    def _partial(self, message: StepEnd) -> Committed:
+    def _partial(self, message: msg.StepEnd) -> msg.Committed:
         """The answer to a StepEnd in a partial mode: late where the contribution is missing in some slot."""
         late = bool((self.state.applied.missing(message.stream, message.seq) & self.mine).any())
         self._steps().num_late += late
@@ -651,7 +638,7 @@ class ServerCore:
         ended, self.waits.step_ends = self.waits.step_ends, []
         return ended
 
-    def _end_push(self, request: Request, message: StepEnd) -> list[Action]:
+    def _end_push(self, request: Request, message: msg.StepEnd) -> list[Action]:
         """A push of one worker alone: it counts at once, in slots that do not have it."""
         state = self.state
         vector = read_vector(request.frames[0], at_least=0)
@@ -673,9 +660,7 @@ class ServerCore:
                 staged.rows,
                 staged.dense,
                 factor=factor,
-                step=int(
-                    state.applied.steps(counter_of_update(staged.rows, message.model))[new].max(initial=0)
-                ),
+                step=self._step_of(new, staged, message.model),
                 settings=message.settings,
                 table_settings=message.table_settings,
                 model=message.model,
@@ -689,21 +674,19 @@ class ServerCore:
                 bool(np.isfinite(vector).all()) and (factor != 0.0 or message.factor == 0.0),
                 vector,
                 notes=notes if new[0] else {},
-                clocks=state.clocks.state(message.rank) if message.rank < state.num_workers else [],
-                updates=state.updates,
                 done_below=message.done_below,
             )
-            actions = self._count(counted)
+            state.count(counted)
+            pushes = self.replication.pushes(state.write_pushes)
+            if pushes is not None:
+                state.note_push(counted, message.rank, pushes)
         else:
             state.applied.forget_below(message.done_below)
         if notes and not new[0]:
             actions += self._finish_exchange(None, Result(False, b""), notes)
-        committed = Committed(
-            message.seq,
-            state.updates,
-            state.clocks.slowest(),
-            wishes=state.clocks.wishes,
-            is_new=bool(new[0]),
+        clocks, is_new = state.clocks, bool(new[0])
+        committed = msg.Committed(
+            message.seq, state.updates, clocks.slowest(), wishes=clocks.wishes, is_new=is_new
         )
         return actions + self._when_safe(request, committed)
 
@@ -725,8 +708,8 @@ class ServerCore:
             frames.append(np.where(self.mine, known, 0.0).tobytes())
         return frames
 
-    def _committed(self, seq: int, *, late: bool = False) -> Committed:
-        return Committed(seq, self._low, self._low, late)
+    def _committed(self, seq: int, *, late: bool = False) -> msg.Committed:
+        return msg.Committed(seq, self._low, self._low, late)
 
     # ---- replies --------------------------------------------------------------------------------
 
@@ -745,12 +728,15 @@ class ServerCore:
 
     def _settle(self) -> list[Action]:
         """Go on with whatever can go on now: the step, replies that are safe, pulls whose clock is reached."""
-        actions = self._advance()
+        actions: list[Action] = [*self.ship()] if self.ships_at_once else []
+        actions += self._advance()
         if self.waits.replies:
-            met = [each for each in self.waits.replies if self.replication.is_met(each.need)]
-            if met:
-                self.waits.replies = [each for each in self.waits.replies if each not in met]
-                actions += [self._reply(each.request, each.message, each.frames) for each in met]
+            waiting, self.waits.replies = self.waits.replies, []
+            for each in waiting:
+                if self.replication.is_met(each.need):
+                    actions.append(self._reply(each.request, each.message, each.frames))
+                else:
+                    self.waits.replies.append(each)
         if self.waits.pulls:
             visible = [pull for pull in self.waits.pulls if self._is_visible(pull[0])]
             if visible:
@@ -758,7 +744,7 @@ class ServerCore:
                 actions += [self._pulled(*pull) for pull in visible]
         return actions
 
-    def _end_waits(self, message: ViewOver) -> list[Action]:
+    def _end_waits(self, message: msg.ViewOver) -> list[Action]:
         """The view is over: forget what is staged, and tell everybody who waits."""
         waiting = self.waits.end_all()
         self._lost = None
@@ -777,6 +763,10 @@ class ServerCore:
                 return Reply(request.peer, request.ticket, message, frames)
             into[:num_bytes] = memoryview(frame).cast("B") if num_bytes else b""
         return Reply(request.peer, request.ticket, message, frames[len(request.into) :])
+
+
+def _refuse(request: Request, problem: str) -> list[Action]:
+    return [Reply(request.peer, request.ticket, msg.PsRefused(problem)), DropPeer(request.peer, problem)]
 
 
 def _counted(summed: Sum, factor: float, applies: bool, norm: float) -> Counted:

@@ -5,7 +5,6 @@ How parameters are cut into chunks is in ps/layout.py.
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import warnings
@@ -19,15 +18,14 @@ import numpy as np
 import torch
 
 from shoal.errors import ConfigError
-from shoal.ps.layout import ELEMENT_WISE, num_elements, optimizer_class, torch_dtype
+from shoal.ps.layout import ELEMENT_WISE, dtype_name, num_elements, optimizer_class, torch_dtype
 from shoal.runtime.transport import memfd
 from shoal.runtime.transport.messages.client_server import ChunkSpec, Settings
 
 # ---- memory --------------------------------------------------------------------------------------
 
 
-MEMORY_BYTES = 64 << 20
-"""Of one memfd, unless a chunk is larger."""
+MEMORY_BYTES = 64 << 20  # of one memfd, unless a chunk is larger
 
 ALIGNMENT = 64
 
@@ -42,7 +40,6 @@ class DenseMemory:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each memory."""
         return [size for _, size, _ in self._memories]
 
     @property
@@ -54,15 +51,16 @@ class DenseMemory:
         """Zeros, and where they are: (memory, offset)."""
         nbytes = _rounded(max(numel, 1) * dtype.itemsize)
         found = self._free.get(nbytes)
+        is_used = bool(found)
         place = found.pop() if found else self._place(nbytes)
         memory, offset = place
         mapping = self._memories[memory][2]
         flat = torch.frombuffer(mapping, dtype=dtype, count=max(numel, 1), offset=offset)[:numel]
-        flat.zero_()
+        if is_used:
+            flat.zero_()  # fresh memory is, and backed only as it fills
         return flat, place
 
     def free(self, place: tuple[int, int], numel: int, dtype: torch.dtype) -> None:
-        """Nobody uses it any more, readers neither."""
         self._free.setdefault(_rounded(max(numel, 1) * dtype.itemsize), []).append(place)
 
     def _place(self, nbytes: int) -> tuple[int, int]:
@@ -90,8 +88,7 @@ def _rounded(nbytes: int) -> int:
 # ---- one chunk -----------------------------------------------------------------------------------
 
 
-State = Mapping[int, Mapping[str, torch.Tensor]]
-"""By part, then by key."""
+State = Mapping[int, Mapping[str, torch.Tensor]]  # by part, then by key
 
 
 @dataclass(slots=True)
@@ -100,8 +97,7 @@ class _Run:
 
     numbers: list[int]
     tensor: torch.Tensor
-    start: int
-    """Its first element in the chunk."""
+    start: int  # its first element in the chunk
 
 
 class DenseChunk:
@@ -132,15 +128,14 @@ class DenseChunk:
         self._run_over(self._group() if kind.__name__ in ELEMENT_WISE else self._apart())
 
     def sum_memory(self) -> torch.Tensor:
-        """Memory of the sum, kept over steps."""
         if self._sum is None:
             self._sum = torch.empty_like(self.flat)
         return self._sum
 
-    def update(self, grad: torch.Tensor, unused: Sequence[int], settings: Mapping[int, Settings]) -> None:
+    def update(self, grad: torch.Tensor, unused: Sequence[int], settings: Sequence[Settings]) -> None:
         """One step of the optimizer; parts that are `unused` have no gradient."""
         for number, group in zip(self._numbers, self.optimizer.param_groups, strict=True):
-            if number in settings:
+            if settings:
                 group.update(_plain(settings[number]))
         without = frozenset(unused)
         if any(0 < len(without.intersection(run.numbers)) < len(run.numbers) for run in self._runs):
@@ -155,7 +150,6 @@ class DenseChunk:
                 run.tensor.grad = None
 
     def state(self) -> list[tuple[int, str, torch.Tensor]]:
-        """(part, key, tensor), by part and key."""
         found: list[tuple[int, str, torch.Tensor]] = []
         for run in self._runs:
             held = [
@@ -174,7 +168,6 @@ class DenseChunk:
         return found
 
     def set_state(self, state: State) -> None:
-        """Go on from what `state` gave, under whatever chunking."""
         if not all(self._is_alike(run, state) for run in self._runs):
             self._cut()
         for run in self._runs:
@@ -188,8 +181,23 @@ class DenseChunk:
             if together:
                 self.optimizer.state[run.tensor] = together[0]
 
+    def copy_state(self, state: State) -> bool:
+        """Set the state in the tensors that hold it; False, and nothing was set, where it has another form."""
+        held = self.state()
+        if len(held) != sum(map(len, state.values())):
+            return False
+        given = [state.get(number, {}).get(key) for number, key, _ in held]
+        for (_, _, mine), value in zip(held, given, strict=True):
+            if value is None or mine.shape != value.shape or mine.dtype != value.dtype:
+                return False
+        if not all(self._is_alike(run, state) for run in self._runs):
+            return False
+        for (_, _, mine), value in zip(held, given, strict=True):
+            assert value is not None
+            mine.copy_(value)
+        return True
+
     def take_settings(self, other: DenseChunk) -> None:
-        """Have the hyper-parameters of another chunk's last update."""
         for mine, theirs in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
 
@@ -258,6 +266,25 @@ class DenseChunk:
         )
 
 
+def check_settings(optimizer: str, groups: Sequence[Settings]) -> None:
+    """Refuse hyper-parameters with which the optimizer cannot make a step: it is tried on one element."""
+    make: Any = optimizer_class(optimizer)
+    for number, group in enumerate(groups):
+        if "params" in group:
+            raise ConfigError(f"parameter group {number} brings its own parameters. It was not declared.")
+        tried = torch.zeros(1, 1, requires_grad=True)
+        tried.grad = torch.ones_like(tried)
+        try:
+            tried_with = make([{"params": [tried], **_plain(group)}])
+            tried_with.step()
+            tried_with.step()  # the first one makes what the next ones read
+        except Exception as error:
+            raise ConfigError(
+                f"{optimizer} cannot make a step with the settings of parameter group {number} ({error}). They were not "
+                "declared."
+            ) from None
+
+
 def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([value.reshape(-1) for value in values]) if values[0].dim() else values[0]
 
@@ -273,7 +300,7 @@ def _plain(settings: Settings) -> dict[str, Any]:
 StateEntry: TypeAlias = tuple[int, str, str, list[int]]
 """(part, key, dtype, shape) of one tensor of optimizer state."""
 
-Elements: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | memoryview | bytes
+Elements: TypeAlias = torch.Tensor | memoryview | bytes
 """A chunk's elements, flat: a tensor, or the bytes of one."""
 
 
@@ -301,7 +328,6 @@ class DenseStore:
                 self._chunks[spec.number] = DenseChunk(spec, kind, list(groups), self.memory)
 
     def drop(self, chunk: int) -> None:
-        """Forget a chunk and its state."""
         dropped = self._chunks.pop(chunk, None)
         if dropped is not None:
             self.memory.free(dropped.place, dropped.flat.numel(), dropped.flat.dtype)
@@ -314,12 +340,10 @@ class DenseStore:
         return chunk in self._chunks
 
     def num_bytes(self, chunk: int) -> int:
-        """Of the chunk's elements."""
         flat = self._chunks[chunk].flat
         return flat.numel() * flat.element_size()
 
     def pull(self, chunk: int, out: Elements) -> None:
-        """Write the elements to `out`."""
         self._as_tensor(chunk, out).copy_(self._chunks[chunk].flat)
 
     def summed(self, chunk: int, contributions: Sequence[Elements]) -> torch.Tensor:
@@ -331,7 +355,6 @@ class DenseStore:
         return total
 
     def sum_of_squares(self, chunk: int, grad: Elements) -> float:
-        """Of all elements, in float64."""
         flat = self._as_tensor(chunk, grad)
         return float(torch.dot(flat.double(), flat.double()))
 
@@ -340,23 +363,22 @@ class DenseStore:
         chunk: int,
         grad: Elements,
         unused: Sequence[int] = (),
-        settings: Sequence[Settings] | Mapping[int, Settings] = (),
+        settings: Sequence[Settings] = (),
         *,
         factor: float = 1.0,
     ) -> None:
         """One step of the optimizer with the gradient times `factor`; parts that are `unused` have none.
 
-        `settings` are those of parameter groups, all in their order or some by their number; they stay.
+        `settings` are those of all parameter groups, and stay; without, they are as they were.
         """
         flat = self._as_tensor(chunk, grad)
-        by_group = settings if isinstance(settings, Mapping) else dict(enumerate(settings))
-        self._chunks[chunk].update(flat if factor == 1.0 else flat * factor, unused, by_group)
+        self._chunks[chunk].update(flat if factor == 1.0 else flat * factor, unused, settings)
 
     def read(self, chunk: int) -> tuple[torch.Tensor, list[StateEntry], list[torch.Tensor]]:
         """The elements (not a copy: until the next update), then what the state is and its tensors."""
         kept = self._chunks[chunk]
         found = kept.state()
-        entries = [(part, key, _name(tensor.dtype), list(tensor.shape)) for part, key, tensor in found]
+        entries = [(part, key, dtype_name(tensor.dtype), list(tensor.shape)) for part, key, tensor in found]
         return kept.flat, entries, [tensor for _, _, tensor in found]
 
     def write(
@@ -375,30 +397,24 @@ class DenseStore:
                 raise ConfigError(
                     f"chunk {chunk} has {len(spec.parts)} parts, but state came for part {part}. Nothing was changed."
                 )
-            state.setdefault(part, {})[key] = as_flat(given, torch_dtype(dtype)).reshape(shape).clone()
+            state.setdefault(part, {})[key] = as_flat(given, torch_dtype(dtype)).reshape(shape)
         flat = self._as_tensor(chunk, elements)
+        if kept.copy_state(state):  # of a replica, that has what an earlier update left
+            kept.flat.copy_(flat)
+            return
+        state = {part: {key: value.clone() for key, value in each.items()} for part, each in state.items()}
         renewed = DenseChunk(spec, kept.kind, kept.groups, (kept.flat, kept.place))
         renewed.flat.copy_(flat)
         renewed.take_settings(kept)
         renewed.set_state(state)
         self._chunks[chunk] = renewed
 
-    def digest(self, chunk: int) -> int:
-        """64 bits that are equal where elements and state are."""
-        flat, entries, tensors = self.read(chunk)
-        hashed = hashlib.blake2b(digest_size=8)
-        hashed.update(_bytes(flat))
-        for entry, tensor in sorted(zip(entries, tensors, strict=True), key=lambda pair: pair[0][:2]):
-            hashed.update(repr(entry).encode())
-            hashed.update(_bytes(tensor))
-        return int.from_bytes(hashed.digest(), "little")
-
     def _as_tensor(self, chunk: int, elements: Elements) -> torch.Tensor:
         kept = self._chunks[chunk].flat
         flat = as_flat(elements, kept.dtype)
         if flat.numel() != kept.numel():
             raise ConfigError(
-                f"chunk {chunk} has {kept.numel()} elements of {_name(kept.dtype)}, but {flat.numel()} came. Nothing was "
+                f"chunk {chunk} has {kept.numel()} elements of {dtype_name(kept.dtype)}, but {flat.numel()} came. Nothing was "
                 "changed."
             )
         return flat
@@ -408,27 +424,15 @@ def as_flat(elements: Elements, dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor over the same memory. What cannot be written must not be: torch does not look."""
     if isinstance(elements, torch.Tensor):
         return elements.reshape(-1)
-    raw = (
-        np.frombuffer(elements, np.uint8)
-        if not isinstance(elements, np.ndarray)
-        else elements.reshape(-1).view(np.uint8)
-    )
+    raw = np.frombuffer(elements, np.uint8)
     if not len(raw):
         return torch.empty(0, dtype=dtype)
     if len(raw) % dtype.itemsize:
         raise ConfigError(
-            f"{len(raw)} bytes are no whole number of elements of {_name(dtype)}. Nothing was changed."
+            f"{len(raw)} bytes are no whole number of elements of {dtype_name(dtype)}. Nothing was changed."
         )
     if raw.flags.writeable:
         return torch.from_numpy(raw).view(dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it must not be written: it is not
         return torch.from_numpy(raw).view(dtype)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""Replication of slots: the records a primary ships, the order per replica, and what each has acknowledged.
+"""Replication of slots: the records a primary ships, what each replica has acknowledged, and the receiving side.
 
 Pure bookkeeping: a link per server that holds, or is to hold, slots whose
 primary this server is. A slot on a link is followed (its updates are shipped)
@@ -14,32 +14,30 @@ from the old primary than this one, or less.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
-from shoal.ps.server.actions import Frame, Send
-from shoal.ps.server.applied_seqs import Slots, no_slots
-from shoal.runtime.transport.messages.client_server import (
-    CopySlot,
-    DeclareDense,
-    DeclareMode,
-    Replicate,
-    Settings,
-    TableSpec,
-)
+from shoal.ps.layout import slot_of
+from shoal.ps.server.actions import Action, Frame, Send, Tell
+from shoal.ps.server.contents import Keys, Refusal
+from shoal.ps.server.progress import Slots, no_slots, some_slots
+from shoal.runtime.transport.messages import client_server as msg
 from shoal.runtime.transport.messages.message import Count
-from shoal.runtime.transport.messages.server_coordinator import ServerView
+from shoal.runtime.transport.messages.server_coordinator import ServerView, SlotsFilled
+
+if TYPE_CHECKING:
+    from shoal.ps.server.state import ServerState
 
 # ---- records -------------------------------------------------------------------------------------
 
 
-Notes: TypeAlias = list[tuple[int, int]]
-"""(rank, anchored_at); the notes themselves are frames."""
+Notes: TypeAlias = list[tuple[int, int]]  # (rank, anchored_at); the notes themselves are frames
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -64,28 +62,41 @@ class LastStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepRecord(_Record, frozen=True, tag="step"):
-    """A step, or a push, that counts now.
+    """A step that counts now.
 
     Frames: keys and values per table; a gradient per chunk; the vectors' sum;
     sums of squares by slot; a note per entry of `notes`.
     """
 
     slots: bytes  # where it counts, a bit per slot
-    stream: Count
     seq: Count
-    is_step: bool  # all ranks are in it: `seq` is a version; else a push of one stream
     applies: bool  # else it was left out: nothing changes but the marks
     tables: list[Count]
     chunks: list[tuple[int, list[int]]]  # number, parts without gradient
     factor: float
     step: Count
-    settings: list[Settings]
+    settings: list[msg.Settings]
     model: Count
     table_settings: dict[int, dict[str, float]]
-    ranks: list[int]  # whose contributions are in it
-    seqs: list[int]  # and of which of their steps, where that may differ
-    applied_norm: float  # of Commit
+    ranks: tuple[int, ...]  # whose contributions are in it
+    seqs: tuple[int, ...]  # and of which of their steps, where that may differ
+    norm: float  # of Commit
     exchange: Count
+    notes: Notes
+
+
+class PushesRecord(_Record, frozen=True, tag="pushes"):
+    """All that pushes of relaxed strategies changed since the last one of these, as it is now.
+
+    Frames: keys and whole rows per table; elements and state tensors per chunk;
+    updates by slot per counter; a note per entry of `notes`.
+    """
+
+    slots: bytes  # where they count, a bit per slot
+    seqs: list[tuple[int, int, bytes]]  # stream, its last seq, and in which slots
+    tables: list[Count]
+    chunks: list[tuple[int, list[tuple[int, str, str, list[int]]]]]
+    counters: list[Count]
     notes: Notes
     clocks: list[tuple[int, int, dict[int, int]]]
     updates: Count
@@ -104,12 +115,6 @@ class ChunkRecord(_Record, frozen=True, tag="chunk"):
 
     chunk: Count
     state: list[tuple[int, str, str, list[int]]]
-
-
-class ClockRecord(_Record, frozen=True, tag="clock"):
-    """So many steps were committed, says a checkpoint."""
-
-    updates: Count
 
 
 class MarksRecord(_Record, frozen=True, tag="marks"):
@@ -132,9 +137,9 @@ class PostRecord(_Record, frozen=True, tag="post"):
 class DeclareRecord(_Record, frozen=True, tag="declare"):
     """All declarations: the first record on any connection, and after every new one."""
 
-    tables: list[TableSpec]
-    dense: list[DeclareDense]
-    mode: DeclareMode | None
+    tables: list[msg.TableSpec]
+    dense: list[msg.DeclareDense]
+    mode: msg.DeclareMode | None
 
 
 class SlotRecord(_Record, frozen=True, tag="slot"):
@@ -159,9 +164,9 @@ class SlotRecord(_Record, frozen=True, tag="slot"):
 
 Record: TypeAlias = (
     StepRecord
+    | PushesRecord
     | RowsRecord
     | ChunkRecord
-    | ClockRecord
     | MarksRecord
     | FollowingRecord
     | PostRecord
@@ -169,27 +174,15 @@ Record: TypeAlias = (
     | SlotRecord
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
-
-
-def encode(record: Record) -> bytes:
-    """As bytes."""
-    return _encoder.encode(record)
-
-
-def decode(record: bytes) -> Record:
-    """Inverse of `encode`; msgspec.MsgspecError where it is no record of this version."""
-    return _decoder.decode(record)
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Record).decode
 
 
 def to_bits(slots: Slots) -> bytes:
-    """A flag per slot as bits."""
     return np.packbits(slots).tobytes()
 
 
 def from_bits(bits: bytes) -> Slots:
-    """Back again."""
     return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=NUM_SLOTS).astype(np.bool_)
 
 
@@ -197,6 +190,7 @@ def from_bits(bits: bytes) -> Slots:
 
 
 Written: TypeAlias = tuple[Record, list[Frame]]
+WritePushes: TypeAlias = "Callable[[Pushes, Slots], Written]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +199,29 @@ class Change:
 
     slots: Slots
     write: Callable[[Slots], Written]
-    to_all: bool = False
-    """Also to servers that follow none of its slots."""
+    to_all: bool = False  # also to servers that follow none of its slots
+
+
+@dataclass(slots=True)
+class Pushes:
+    """Names of pushes that count here, and of what they changed: shipped together, as it is by then."""
+
+    slots: Slots = field(default_factory=no_slots)
+    seqs: dict[tuple[int, bytes], int] = field(default_factory=dict)  # by stream and slots
+    keys: dict[int, list[Keys]] = field(default_factory=dict)  # by table
+    chunks: set[int] = field(default_factory=set)
+    counters: set[int] = field(default_factory=set)
+    ranks: set[int] = field(default_factory=set)
+    notes: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    _merged: dict[int, tuple[Keys, NDArray[np.integer]]] = field(default_factory=dict)
+
+    def merged(self, table: int) -> tuple[Keys, NDArray[np.integer]]:
+        """Every key of a table once, in increasing order, and their slots."""
+        if table not in self._merged:
+            given = self.keys[table]
+            keys = given[0] if len(given) == 1 else np.unique(np.concatenate(given))
+            self._merged[table] = keys, slot_of(table, keys)
+        return self._merged[table]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +237,9 @@ class _Link:
     server: int
     incarnation: int
     followed: Slots = field(default_factory=no_slots)
+    # Slots that a holder must be given before anything in them is acknowledged.
     owed: list[int] = field(default_factory=list)
-    """Slots that a holder must be given before anything in them is acknowledged."""
-
-    to_fill: list[int] = field(default_factory=list)
-    """Slots of which it will be a holder."""
-
+    to_fill: list[int] = field(default_factory=list)  # slots of which it will be a holder
     number: int = 0
     answered: int = 0
     owed_number: int = 0
@@ -241,21 +253,51 @@ class Replication:
         self._me, self._view = me, 0
         self._links: dict[int, _Link] = {}
         self._lost: set[int] = set()
+        # Pushes that were not shipped yet, and by server the number under which those before them were.
+        self._pushes: tuple[Pushes, WritePushes] | None = None
+        self._pushes_sent: dict[int, int] = {}
 
     # ---- shipping -------------------------------------------------------------------------------
 
     def ship(self, change: Change) -> list[Send]:
-        """Tell all who follow."""
-        return [
-            send
-            for link in self._links.values()
-            for send in [self._ship_to(link, change)]
-            if send is not None
-        ]
+        sends = self.ship_pushes()
+        return sends + [send for link in self._links.values() for send in self._ship_to(link, change)]
+
+    def pushes(self, write: WritePushes) -> Pushes | None:
+        """Pushes to be shipped next, for one more to be added; None where nobody follows."""
+        if not self._links:
+            return None
+        if self._pushes is None:
+            self._pushes = Pushes(), write
+        return self._pushes[0]
+
+    @property
+    def has_pushes(self) -> bool:
+        """True where pushes wait to be shipped, and those before them were answered: the busier, the more at once."""
+        return self._pushes is not None and all(
+            link.answered >= self._pushes_sent.get(server, 0) for server, link in self._links.items()
+        )
+
+    def ship_pushes(self) -> list[Send]:
+        change, self._pushes = self._change_of_pushes(), None
+        if change is None:
+            return []
+        sends = [send for link in self._links.values() for send in self._ship_to(link, change)]
+        self._pushes_sent = {send.server: self._links[send.server].number for send in sends}
+        return sends
+
+    def _change_of_pushes(self) -> Change | None:
+        if self._pushes is None:
+            return None
+        pushes, write = self._pushes
+        return Change(pushes.slots, lambda slots: write(pushes, slots))
 
     def need(self) -> dict[int, int]:
         """Everything said so far, by server: what is applied by now is safe once they have answered."""
-        return {link.server: link.number for link in self._links.values()}
+        waiting = self._pushes[0].slots if self._pushes is not None else no_slots()
+        return {
+            link.server: link.number + bool((waiting & link.followed).any()) for link in self._links.values()
+        }
 
     def is_met(self, need: dict[int, int]) -> bool:
         """True once all have acknowledged, and no holder lacks a slot."""
@@ -265,7 +307,6 @@ class Replication:
         )
 
     def answered(self, server: int, number: int) -> None:
-        """It has all up to this number."""
         link = self._links.get(server)
         if link is None:
             return
@@ -283,11 +324,6 @@ class Replication:
         lost, self._lost = self._lost, set()
         return [each.send for server in sorted(lost) for each in self._links[server].unanswered]
 
-    @property
-    def num_unanswered(self) -> int:
-        """Messages to others without an answer."""
-        return sum(len(link.unanswered) for link in self._links.values())
-
     # ---- copying --------------------------------------------------------------------------------
 
     @property
@@ -303,6 +339,7 @@ class Replication:
 
     def copy(self, server: int, slot: int, written: Written) -> list[Send]:
         """All of a slot goes to a server, which follows from now on."""
+        sends = self.ship_pushes()
         link = self._links[server]
         record, frames = written
         link.number += 1
@@ -312,9 +349,9 @@ class Replication:
         else:
             link.to_fill.remove(slot)
         link.followed[slot] = True
-        send = Send(server, CopySlot(self._view, link.number, slot, encode(record)), frames)
+        send = Send(server, msg.CopySlot(self._view, link.number, slot, encode(record)), frames)
         link.unanswered.append(_Unanswered(link.number, None, slot, send))
-        return [] if server in self._lost else [send]
+        return sends if server in self._lost else [*sends, send]
 
     # ---- views ----------------------------------------------------------------------------------
 
@@ -329,7 +366,8 @@ class Replication:
         self._view = view.view
         self._lost.clear()
         old, self._links = self._links, {}
-        sends = []
+        sends: list[Send] = []
+        pushes = self._change_of_pushes()
         for server, holds, joins in _others(view, self._me):
             link = _Link(server, view.incarnations.get(server, 0))
             # Numbers of a later view are larger: an answer that comes late answers nothing of this one.
@@ -341,50 +379,35 @@ class Replication:
                 for each in before.unanswered:
                     if each.change is None:
                         kept[each.slot] = False  # nobody knows whether it has the copy: it gets another
-            for slot in holds:
-                if kept[slot] or is_new:
-                    link.followed[slot] = True
-                else:
-                    link.owed.append(slot)
-            for slot in joins:
-                if kept[slot]:
-                    link.followed[slot] = True
-                else:
-                    link.to_fill.append(slot)
-            self._links[server] = link
-            if before is not None:
-                sends += [
-                    send
-                    for each in before.unanswered
-                    if each.change is not None
-                    for send in [self._ship_to(link, each.change)]
-                    if send is not None
-                ]
             filled = [slot for slot in joins if kept[slot]]
+            link.owed = [slot for slot in holds if not kept[slot] and not is_new]
+            link.to_fill = [slot for slot in joins if not kept[slot]]
+            link.followed = some_slots([*holds, *filled])
+            link.followed[link.owed] = False
+            self._links[server] = link
+            for each in before.unanswered if before is not None else ():
+                if each.change is not None:
+                    sends += self._ship_to(link, each.change)
+            if pushes is not None:
+                sends += self._ship_to(link, pushes)
             if filled:
-                sends.append(self._following(link, filled))
+                following = Change(some_slots(filled), lambda some: (FollowingRecord(to_bits(some)), []))
+                sends += self._ship_to(link, following)
+        self._pushes, self._pushes_sent = None, {}
         return sends
 
-    def _following(self, link: _Link, filled: list[int]) -> Send:
-        slots = no_slots()
-        slots[filled] = True
-        send = self._ship_to(link, Change(slots, lambda some: (FollowingRecord(to_bits(some)), [])))
-        assert send is not None
-        return send
-
-    def _ship_to(self, link: _Link, change: Change) -> Send | None:
+    def _ship_to(self, link: _Link, change: Change) -> list[Send]:
         slots = change.slots & link.followed
         if not slots.any() and not change.to_all:
-            return None
+            return []
         record, frames = change.write(slots)
         link.number += 1
-        send = Send(link.server, Replicate(self._view, link.number, encode(record)), frames)
+        send = Send(link.server, msg.Replicate(self._view, link.number, encode(record)), frames)
         link.unanswered.append(_Unanswered(link.number, change, 0, send))
-        return None if link.server in self._lost else send
+        return [] if link.server in self._lost else [send]
 
 
 def first_number(view: int) -> int:
-    """Of what one server tells another in this view."""
     return (view << 32) + 1
 
 
@@ -400,3 +423,74 @@ def _others(view: ServerView, me: int) -> list[tuple[int, list[int], list[int]]]
             if server != me and server not in holders:
                 found.setdefault(server, ([], []))[1].append(slot)
     return [(server, *found[server]) for server in sorted(found)]
+
+
+# ---- the receiving side --------------------------------------------------------------------------
+
+
+class Replica:
+    """Slots whose primary is another server, and those that are being filled."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self._view = number, 0
+        self._last: dict[int, int] = {}  # server -> last number applied of it in this view
+        self._joining: Slots = no_slots()
+        self._filled: Slots = no_slots()
+        self._has_told = False
+        self.primary_of: list[int] = [-1] * NUM_SLOTS
+
+    def view(self, view: ServerView, state: ServerState) -> None:
+        self._view = view.view
+        self._last.clear()
+        self.primary_of = [holders[0] if holders else -1 for holders in view.holders]
+        holds = np.array([self._number in holders for holders in view.holders], dtype=np.bool_)
+        self._joining = no_slots()
+        for slot, servers in view.joining.items():
+            if self._number in servers and not holds[slot]:
+                self._joining[slot] = True
+        # What it is to be given it may have already; whether that is still right only the primary knows.
+        self._filled, self._has_told = no_slots(), False
+        kept = holds | self._joining
+        state.drop(state.contents.held & ~kept)
+        state.contents.hold(kept)
+
+    def apply(
+        self, source: int, number: int, record: bytes, frames: Sequence[Frame], state: ServerState
+    ) -> int:
+        """Apply one record of a primary; the number up to which all of it is here."""
+        if self._is_next(source, number):
+            match found := decode(record):
+                case FollowingRecord(slots):
+                    self._filled |= from_bits(slots) & self._joining
+                case _:
+                    state.follow(found, frames, np.array(self.primary_of) == source)
+            self._last[source] = number
+        return self._last.get(source, first_number(self._view) - 1)
+
+    def take_slot(
+        self, source: int, number: int, slot: int, record: bytes, frames: Sequence[Frame], state: ServerState
+    ) -> int:
+        """Take all of a slot from its primary; the number up to which all of it is here."""
+        if self._is_next(source, number):
+            found = decode(record)
+            if not isinstance(found, SlotRecord) or self.primary_of[slot] != source:
+                raise Refusal(
+                    f"slot {slot} is copied by its primary {self.primary_of[slot]}, not by {source}"
+                )
+            state.take_slot(slot, found, frames)
+            self._filled[slot] |= self._joining[slot]
+            self._last[source] = number
+        return self._last.get(source, first_number(self._view) - 1)
+
+    def tell_filled(self) -> list[Action]:
+        """Tell the coordinator, once per view, when all joining slots are here."""
+        if self._has_told or not self._joining.any() or (self._joining & ~self._filled).any():
+            return []
+        self._has_told = True
+        return [Tell(SlotsFilled(self._view, np.flatnonzero(self._joining).tolist()))]
+
+    def _is_next(self, source: int, number: int) -> bool:
+        last = self._last.get(source, first_number(self._view) - 1)
+        if number > last + 1:
+            raise Refusal(f"server-{source} is at {number}, but {last + 1} never came")
+        return number == last + 1

@@ -7,39 +7,28 @@ knows of connections, tickets or views.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
-from shoal.ps.kernels import slot_of
-from shoal.ps.layout import counter_of, counter_of_update
+from shoal.ps.layout import counter_of, counter_of_update, slot_of
 from shoal.ps.server.actions import Frame, Request
-from shoal.ps.server.applied_seqs import AppliedSeqs, Slots, some_slots
-from shoal.ps.server.clocks import Clocks, ClockState
-from shoal.ps.server.contents import (
-    Contents,
-    Keys,
-    Refusal,
-    ServerTable,
-    Update,
-    Vector,
-    as_array,
-    bytes_of,
-    restrict,
-)
-from shoal.ps.server.mailbox import Mailbox, Result
+from shoal.ps.server.contents import Contents, Keys, Refusal, ServerTable, Update, as_array, restrict
+from shoal.ps.server.dense import StateEntry
+from shoal.ps.server.progress import AppliedSeqs, Clocks, Slots, Vector, some_slots
 from shoal.ps.server.replication import (
     Change,
     ChunkRecord,
-    ClockRecord,
     DeclareRecord,
     LastStep,
     MarksRecord,
+    Notes,
     PostRecord,
+    Pushes,
+    PushesRecord,
     Record,
     RowsRecord,
     SlotRecord,
@@ -48,21 +37,9 @@ from shoal.ps.server.replication import (
     from_bits,
     to_bits,
 )
-from shoal.ps.server.steps import PARTIAL_MODES, Steps
-from shoal.runtime.transport.messages.client_server import (
-    Chunk,
-    Declared,
-    DeclareMode,
-    Marks,
-    ReadChunk,
-    ReadMarks,
-    ReadRows,
-    RowsRead,
-    SetClock,
-    WriteChunk,
-    WriteMarks,
-    WriteRows,
-)
+from shoal.ps.server.steps import Mailbox, Result, Steps
+from shoal.runtime.serialization import raw_bytes
+from shoal.runtime.transport.messages import client_server as msg
 from shoal.runtime.transport.messages.message import Message
 
 
@@ -79,14 +56,16 @@ class Counted:
     norm: float = 0.0
     squares: Vector = field(default_factory=lambda: np.zeros(NUM_SLOTS))
     ranks: tuple[int, ...] = ()
+    # Of their contributions, where not all ranks need be in a step, nor in the same.
     seqs: tuple[int, ...] = ()
-    """Of their contributions, where not all ranks need be in a step, nor in the same."""
-
     exchange: int = 0
     notes: dict[int, tuple[int, bytes]] = field(default_factory=dict)
-    clocks: ClockState = field(default_factory=list)
-    updates: int = 0
     done_below: int = 0
+
+
+_SHIPPED = ("seq", "applies", "norm", "ranks", "seqs", "exchange")
+_SHIPPED_OF_UPDATE = ("factor", "step", "settings", "table_settings", "model")
+"""Fields that a StepRecord has of a Counted, and of its Update."""
 
 
 class ServerState:
@@ -95,25 +74,18 @@ class ServerState:
     steps_class = Steps
 
     def __init__(self) -> None:
-        self.contents, self.applied, self.clocks, self.mailbox = (
-            Contents(),
-            AppliedSeqs(),
-            Clocks(),
-            Mailbox(),
-        )
+        self.contents, self.applied = Contents(), AppliedSeqs()
+        self.clocks, self.mailbox = Clocks(), Mailbox()
         self.steps: Steps | None = None
-        self.updates = 0
+        self.updates = 0  # updates in all; relaxed strategies
         self._heard_updates = 0  # of other servers, which count the same pushes for their own slots
-        """Updates in all; relaxed strategies."""
 
     @property
-    def mode(self) -> DeclareMode | None:
-        """The declared mode; None before the first declaration."""
+    def mode(self) -> msg.DeclareMode | None:
         return self.steps.mode if self.steps is not None else None
 
     @property
     def num_workers(self) -> int:
-        """Ranks of the job."""
         return self.steps.mode.num_workers if self.steps is not None else 0
 
     def take_over(self) -> None:
@@ -121,7 +93,7 @@ class ServerState:
         self.clocks.take_over()
         self.updates = max(self.updates, self._heard_updates)
 
-    def declare_mode(self, mode: DeclareMode) -> bool:
+    def declare_mode(self, mode: msg.DeclareMode) -> bool:
         """Contributions count so; whether that is news."""
         if self.steps is None:
             if mode.num_workers < 1:
@@ -132,9 +104,7 @@ class ServerState:
         known = self.steps.mode
         # One model of a script may want norms and another not: what one of them needs, all have.
         merged = msgspec.structs.replace(
-            known,
-            two_phase=known.two_phase or mode.two_phase,
-            wants_norm=known.wants_norm or mode.wants_norm,
+            known, two_phase=known.two_phase or mode.two_phase, wants_norm=known.wants_norm or mode.wants_norm
         )
         if (known.num_workers, known.kind, known.bound) != (mode.num_workers, mode.kind, mode.bound):
             raise Refusal(f"contributions were declared to count as {known}, now as {mode}")
@@ -144,10 +114,8 @@ class ServerState:
     # ---- steps and pushes -----------------------------------------------------------------------
 
     def missing(self, counted: Counted) -> Slots:
-        """The slots in which it does not count yet."""
-        if counted.is_step:
-            return self.applied.version < counted.seq
-        return self.applied.missing(counted.stream, counted.seq)
+        """The slots in which a step does not count yet."""
+        return self.applied.version < counted.seq
 
     def count(self, counted: Counted) -> None:
         """From now on it counts; everything about it changes in this one turn."""
@@ -169,17 +137,11 @@ class ServerState:
             self.applied.count(counted.stream, counted.seq, update.slots)
             self.applied.forget_below(counted.done_below)
         if update.slots[0]:
-            result = Result(True, self.committed_frame(counted)) if counted.is_step else None
-            exchange = counted.exchange if counted.is_step else None
+            outcome = np.append(counted.vector, [float(counted.applies), counted.norm]).tobytes()
+            exchange, result = (counted.exchange, Result(True, outcome)) if counted.is_step else (None, None)
             self.mailbox.finish(exchange, result, counted.notes, self.num_workers)
 
-    @staticmethod
-    def committed_frame(counted: Counted) -> bytes:
-        """The frame of a Committed."""
-        return np.append(counted.vector, [float(counted.applies), counted.norm]).tobytes()
-
     def last_frame(self) -> bytes:
-        """The same of the last step."""
         last = self.steps.last if self.steps is not None else None
         return np.array([*last.vector, float(last.applied), last.norm]).tobytes() if last else b""
 
@@ -193,74 +155,99 @@ class ServerState:
         chunks = sorted(update.dense) if applies else []
         for table in tables:
             keys, values = update.rows[table]
-            frames += [bytes_of(keys), bytes_of(values)]
-        frames += [bytes_of(update.dense[chunk][0]) for chunk in chunks]
+            frames += [raw_bytes(keys), raw_bytes(values)]
+        frames += [raw_bytes(update.dense[chunk][0]) for chunk in chunks]
         frames += [counted.vector.tobytes(), counted.squares.tobytes()]
         frames += [note for _, (_, note) in notes]
         record = StepRecord(
             slots=to_bits(update.slots),
-            stream=counted.stream,
-            seq=counted.seq,
-            is_step=counted.is_step,
-            applies=applies,
             tables=tables,
             chunks=[(chunk, list(update.dense[chunk][1])) for chunk in chunks],
-            factor=update.factor,
-            step=update.step,
-            settings=update.settings,
-            model=update.model,
-            table_settings=update.table_settings,
-            ranks=list(counted.ranks),
-            seqs=list(counted.seqs),
-            applied_norm=counted.norm,
-            exchange=counted.exchange,
             notes=[(rank, anchored_at) for rank, (anchored_at, _) in notes],
-            clocks=counted.clocks,
-            updates=counted.updates,
-            done_below=counted.done_below,
+            **{name: getattr(counted, name) for name in _SHIPPED},
+            **{name: getattr(update, name) for name in _SHIPPED_OF_UPDATE},
         )
         return record, frames
 
     def _read_counted(self, record: StepRecord, frames: Sequence[Frame]) -> Counted:
         contents, given = self.contents, list(frames)
-        update = Update(
-            from_bits(record.slots),
-            factor=record.factor,
-            step=record.step,
-            settings=record.settings,
-            model=record.model,
-            table_settings=record.table_settings,
-        )
+        settings = {name: getattr(record, name) for name in _SHIPPED_OF_UPDATE}
+        update = Update(from_bits(record.slots), **settings)
         for number in record.tables:
             keys = as_array(given.pop(0), np.int64, "keys")
             update.rows[number] = (keys, contents.values(contents.table(number), given.pop(0), len(keys)))
         for number, unused in record.chunks:
-            update.dense[number] = (
-                contents.gradient(contents.chunk(number), given.pop(0)),
-                tuple(unused),
-            )
+            gradient = contents.gradient(contents.chunk(number), given.pop(0))
+            update.dense[number] = (gradient, tuple(unused))
         vector, squares = (as_array(given.pop(0), np.float64, "numbers") for _ in range(2))
-        notes = {
-            rank: (anchored_at, bytes(note))
-            for (rank, anchored_at), note in zip(record.notes, given, strict=True)
-        }
         return Counted(
             update,
-            record.stream,
-            record.seq,
-            record.is_step,
-            record.applies,
-            vector,
-            record.applied_norm,
-            squares,
-            tuple(record.ranks),
-            tuple(record.seqs),
-            record.exchange,
-            notes,
-            record.clocks,
-            record.updates,
-            record.done_below,
+            stream=0,
+            is_step=True,
+            vector=vector,
+            squares=squares,
+            notes=_notes(record.notes, given),
+            **{name: getattr(record, name) for name in _SHIPPED},
         )
+
+    def note_push(self, counted: Counted, rank: int, pushes: Pushes) -> None:
+        """One more push to be shipped with others."""
+        update, name = counted.update, (counted.stream, to_bits(counted.update.slots))
+        pushes.slots |= update.slots
+        pushes.seqs[name] = max(counted.seq, pushes.seqs.get(name, 0))
+        pushes.notes |= counted.notes
+        pushes.ranks.add(rank)
+        if counted.applies:
+            pushes.counters.add(counter_of_update(update.rows, update.model))
+            pushes.chunks |= update.dense.keys()
+            for table, (keys, _) in update.rows.items():
+                pushes.keys.setdefault(table, []).append(keys)
+
+    def write_pushes(self, pushes: Pushes, slots: Slots) -> Written:
+        """A record of what they changed, for servers that hold these slots: rows and chunks as they are now."""
+        contents, some, frames = self.contents, pushes.slots & slots, list[Frame]()
+        tables = sorted(pushes.keys)
+        for number in tables:
+            keys, slot_of_key = pushes.merged(number)
+            inside = some[slot_of_key]
+            keys = keys if inside.all() else keys[inside]
+            frames += [raw_bytes(keys), raw_bytes(contents.tables[number].read_whole(keys))]
+        chunks, chunk_frames = self._write_chunks(
+            sorted(number for number in pushes.chunks if some[contents.chunks[number].slot])
+        )
+        frames += chunk_frames
+        counters = sorted(pushes.counters)
+        frames += [self.applied.steps(counter).tobytes() for counter in counters]
+        notes = sorted(pushes.notes.items()) if some[0] else []
+        frames += [note for _, (_, note) in notes]
+        record = PushesRecord(
+            slots=to_bits(some),
+            seqs=[(stream, seq, bits) for (stream, bits), seq in pushes.seqs.items()],
+            tables=tables,
+            chunks=chunks,
+            counters=counters,
+            notes=[(rank, anchored_at) for rank, (anchored_at, _) in notes],
+            clocks=[each for rank in sorted(pushes.ranks) for each in self.clocks.state(rank)],
+            updates=self.updates,
+            done_below=self.applied.done_below,
+        )
+        return record, frames
+
+    def _write_chunks(self, numbers: Iterable[int]) -> tuple[list[tuple[int, list[StateEntry]]], list[Frame]]:
+        """Entries and frames of chunks."""
+        chunks, frames = [], list[Frame]()
+        for number in numbers:
+            elements, entries, tensors = self.contents.dense.read(number)
+            chunks.append((number, entries))
+            # Copies: what waits to be sent must not change with the next update.
+            frames += [raw_bytes(tensor.clone()) for tensor in (elements, *tensors)]
+        return chunks, frames
+
+    def _set_chunks(self, chunks: list[tuple[int, list[StateEntry]]], frames: list[Frame]) -> None:
+        """Chunks as `_write_chunks` gave them; their frames are taken off."""
+        for number, entries in chunks:
+            pieces = [frames.pop(0) for _ in range(1 + len(entries))]
+            self.contents.dense.write(number, pieces[0], entries, pieces[1:])
 
     # ---- as a replica ---------------------------------------------------------------------------
 
@@ -269,33 +256,46 @@ class ServerState:
         match record:
             case StepRecord():
                 counted = self._read_counted(record, frames)
-                self.clocks.heard(counted.clocks)
-                self._heard_updates = max(self._heard_updates, counted.updates)
                 new = self.missing(counted) & counted.update.slots & slots
                 if new.any():
                     self.count(replace(counted, update=restrict(counted.update, new, self.contents.chunks)))
+            case PushesRecord():
+                self._follow_pushes(record, list(frames), slots)
             case RowsRecord(number, step):
                 self.set_rows(number, step, frames)
             case ChunkRecord(number, state):
                 self.set_chunk(number, state, frames)
-            case ClockRecord(updates):
-                self.set_clock(updates, slots)
             case MarksRecord():
                 self.set_marks(frames[0], slots)
             case PostRecord(exchange, notes):
-                by_rank = {
-                    rank: (anchored_at, bytes(note))
-                    for (rank, anchored_at), note in zip(notes, frames[1:], strict=True)
-                }
-                self.mailbox.finish(exchange, Result(False, bytes(frames[0])), by_rank, self.num_workers)
+                result = Result(False, bytes(frames[0]))
+                self.mailbox.finish(exchange, result, _notes(notes, frames[1:]), self.num_workers)
             case DeclareRecord():
                 self._take_declarations(record)
             case _:
                 raise Refusal(f"a {type(record).__name__} is no update")
 
+    def _follow_pushes(self, record: PushesRecord, frames: list[Frame], slots: Slots) -> None:
+        some = from_bits(record.slots) & slots
+        for number in record.tables:
+            table = self.contents.table(number)
+            keys = as_array(frames.pop(0), np.int64, "keys")
+            whole = as_array(frames.pop(0), table.dtype, "rows")
+            if len(keys):
+                table.set_whole(keys, whole.reshape(len(keys), -1))
+        self._set_chunks(record.chunks, frames)
+        for counter in record.counters:
+            self.applied.steps(counter)[some] = as_array(frames.pop(0), np.int64, "updates")[some]
+        for stream, seq, bits in record.seqs:
+            self.applied.count(stream, seq, from_bits(bits) & some)
+        self.applied.forget_below(record.done_below)
+        self.clocks.heard(record.clocks)
+        self._heard_updates = max(self._heard_updates, record.updates)
+        if some[0]:
+            self.mailbox.finish(None, None, _notes(record.notes, frames), self.num_workers)
+
     @property
     def num_declared(self) -> int:
-        """Number of declarations heard."""
         contents = self.contents
         return len(contents.tables) + len(contents.declared_dense) + (self.steps is not None)
 
@@ -336,39 +336,21 @@ class ServerState:
     def set_chunk(
         self, number: int, state: list[tuple[int, str, str, list[int]]], frames: Sequence[Frame]
     ) -> None:
-        """Set a chunk, and its optimizer's state."""
         self.contents.dense.write(number, frames[0], state, list(frames[1:]))
 
-    def set_clock(self, updates: int, slots: Slots) -> None:
-        """So many steps were committed, says a checkpoint."""
-        self.applied.version[slots] = updates
-        if self.mode is not None and self.mode.kind in PARTIAL_MODES:
-            self.applied.forget_streams()
-        self.updates = updates
-        self.clocks.restart(updates)
-        if self.steps is not None:
-            self.steps.forget()
-            self.steps.last = None
-
     def set_marks(self, frame: Frame, slots: Slots) -> None:
-        """Marks of a checkpoint."""
         triples = as_array(frame, np.int64, "marks").reshape(-1, 3)
         for slot, stream, seq in triples.tolist():
             if slots[slot]:
                 self.applied.count(stream, seq, some_slots([slot]))
 
     def write_slot(self, slot: int) -> Written:
-        """All of a slot."""
         contents, frames = self.contents, list[Frame]()
         tables = sorted(contents.tables)
         for number in tables:
-            frames += [bytes_of(array) for array in contents.tables[number].read(slot)]
-        chunks = []
-        for number in contents.chunks_of(some_slots([slot])):
-            elements, entries, tensors = contents.dense.read(number)
-            chunks.append((number, entries))
-            # Copies: what waits to be sent must not change with the next update.
-            frames += [bytes_of(tensor.clone()) for tensor in (elements, *tensors)]
+            frames += [raw_bytes(array) for array in contents.tables[number].read(slot)]
+        chunks, chunk_frames = self._write_chunks(contents.chunks_of(some_slots([slot])))
+        frames += chunk_frames
         board = None
         if slot == 0:
             board, board_frames = self.mailbox.state()
@@ -397,9 +379,7 @@ class ServerState:
             table = contents.table(number)
             keys, values, state = (given.pop(0) for _ in range(3))
             self._set(table, keys, values, state, record.steps.get(counter_of(number), 0))
-        for number, entries in record.chunks:
-            pieces = [given.pop(0) for _ in range(1 + len(entries))]
-            contents.dense.write(number, pieces[0], entries, pieces[1:])
+        self._set_chunks(record.chunks, given)
         if record.board is not None:
             self.mailbox.restore(record.board, given)
         self.applied.version[slot] = record.version
@@ -414,30 +394,9 @@ class ServerState:
                 self.steps.last = record.last
 
     def drop(self, slots: Slots) -> None:
-        """Slots that are held no more."""
         self.applied.drop(slots)
         if slots[0]:
             self.mailbox = Mailbox()
-
-    def digests(self) -> list[int]:
-        """By slot: equal on two servers that hold the same in it, and let the same count."""
-        contents = self.contents.digests()
-        return [
-            (contents[slot] * 1_000_003 + self._digest_of_marks(slot)) % 2**64 for slot in range(NUM_SLOTS)
-        ]
-
-    def _digest_of_marks(self, slot: int) -> int:
-        marks = (
-            int(self.applied.version[slot]),
-            sorted(self.applied.steps_of_slot(slot).items()),
-            [(stream, seq) for stream, seq in self.applied.of_slot(slot) if seq],
-            [(number, self.mailbox.log[number].frame) for number in sorted(self.mailbox.log)]
-            if slot == 0
-            else 0,
-            sorted(self.mailbox.notes.items()) if slot == 0 else 0,
-        )
-        encoded = msgspec.msgpack.encode(marks)
-        return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
 
 
 # ---- reads and writes of a checkpoint ------------------------------------------------------------
@@ -449,51 +408,43 @@ def answer_whole(
     """Read or set; the answer, its frames, and what other holders must hear of it."""
     frames = request.frames
     match request.message:
-        case ReadRows(_, number, slot):
+        case msg.ReadRows(_, number, slot):
             table = state.contents.table(number)
             _require(slot < NUM_SLOTS and bool(mine[slot]), f"slot {slot} has another primary")
-            read = [bytes_of(array) for array in table.read(slot)]
-            return (
-                RowsRead(table.state_dim, int(state.applied.steps(counter_of(number))[slot])),
-                [*read],
-                None,
-            )
-        case WriteRows() as message:
-            return Declared(False), [], _write_rows(state, mine, message, request)
-        case ReadChunk(_, number):
+            step = int(state.applied.steps(counter_of(number))[slot])
+            return msg.RowsRead(table.state_dim, step), [raw_bytes(each) for each in table.read(slot)], None
+        case msg.WriteRows() as message:
+            return msg.Declared(False), [], _write_rows(state, mine, message, request)
+        case msg.ReadChunk(_, number):
             _require(bool(mine[state.contents.chunk(number).slot]), f"chunk {number} has another primary")
             elements, entries, tensors = state.contents.dense.read(number)
-            return Chunk(entries), [bytes_of(each) for each in (elements, *tensors)], None
-        case WriteChunk(_, number, entries):
+            return msg.Chunk(entries), [raw_bytes(each) for each in (elements, *tensors)], None
+        case msg.WriteChunk(_, number, entries):
             chunk = state.contents.chunk(number)
             _require(bool(mine[chunk.slot]), f"chunk {number} has another primary")
             _require(len(frames) == 1 + len(entries), f"{len(entries)} state tensors, {len(frames)} frames")
             state.contents.gradient(chunk, frames[0])
             state.set_chunk(number, entries, frames)
             kept: list[Frame] = [bytes(frame) for frame in frames]
-            return Declared(False), [], _fixed([chunk.slot], (ChunkRecord(number, entries), kept))
-        case SetClock(_, updates):
-            state.set_clock(updates, mine)
-            return Declared(False), [], Change(mine.copy(), lambda _: (ClockRecord(updates), []))
-        case ReadMarks():
-            return Marks(), [bytes_of(state.applied.triples(mine))], None
-        case WriteMarks():
+            change = Change(some_slots([chunk.slot]), lambda _: (ChunkRecord(number, entries), kept))
+            return msg.Declared(False), [], change
+        case msg.ReadMarks():
+            return msg.Marks(), [raw_bytes(state.applied.triples(mine))], None
+        case msg.WriteMarks():
             _require(len(frames) == 1 and len(frames[0]) % 24 == 0, "marks are triples of int64 in one frame")
             kept_marks = bytes(frames[0])  # before they are looked at: the client can write to them
             triples = as_array(kept_marks, np.int64, "marks").reshape(-1, 3)
-            inside = bool(
-                ((triples >= 0).all() and (triples[:, 0] < NUM_SLOTS).all()) if len(triples) else True
-            )
-            _require(inside, "marks are of slots 0..255, and never negative")
+            inside = (triples >= 0).all() and (triples[:, 0] < NUM_SLOTS).all()
+            _require(bool(inside), "marks are of slots 0..255, and never negative")
             state.set_marks(kept_marks, mine)
-            return Declared(False), [], Change(mine.copy(), lambda _: (MarksRecord(), [kept_marks]))
+            return msg.Declared(False), [], Change(mine.copy(), lambda _: (MarksRecord(), [kept_marks]))
     raise Refusal(f"a server is not asked {type(request.message).__name__}")
 
 
-def _write_rows(state: ServerState, mine: Slots, message: WriteRows, request: Request) -> Change:
+def _write_rows(state: ServerState, mine: Slots, message: msg.WriteRows, request: Request) -> Change:
     # Copies: the client can write to the frames at any time, and they may be gone before all holders have them.
     arrays = [np.frombuffer(frame, np.uint8).copy() for frame in request.frames]
-    frames = [bytes_of(array) for array in arrays]
+    frames = [raw_bytes(array) for array in arrays]
     _require(len(frames) == 3, f"WriteRows comes with keys, values and state, got {len(frames)} frames")
     table = state.contents.table(message.table)
     keys = state.contents.keys(table, frames[0], mine)
@@ -510,13 +461,13 @@ def _write_rows(state: ServerState, mine: Slots, message: WriteRows, request: Re
     def write(some: Slots) -> Written:
         inside = some[slots]
         cut = [array.reshape(len(held_keys), -1)[inside] if len(array) else array for array in arrays]
-        return RowsRecord(message.table, message.step), [bytes_of(array) for array in cut]
+        return RowsRecord(message.table, message.step), [raw_bytes(array) for array in cut]
 
     return Change(some_slots(np.unique(slots).tolist()), write)
 
 
-def _fixed(slots: list[int], written: Written) -> Change:
-    return Change(some_slots(slots), lambda _: written)
+def _notes(notes: Notes, frames: Sequence[Frame]) -> dict[int, tuple[int, bytes]]:
+    return {rank: (at, bytes(note)) for (rank, at), note in zip(notes, frames, strict=True)}
 
 
 def _require(is_so: bool, problem: str) -> None:

@@ -1,4 +1,4 @@
-"""Contributions to a step on a server: staged pushes, ended contributions, and their sum in rank order.
+"""Steps and exchanges on a server: staged pushes, contributions and their sum, push filters, the mailbox.
 
 Exact steps wait for every rank. `drop` and `stale` do not wait for the
 slowest few; `stale` uses the last contribution of a missing rank once more.
@@ -7,16 +7,19 @@ The order of every sum is the ranks', never that of arrival.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
-from shoal.ps.server.applied_seqs import Slots
-from shoal.ps.server.contents import Contents, Keys, Refusal, Update, Values, Vector, restrict
-from shoal.ps.server.replication import LastStep
-from shoal.runtime.transport.messages.client_server import DeclareMode, PushDense, PushRows, StepEnd
+from shoal.ps.server.actions import Frame
+from shoal.ps.server.contents import Contents, Keys, Refusal, Update, Values, restrict
+from shoal.ps.server.progress import Slots, Vector
+from shoal.ps.server.replication import LastStep, MailboxState
+from shoal.runtime.transport.framing import pack, unpack
+from shoal.runtime.transport.messages.client_server import DeclareMode, Post, PushDense, PushRows, StepEnd
 
 # ---- staging -------------------------------------------------------------------------------------
 
@@ -34,7 +37,6 @@ class Staged:
 
     @property
     def num_pushes(self) -> int:
-        """Tables and chunks pushed."""
         return len(self.rows) + len(self.dense)
 
 
@@ -85,20 +87,16 @@ class Staging:
         return staged
 
     def forget_name(self, peer: int, stream: int, seq: int) -> None:
-        """It counts already, or the first of its kind does."""
         self._by_peer.get(peer, {}).pop((stream, seq), None)
 
     def forget(self, peer: int) -> None:
-        """The connection is over."""
         self._by_peer.pop(peer, None)
 
     def forget_all(self) -> None:
-        """The view is over."""
         self._by_peer.clear()
 
     @property
     def num_staged(self) -> int:
-        """Pushes without a StepEnd, over all connections."""
         return sum(staged.num_pushes for names in self._by_peer.values() for staged in names.values())
 
     def _named(self, peer: int, stream: int, seq: int) -> Staged:
@@ -122,7 +120,7 @@ def read_vector(frame: bytes | memoryview, *, at_least: int) -> Vector:
 
 
 COUNT, LOSSES = 0, 4
-"""Places of the count and of the first rank's loss in a step's vector; see parallel/step_result.py."""
+"""Places of the count and of the first rank's loss in a step's vector; see parallel/step.py."""
 
 PARTIAL_MODES = ("drop", "stale")
 """Kinds of steps that do not wait for all ranks. The marks of a slot tell whose contributions are in it."""
@@ -135,9 +133,7 @@ class Sum:
     seq: int
     update: Update
     vector: Vector
-    squares: Vector
-    """By slot; zero where another server holds it, or where nobody wants to know."""
-
+    squares: Vector  # by slot; zero where another server holds it, or where nobody wants to know
     contributions: dict[int, Contribution]
     num_global: float
 
@@ -155,21 +151,18 @@ class Steps:
     """The step under way, and the last one."""
 
     mode: DeclareMode
+    # By rank: contributions whose StepEnd is here.
     ended: dict[int, Contribution] = field(default_factory=dict)
-    """By rank: contributions whose StepEnd is here."""
-
     summed: Sum | None = None
     last: LastStep | None = None
+    # Of the last step, by slot, where this server has it.
     squares: Vector = field(default_factory=lambda: np.zeros(NUM_SLOTS))
-    """Of the last step, by slot, where this server has it."""
-
     num_late: int = 0
     num_reused: int = 0
     _kept: dict[int, Contribution] = field(default_factory=dict)
 
     @property
     def waits_for(self) -> int:
-        """So many ranks must have ended the step."""
         spared = self.mode.bound if self.mode.kind in PARTIAL_MODES else 0
         return max(self.mode.num_workers - spared, 1)
 
@@ -179,16 +172,13 @@ class Steps:
         return self.summed is None and len(self.ended) >= self.waits_for
 
     def missing_ranks(self) -> list[int]:
-        """Ranks that have not ended the step yet."""
         return [rank for rank in range(self.mode.num_workers) if rank not in self.ended]
 
     @staticmethod
     def order(parts: dict[int, Contribution]) -> list[int]:
-        """In which contributions are added: never that in which they came."""
         return sorted(parts)
 
     def forget(self) -> None:
-        """The view is over, or the step is."""
         self.ended, self.summed = {}, None
 
     def forget_kept(self) -> None:
@@ -262,3 +252,134 @@ def _inside(
         return rows
     everywhere = np.ones(NUM_SLOTS, np.bool_)
     return restrict(Update(everywhere, rows={number: rows}), slots, contents.chunks).rows[number]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushFilters:
+    """Options of ssp, async and hybrid: see `shoal.config.parallel_options`."""
+
+    # Longer gradients are scaled down to this norm, as far as they lie on this server; None: no bound.
+    norm_bound: float | None = None
+    # The learning rate is divided by 1 + staleness, the updates of others since the worker's last pull.
+    divides_by_staleness: bool = False
+
+    def factor(self, staged: Staged, contents: Contents, *, factor: float, staleness: int) -> float:
+        """The factor of a push whose own is `factor`; 0.0 leaves it out, where its norm is not finite."""
+        if not all(contents.table(number).rule.takes_gradients for number in staged.rows):
+            return factor
+        if self.norm_bound is not None:
+            norm = abs(factor) * _norm(staged, contents)
+            if not math.isfinite(norm):
+                return 0.0
+            if norm > self.norm_bound:
+                factor *= self.norm_bound / norm
+        return factor / (1 + staleness) if self.divides_by_staleness else factor
+
+
+def _norm(staged: Staged, contents: Contents) -> float:
+    squares = [float(np.square(values, dtype=np.float64).sum()) for _, values in staged.rows.values()]
+    squares += [
+        contents.dense.sum_of_squares(chunk, gradient) for chunk, (gradient, _) in staged.dense.items()
+    ]
+    return math.sqrt(sum(squares))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Result of an exchange: all contributions packed, or for a commit the vectors' sum."""
+
+    is_commit: bool
+    frame: bytes
+
+
+@dataclass(slots=True)
+class _Open:
+    contributions: dict[int, bytes]
+    notes: dict[int, tuple[int, bytes]]
+
+
+class Mailbox:
+    """Exchanges, their results, and notes by rank."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Open] = {}
+        self.log: dict[int, Result] = {}
+        # By rank: the first exchange after the note, and the note.
+        self.notes: dict[int, tuple[int, bytes]] = {}
+
+    def post(self, message: Post, frame: Frame, note: Frame, *, num_workers: int) -> bool:
+        """A rank's contribution; of a repeat the first counts. True: all have posted now."""
+        exchange, rank = message.exchange, message.rank
+        if self.log and exchange < max(self.log):
+            raise Refusal(
+                f"exchange {exchange} is over and forgotten, the newest is {max(self.log)}: rank {rank} has made other "
+                "calls than the others"
+            )
+        entry = self._open.setdefault(exchange, _Open({}, {}))
+        entry.contributions.setdefault(rank, bytes(frame))
+        entry.notes.setdefault(rank, (message.anchored_at, bytes(note)))
+        return len(entry.contributions) == num_workers
+
+    def close(self, exchange: int) -> tuple[Result, dict[int, tuple[int, bytes]]]:
+        entry = self._open.pop(exchange)
+        frames = [entry.contributions[rank] for rank in sorted(entry.contributions)]
+        return Result(False, pack(frames)), entry.notes
+
+    def finish(
+        self,
+        exchange: int | None,
+        result: Result | None,
+        notes: dict[int, tuple[int, bytes]],
+        num_workers: int,
+    ) -> None:
+        """An exchange is over (None: only notes came), here or on the primary."""
+        self.notes.update({rank: note for rank, note in notes.items() if note[1]})
+        if exchange is None or result is None:
+            return
+        self.log[exchange] = result
+        if len(self.notes) == num_workers:
+            oldest = min(anchored_at for anchored_at, _ in self.notes.values())
+            # One more than is needed: who waits for the last result may ask again after all others went on.
+            for number in [number for number in self.log if number < oldest - 1]:
+                del self.log[number]
+
+    def contributions(self, exchange: int) -> list[bytes]:
+        result = self.log[exchange]
+        if result.is_commit:
+            raise Refusal(f"exchange {exchange} was the commit of a step, and nothing was posted to it")
+        return unpack(result.frame)
+
+    def since(self, rank: int) -> tuple[int, bytes, list[int]]:
+        """The note from which a replacement of this rank resumes, and the exchanges to replay after it."""
+        anchored_at, note = self.notes.get(rank, (0, b""))
+        return anchored_at, note, [number for number in sorted(self.log) if number >= anchored_at]
+
+    def forget_open(self) -> None:
+        self._open.clear()
+
+    def waiting_for(self, exchange: int, num_workers: int) -> list[int]:
+        entry = self._open.get(exchange)
+        return [rank for rank in range(num_workers) if entry is None or rank not in entry.contributions]
+
+    # ---- between servers ------------------------------------------------------------------------
+
+    def state(self) -> tuple[MailboxState, list[bytes]]:
+        """All of it; frames: results, then notes."""
+        numbers, ranks = sorted(self.log), sorted(self.notes)
+        frames = [self.log[number].frame for number in numbers] + [self.notes[rank][1] for rank in ranks]
+        return (
+            MailboxState(
+                log=[(number, self.log[number].is_commit) for number in numbers],
+                notes=[(rank, self.notes[rank][0]) for rank in ranks],
+            ),
+            frames,
+        )
+
+    def restore(self, state: MailboxState, frames: list[Frame]) -> None:
+        texts = [bytes(frame) for frame in frames]
+        self.log = {number: Result(is_commit, texts[at]) for at, (number, is_commit) in enumerate(state.log)}
+        offset = len(state.log)
+        self.notes = {
+            rank: (anchored_at, texts[offset + at]) for at, (rank, anchored_at) in enumerate(state.notes)
+        }
+        self._open.clear()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from array import array
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -37,7 +37,7 @@ class Signal(msgspec.Struct, tag="signal", forbid_unknown_fields=True, frozen=Tr
     """
 
     pid: int
-    signum: int
+    signum: Annotated[int, msgspec.Meta(ge=1, le=64)]
 
 
 class Close(msgspec.Struct, tag="close", forbid_unknown_fields=True, frozen=True):

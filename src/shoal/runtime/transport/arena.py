@@ -9,12 +9,18 @@ writes into memory that nobody reads any more.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import sys
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 
 from shoal.errors import ArenaFull, ConfigError
 from shoal.runtime.transport import memfd
+
+HUGE_BYTES = 4 << 20
+"""From here on memory is asked for in pages of 2 MiB."""
 
 ALIGNMENT = 64
 """Every buffer begins at a cache line."""
@@ -75,8 +81,11 @@ class Arena:
     add up.
     """
 
-    def __init__(self, config: ArenaConfig | None = None, *, name: str = "shoal-arena") -> None:
-        self._config, self._name = config or ArenaConfig(), name
+    def __init__(
+        self, config: ArenaConfig | None = None, *, name: str = "shoal-arena", is_shared: bool = True
+    ) -> None:
+        """Without `is_shared` it is ordinary memory, for a server on another host."""
+        self._config, self._name, self._is_shared = config or ArenaConfig(), name, is_shared
         self._lock = threading.Lock()
         self._segments: list[Segment] = []
         self._free: dict[int, list[tuple[Segment, int, int]]] = {}  # size class -> (segment, round, offset)
@@ -86,7 +95,6 @@ class Arena:
         """Address space in segments; what was never touched has no memory behind it."""
         self.bytes_in_use = 0
         """In buffers that somebody holds, slack included."""
-        self.peak_bytes_in_use = 0
 
     def alloc(self, nbytes: int) -> Buffer:
         """A buffer of `nbytes`, or of none, whatever is in it; ArenaFull where the limit does not allow it."""
@@ -97,7 +105,6 @@ class Arena:
             segment, offset = self._place(size, nbytes)
             segment.num_live += 1
             self.bytes_in_use += size
-            self.peak_bytes_in_use = max(self.peak_bytes_in_use, self.bytes_in_use)
             buffer = Buffer(segment.memory[offset : offset + nbytes], segment.number, offset, nbytes, segment)
             self._live.add(buffer)
             return buffer
@@ -158,8 +165,8 @@ class Arena:
                 limit=self._config.limit_bytes,
                 setting="limit_bytes",
             )
-        fd = memfd.create(reserved, self._name)
-        memory = memfd.map_shared(fd, reserved)
+        fd = memfd.create(reserved, self._name) if self._is_shared else -1
+        memory = memfd.map_shared(fd, reserved) if self._is_shared else ordinary(reserved)
         segment = Segment(len(self._segments) + 1, reserved, fd, memoryview(memory))
         self._segments.append(segment)
         self.bytes_reserved += reserved
@@ -172,3 +179,49 @@ def size_class(nbytes: int) -> int:
         raise ValueError(f"a buffer of {nbytes} bytes")
     step = max(ALIGNMENT, (1 << (nbytes - 1).bit_length()) // (2 * STEPS_PER_OCTAVE))
     return max(1, -(-nbytes // step)) * step
+
+
+def ordinary(nbytes: int) -> mmap.mmap:
+    """Memory of this process, backed as it is touched: in large pages, which a socket's copies go through quicker."""
+    memory = mmap.mmap(-1, nbytes)
+    if nbytes >= HUGE_BYTES:
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+class MessageMemory:
+    """Memory for large frames that is used again once nobody holds a view of it."""
+
+    KEEP_BYTES = 256 << 20
+    """Kept for later. What is beyond goes with its last view."""
+
+    def __init__(self) -> None:
+        self._kept: deque[mmap.mmap] = deque()
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> memoryview:
+        """Writable, whatever is in it."""
+        with self._lock:
+            return self._take(nbytes, size_class(nbytes))
+
+    def _take(self, nbytes: int, size: int) -> memoryview:
+        for memory in self._kept:
+            # References: of the deque, of the loop, of the call. A view would be one more.
+            if len(memory) == size and sys.getrefcount(memory) == 3:
+                self._kept.remove(memory)
+                break
+        else:
+            memory = ordinary(size)
+            self._kept_bytes += size
+        self._kept.append(memory)
+        while self._kept_bytes > self.KEEP_BYTES:
+            self._kept_bytes -= len(self._kept.popleft())
+        return memoryview(memory)[:nbytes]
+
+    def give_back(self) -> None:
+        """Keep nothing: it was not needed for a while."""
+        with self._lock:
+            self._kept.clear()
+            self._kept_bytes = 0

@@ -18,7 +18,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, Union
 
@@ -187,8 +187,13 @@ def take(buffer: bytearray, start: int, end: int, limits: FrameLimits) -> tuple[
     return (message, frames), stop
 
 
-def parse(limits: FrameLimits) -> Generator[int, Bytes, Received]:
-    """Asks for so many bytes at a time and returns the message they make, wherever they come from."""
+def parse(
+    limits: FrameLimits, announce: Callable[[Sequence[Bytes], int], None] | None = None
+) -> Generator[int, Bytes, Received]:
+    """Asks for so many bytes at a time and returns the message they make, wherever they come from.
+
+    `announce(frames before it, bytes)` is called for each frame before it is asked for.
+    """
     preamble = yield _PREAMBLE.size
     magic, version, num_frames, header_bytes, checksum = _PREAMBLE.unpack(preamble)
     if magic != MAGIC:
@@ -210,6 +215,8 @@ def parse(limits: FrameLimits) -> Generator[int, Bytes, Received]:
         raise WireError(f"it is no message of this version ({error})") from None
     frames: list[Bytes] = []
     for length in lengths:
+        if announce is not None:
+            announce(frames, length)
         frames += [(yield length) if length else b""]
     return message, frames
 

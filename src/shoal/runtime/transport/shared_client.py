@@ -1,5 +1,10 @@
 """A client's end of a connection to a parameter server: requests out, answers in, frames through shared memory.
 
+To a server on another host every frame goes through the socket: from the
+buffer it lies in, and answers into the buffers that wait for them. What the
+socket does not take at once is moved by a thread of the link, while its
+owner computes; large frames by several connections, each with its thread.
+
 Decides nothing about what is said. Threads may share a link: whoever waits
 reads for all, and answers to others are kept for them. Nobody ever spins: on
 a machine whose cores are all busy, a waiter that spins takes the time of
@@ -9,6 +14,9 @@ whom it waits for.
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import secrets
 import select
 import threading
 import time
@@ -19,21 +27,25 @@ from types import TracebackType
 from typing import NamedTuple
 
 from shoal.errors import LinkLost, PsError, WaitTimedOut, WireError
-from shoal.runtime.transport import memfd, unix
+from shoal.runtime.transport import endpoint, memfd, tls
 from shoal.runtime.transport.arena import Arena, ArenaConfig, Buffer
 from shoal.runtime.transport.envelope import (
+    BULK_BYTES,
+    REMOTE_REQUESTS,
     REPLIES,
     Envelope,
     Intake,
     Outbox,
     Place,
+    answer_frame,
     as_bytes,
     open_table,
     seal,
 )
-from shoal.runtime.transport.framing import Bytes
-from shoal.runtime.transport.messages.client_server import Hello, PsRefused, Welcome
+from shoal.runtime.transport.framing import Bytes, read_message
+from shoal.runtime.transport.messages.client_server import Hello, PsRefused, Stripe, Striped, Welcome
 from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.stripes import Stripes
 
 INLINE_BYTES = 4096
 """Buffers up to this size are sent in the socket: that is quicker than looking them up."""
@@ -66,39 +78,60 @@ class Link:
     """
 
     def __init__(
-        self, path: str | Path, *, peer: str = "", timeout_s: float = 10.0, arena: ArenaConfig | None = None
+        self,
+        address: str | Path,
+        *,
+        peer: str = "",
+        timeout_s: float = 10.0,
+        arena: ArenaConfig | None = None,
     ) -> None:
-        """Connect to whoever listens at `path`, without a word; `peer` is what errors call it."""
-        self.peer = peer or str(path)
+        """Connect to whoever listens at `address`, without a word.
+
+        `peer` is what errors call it, and whom the certificate of another host's must name.
+        """
+        self.peer = peer or str(address)
+        self.is_remote = tls.is_remote(str(address))
+        """Is the server on another host? Then nothing of it can be mapped here."""
         self.on_lost: Callable[[LinkLost], None] | None = None
         """Called once, by whoever notices first that the connection is lost."""
         self.unasked: deque[LinkReply] = deque()
         """Answers to requests that were sent with `wants_reply=False`: refusals."""
         self.welcome: Welcome | None = None
-        self.arena = Arena(arena)
+        self.arena = Arena(arena, is_shared=not self.is_remote)
         self._timeout_s = timeout_s
-        self._lock = threading.Condition()
+        lock = threading.RLock()
+        self._lock, self._work = threading.Condition(lock), threading.Condition(lock)  # waiters', the mover's
         self._is_read_by_somebody = False
         self._lost: LinkLost | None = None
         self._intake, self._outbox = Intake(REPLIES, max_fds=MAX_REPLY_FDS), Outbox()
+        if self.is_remote:
+            self._intake = Intake(REPLIES, place=self._place_of)
+        self._stripes: Stripes | None = None  # further connections to a remote server
+        self._into: dict[int, list[memoryview]] = {}  # of a remote server: by ticket
+        self._mover: threading.Thread | None = None  # of a remote server
+        self._wake = -1
         self._next_ticket = 1
         self._awaited: set[int] = set()
         self._held: list[Bytes] = []
         self._held_bytes = 0
         self._replies: dict[int, LinkReply] = {}
         try:
-            self._sock = unix.connect(path, timeout_s=timeout_s)
+            self._sock = endpoint.connect(str(address), expect=self.peer, timeout_s=timeout_s)
         except OSError as error:
             raise LinkLost(
                 peer=self.peer, reason=f"nobody answers there ({error.strerror or 'timed out'})"
             ) from None
+        except WireError as error:
+            if not self.is_remote:
+                raise
+            raise LinkLost(peer=self.peer, reason=error.problem) from None
         self._sock.setblocking(False)
         self._fileno = self._sock.fileno()
 
     @classmethod
     def connect(
         cls,
-        path: str | Path,
+        address: str | Path,
         hello: Hello,
         timeout_s: float = 10.0,
         *,
@@ -106,12 +139,14 @@ class Link:
         arena: ArenaConfig | None = None,
     ) -> Link:
         """A link whose server has said Welcome; PsError where it refuses us."""
-        link = cls(path, peer=peer, timeout_s=timeout_s, arena=arena)
+        link = cls(address, peer=peer, timeout_s=timeout_s, arena=arena)
         try:
             message, _ = link.wait(link.send(hello), timeout_s)
             if not isinstance(message, Welcome):
                 reason = message.reason if isinstance(message, PsRefused) else f"it answered {message}"
                 raise PsError(f"{link.peer} does not take {hello.name} in: {reason}")
+            if link.is_remote and tls.connections().per_server > 1:
+                link._open_stripes(str(address), tls.connections(), timeout_s)
         except BaseException:
             link.close()
             raise
@@ -150,6 +185,7 @@ class Link:
         wants_reply: bool = True,
         is_blocking: bool = True,
         is_held: bool = False,
+        is_lent: bool = False,
     ) -> int:
         """Send a request and return its ticket.
 
@@ -159,8 +195,11 @@ class Link:
 
         Without `wants_reply` an answer, should there be one, goes to
         `unasked`. Without `is_blocking` nothing waits for a socket that is
-        full: for loops that poll.
+        full: for loops that poll. With `is_lent` all frames stay as they are
+        until the answer, not only buffers: nothing needs to be copied.
         """
+        if self.is_remote:
+            return self._send_remote(message, frames, into, wants_reply, is_blocking, is_held, is_lent)
         places, inline = _place(frames)
         wanted = [(buffer.segment, buffer.offset, buffer.nbytes) for buffer in into]
         needed = {segment for segment, _, _ in (*places, *wanted) if segment}
@@ -201,7 +240,7 @@ class Link:
     def wait(self, ticket: int, timeout_s: float) -> tuple[Message, list[memoryview]]:
         """The answer to that request, when it comes; WaitTimedOut where it does not, and it may be waited for again."""
         began = time.monotonic()
-        self.flush()
+        self._send_held()
         with self._lock:
             if ticket not in self._awaited:
                 raise ValueError(f"ticket {ticket} is not waited for: it was answered, or wanted no answer")
@@ -222,13 +261,21 @@ class Link:
             return self._take(ticket)[1:]
 
     def flush(self) -> None:
-        """Send what was held back, and wait until the socket took all of it."""
+        """Send what was held back, and wait until the socket took all of it (to another host: have a thread do so)."""
+        self._send_held()
+        if self.is_remote:
+            self._move()
+
+    def _send_held(self) -> None:
         with self._lock:
             if self._held and self._lost is None:
                 self._flush()
             if not self._outbox.num_bytes:
                 return
-        self._drain("sending what was held back")
+        if self.is_remote:
+            self._move()
+        else:
+            self._drain("sending what was held back")
 
     def take_fds(self, count: int) -> list[int]:
         """The descriptors that came with an answer, the caller's to close; LinkLost where there are fewer."""
@@ -267,6 +314,8 @@ class Link:
             if self._lost is None:
                 self.on_lost = None
                 self._lose(LinkLost(peer=self.peer, reason="it was closed on this side"))
+        if self._mover is not None and self._mover is not threading.current_thread():
+            self._mover.join()
 
     def __enter__(self) -> Link:
         return self
@@ -297,23 +346,40 @@ class Link:
         finally:
             self._is_read_by_somebody = False
             self._lock.notify_all()
+            if self._awaits_bulk():
+                self._work.notify()
 
-    def _sleep(self, events: int, timeout_s: float) -> None:
+    def _sleep(self, events: int, timeout_s: float, wake: int | None = None) -> None:
         poller = select.poll()
-        poller.register(self._fileno, events)
+        if events & select.POLLIN and self._intake.awaits_stripes:
+            assert self._stripes is not None
+            poller.register(self._stripes, select.POLLIN)
+            events &= ~select.POLLIN
+        elif self.is_remote and events & select.POLLIN:
+            self._intake.wake_for(self._sock, is_bulk=True)
+        if events:
+            poller.register(self._fileno, events)
+        if wake is not None:
+            poller.register(wake, select.POLLIN)
         self._lock.release()
         try:
-            poller.poll(timeout_s * 1000 + 1)
+            poller.poll(timeout_s * 1000 + 1 if timeout_s < math.inf else None)
         finally:
             self._lock.acquire()
+        if wake is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(wake)
 
     def _read(self) -> None:
         """Take in what the socket has, without waiting."""
         try:
-            for _ in range(64):
+            # To another host a little at a time: who sends in between waits for the lock.
+            for _ in range(1 if self.is_remote else 64):
                 received = self._intake.receive(self._sock)
                 for message, parts in received:
-                    envelope, inline = open_table((message, parts))
+                    envelope, inline = open_table((message, parts), is_remote=self.is_remote, is_answer=True)
+                    if self.is_remote:
+                        inline = self._fill(envelope, inline)
                     self._sort_in(
                         LinkReply(envelope.ticket, message, [memoryview(frame) for frame in inline])
                     )
@@ -336,7 +402,10 @@ class Link:
         held, self._held, self._held_bytes = self._held, [], 0
         try:
             self._outbox.flush(self._sock)
-            if held:
+            if held and self.is_remote:
+                self._outbox.lend(held)
+                self._outbox.flush(self._sock)
+            elif held:
                 self._outbox.send(self._sock, held)
         except OSError as error:
             raise self._lose(error) from None
@@ -353,12 +422,144 @@ class Link:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(2)
             self._sock.close()
+            if self._stripes is not None:
+                self._stripes.close()
             self._outbox.clear()
+            self._into.clear()
             self.arena.close()
             self._lock.notify_all()
+            self._work.notify_all()
             if self.on_lost is not None:
                 self.on_lost(lost)
         return LinkLost(peer=lost.peer, reason=lost.reason)
+
+    # ---- a server on another host -----------------------------------------------------------------
+
+    def _send_remote(
+        self,
+        message: Message,
+        frames: Sequence[Buffer | Bytes],
+        into: Sequence[Buffer],
+        wants_reply: bool,
+        is_blocking: bool,
+        is_held: bool,
+        is_lent: bool,
+    ) -> int:
+        inline: list[Bytes] = []
+        for frame in frames:
+            # A buffer stays as it is until it is acknowledged.
+            view = frame.view if isinstance(frame, Buffer) else as_bytes(frame)
+            inline.append(view if is_lent or isinstance(frame, Buffer) else bytes(view))
+        with self._lock:
+            self._check()
+            ticket = self._next_ticket
+            stripes = self._stripes
+            places: list[Place] = [
+                (0, stripes.connections_for(len(view)) if stripes else 0, len(view)) for view in inline
+            ]
+            wanted: list[Place] = [(0, 0, buffer.nbytes) for buffer in into]
+            parts = seal(Envelope(ticket, [], places, wanted), message, inline, limits=REMOTE_REQUESTS)
+            self._next_ticket += 1
+            if wants_reply:
+                self._awaited.add(ticket)
+                if into:
+                    self._into[ticket] = [buffer.view for buffer in into]
+            num_bytes = sum(map(len, parts))
+            if is_held and num_bytes + self._held_bytes <= HELD_BYTES:
+                self._held += [bytes(part) for part in parts]
+                self._held_bytes += num_bytes
+                return ticket
+            if stripes:
+                parts = [*parts[:2], *stripes.share(parts[2:])]  # not its header and its table
+            try:
+                self._outbox.lend([*self._held, *parts])
+                self._held, self._held_bytes = [], 0
+                self._outbox.flush(self._sock)
+            except OSError as error:
+                raise self._lose(error) from None
+        if is_blocking:
+            self._move()
+        return ticket
+
+    def _open_stripes(self, address: str, asked: tls.Connections, timeout_s: float) -> None:
+        """Open the further connections, spread over the interfaces that both ends have."""
+        link, streams = secrets.randbits(62), []
+        try:
+            answer, _ = self.wait(self.send(Stripe(link, 0, asked.per_server)), timeout_s)
+            if not isinstance(answer, Striped):
+                raise WireError(f"it answered {answer}")
+            ways = [(address, None), *zip(answer.addresses, asked.sources[1:], strict=False)]
+            for number in range(1, asked.per_server):
+                to, source = ways[number % len(ways)]
+                streams.append(tls.mine().connect(to, expect=self.peer, timeout_s=timeout_s, source=source))
+                for part in seal(Envelope(number, [], [], []), Stripe(link, number, asked.per_server), []):
+                    streams[-1].sendall(part)
+                read_message(streams[-1], limits=REPLIES, timeout_s=timeout_s)
+                streams[-1].setblocking(False)
+        except (OSError, EOFError, WireError) as error:
+            for stream in streams:
+                stream.close()
+            raise LinkLost(
+                peer=self.peer, reason=f"connection {1 + len(streams)} of {asked.per_server}: {error}"
+            ) from None
+        with self._lock:
+            self._stripes = self._intake.stripes = Stripes(self._sock, streams)
+
+    def _place_of(self, frames: Sequence[Bytes], nbytes: int) -> memoryview | None:
+        """The buffer in which the next frame of an answer is wanted."""
+        ticket, at = answer_frame(frames)
+        wanted = self._into.get(ticket, ())
+        return wanted[at] if 0 <= at < len(wanted) and len(wanted[at]) == nbytes else None
+
+    def _fill(self, envelope: Envelope, inline: list[Bytes]) -> list[Bytes]:
+        """Copy what did not come in place; the frames that belong in no buffer."""
+        first = len(envelope.frames)
+        for view, frame in zip(self._into.pop(envelope.ticket, ()), inline[first:], strict=False):
+            if len(frame) > len(view):
+                raise WireError(f"{len(frame):,} bytes for a buffer of {len(view):,}")
+            if frame is not view:
+                view[: len(frame)] = frame
+        return inline[:first]
+
+    def _move(self) -> None:
+        """Have the link's thread send what the socket did not take, and receive what large buffers wait for."""
+        with self._lock:
+            if self._lost is not None or not (self._outbox.num_bytes or self._awaits_bulk()):
+                return
+            if self._mover is None:
+                self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                self._mover = threading.Thread(target=self._run_mover, name=f"shoal-{self.peer}", daemon=True)
+                self._mover.start()
+            os.eventfd_write(self._wake, 1)
+            self._work.notify()
+
+    def _awaits_bulk(self) -> bool:
+        return any(len(view) > BULK_BYTES for views in self._into.values() for view in views)
+
+    def _run_mover(self) -> None:
+        with self._lock:
+            with contextlib.suppress(LinkLost):
+                while self._lost is None:
+                    reads = not self._is_read_by_somebody and self._awaits_bulk()
+                    if reads or self._outbox.num_bytes:
+                        self._move_some(reads=reads)
+                    else:
+                        self._work.wait()
+            os.close(self._wake)
+
+    def _move_some(self, *, reads: bool) -> None:
+        self._is_read_by_somebody |= reads
+        try:
+            events = select.POLLOUT if self._outbox.num_bytes else 0
+            self._sleep(events | (select.POLLIN if reads else 0), math.inf, wake=self._wake)
+            if self._lost is None:
+                self._flush()
+                if reads:
+                    self._read()
+        finally:
+            if reads:
+                self._is_read_by_somebody = False
+            self._lock.notify_all()
 
     # ---- a socket that is full --------------------------------------------------------------------
 

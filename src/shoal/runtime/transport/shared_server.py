@@ -5,24 +5,44 @@ and places in them. A peer that breaks a rule, or leaves too much unread, is
 closed and counted, and nobody else notices. What a request means is not
 decided here; that what lies in shared memory may change while it is read is
 for its reader to bear in mind.
+
+A peer on another host comes by a second socket. It has no shared memory: its
+frames are received into memory of this process, which is asked for before it
+is taken, and so are the buffers for its answers. Whom it names in Hello must
+be whom its certificate names. While something large is on the way to or from
+it, a thread has its socket, so that one loop's work and many transfers overlap;
+small answers pass large ones that have not begun. It may add further connections
+to its first one, which carry blocks of large frames and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import resource
+import select
 import selectors
 import socket
+import ssl
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.errors import ConfigError, WireError
-from shoal.runtime.transport import memfd, unix
+from shoal.runtime.transport import memfd, tls, unix
+from shoal.runtime.transport.arena import MessageMemory
 from shoal.runtime.transport.envelope import (
+    BULK_BYTES,
+    DROP,
     MAX_NEW_SEGMENTS,
+    REMOTE_REQUESTS,
     REPLIES,
+    REPLY_BYTES,
     REQUESTS,
     Envelope,
     Intake,
@@ -33,8 +53,10 @@ from shoal.runtime.transport.envelope import (
     seal,
 )
 from shoal.runtime.transport.framing import Bytes, Received
-from shoal.runtime.transport.messages.client_server import PsRefused
+from shoal.runtime.transport.messages.client_server import Hello, PsRefused, Stripe, Striped, ViewOver
 from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.stripes import Stripes
+from shoal.runtime.transport.tls import Credentials, Identity, PlainStream, TlsStream
 
 SPARE_FILES = 2 * MAX_NEW_SEGMENTS
 """Descriptors that are left for what one look at a socket may bring, and for the server's own."""
@@ -76,6 +98,9 @@ class ListenerConfig:
     hello_timeout_s: float = 30.0
     """A connection without a whole message after so long is closed."""
 
+    num_strangers: int = 64
+    """Connections of other hosts that have not said Hello. One more, and the oldest is closed."""
+
     def __post_init__(self) -> None:
         if not 0 < self.pause_bytes <= self.unsent_bytes:
             raise ConfigError(
@@ -83,6 +108,9 @@ class ListenerConfig:
                 f"{self.pause_bytes:,} and {self.unsent_bytes:,}."
             )
 
+
+KEEP_MEMORY_S = 1.0
+"""Memory for large messages of other hosts is kept for the next ones, and given back once none came for so long."""
 
 HELD_BYTES = 64 << 10
 """Answers to one peer that wait for the end of a turn; more are sent at once."""
@@ -95,8 +123,9 @@ class _Peer:
     number: int
     sock: socket.socket
     since: float
-    pid: int
-    intake: Intake = field(default_factory=lambda: Intake(REQUESTS, max_fds=MAX_NEW_SEGMENTS))
+    name: str  # in refusals
+    intake: Intake
+    stream: TlsStream | PlainStream | None = None  # the socket, of a peer on another host
     backlog: deque[Received] = field(default_factory=deque)  # came, and is heard once it reads its answers
     outbox: Outbox = field(default_factory=Outbox)
     held: list[Bytes] = field(default_factory=list)  # answers of this turn
@@ -105,6 +134,31 @@ class _Peer:
     segment_bytes: int = 0
     has_spoken: bool = False
     events: int = selectors.EVENT_READ
+    # Of one on another host:
+    into: dict[int, list[memoryview]] = field(default_factory=dict)  # by ticket
+    incoming: dict[int, tuple[int, str | None]] = field(
+        default_factory=dict
+    )  # by message: bytes of its large frames, and why there is no memory for them
+    link: int = -1  # its name for this connection and further ones
+    num_connections: int = 1  # that it announced
+    others: dict[int, socket.socket] = field(default_factory=dict)  # of those, by number, until all are there
+    stripes: Stripes | None = None  # those, afterwards
+    lent_bytes: int = 0  # of filled buffers that are not sent yet
+    is_away: bool = False  # a thread has its socket
+    is_closed: bool = False
+    wake: int = -1  # an eventfd for that thread
+    arrived: list[Received] = field(default_factory=list)  # by that thread
+    error: Exception | None = None  # of that thread
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of its outbox, while it is away
+
+    @property
+    def unread_bytes(self) -> int:
+        """Answers that it leaves unread, apart from those for which it has reserved memory itself."""
+        return max(0, self.unsent_bytes - self.lent_bytes)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self.outbox.num_bytes + (self.stripes.num_unsent_bytes if self.stripes is not None else 0)
 
 
 class Listener:
@@ -123,16 +177,34 @@ class Listener:
         gone: Callable[[int], None],
         config: ListenerConfig | None = None,
         memory_problem: Callable[[int], str | None] = lambda nbytes: None,
+        remote: tuple[socket.socket, Credentials] | None = None,
+        also: Sequence[socket.socket] = (),
     ) -> None:
-        """`memory_problem(n)` says why n bytes more cannot be taken, if so."""
+        """`memory_problem(n)` says why n bytes more cannot be taken, if so; `remote` listens for other hosts.
+
+        `also` listens at further interfaces for their further connections.
+        """
         self.num_refused, self.last_refusal = 0, ""
         self._sock, self._selector, self._config = sock, selector, config or ListenerConfig()
         self._hear, self._gone, self._memory_problem = hear, gone, memory_problem
         self._peers: dict[int, _Peer] = {}
         self._unsent: dict[int, _Peer] = {}
         self._num_accepted = 0
-        sock.setblocking(False)
-        selector.register(sock, selectors.EVENT_READ, self)
+        self._memory = MessageMemory()
+        self._remote_at = 0.0  # when memory was last taken for a message of another host
+        self._remote = remote
+        self._counting = threading.Lock()  # what peers have reserved
+        self._movers = ThreadPoolExecutor(self._config.num_peers, "shoal-transfer")
+        self._returned: deque[_Peer] = deque()
+        self._wake = -1
+        if remote is not None:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            selector.register(self._wake, selectors.EVENT_READ, self)
+        self._also = list(also)
+        self._listening = [sock, *also] if remote is None else [sock, remote[0], *also]
+        for each in self._listening:
+            each.setblocking(False)
+            selector.register(each, selectors.EVENT_READ, self)
 
     @property
     def num_peers(self) -> int:
@@ -141,8 +213,8 @@ class Listener:
 
     @property
     def bytes_mapped(self) -> int:
-        """Address space of all segments; their pages are the clients' memory."""
-        return sum(peer.segment_bytes for peer in self._peers.values())
+        """Address space of all segments, whose pages are the clients' memory; and what other hosts have announced."""
+        return sum(peer.segment_bytes for peer in list(self._peers.values()))
 
     def owns(self, key: selectors.SelectorKey) -> bool:
         """Is this key for `attend`?"""
@@ -150,8 +222,15 @@ class Listener:
 
     def attend(self, key: selectors.SelectorKey, mask: int) -> None:
         """Do what the selector says can be done without waiting."""
-        if key.data is self:
+        if key.fileobj is self._sock:
             self._accept()
+        elif key.fileobj == self._wake:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+            while self._returned:
+                self._take_back(self._returned.popleft())
+        elif isinstance(key.fileobj, socket.socket) and key.data is self:
+            self._accept_remote(key.fileobj)
         elif key.data.number in self._peers:  # not closed earlier in this round
             self._serve(key.data, mask)
         self.flush()
@@ -168,12 +247,14 @@ class Listener:
         found = self._peers.get(peer)
         if found is None:
             return
-        if found.outbox.num_bytes > self._config.unsent_bytes:
-            self.close_peer(peer, f"it leaves {found.outbox.num_bytes:,} bytes of answers unread")
+        if found.unread_bytes > self._config.unsent_bytes:
+            self.close_peer(peer, f"it leaves {found.unread_bytes:,} bytes of answers unread")
             return
         frames = [as_bytes(frame) for frame in frames]
-        places: list[Place] = [(0, 0, len(frame)) for frame in frames]
-        envelope = Envelope(ticket, [], places, [])
+        if found.stream is not None:
+            self._reply_remote(found, ticket, message, frames, fds)
+            return
+        envelope = Envelope(ticket, [], _places(found, frames), [])
         try:
             parts = seal(envelope, message, frames, limits=REPLIES)
         except WireError as error:
@@ -205,6 +286,9 @@ class Listener:
         if peer.number not in self._peers:
             return
         try:
+            if peer.stream is not None:
+                self._transmit_remote(peer, parts)
+                return
             peer.outbox.send(peer.sock, parts, fds)
             if peer.outbox.num_bytes:
                 self._watch(peer)
@@ -218,13 +302,17 @@ class Listener:
             return
         if problem is not None:
             self.num_refused += 1
-            self.last_refusal = f"process {found.pid}: {problem}"
-        self._selector.unregister(found.sock)
-        found.sock.close()
-        found.intake.close()
-        found.outbox.clear()
+            self.last_refusal = f"{found.name}: {problem}"
+        if found.is_away:
+            found.is_closed = True  # and its socket is closed once the thread has let go of it
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(found.sock, socket.SHUT_RDWR)
+        else:
+            self._selector.unregister(found.sock)
+            self._let_go(found)
         # Each mapping goes with the last view of it.
         found.segments.clear()
+        found.into.clear()
         self._gone(peer)
 
     def tick(self) -> None:
@@ -233,13 +321,23 @@ class Listener:
             silent_s = time.monotonic() - peer.since
             if silent_s > self._config.hello_timeout_s:
                 self.close_peer(peer.number, f"connected for {silent_s:.0f} s without a whole message")
+        if self._remote_at and time.monotonic() - self._remote_at > KEEP_MEMORY_S:
+            self._memory.give_back()
+            self._remote_at = 0.0
 
     def close(self) -> None:
         """End everything."""
         for number in list(self._peers):
             self.close_peer(number)
-        self._selector.unregister(self._sock)
-        self._sock.close()
+        self._movers.shutdown()
+        for peer in self._returned:
+            self._let_go(peer)
+        for sock in self._listening:
+            self._selector.unregister(sock)
+            sock.close()
+        if self._wake >= 0:
+            self._selector.unregister(self._wake)
+            os.close(self._wake)
 
     # ---- sockets ----------------------------------------------------------------------------------
 
@@ -252,25 +350,48 @@ class Listener:
             return
         except OSError:
             return  # it was gone before we looked
-        if len(self._peers) >= self._config.num_peers or _is_among_the_last(sock.fileno()):
-            # Without a descriptor to spare, accept would fail and select would spin on the listener.
-            sock.close()
-            self.num_refused += 1
-            self.last_refusal = f"process {who.pid}: there are {len(self._peers)} connections already"
-            return
         sock.setblocking(False)
-        self._num_accepted += 1
-        peer = _Peer(self._num_accepted, sock, time.monotonic(), who.pid)
+        intake = Intake(REQUESTS, max_fds=MAX_NEW_SEGMENTS)
+        self._add(_Peer(self._num_accepted + 1, sock, time.monotonic(), f"process {who.pid}", intake))
+
+    def _accept_remote(self, listener: socket.socket) -> None:
+        assert self._remote is not None
+        try:
+            stream = self._remote[1].accept(listener)
+            name = "{}:{}".format(*stream.getpeername()[:2])
+        except OSError:
+            return  # it was gone before we looked
+        strangers = [peer for peer in self._peers.values() if peer.stream is not None and not peer.has_spoken]
+        if len(strangers) >= self._config.num_strangers:
+            # Whoever belongs here says Hello within milliseconds, and is not the oldest.
+            self.close_peer(strangers[0].number, f"{len(strangers)} connections said nothing yet")
+        intake = Intake(REMOTE_REQUESTS, place=lambda frames, nbytes: self._place_of(peer, frames, nbytes))
+        peer = _Peer(self._num_accepted + 1, stream, time.monotonic(), name, intake, stream)
+        self._add(peer)
+
+    def _add(self, peer: _Peer) -> None:
+        if len(self._peers) >= self._config.num_peers or _is_among_the_last(peer.sock.fileno()):
+            # Without a descriptor to spare, accept would fail and select would spin on the listener.
+            peer.sock.close()
+            self.num_refused += 1
+            self.last_refusal = f"{peer.name}: there are {len(self._peers)} connections already"
+            return
+        self._num_accepted = peer.number
         self._peers[peer.number] = peer
-        self._selector.register(sock, peer.events, peer)
+        self._selector.register(peer.sock, peer.events, peer)
 
     def _serve(self, peer: _Peer, mask: int) -> None:
         try:
+            if peer.error is not None:
+                raise peer.error
             if mask & selectors.EVENT_WRITE:
                 peer.outbox.flush(peer.sock)
                 self._watch(peer)
+                self._release_lent(peer)
             if mask & selectors.EVENT_READ:
                 peer.backlog += peer.intake.receive(peer.sock)
+            if self._is_bulky(peer):
+                self._hand_over(peer)  # before its messages are heard: both at a time
             while peer.backlog and not self._is_paused(peer):
                 request = self._open(peer, peer.backlog.popleft())
                 if request is not None:
@@ -284,11 +405,13 @@ class Listener:
         except EOFError:
             is_proper = peer.intake.is_between_messages
             self.close_peer(peer.number, None if is_proper else "it left in the middle of a message")
+        except ssl.SSLError as error:
+            self.close_peer(peer.number, f"TLS: {error.reason or error}")
         except OSError:
             self.close_peer(peer.number)
 
     def _is_paused(self, peer: _Peer) -> bool:
-        return peer.outbox.num_bytes > self._config.pause_bytes
+        return peer.unread_bytes > self._config.pause_bytes
 
     def _watch(self, peer: _Peer) -> None:
         """Listen to it unless it does not read; write to it while there is something to write."""
@@ -297,12 +420,15 @@ class Listener:
             events |= selectors.EVENT_WRITE
         if events != peer.events:
             peer.events = events
-            self._selector.modify(peer.sock, events, peer)
+            if not peer.is_away:
+                self._selector.modify(peer.sock, events, peer)
 
     # ---- what is in an envelope --------------------------------------------------------------------
 
     def _open(self, peer: _Peer, received: Received) -> Request | None:
         """The request in an envelope, all of its places found; None where it was answered for want of memory."""
+        if peer.stream is not None:
+            return self._open_remote(peer, peer.stream, received)
         envelope, inline = open_table(received)
         peer.has_spoken = True
         problem = None
@@ -354,6 +480,251 @@ class Listener:
         if offset + nbytes > len(memory):
             raise WireError(f"{nbytes:,} bytes at {offset:,} of segment {number}, which has {len(memory):,}")
         return memory[offset : offset + nbytes]
+
+    # ---- other hosts ------------------------------------------------------------------------------
+
+    def _place_of(self, peer: _Peer, frames: Sequence[Bytes], nbytes: int) -> memoryview:
+        """Memory for the next frame, as it arrives; `DROP` where there is none."""
+        before, problem = peer.incoming.get(id(frames), (0, None))
+        problem = problem or self._reserve(peer, nbytes)
+        peer.incoming[id(frames)] = (before + nbytes, problem)
+        return DROP if problem else self._memory.take(nbytes)
+
+    def _reserve(self, peer: _Peer, nbytes: int) -> str | None:
+        """Count memory that a peer has announced; the reason why it is not to be had, if so."""
+        if peer.segment_bytes + nbytes > self._config.segment_bytes:
+            raise WireError(
+                f"it asks for {peer.segment_bytes + nbytes:,} bytes, where at most {self._config.segment_bytes:,} are allowed"
+            )
+        problem = self._memory_problem(nbytes)
+        with self._counting:
+            peer.segment_bytes += nbytes
+        self._remote_at = time.monotonic()
+        return problem
+
+    def _release(self, peer: _Peer, nbytes: int) -> None:
+        with self._counting:
+            peer.segment_bytes -= nbytes
+
+    def _release_lent(self, peer: _Peer) -> None:
+        if peer.lent_bytes and not peer.unsent_bytes:
+            self._release(peer, peer.lent_bytes)
+            peer.lent_bytes = 0
+
+    def _open_remote(
+        self, peer: _Peer, stream: TlsStream | PlainStream, received: Received
+    ) -> Request | None:
+        message = received[0]
+        # What has arrived whole is for whoever takes it.
+        num_bytes, problem = peer.incoming.pop(id(received[1]), (0, None))
+        self._release(peer, num_bytes)
+        self._release_lent(peer)  # what other connections carried of the last answer is sent by now
+        envelope, inline = open_table(received, is_remote=True, is_cut=problem is not None)
+        if isinstance(message, Stripe):
+            self._add_connection(peer, stream, envelope.ticket, message)
+            return None
+        if not peer.has_spoken or isinstance(message, Hello):
+            _check_identity(stream.identity, message)
+            peer.has_spoken = True
+            peer.name = stream.identity.name
+        sizes = [nbytes for _, _, nbytes in envelope.into]
+        if sum(sizes) > REPLY_BYTES:
+            raise WireError(
+                f"{sum(sizes):,} bytes of buffers for an answer, where at most {REPLY_BYTES:,} are allowed"
+            )
+        if envelope.ticket in peer.into:
+            raise WireError(f"request {envelope.ticket} came twice")
+        if problem is None and sizes:
+            problem = self._reserve(peer, sum(sizes))
+            if problem:
+                self._release(peer, sum(sizes))
+        if problem:
+            self.reply(peer.number, envelope.ticket, PsRefused(problem))
+            return None
+        into = [self._memory.take(nbytes) for nbytes in sizes]
+        if into:
+            peer.into[envelope.ticket] = into
+        return Request(peer.number, envelope.ticket, message, [memoryview(frame) for frame in inline], into)
+
+    def _add_connection(
+        self, peer: _Peer, stream: TlsStream | PlainStream, ticket: int, said: Stripe
+    ) -> None:
+        """Take a connection as one of several of a link: its first one, or a further one of the same identity."""
+        if said.number == 0:
+            if not peer.has_spoken or peer.link >= 0:
+                raise WireError("it announced further connections before Hello, or twice")
+            peer.link, peer.num_connections = said.link, said.count
+            ports = [sock.getsockname()[:2] for sock in self._also]
+            scheme = self._remote[1].scheme if self._remote is not None else tls.TLS
+            self.reply(peer.number, ticket, Striped([tls.join_address(scheme, *port) for port in ports]))
+            return
+        first = next((each for each in self._peers.values() if each.link == said.link), None)
+        if (
+            peer.has_spoken
+            or first is None
+            or first.stream is None
+            or first.stream.identity != stream.identity
+        ):
+            raise WireError("it belongs to no connection of the same process")
+        if said.count != first.num_connections or not said.number < said.count or said.number in first.others:
+            raise WireError(
+                f"connection {said.number} of {said.count} is none that was announced, or came twice"
+            )
+        if first.stripes is not None or not peer.intake.is_between_messages:
+            raise WireError(f"connection {said.number} of a link came twice, or says more")
+        peer.outbox.send(peer.sock, seal(Envelope(ticket, [], [], []), Striped([]), []))
+        if peer.outbox.num_bytes:
+            raise WireError("it does not take its first answer")
+        self._selector.unregister(peer.sock)
+        del self._peers[peer.number]
+        first.others[said.number] = stream
+        if len(first.others) == first.num_connections - 1:
+            others = [first.others.pop(number) for number in range(1, first.num_connections)]
+            first.stripes = first.intake.stripes = Stripes(first.sock, others)
+
+    def _reply_remote(
+        self,
+        peer: _Peer,
+        ticket: int,
+        message: Message,
+        frames: Sequence[Bytes],
+        fds: Sequence[int],
+    ) -> None:
+        """An answer by the socket alone: its frames, copied, then the buffers that were filled, as they are."""
+        into = peer.into.pop(ticket, [])
+        if fds:
+            message, frames = PsRefused("memory is shared within one host alone."), []
+        if isinstance(message, PsRefused | ViewOver):  # nobody filled them
+            self._release(peer, sum(map(len, into)))
+            into = []
+        peer.lent_bytes += sum(map(len, into))
+        envelope = Envelope(ticket, [], _places(peer, frames), _places(peer, into))
+        try:
+            parts = seal(envelope, message, [*(bytes(frame) for frame in frames), *into], limits=REPLIES)
+        except WireError as error:
+            refusal = PsRefused(f"the answer is larger than a message may be: {error.problem}.")
+            parts = seal(Envelope(ticket, [], [], []), refusal, [])
+        if sum(map(len, parts)) > HELD_BYTES:
+            self._send(peer)
+            self._transmit(peer, parts)
+            return
+        peer.held += parts
+        peer.held_bytes += sum(map(len, parts))
+        self._unsent[peer.number] = peer
+        if peer.held_bytes > HELD_BYTES:
+            self._send(peer)
+
+    # ---- large messages of other hosts, in threads -------------------------------------------------
+
+    def _transmit_remote(self, peer: _Peer, parts: Sequence[Bytes]) -> None:
+        is_bulk = sum(map(len, parts)) > BULK_BYTES
+        if peer.stripes is not None:
+            parts = [*parts[:2], *peer.stripes.share(parts[2:])]  # not its header and its table
+        with peer.lock:
+            peer.outbox.lend(parts, is_bulk=is_bulk, may_overtake=not is_bulk)
+            if not peer.is_away:
+                peer.outbox.flush(peer.sock)
+        if peer.is_away:
+            os.eventfd_write(peer.wake, 1)
+        elif self._is_bulky(peer):
+            self._hand_over(peer)
+        else:
+            self._watch(peer)
+            self._release_lent(peer)
+
+    def _is_bulky(self, peer: _Peer) -> bool:
+        """Is there enough to move for a thread to be worth it?"""
+        if peer.stream is None or peer.is_away:
+            return False
+        return max(peer.outbox.num_bytes, peer.intake.num_missing_bytes) > BULK_BYTES
+
+    def _hand_over(self, peer: _Peer) -> None:
+        """Have a thread move its bytes, until a message has arrived or there is nothing large any more."""
+        self._selector.unregister(peer.sock)
+        if peer.wake < 0:
+            peer.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        peer.is_away = True
+        self._movers.submit(self._move, peer)
+
+    def _move(self, peer: _Peer) -> None:
+        """In a thread: the socket and the intake are its own, the outbox it shares."""
+        poller = select.poll()
+        poller.register(peer.wake, select.POLLIN)
+        try:
+            while not peer.is_closed:
+                with peer.lock:
+                    left = peer.outbox.num_bytes
+                    if max(left, peer.intake.num_missing_bytes) <= BULK_BYTES:
+                        break
+                reads = select.POLLIN if not self._is_paused(peer) else 0
+                peer.intake.wake_for(peer.sock, is_bulk=True)
+                awaits_stripes = peer.intake.awaits_stripes
+                poller.register(peer.sock, (0 if awaits_stripes else reads) | (select.POLLOUT if left else 0))
+                if peer.stripes is not None:
+                    poller.register(peer.stripes, reads if awaits_stripes else 0)
+                ready = dict(poller.poll())
+                if awaits_stripes and ready.get(peer.sock.fileno(), 0) & (select.POLLERR | select.POLLHUP):
+                    raise ConnectionError("the connection was closed")
+                if peer.wake in ready:
+                    os.eventfd_read(peer.wake)
+                if left:
+                    with peer.lock:
+                        peer.outbox.flush(peer.sock)
+                if reads:
+                    with contextlib.suppress(BlockingIOError):
+                        peer.arrived = peer.intake.receive(peer.sock)
+                if peer.arrived:
+                    break
+        except Exception as error:
+            peer.error = error
+        self._returned.append(peer)
+        os.eventfd_write(self._wake, 1)
+
+    def _take_back(self, peer: _Peer) -> None:
+        peer.is_away = False
+        if peer.is_closed:
+            self._let_go(peer)
+            return
+        peer.backlog += peer.arrived
+        peer.arrived = []
+        with contextlib.suppress(OSError):
+            peer.intake.wake_for(peer.sock, is_bulk=False)
+        self._selector.register(peer.sock, peer.events, peer)
+        self._watch(peer)
+        self._release_lent(peer)
+        self._serve(peer, 0)
+
+    def _let_go(self, peer: _Peer) -> None:
+        peer.sock.close()
+        if peer.stripes is not None:
+            peer.stripes.close()
+        for sock in peer.others.values():
+            sock.close()
+        peer.intake.close()
+        peer.outbox.clear()
+        if peer.wake >= 0:
+            os.close(peer.wake)
+
+
+def _places(peer: _Peer, frames: Sequence[Bytes]) -> list[Place]:
+    """Of frames in the socket: over how many connections, and how long."""
+    stripes = peer.stripes
+    return [(0, stripes.connections_for(len(frame)) if stripes else 0, len(frame)) for frame in frames]
+
+
+def _check_identity(identity: Identity, message: Message) -> None:
+    """Whoever speaks from another host is who its certificate says."""
+    if not isinstance(message, Hello):
+        raise WireError(f"its first sentence was {type(message).__name__}, not Hello")
+    is_own = message.name == identity.name and identity.role in ("worker", "server")
+    is_client = identity.role == "worker" and re.fullmatch(
+        rf"kv-{identity.number}-[0-9]{{1,9}}", message.name
+    )
+    if not (is_own or is_client) or message.incarnation != identity.incarnation:
+        raise WireError(
+            f"it calls itself {message.name}, incarnation {message.incarnation}, and its certificate names "
+            f"{identity.name}, incarnation {identity.incarnation}"
+        )
 
 
 def _is_among_the_last(fd: int) -> bool:

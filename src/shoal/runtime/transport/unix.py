@@ -23,6 +23,10 @@ MAX_PATH_BYTES = 107
 """sun_path holds 108 bytes, the last one a zero."""
 
 
+MAX_GENERATIONS = 32
+"""Of processes between a job's supervisor and one of its own: a worker has two, its readers three."""
+
+
 class Peer(NamedTuple):
     """The process at the other end of a connection, by the kernel's word."""
 
@@ -94,6 +98,21 @@ def peer_of(sock: socket.socket) -> Peer:
         "iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
     )
     return Peer(pid, uid)
+
+
+def is_descendant(pid: int, ancestor: int) -> bool:
+    """Whether a process was started by `ancestor`, or by a process that was; also the ancestor itself."""
+    for _ in range(MAX_GENERATIONS):
+        if pid == ancestor:
+            return True
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                pid = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return False
+        if pid <= 1:
+            return False
+    return False
 
 
 def _refuse_strangers(sock: socket.socket) -> Peer:

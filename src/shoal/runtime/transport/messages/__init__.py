@@ -3,6 +3,7 @@
 from shoal.runtime.transport.messages import (
     blocks,
     client_server,
+    hosts,
     server_coordinator,
     supervisor,
     worker_coordinator,
@@ -11,7 +12,7 @@ from shoal.runtime.transport.messages.message import Message
 
 MESSAGES: tuple[type[Message], ...] = tuple(
     kind
-    for module in (worker_coordinator, supervisor, server_coordinator, client_server, blocks)
+    for module in (worker_coordinator, supervisor, server_coordinator, client_server, blocks, hosts)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Message) and kind.__module__ == module.__name__
 )

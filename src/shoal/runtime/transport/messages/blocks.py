@@ -6,7 +6,25 @@ a block of an older file is never taken for one of the newer.
 
 from __future__ import annotations
 
-from shoal.runtime.transport.messages.message import Count, Message
+from typing import Annotated
+
+import msgspec
+
+from shoal.runtime.transport.messages.message import Count, Message, Text
+
+TaskName = Annotated[str, msgspec.Meta(pattern=r"^(map|part)-[0-9]{5}\Z")]
+"""A task of a map-reduce, and the file of its output."""
+
+Partition = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+
+NumPartitions = Annotated[int, msgspec.Meta(ge=1, le=10**5)]
+
+
+class UseCache(Message, frozen=True, tag="use-cache"):
+    """Worker to its keeper: "keep blocks in this directory, at most so many bytes". Answered by BlocksNoted, or by BlockRefused where another worker wants another one. Repeating it is safe."""
+
+    directory: Text
+    max_bytes: Count | None  # None: half of what is free there
 
 
 class ShareFiles(Message, frozen=True, tag="share-files"):
@@ -37,8 +55,8 @@ class FilesAre(Message, frozen=True, tag="files-are"):
 class NeedBlocks(Message, frozen=True, tag="need-blocks"):
     """Worker to its keeper: "of this file only these blocks will ever be read here". Answered by BlocksNoted."""
 
-    url: str
-    stamp: str
+    url: Text
+    stamp: Text
     numbers: list[Count]
 
 
@@ -48,8 +66,8 @@ class FetchBlock(Message, frozen=True, tag="fetch-block"):
     `sources` are the hosts that have the file itself.
     """
 
-    url: str
-    stamp: str
+    url: Text
+    stamp: Text
     number: Count
     sources: list[Count]
 
@@ -65,9 +83,8 @@ class AskBlock(Message, frozen=True, tag="ask-block"):
     can give it on (unless the asker insists), or by BlockRefused.
     """
 
-    asker: Count
-    url: str
-    stamp: str
+    url: Text
+    stamp: Text
     number: Count
     insist: bool = False
 
@@ -85,8 +102,8 @@ class BlockAt(Message, frozen=True, tag="block-at"):
 class WhichBlocks(Message, frozen=True, tag="which-blocks"):
     """Keeper to keeper: "of the blocks first..last of this file, which do you want?" Answered by WantBlocks."""
 
-    url: str
-    stamp: str
+    url: Text
+    stamp: Text
     first: Count
     last: Count
 
@@ -102,8 +119,8 @@ class TakeBlock(Message, frozen=True, tag="take-block"):
     as soon as it is kept; giving it on is the receiver's business from then on.
     """
 
-    url: str
-    stamp: str
+    url: Text
+    stamp: Text
     number: Count
     route: list[Count]
 
@@ -115,6 +132,53 @@ class SpreadFiles(Message, frozen=True, tag="spread-files"):
 
     how: str
     where: str
+
+
+class ShareRun(Message, frozen=True, tag="share-run"):
+    """Worker to its keeper: "outputs of this map-reduce are in this directory; others may read them". Answered by
+    BlocksNoted. Repeating it is safe.
+    """
+
+    run: Text
+    directory: Text
+    num_partitions: NumPartitions
+
+
+class FetchRun(Message, frozen=True, tag="fetch-run"):
+    """Worker to its keeper: "get the output of a task, or one partition of it (-1: all), from this host". Answered by
+    BlockKept, RunState or BlockRefused.
+    """
+
+    run: Text
+    host: Count
+    task: TaskName
+    partition: Partition
+
+
+class AskRun(Message, frozen=True, tag="ask-run"):
+    """Keeper to keeper: "the output of this task, or one partition of it, from this byte on". Answered by RunPart, by
+    RunState where it is not there, or by BlockRefused where that host has not come to the map-reduce.
+    """
+
+    run: Text
+    task: TaskName
+    partition: Partition
+    offset: Count
+
+
+class RunPart(Message, frozen=True, tag="run-part"):
+    """Keeper to keeper: the bytes, of so many in all. One frame."""
+
+    num_bytes: Count
+
+
+class RunState(Message, frozen=True, tag="run-state"):
+    """Keeper to keeper or worker: "it is not here", a number that changes while tasks go on, and whether this host has the
+    whole result.
+    """
+
+    progress: Count
+    is_complete: bool
 
 
 class BlocksNoted(Message, frozen=True, tag="blocks-noted"):

@@ -16,14 +16,28 @@ mark per (slot, stream) says all there is to know about a repeat.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from shoal.runtime.transport.messages.message import Count, Message
+from shoal.runtime.transport.messages.message import (
+    Count,
+    Incarnation,
+    Integer,
+    Message,
+    NumProcesses,
+    Rank,
+    Slot,
+)
 
 Settings: TypeAlias = dict[str, bool | int | float | str | list[float] | None]
 """Hyper-parameters of a parameter group, by name."""
+
+PeerName = Annotated[
+    str,
+    msgspec.Meta(max_length=128, pattern=r"\A((worker|server)-(0|[1-9][0-9]{0,4})|kv-[\x21-\x7e]+)\Z"),
+]
+"""A worker, a server, or a low-level client: "worker-3", "server-0", "kv-..."."""
 
 
 # ---- connecting ---------------------------------------------------------------------------------
@@ -36,16 +50,35 @@ class Hello(Message, frozen=True, tag="ps-hello"):
     closes the connections of the older, whose staged pushes are forgotten.
     """
 
-    name: str  # "worker-3", "server-0", "kv-..."
-    incarnation: Count
+    name: PeerName
+    incarnation: Incarnation
 
 
 class Welcome(Message, frozen=True, tag="ps-welcome"):
     """Server to client: "you are heard", and the view I stand in; 0 where I know of none yet."""
 
     name: str
-    incarnation: Count
+    incarnation: Incarnation
     view: Count
+
+
+class Stripe(Message, frozen=True, tag="ps-stripe"):
+    """Client to a server on another host: "this is connection `number` of `count` of my link `link`".
+
+    First said on the first connection (number 0), after Hello, then as the
+    first sentence of each further one. Answered by Striped. Saying it twice
+    closes the connection.
+    """
+
+    link: Count  # drawn by the client
+    number: Annotated[int, msgspec.Meta(ge=0, le=15)]
+    count: Annotated[int, msgspec.Meta(ge=2, le=16)]
+
+
+class Striped(Message, frozen=True, tag="ps-striped"):
+    """Server to client: "it belongs to your link"; and where else I listen, one address for each further interface."""
+
+    addresses: list[str]
 
 
 class PsRefused(Message, frozen=True, tag="ps-refused"):
@@ -70,14 +103,16 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     number: Count
     name: str
-    dim: Count
+    dim: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
     dtype: Literal["float32", "float64"]
     rule: str  # name of an update rule of ps/rules.py
     settings: dict[str, float]  # its hyper-parameters at the start
-    num_rows: Count | None = None  # ids are 0..num_rows-1; None: any int64 id, rows come to be on first use
+    num_rows: Annotated[int, msgspec.Meta(ge=0, le=1 << 48)] | None = (
+        None  # ids are 0..num_rows-1; None: any int64 id, rows come to be on first use
+    )
     init: Literal["zeros", "normal", "uniform"] = "zeros"  # of a row nobody wrote: hash(seed, id)
     scale: float = 1.0  # standard deviation, or half the width
-    seed: int = 0
+    seed: Integer = 0
 
 
 class DeclareTable(Message, frozen=True, tag="ps-declare-table"):
@@ -101,7 +136,7 @@ class ChunkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Dense parameters that lie side by side in one slot: unit of push, pull and update."""
 
     number: Count
-    slot: Count
+    slot: Slot
     dtype: str
     parts: list[DensePart]
 
@@ -122,7 +157,7 @@ class DeclareDense(Message, frozen=True, tag="ps-declare-dense"):
 class DeclareMode(Message, frozen=True, tag="ps-declare-mode"):
     """Client to server: how contributions count. Answered by Declared. Repeating it is safe; differing is refused."""
 
-    num_workers: Count
+    num_workers: NumProcesses
     kind: Literal["exact", "ssp", "async", "drop", "stale"]
     bound: Count = 0  # ssp: staleness; drop, stale: how many stragglers are not waited for
     two_phase: bool = (
@@ -176,7 +211,7 @@ class StepEnd(Message, frozen=True, tag="ps-step-end"):
     view: Count
     stream: Count
     seq: Count
-    rank: Count
+    rank: Rank
     num_pushes: Count  # staged before it under this name, on this server
     exchange: Count  # number of the exchange that this commit is; exact strategies only
     anchored_at: Count  # number of the first exchange after the note
@@ -184,7 +219,7 @@ class StepEnd(Message, frozen=True, tag="ps-step-end"):
         default_factory=list
     )  # of the optimizer's groups for this update, in their order; empty: as declared
     model: Count = 0  # whose they are
-    table_settings: dict[int, dict[str, float]] = msgspec.field(default_factory=dict)  # the same, by table
+    table_settings: dict[Count, dict[str, float]] = msgspec.field(default_factory=dict)  # the same, by table
     factor: float = 1.0  # what gradients are multiplied with; relaxed strategies and one-phase steps
     done_below: Count = 0  # every lease below this is done: their marks may be forgotten
     is_spoilt: bool = (
@@ -243,7 +278,7 @@ class Rest(Message, frozen=True, tag="ps-rest"):
     """
 
     view: Count
-    rank: Count
+    rank: Rank
 
 
 # ---- weights ------------------------------------------------------------------------------------
@@ -260,7 +295,6 @@ class PullRows(Message, frozen=True, tag="ps-pull-rows"):
     view: Count
     clock: Count
     table: Count
-    create: bool = True
 
 
 class PullDense(Message, frozen=True, tag="ps-pull-dense"):
@@ -293,7 +327,7 @@ class DenseAt(Message, frozen=True, tag="ps-dense-at"):
     whose descriptors come with this sentence; they can only be read.
     """
 
-    places: list[tuple[int, int, int]]
+    places: list[tuple[Count, Count, Count]]
     memories: list[Count]
 
 
@@ -309,7 +343,7 @@ class Post(Message, frozen=True, tag="ps-post"):
 
     view: Count
     exchange: Count
-    rank: Count
+    rank: Rank
     anchored_at: Count
 
 
@@ -323,7 +357,7 @@ class AskNote(Message, frozen=True, tag="ps-ask-note"):
     """A replacement to the holder of slot 0: from where do I go on? Answered by Note."""
 
     view: Count
-    rank: Count
+    rank: Rank
 
 
 class Note(Message, frozen=True, tag="ps-note"):
@@ -347,7 +381,7 @@ class AskMissing(Message, frozen=True, tag="ps-ask-missing"):
 class Missing(Message, frozen=True, tag="ps-missing"):
     """Server to client: these ranks; none where nothing of the asker waits for a rank."""
 
-    ranks: list[Count]
+    ranks: list[Rank]
 
 
 # ---- state as a whole ---------------------------------------------------------------------------
@@ -358,7 +392,7 @@ class ReadRows(Message, frozen=True, tag="ps-read-rows"):
 
     view: Count
     table: Count
-    slot: Count
+    slot: Slot
 
 
 class RowsRead(Message, frozen=True, tag="ps-rows"):
@@ -386,7 +420,7 @@ class ReadChunk(Message, frozen=True, tag="ps-read-chunk"):
 class Chunk(Message, frozen=True, tag="ps-chunk"):
     """Server to client. Frames: the elements; then one tensor per entry of `state`, each (part, key, dtype, shape)."""
 
-    state: list[tuple[int, str, str, list[int]]]
+    state: list[tuple[Count, str, str, list[Count]]]
 
 
 class WriteChunk(Message, frozen=True, tag="ps-write-chunk"):
@@ -394,14 +428,7 @@ class WriteChunk(Message, frozen=True, tag="ps-write-chunk"):
 
     view: Count
     chunk: Count
-    state: list[tuple[int, str, str, list[int]]]
-
-
-class SetClock(Message, frozen=True, tag="ps-set-clock"):
-    """Client to server: "so many steps were committed": after a checkpoint was loaded. Answered by Declared."""
-
-    view: Count
-    updates: Count
+    state: list[tuple[Count, str, str, list[Count]]]
 
 
 class Hold(Message, frozen=True, tag="ps-hold"):
@@ -455,5 +482,5 @@ class CopySlot(Message, frozen=True, tag="ps-copy-slot"):
 
     view: Count
     number: Count
-    slot: Count
+    slot: Slot
     record: bytes

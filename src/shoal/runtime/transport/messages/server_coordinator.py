@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shoal.runtime.transport.messages.message import Count, Message
+from shoal.runtime.transport.messages.message import Count, Incarnation, Message, Pid, Rank, Slot, Text
 
 # ---- membership and heartbeats ------------------------------------------------------------------
 
@@ -24,9 +24,10 @@ class JoinServer(Message, frozen=True, tag="join-server"):
     view: what it said on the old line may have reached nobody.
     """
 
-    number: Count
-    incarnation: Count
-    pid: Count
+    number: Rank
+    incarnation: Incarnation
+    pid: Pid
+    address: Text = ""  # by which other hosts reach it; empty on one host
 
 
 class JoinedServer(Message, frozen=True, tag="joined-server"):
@@ -38,27 +39,27 @@ class JoinedServer(Message, frozen=True, tag="joined-server"):
 class PingServer(Message, frozen=True, tag="ping-server"):
     """Coordinator to server: "are you at work?" Answered by ServerAlive, between two turns."""
 
-    number: Count
+    number: Rank
 
 
 class ServerAlive(Message, frozen=True, tag="server-alive"):
     """Server to coordinator: "I am". Any other sentence says so too."""
 
-    number: Count
+    number: Rank
 
 
 class RankJoined(Message, frozen=True, tag="rank-joined"):
     """Coordinator to server: "this incarnation of the rank is in". Repeating it is safe."""
 
-    rank: Count
-    incarnation: Count
+    rank: Rank
+    incarnation: Incarnation
 
 
 class RankDead(Message, frozen=True, tag="rank-dead"):
     """Coordinator to server: "this incarnation of the rank is dead, and its successor is on its way". Repeating is safe."""
 
-    rank: Count
-    incarnation: Count
+    rank: Rank
+    incarnation: Incarnation
 
 
 # ---- slots --------------------------------------------------------------------------------------
@@ -68,20 +69,23 @@ class ServerView(Message, frozen=True, tag="server-view"):
     """Coordinator to servers and clients: which servers hold which slots from now on.
 
     `holders[slot]` are numbers of servers, the primary first; `incarnations`
-    is by server, for those that are in.
+    and `addresses` are by server, for those that are in.
     """
 
     view: Count
-    holders: list[list[Count]]
-    incarnations: dict[int, Count]
-    joining: dict[int, list[int]] = msgspec.field(default_factory=dict)
+    holders: list[list[Rank]]
+    incarnations: dict[Rank, Incarnation]
+    joining: dict[Slot, list[Rank]] = msgspec.field(default_factory=dict)
+    addresses: dict[Rank, str] = msgspec.field(
+        default_factory=dict
+    )  # by server, where there are several hosts
 
 
 class SlotsFilled(Message, frozen=True, tag="slots-filled"):
     """Server to coordinator: "I have these slots and follow their updates"."""
 
     view: Count
-    slots: list[Count]
+    slots: list[Slot]
 
 
 class StepLost(Message, frozen=True, tag="step-lost"):
@@ -91,4 +95,4 @@ class StepLost(Message, frozen=True, tag="step-lost"):
     """
 
     view: Count
-    rank: Count
+    rank: Rank

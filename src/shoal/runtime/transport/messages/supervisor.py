@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from shoal.runtime.transport.messages.message import Count, Message
+from shoal.runtime.transport.messages.message import Count, ExitCode, Incarnation, Message, NumProcesses, Rank
 
 # ---- a worker to its supervisor -----------------------------------------------------------------
 
@@ -18,7 +18,7 @@ from shoal.runtime.transport.messages.message import Count, Message
 class Progress(Message, frozen=True, tag="progress"):
     """Worker to supervisor: "this is where I am". Only the newest counts; any may be lost."""
 
-    rank: Count
+    rank: Rank
     call: Count
     phase: str
     epoch: Count
@@ -30,6 +30,7 @@ class Progress(Message, frozen=True, tag="progress"):
     samples: Count
     samples_per_s: float
     eta_s: float | None
+    metrics_epoch: Count = 0  # the epoch, from 1, that the metrics are of; 0 where none is over
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -39,19 +40,19 @@ class Failed(Message, frozen=True, tag="failed"):
     an exchange that broke because another rank went first (reported last).
     """
 
-    rank: Count
+    rank: Rank
     kind: Literal["script", "shoal", "peer"]
     error: str  # class name
     message: str
     traceback: str
-    exit_code: int
+    exit_code: ExitCode
     facts: str = "{}"
 
 
 class Live(Message, frozen=True, tag="live"):
     """Worker to supervisor: "I have caught up; what I say from now on is news". Repeating it is safe."""
 
-    rank: Count
+    rank: Rank
 
 
 class Saved(Message, frozen=True, tag="saved"):
@@ -60,7 +61,7 @@ class Saved(Message, frozen=True, tag="saved"):
     Repeating it is safe.
     """
 
-    rank: Count
+    rank: Rank
     path: str
     step: Count
 
@@ -68,7 +69,7 @@ class Saved(Message, frozen=True, tag="saved"):
 class Happened(Message, frozen=True, tag="happened"):
     """Worker to supervisor: "write this down": a kind of event, and its facts as JSON."""
 
-    rank: Count
+    rank: Rank
     kind: str
     facts: str
 
@@ -76,12 +77,12 @@ class Happened(Message, frozen=True, tag="happened"):
 class Finished(Message, frozen=True, tag="finished"):
     """Worker to supervisor: "my script is done", with the totals of the run. Said once, last."""
 
-    rank: Count
+    rank: Rank
     samples: Count
     seconds: float
     steps: Count
     metrics: dict[str, float]
-    staleness: dict[int, Count] = msgspec.field(
+    staleness: dict[Count, Count] = msgspec.field(
         default_factory=dict
     )  # pulls by how far they ran ahead; relaxed
     num_late: Count = 0  # contributions that came too late to count
@@ -96,7 +97,7 @@ class Noted(Message, frozen=True, tag="noted"):
     the coordinator is safe; how many it has, it says in Watching.
     """
 
-    rank: Count
+    rank: Rank
     fact: str
     serial: Count = 0
 
@@ -125,8 +126,8 @@ class Suspect(Message, frozen=True, tag="suspect"):
     Said again as long as they wait, and to whoever watches anew.
     """
 
-    rank: Count
-    incarnation: Count
+    rank: Rank
+    incarnation: Incarnation
     why: str
     waited_s: float
     lenient: bool
@@ -135,16 +136,16 @@ class Suspect(Message, frozen=True, tag="suspect"):
 class Reaped(Message, frozen=True, tag="reaped"):
     """Supervisor to coordinator: "this process is dead". Never answered; repeating it is safe."""
 
-    rank: Count
-    incarnation: Count
-    code: int
+    rank: Rank
+    incarnation: Incarnation
+    code: ExitCode
 
 
 class WorkerDrained(Message, frozen=True, tag="worker-drained"):
     """Coordinator to supervisor: "this worker gets no more leases but for a probe now and then". Said again to a new watcher."""
 
-    rank: Count
-    incarnation: Count
+    rank: Rank
+    incarnation: Incarnation
     samples_per_s: float
     others_samples_per_s: float
     slower_than: float
@@ -153,7 +154,7 @@ class WorkerDrained(Message, frozen=True, tag="worker-drained"):
 class WorkerReadmitted(Message, frozen=True, tag="worker-readmitted"):
     """Coordinator to supervisor: "this worker has recovered, and gets leases as the others do"."""
 
-    rank: Count
+    rank: Rank
     samples_per_s: float
     others_samples_per_s: float
 
@@ -161,7 +162,7 @@ class WorkerReadmitted(Message, frozen=True, tag="worker-readmitted"):
 class LeaseCounts(Message, frozen=True, tag="lease-counts"):
     """Coordinator to supervisor: what each rank has done so far, (leases, samples); for `shoal status`."""
 
-    by_rank: dict[int, tuple[Count, Count]]
+    by_rank: dict[Rank, tuple[Count, Count]]
 
 
 # ---- servers: supervisor and coordinator --------------------------------------------------------
@@ -170,16 +171,16 @@ class LeaseCounts(Message, frozen=True, tag="lease-counts"):
 class ReapedServer(Message, frozen=True, tag="reaped-server"):
     """Supervisor to coordinator: "this server is dead". Never answered; repeating it is safe."""
 
-    number: Count
-    incarnation: Count
-    code: int
+    number: Rank
+    incarnation: Incarnation
+    code: ExitCode
 
 
 class SuspectServer(Message, frozen=True, tag="suspect-server"):
     """Coordinator to supervisor: "this server says nothing; it must be killed". Said again as long as that is so."""
 
-    number: Count
-    incarnation: Count
+    number: Rank
+    incarnation: Incarnation
     why: str
     waited_s: float
 
@@ -194,8 +195,8 @@ class SlotsLost(Message, frozen=True, tag="slots-lost"):
     number: Count
     view: Count  # in which they were held
     num_slots: Count
-    servers: list[Count]  # which held them
-    rank: Count | None = None
+    servers: list[Rank]  # which held them
+    rank: Rank | None = None
 
 
 class ScaleServers(Message, frozen=True, tag="scale-servers"):
@@ -204,7 +205,31 @@ class ScaleServers(Message, frozen=True, tag="scale-servers"):
     The coordinator answers by ScaleRefused, or by ServersScaled when the last slot has moved.
     """
 
-    num_servers: Count
+    num_servers: NumProcesses
+
+
+class ScaleWorkers(Message, frozen=True, tag="scale-workers"):
+    """`shoal scale` to supervisor: "there shall be so many workers". Answered by ScaleRefused, or Resizing and Resized."""
+
+    num_workers: Count
+
+
+class LeaveHost(Message, frozen=True, tag="leave-host"):
+    """`shoal leave` to supervisor: "this host shall leave the job". Answered as ScaleWorkers is."""
+
+    host: Count
+
+
+class Resizing(Message, frozen=True, tag="resizing"):
+    """Supervisor to `shoal scale` and `shoal leave`: "the workers save and stop"."""
+
+    text: str
+
+
+class Resized(Message, frozen=True, tag="resized"):
+    """Supervisor to `shoal scale` and `shoal leave`: "the workers that go on are started"."""
+
+    text: str
 
 
 class ScaleRefused(Message, frozen=True, tag="scale-refused"):
@@ -216,7 +241,7 @@ class ScaleRefused(Message, frozen=True, tag="scale-refused"):
 class ScaleBegun(Message, frozen=True, tag="scale-begun"):
     """Coordinator to supervisor, and on to `shoal scale`: "so it shall be"; slots move from now on."""
 
-    num_servers: Count
+    num_servers: NumProcesses
 
 
 class ServersScaled(Message, frozen=True, tag="servers-scaled"):
@@ -226,4 +251,4 @@ class ServersScaled(Message, frozen=True, tag="servers-scaled"):
     """
 
     view: Count
-    num_servers: Count
+    num_servers: NumProcesses

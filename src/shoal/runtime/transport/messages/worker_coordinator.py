@@ -9,7 +9,16 @@ from typing import Annotated
 
 import msgspec
 
-from shoal.runtime.transport.messages.message import Count, Message, Seconds
+from shoal.runtime.transport.messages.message import (
+    Count,
+    Incarnation,
+    Integer,
+    Message,
+    NumProcesses,
+    Pid,
+    Rank,
+    Seconds,
+)
 
 # ---- joining ------------------------------------------------------------------------------------
 
@@ -23,10 +32,10 @@ class Join(Message, frozen=True, tag="join"):
     of the older.
     """
 
-    rank: Count
-    incarnation: Count
-    pid: Count
-    num_workers: Count
+    rank: Rank
+    incarnation: Incarnation
+    pid: Pid
+    num_workers: NumProcesses
 
 
 class Joined(Message, frozen=True, tag="joined"):
@@ -65,7 +74,7 @@ class BeginCall(Message, frozen=True, tag="begin-call"):
     granted is granted again.
     """
 
-    rank: Count
+    rank: Rank
     number: Count
     kind: str  # fit, evaluate, predict, save, ...
     detail: str
@@ -81,7 +90,7 @@ class CallRefused(Message, frozen=True, tag="call-refused"):
     """Coordinator to worker: "the ranks differ", with what each known rank did instead."""
 
     number: Count
-    calls: dict[int, str]
+    calls: dict[Rank, str]
 
 
 class ScriptEnded(Message, frozen=True, tag="script-ended"):
@@ -92,7 +101,7 @@ class ScriptEnded(Message, frozen=True, tag="script-ended"):
     where some never come. Repeating it is safe.
     """
 
-    rank: Count
+    rank: Rank
     num_calls: Count
 
 
@@ -108,10 +117,12 @@ class EnterView(Message, frozen=True, tag="enter-view"):
     already is told of it again.
     """
 
-    rank: Count
-    incarnation: Count
+    rank: Rank
+    incarnation: Incarnation
     view_left: Count  # 0: never was in one
-    finished: Annotated[int, msgspec.Meta(ge=-1)]  # exchanges finished; -1: none, and no state either
+    finished: Annotated[
+        int, msgspec.Meta(ge=-1, le=2**63 - 1)
+    ]  # exchanges finished; -1: none, and no state either
     call: Count  # the newest call this rank has begun; 0: none
     waited_s: Seconds = (
         0.0  # for the others, in the exchange that broke: their patience with it is used up by so much
@@ -123,10 +134,12 @@ class ViewFormed(Message, frozen=True, tag="view-formed"):
     """Coordinator to worker and to supervisor: "this is the view now, and this is who has the newest state"."""
 
     view: Count
-    donor: Annotated[int, msgspec.Meta(ge=-1)]  # -1: nobody has state
-    finished: Annotated[int, msgspec.Meta(ge=-1)]  # exchanges the donor has finished; -1 without one
+    donor: Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]  # -1: nobody has state
+    finished: Annotated[
+        int, msgspec.Meta(ge=-1, le=2**63 - 1)
+    ]  # exchanges the donor has finished; -1 without one
     call: Count  # the newest call the donor has begun
-    incarnations: list[Count]
+    incarnations: list[Incarnation]
 
 
 class ViewRefused(Message, frozen=True, tag="view-refused"):
@@ -162,7 +175,7 @@ class Late(Message, frozen=True, tag="late"):
     A process of theirs that was stopped is killed and replaced. One that is at work is let be.
     """
 
-    ranks: list[Count]
+    ranks: list[Rank]
     waited_s: Seconds
     operation: str
 
@@ -184,8 +197,8 @@ class AskLease(Message, frozen=True, tag="ask-lease"):
     """
 
     call: Count
-    rank: Count
-    incarnation: Count
+    rank: Rank
+    incarnation: Incarnation
     view: Count  # of the servers, the newest the worker has heard of: who knows only one that was lost is not heard
     finished: list[Count]
     num_samples: Count
@@ -202,7 +215,7 @@ class AskLease(Message, frozen=True, tag="ask-lease"):
     busy_s: list[Seconds] = msgspec.field(
         default_factory=list
     )  # how long each of the finished took, without waits
-    num_workers: Count = 0
+    num_workers: NumProcesses = 0
     backup: bool = False  # hand out an epoch's last leases twice where their holder is slow
     drain_slower_than: float = 0.0  # than the median of the others; 0: nobody is drained
     probe_every_s: Seconds = 10.0  # of a worker that is
@@ -279,7 +292,7 @@ class StoreAdd(Message, frozen=True, tag="store-add"):
     """
 
     key: str
-    amount: int
+    amount: Integer
     client: Count = 0
     serial: Count = 0
 
@@ -339,7 +352,7 @@ class StoreValues(Message, frozen=True, tag="store-values"):
 class StoreCount(Message, frozen=True, tag="store-count"):
     """Coordinator to worker: a number."""
 
-    value: int
+    value: Integer
 
 
 class StoreFlag(Message, frozen=True, tag="store-flag"):

@@ -1,0 +1,590 @@
+"""All hosts of a job, behind the interface of one warm parent.
+
+A job on one machine has the local warm parent and nothing else. With several
+hosts there are also the door by which they join, and one `RemoteHost` each.
+Rank and server numbers have a home, by which the order of sums is fixed; where
+the home is lost, another host with room takes its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import queue
+import select
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from shoal.cluster.hosts import placement
+from shoal.cluster.hosts.remote_host import RemoteHost
+from shoal.cluster.supervisor.warm_parent import WarmParent
+from shoal.config.hosts import HostsConfig
+from shoal.config.launch import HostFacts
+from shoal.config.liveness import LivenessConfig
+from shoal.engines.protocol import words_of
+from shoal.errors import ClusterError, WaitTimedOut
+from shoal.runtime.forkserver.messages import ChildExited
+from shoal.runtime.transport import tls
+from shoal.runtime.transport.tls import Credentials
+
+if TYPE_CHECKING:  # a job on one host has neither, and does not import what they need
+    from shoal.cluster.hosts.authority import Authority
+    from shoal.cluster.hosts.headship import Headship
+    from shoal.cluster.hosts.joining import Door, Joined
+    from shoal.cluster.hosts.opening import SshStart
+    from shoal.config.hosts import Resources
+    from shoal.engines.protocol import Engine
+
+HEAD = 0
+"""Number of the head's own machine."""
+
+REJOIN_S = 20.0
+"""How long a host that took over waits for the others of the former head."""
+
+CHECK_EVERY_S = 0.25
+"""Whether this host is still the head."""
+
+REPLACE_EVERY_S = 2.0
+MAX_REPLACEMENTS = 5
+"""Slots asked of an engine in place of one that was lost, before it is left to its deadline."""
+
+ENGINE_ANSWER_S = 0.25
+"""How long heartbeats wait for an engine's answer about a lost host; after that the news of it goes without."""
+
+END_TIMEOUT_S = 10.0
+"""From the job's end to the end of every process on every host."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Cluster:
+    """What only a job on several hosts has."""
+
+    config: HostsConfig
+    authority: Authority
+    door: Door
+    starters: list[SshStart]
+    join_address: str  # as `shoal join` takes it
+    is_oversubscribed: bool = False  # more workers than cores are wanted
+    is_takeover: bool = False  # hosts of a head that was lost come, and that one does not
+    engine: Engine | None = None  # gives the hosts
+    slot: Resources | None = None  # of each host that the engine gives
+
+    @property
+    def address(self) -> str:
+        """Of the head, as other hosts reach it."""
+        return self.config.advertise or self.config.bind
+
+
+@dataclass(frozen=True, slots=True)
+class HostLost:
+    """A host is gone, and why. Exits of its processes follow."""
+
+    number: int
+    name: str
+    reason: str
+    has_left: bool = False  # it was asked to, and nothing of the job was there any more
+
+
+@dataclass(frozen=True, slots=True)
+class HostJoined:
+    """A host's agent is at work."""
+
+    number: int
+    incarnation: int
+    address: str
+    hostname: str
+    num_cores: int
+    sees_run_dir: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HostLeaves:
+    """A host's agent was asked to leave by a signal."""
+
+    number: int
+    signum: int
+
+
+HostNews: TypeAlias = HostLost | HostJoined | HostLeaves
+
+
+class Hosts:
+    """Forks, signals and exits over all hosts."""
+
+    def __init__(
+        self,
+        warm: WarmParent,
+        cluster: Cluster | None,
+        *,
+        num_workers: int,
+        server_numbers: Sequence[int],
+        liveness: LivenessConfig,
+        headship: Headship | None = None,
+    ) -> None:
+        """`headship` is this process's, where another host may take over."""
+        self.local, self.cluster, self.headship = warm, cluster, headship
+        self._liveness, self._num_workers = liveness, num_workers
+        self._server_numbers = list(server_numbers)
+        self._remote: dict[int, RemoteHost] = {}
+        self._selector: selectors.BaseSelector
+        self._started_at = time.monotonic()
+        self._announced: set[int] = set()
+        self._news: list[HostNews] = []
+        self._names: dict[int, str] = {}
+        self._leaving: dict[int, str] = {}  # by number: why
+        self._exits: list[ChildExited] = []  # on hosts that were lost
+        self._replacing: dict[
+            int, int
+        ] = {}  # hosts that an engine was asked for in place of lost ones: how often
+        self._replaced_at = 0.0
+        # An engine may take seconds to answer, in which no heartbeat would be sent: it has one thread of its own.
+        self._engine_calls = ThreadPoolExecutor(1, "engine")
+        self._watching: Future[dict[int, str]] | None = None
+        self._asking: Future[str] | None = None
+        self._retrying: Future[list[int]] | None = None
+
+    # ---- as one warm parent ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        with self.local.in_use():
+            try:
+                yield
+            finally:
+                if self.cluster is not None:
+                    self.cluster.door.close()
+                    for starter in self.cluster.starters:
+                        starter.close()
+                    self._engine_calls.shutdown(cancel_futures=True)
+                    if self.cluster.engine is not None:
+                        # An engine that fails must not hide how the job ended; its hosts were told that it is over.
+                        with contextlib.suppress(Exception):
+                            self.cluster.engine.stop()
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        selector.register(self.local, selectors.EVENT_READ)
+        if self.cluster is not None:
+            selector.register(self.cluster.door, selectors.EVENT_READ, self)
+
+    @property
+    def has_exits(self) -> bool:
+        return (
+            self.local.has_exits
+            or bool(self._exits)
+            or any(host.lost or host.has_exits for host in self._remote.values())
+        )
+
+    def exits(self) -> list[ChildExited]:
+        """Deaths since the last look. Look at `news` first, which tells of lost hosts."""
+        lost, self._exits = self._exits, []
+        found = [*lost, *self.local.exits()]
+        for host in self._remote.values():
+            if not host.lost:  # else the news of it comes first
+                found += host.exits()
+        return found
+
+    def signal(self, pid: int, signum: signal.Signals) -> None:
+        if pid < 1 << 32:
+            self.local.signal(pid, signum)
+        for host in self._remote.values():
+            host.signal(pid, signum)
+
+    def when_forked(self, pid: int, tell: Callable[[int | None], None]) -> None:
+        """Call with the pid that a process has on its host, once it is known; None where it came to nothing."""
+        if pid < 1 << 32:
+            tell(pid)
+        for host in self._remote.values():
+            host.when_forked(pid, tell)
+
+    def where(self, host: int) -> dict[str, Any]:
+        """A host in events; nothing where there is one only."""
+        if self.cluster is None:
+            return {}
+        seat = self.cluster.door.seats.get(host)
+        return {"host": host, "hostname": seat.hostname if seat is not None else platform.node()}
+
+    def is_stopped(self, pid: int) -> bool | None:
+        """Whether a signal stopped a process of another host; None for one of this machine."""
+        return None if pid < 1 << 32 else any(pid in host.stopped for host in self._remote.values())
+
+    # ---- joining --------------------------------------------------------------------------------
+
+    @property
+    def num_hosts(self) -> int:
+        return self.cluster.config.num_hosts if self.cluster is not None else 1
+
+    @property
+    def missing(self) -> list[int]:
+        """Hosts that are not at work."""
+        return [number for number in range(1, self.num_hosts) if not self.is_here(number)]
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether the job has to wait for hosts before it begins."""
+        if self.cluster is None or not self.cluster.is_takeover:
+            return bool(self.missing)
+        is_late = time.monotonic() >= self._started_at + REJOIN_S
+        is_coming = any(not host.lost and not host.is_ready for host in self._remote.values())
+        return is_coming or (len(self.missing) > 1 and not is_late)
+
+    def is_here(self, number: int) -> bool:
+        host = self._remote.get(number)
+        return number == HEAD or (host is not None and host.is_ready and number not in self._leaving)
+
+    def join_deadline_s(self) -> float:
+        """Seconds that missing hosts still have; WaitTimedOut, naming them, where they have none."""
+        assert self.cluster is not None
+        for starter in self.cluster.starters:
+            if not self.is_here(starter.number) and (problem := starter.problem()) is not None:
+                raise ClusterError(
+                    f"host {starter.number} could not be started: {problem}. Nothing was trained; the other hosts were let go."
+                )
+        self._check_engine()
+        timeout_s = self.cluster.config.join_timeout_s
+        left_s = self._started_at + timeout_s - time.monotonic()
+        if left_s <= 0:
+            num_places = self.cluster.config.num_places
+            raise WaitTimedOut(
+                operation=f"the job on {num_places} host{'s' if num_places > 1 else ''}",
+                waited_s=timeout_s,
+                missing=[self._called(number) + self._last_words(number) for number in self.missing],
+                setting=f"--join-timeout (now {timeout_s:g} s)",
+            )
+        return left_s
+
+    def _check_engine(self) -> None:
+        assert self.cluster is not None
+        if self.cluster.engine is None:
+            return
+        before = self._watching
+        if before is not None and not before.done():
+            return
+        self._watching = self._engine_calls.submit(self.cluster.engine.watch)
+        if before is None:
+            return
+        try:
+            ended = before.result()
+        except Exception as error:  # engines raise what they like
+            raise ClusterError(
+                f"{self.cluster.config.on} failed while the job waited for its hosts ({words_of(error)}). Nothing was trained; the "
+                "hosts that had joined were let go."
+            ) from error
+        for number, problem in sorted(ended.items()):
+            if not self.is_here(number):
+                raise ClusterError(
+                    f"host {number} was lost during the start: {problem}. Nothing was trained; the other hosts were let go."
+                )
+
+    def _last_words(self, number: int) -> str:
+        """Last lines that the slot of a host printed, in brackets; empty where there are none."""
+        said = ""
+        if self.cluster is not None and self.cluster.engine is not None:
+            with contextlib.suppress(Exception):  # the host is missing, whatever its engine says
+                said = self.cluster.engine.logs(number)
+        return f" ({said})" if said else ""
+
+    def attend(self) -> None:
+        """Take in agents that have connected."""
+        assert self.cluster is not None
+        for joined in self.cluster.door.joined():
+            self._take_in(joined)
+
+    def news(self) -> list[HostNews]:
+        """Hosts that came, went or want to go since the last look."""
+        for number, host in list(self._remote.items()):
+            if host.lost:
+                self._forget(host)
+                assert self.cluster is not None
+                self.cluster.door.release(number)
+            elif host.is_ready and number not in self._announced:
+                assert self.cluster is not None
+                self._announced.add(number)
+                seat = self.cluster.door.seats[number]
+                self._names[number] = f"host {number} ({seat.hostname}, {host.address})"
+                self._news.append(
+                    HostJoined(
+                        number,
+                        host.incarnation,
+                        host.address,
+                        seat.hostname,
+                        seat.num_cores,
+                        seat.sees_run_dir,
+                    )
+                )
+            elif host.leaves and number not in self._leaving:
+                self._news.append(HostLeaves(number, host.leaves))
+                host.leaves = 0
+        found, self._news = self._news, []
+        return found
+
+    def tell_saved(self) -> None:
+        for host in self._remote.values():
+            host.tell_saved()
+
+    def refused(self) -> list[str]:
+        """Machines that were not admitted since the last look, and why."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while self.cluster is not None:
+                found.append(self.cluster.door.refusals.get_nowait())
+        return found
+
+    def tick(self) -> float | None:
+        """Send heartbeats, notice silent hosts; returns the seconds until the next call. HeadFenced where another may be head."""
+        waits = [host.tick() for host in self._remote.values()]
+        if self.headship is not None:
+            self.headship.check()
+            waits.append(CHECK_EVERY_S)
+        if self._replacing:
+            self._replace_again()
+            waits.append(REPLACE_EVERY_S)
+        return min(waits, default=None)
+
+    def _replace_again(self) -> None:
+        """Ask the engine again for slots that ended before they joined, or were still ending when it was asked first."""
+        now = time.monotonic()
+        if now < self._replaced_at + REPLACE_EVERY_S:
+            return
+        if self._retrying is not None:
+            if not self._retrying.done():
+                return
+            for number in self._retrying.result():
+                self._replacing[number] = self._replacing.get(number, 0) + 1
+        self._replaced_at = now
+        self._replacing = {
+            number: times
+            for number, times in self._replacing.items()
+            if number not in self._remote and times <= MAX_REPLACEMENTS
+        }
+        self._retrying = self._engine_calls.submit(self._start_ended, set(self._replacing))
+
+    def _start_ended(self, numbers: set[int]) -> list[int]:
+        """In the engine's thread: ask again for those of these slots that have ended; returns them."""
+        assert self.cluster is not None
+        assert self.cluster.engine is not None
+        assert self.cluster.slot is not None
+        asked = []
+        with contextlib.suppress(
+            Exception
+        ):  # the wait for the host has a deadline, which says what is missing
+            for number in numbers & self.cluster.engine.watch().keys():
+                asked.append(number)
+                self.cluster.engine.start([number], self.cluster.slot)
+        return asked
+
+    def _forget(self, host: RemoteHost) -> None:
+        del self._remote[host.number]
+        self._announced.discard(host.number)
+        self._exits += host.exits()
+        leaving = self._leaving.pop(host.number, "")
+        reason = leaving or host.lost + self._asked_again(host.number)
+        self._news.append(HostLost(host.number, self._called(host.number), reason, bool(leaving)))
+
+    def _asked_again(self, number: int) -> str:
+        """Ask the engine for another slot in place of one that was lost; what came of it, in words."""
+        if self.cluster is None or self.cluster.engine is None or self.cluster.slot is None:
+            return ""
+        self._replacing[number], self._replaced_at = 1, time.monotonic()
+        is_idle = self._asking is None or self._asking.done()
+        self._asking = self._engine_calls.submit(self._start_another, number)
+        if is_idle:  # else it would wait for the host before this one, too
+            with contextlib.suppress(TimeoutError):
+                return self._asking.result(ENGINE_ANSWER_S)
+        return f"; {self.cluster.config.on} is being asked for another"
+
+    def _start_another(self, number: int) -> str:
+        """In the engine's thread: ask for a slot in place of one that was lost."""
+        cluster = self.cluster
+        assert cluster is not None
+        assert cluster.engine is not None
+        assert cluster.slot is not None
+        if number in self._remote:
+            return ""  # it has joined anew while the engine was busy
+        said = ""
+        try:
+            if problem := cluster.engine.watch().get(number, ""):
+                said = f"; {problem}"
+            cluster.engine.start([number], cluster.slot)
+        except Exception as error:  # engines raise what they like, and the job goes on without this host
+            return f"{said}; {cluster.config.on} gives no other: {words_of(error)}"
+        return f"{said}; {cluster.config.on} was asked for another"
+
+    def _take_in(self, joined: Joined) -> None:
+        assert self.cluster is not None
+        before = self._remote.get(joined.number)
+        if before is not None:
+            before.lose("it has joined anew")
+            self._forget(before)
+        self._remote[joined.number] = RemoteHost(
+            joined.number,
+            joined.incarnation,
+            joined.stream,
+            address=joined.address,
+            servers=self._server_numbers,
+            liveness=self._liveness,
+            selector=self._selector,
+        )
+
+    def _called(self, number: int) -> str:
+        names = self.cluster.config.names if self.cluster is not None else ()
+        asked_for = f"host {number} ({names[number]})" if names else f"host {number}"
+        return self._names.get(number, asked_for)
+
+    # ---- placement ------------------------------------------------------------------------------
+
+    @property
+    def rank_hosts(self) -> tuple[int, ...]:
+        """Home of each rank; empty on one host."""
+        if self.cluster is None:
+            return ()
+        config = self.cluster.config
+        return tuple(config.host_of(rank, self._num_workers) for rank in range(self._num_workers))
+
+    @property
+    def places_of_ranks(self) -> tuple[int, ...]:
+        """Home of each rank among the hosts that have workers, from 0 on: as workers know them."""
+        return tuple(host - self._places.start for host in self.rank_hosts)
+
+    def place_worker(self, rank: int, taken: Sequence[int]) -> int | None:
+        """Host for a worker; None where it has to wait for one. `taken` are the hosts of the workers that live."""
+        if self.cluster is None:
+            return HEAD
+        rooms = {
+            number: self._num_cores(number) - taken.count(number)
+            for number in self._places
+            if self.is_here(number)
+        }
+        return placement.place(rank, self.rank_hosts, rooms, may_crowd=self.cluster.is_oversubscribed)
+
+    @property
+    def _places(self) -> range:
+        """Hosts that may have workers and servers."""
+        is_apart = self.cluster is not None and not self.cluster.config.head_takes_part
+        return range(1 if is_apart else 0, self.num_hosts)
+
+    @property
+    def start_order(self) -> list[int]:
+        """Ranks in the order in which they are placed: those whose home is here first, the others where room is left."""
+        homes = self.rank_hosts
+        return sorted(
+            range(self._num_workers), key=lambda rank: bool(homes) and not self.is_here(homes[rank])
+        )
+
+    def cores(self, without: int | None = None) -> dict[int, int]:
+        """Cores of each host that is here, but for one that is to leave."""
+        here = [number for number in self._places if self.is_here(number) and number != without]
+        return {number: self._num_cores(number) for number in here}
+
+    def resize(self, num_workers: int, config: HostsConfig | None, launches: Sequence[float]) -> None:
+        """Another number of workers, or other homes for them, from the next start on: the last of these launches."""
+        self._num_workers = num_workers
+        if self.cluster is not None and config is not None:
+            self.cluster.config = config
+            self.cluster.door.launched_again(launches)
+
+    def leave(self, number: int, reason: str) -> None:
+        """Let a host go that has no process of the job any more."""
+        if number in self._remote:
+            self._leaving[number] = reason
+            self._remote[number].end(0, "it has left the job, which goes on without it")
+
+    def _num_cores(self, number: int) -> int:
+        if number == HEAD:
+            return len(os.sched_getaffinity(0))
+        assert self.cluster is not None
+        seat = self.cluster.door.seats.get(number)
+        return seat.num_cores if seat is not None else 0
+
+    @property
+    def server_hosts(self) -> tuple[int, ...]:
+        """Home of each server there may be; empty on one host."""
+        if self.cluster is None:
+            return ()
+        return tuple(self.cluster.config.host_of_server(number) for number in self._server_numbers)
+
+    def place_server(self, number: int, taken: Sequence[int]) -> int:
+        """Host for a server: its home, else the one with the fewest servers (`taken`: their hosts), the next one of these."""
+        if self.cluster is None:
+            return HEAD
+        home = self.server_hosts[number]
+        here = [host for host in range(self.num_hosts) if self.is_here(host)]
+        # The head, where it has no part in the job: while no other host is here, to lose nothing.
+        here = [host for host in here if host in self._places] or here
+        return placement.place_server(home, here, taken, self.num_hosts)
+
+    def parent(self, host: int) -> WarmParent | RemoteHost:
+        """Who forks on this host."""
+        return self.local if host == HEAD else self.remote(host)
+
+    def remote(self, host: int) -> RemoteHost:
+        return self._remote[host]
+
+    def server_address(self, number: int, host: int) -> str:
+        """Address of a server on a remote host."""
+        ports = self._remote[host].ports
+        assert ports is not None
+        return self.tls_address(ports[number], host)
+
+    def credentials(self, name: str, incarnation: int) -> Credentials | None:
+        return self.cluster.authority.issue(name, incarnation) if self.cluster is not None else None
+
+    def tls_address(self, port: int, host: int = HEAD) -> str:
+        """Address of a port of a host."""
+        assert self.cluster is not None
+        scheme = tls.PLAIN if self.cluster.config.plaintext else tls.TLS
+        address = self.cluster.address if host == HEAD else self._remote[host].address
+        return tls.join_address(scheme, address, port)
+
+    @property
+    def share_run_dir(self) -> bool:
+        """Whether all hosts see the head's run directory."""
+        return self.cluster is None or all(seat.sees_run_dir for seat in self.cluster.door.seats.values())
+
+    def facts(self, num_servers: int) -> list[HostFacts]:
+        """The hosts with their workers and servers, for config.json."""
+        assert self.cluster is not None
+        config, ranks = self.cluster.config, self.rank_hosts
+        found = []
+        for number in range(self.num_hosts):
+            if not self.is_here(number):
+                continue
+            seat = self.cluster.door.seats.get(number)
+            found.append(
+                HostFacts(
+                    number=number,
+                    name=seat.hostname if seat is not None else platform.node(),
+                    address=self.cluster.address if number == HEAD else self._remote[number].address,
+                    cores=self._num_cores(number),
+                    workers=[rank for rank, host in enumerate(ranks) if host == number],
+                    servers=[each for each in range(num_servers) if config.host_of_server(each) == number],
+                    shares_run_dir=number == HEAD or (seat is not None and seat.sees_run_dir),
+                )
+            )
+        return found
+
+    def end(self, exit_code: int, reason: str) -> list[str]:
+        """Tell all agents that the job is over, and wait until no process of it is left; returns the hosts that did not say so."""
+        hosts = list(self._remote.values())
+        if self.headship is not None and self.headship.is_fenced:
+            for host in hosts:
+                host.lose("this host is no longer the head")  # so that their agents look for the next one
+            return []
+        for host in hosts:
+            host.end(exit_code, reason)
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while (left := [host for host in hosts if not host.lost]) and (
+            left_s := deadline - time.monotonic()
+        ) > 0:
+            ready = select.select(left, [host for host in left if host.has_unsent], [], left_s)
+            for host in {*ready[0], *ready[1]}:
+                host.attend(selectors.EVENT_READ | selectors.EVENT_WRITE)
+        for host in left:
+            host.lose("the job is over")
+        return [self._called(host.number) for host in left]

@@ -1,0 +1,716 @@
+"""Joining a job: how a machine that has nothing but a key becomes a host with a certificate.
+
+    joiner                                   head
+      TLS 1.3, the head's certificate unknown
+      JoinHost(nonce)            ─────────▶
+                                 ◀─────────   HostChallenge(nonce)
+      HostProof(mac, facts)      ─────────▶  key and versions and clock are checked
+                                 ◀─────────   HeadProof(mac, script, run directory)
+      HostFiles(hash, mark)      ─────────▶  the script is compared
+                                 ◀─────────   HostAdmitted(number, certificate)
+
+Both MACs cover the certificate that the joiner saw, so somebody in the middle,
+who has another one, is noticed by both ends. Nothing can be learned by asking:
+a wrong key is refused before anything of the job is told. The private key never
+leaves the joiner. Every later connection presents the certificate.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import getpass
+import hashlib
+import hmac
+import ipaddress
+import os
+import platform
+import queue
+import secrets
+import socket
+import ssl
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+import shoal
+from shoal.cluster.hosts import run_copy
+from shoal.cluster.hosts.authority import Authority, new_key
+from shoal.cluster.hosts.files import FileService
+from shoal.cluster.launch import roles
+from shoal.cluster.launch.threads import available_cores
+from shoal.errors import ConfigError, HostNotAdmitted, WireError
+from shoal.runtime.transport import tls
+from shoal.runtime.transport.framing import read_message, send_message
+from shoal.runtime.transport.messages.hosts import (
+    AgentReady,
+    HeadProof,
+    HostAdmitted,
+    HostChallenge,
+    HostFiles,
+    HostProof,
+    HostRefused,
+    JoinHost,
+    ListFiles,
+)
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.tls import Credentials, Identity, TlsStream
+
+KEY_VARIABLE = "SHOAL_JOIN_KEY"
+MIN_KEY_CHARACTERS = 20
+"""A key travels as a MAC, which whoever listens in may try to guess: it must be long enough for that to be hopeless."""
+
+HANDSHAKE_S = 15.0
+"""From a connection to its admission; whoever takes longer is dropped."""
+
+ADMITTED_TIMEOUT_S = 60.0
+"""From a host's admission, or the last file it asked for, to its agent's connection; then another may have its number."""
+
+SEAT_TIMEOUT_S = 6.0
+"""How long a joiner waits for the number of a host that may just have been lost; longer than it takes to miss one."""
+
+CONNECT_EVERY_S = 0.2
+
+MAX_HANDSHAKES = 64
+MAX_HANDSHAKES_PER_ADDRESS = 8
+
+MAX_CLOCK_SKEW_S = 60.0
+"""Between head and host. Certificates, logs and the ledger carry times."""
+
+M = TypeVar("M", bound=Message)
+
+
+# ---- the key ------------------------------------------------------------------------------------
+
+
+def new_join_key() -> str:
+    """130 random bits, to be read aloud: 26 letters and digits in groups."""
+    letters = base64.b32encode(secrets.token_bytes(20)).decode()[:26]
+    return "-".join(letters[at : at + 7] for at in range(0, 26, 7))
+
+
+def read_key(path: str | None) -> str | None:
+    """The key from a file of mode 0600, else from the environment; None where there is neither.
+
+    The variable is removed, so that no child of this process inherits the key.
+    """
+    if path is None:
+        said = os.environ.pop(KEY_VARIABLE, None)
+        return _checked(said, KEY_VARIABLE) if said is not None else None
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+                raise ConfigError(
+                    f"the join key's file {path} can be read by others (mode {stat.S_IMODE(info.st_mode):04o}, user "
+                    f"{info.st_uid}). Nothing was started; make it yours alone: chmod 600 {path}."
+                )
+            said = file.read(4096).decode("ascii", "replace")
+    except OSError as error:
+        raise ConfigError(
+            f"the join key's file {path} cannot be read: {error.strerror}. Nothing was started."
+        ) from None
+    return _checked(said, path)
+
+
+def ask_for_key(address: str) -> str:
+    """Have it typed, unseen."""
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            f"joining {address} needs the key that the head printed, and there is no terminal to type it. Nothing was "
+            f"started; put it into a file of mode 0600 and give --join-key-file, or into {KEY_VARIABLE}."
+        )
+    return _checked(getpass.getpass("join key: "), "the key that was typed")
+
+
+def _checked(said: str, source: str) -> str:
+    key = said.strip()
+    if len(key) < MIN_KEY_CHARACTERS:
+        raise ConfigError(
+            f"{source} holds a join key of {len(key)} characters, and one has at least {MIN_KEY_CHARACTERS}. Nothing was "
+            "started; leave it out, and the head makes one."
+        )
+    return key
+
+
+# ---- the head -----------------------------------------------------------------------------------
+
+
+class JobFacts(NamedTuple):
+    """The job as a joining host has to match it."""
+
+    job: str
+    script: str
+    script_hash: str
+    run_dir: str
+    run_dir_mark: str
+    is_shipped: bool
+    launches: tuple[float, ...] = ()
+    """When each launch of the run began."""
+
+    journal: str = ""
+    """URL of the etcd in which the head is recorded."""
+
+
+class Joined(NamedTuple):
+    """A host agent that has connected with its certificate."""
+
+    number: int
+    incarnation: int
+    stream: TlsStream
+    address: str
+    """As the head sees it."""
+
+
+class HostSeat(NamedTuple):
+    """What the head knows of a host that was admitted."""
+
+    hostname: str
+    address: str
+    num_cores: int
+    sees_run_dir: bool
+
+
+class Door:
+    """The head's listening socket: admits hosts, and hands connected agents on.
+
+    Handshakes run in threads with a deadline each; nothing of the supervisor
+    waits for them. `fileno` is readable when `joined` has something.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        authority: Authority,
+        key: str,
+        facts: JobFacts,
+        numbers: Sequence[int],
+        files: FileService,
+        names: Mapping[int, str],
+    ) -> None:
+        """`numbers` are the hosts that are to join; the key admits each of them once, and again after it was lost.
+
+        `names` are those of hosts that have one.
+        """
+        self._names = names
+        self.seats: dict[int, HostSeat] = {}
+        self.incarnations: dict[int, int] = {}
+        self.refusals: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._joined: queue.SimpleQueue[Joined] = queue.SimpleQueue()
+        self._listener, self._authority, self._facts, self._files = listener, authority, facts, files
+        self._numbers, self._free = sorted(numbers), sorted(numbers)
+        self._key = key.encode()
+        private, public = new_key()
+        credentials = Credentials(
+            name="head",
+            incarnation=0,
+            authority=authority.certificate,
+            certificate=authority.sign(public, "head"),
+            key=private,
+        )
+        self._context = tls.context(credentials, ssl.PROTOCOL_TLS_SERVER)
+        self._context.verify_mode = ssl.CERT_OPTIONAL  # who has none yet may only join
+        self._fingerprint = hashlib.sha256(
+            ssl.PEM_cert_to_DER_cert(credentials.certificate.decode())
+        ).digest()
+        self._lock = threading.Lock()
+        self._released = threading.Condition(self._lock)
+        self._admitted_at: dict[int, float] = {}  # hosts whose agent has not connected yet
+        self._busy: dict[str, int] = {}
+        self._wake, self._waker = socket.socketpair()
+        for sock in (self._wake, self._waker):
+            sock.setblocking(
+                False
+            )  # a full socket wakes up all the same, and a handshake must not wait in it
+        self._thread = threading.Thread(target=self._accept, name="join listener", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        return self._wake.fileno()
+
+    def launched_again(self, launches: Sequence[float]) -> None:
+        """The times at which the launches of the run began, for hosts that join from now on."""
+        self._facts = self._facts._replace(launches=tuple(launches))
+
+    def joined(self) -> list[Joined]:
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(4096)
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._joined.get_nowait())
+        return found
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        self._listener.close()
+        self._thread.join(5.0)
+        for each in self.joined():
+            each.stream.close()
+        self._wake.close()
+        self._waker.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                if self._listener.fileno() < 0 or not _is_listening(self._listener):
+                    return
+                time.sleep(0.05)  # out of descriptors: the next turn may have one
+                continue
+            peer = str(address[0])
+            with self._lock:
+                is_full = (
+                    sum(self._busy.values()) >= MAX_HANDSHAKES
+                    or self._busy.get(peer, 0) >= MAX_HANDSHAKES_PER_ADDRESS
+                )
+                if not is_full:
+                    self._busy[peer] = self._busy.get(peer, 0) + 1
+            if is_full:
+                sock.close()
+                continue
+            threading.Thread(target=self._serve, args=(sock, peer), name=f"join {peer}", daemon=True).start()
+
+    def _serve(self, sock: socket.socket, peer: str) -> None:
+        # The deadline is the connection's as a whole: a peer that sends byte by byte is cut off too.
+        stream: ssl.SSLSocket | None = None
+        watchdog = threading.Timer(HANDSHAKE_S, lambda: _shut(sock if stream is None else stream))
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            sock.settimeout(HANDSHAKE_S)
+            tls.keep_alive(sock)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            assert isinstance(stream, TlsStream)
+            stream.do_handshake()
+            if stream.getpeercert():
+                first = read_message(stream)[0]
+                watchdog.cancel()
+                if isinstance(first, ListFiles):
+                    self._check_current(stream.identity)
+                    with self._not_busy(peer):  # hosts at work must not keep others from joining
+                        self._files.serve(stream, first)
+                else:
+                    self._hand_over(stream, peer, _expect(first, AgentReady))
+                    stream = None
+            else:
+                self._admit(stream, peer)
+        except (OSError, EOFError, WireError) as error:
+            self._refused(peer, str(error))
+        except HostNotAdmitted as error:
+            self._refused(peer, error.reason)
+            if stream is not None:
+                with contextlib.suppress(OSError, WireError):
+                    send_message(stream, HostRefused(error.reason))
+        finally:
+            watchdog.cancel()
+            with self._lock:
+                self._busy[peer] -= 1
+                if self._busy[peer] <= 0:
+                    del self._busy[peer]
+            if stream is not None:
+                stream.close()
+            else:
+                sock.close()
+
+    @contextlib.contextmanager
+    def _not_busy(self, peer: str) -> Iterator[None]:
+        with self._lock:
+            self._busy[peer] -= 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy[peer] = self._busy.get(peer, 0) + 1
+
+    def _admit(self, stream: TlsStream, peer: str) -> None:
+        hello = _expect(read_message(stream)[0], JoinHost)
+        nonce = secrets.token_bytes(32)
+        send_message(stream, HostChallenge(nonce))
+        proof = _expect(read_message(stream)[0], HostProof)
+        said = msgspec.structs.replace(proof, mac=bytes(32))
+        bound = hello.nonce + nonce + self._fingerprint
+        if not hmac.compare_digest(proof.mac, _mac(self._key, b"host", bound, said)):
+            raise HostNotAdmitted("the join key is not this job's")
+        _compare(proof)
+        number, incarnation = self._take_seat(proof, peer)
+        try:
+            facts = self._facts
+            answer = HeadProof(
+                bytes(32), facts.job, facts.script, facts.run_dir, facts.is_shipped, list(facts.launches)
+            )
+            mac = _mac(self._key, b"head", bound, answer)
+            send_message(stream, msgspec.structs.replace(answer, mac=mac))
+            files = _expect(read_message(stream)[0], HostFiles)
+            if not facts.is_shipped:
+                _compare_script(files, facts, proof.hostname)
+            sees_run_dir = files.run_dir_mark == facts.run_dir_mark
+            if not sees_run_dir:
+                run_copy.refuse_fork(proof.hostname, files.launches, files.alive, facts.launches)
+            self.seats[number] = HostSeat(proof.hostname, peer, proof.num_cores, sees_run_dir)
+            try:
+                certificate = self._authority.sign(proof.public_key, f"host-{number}", incarnation)
+            except ValueError:
+                raise HostNotAdmitted("its public key cannot be read") from None
+            send_message(
+                stream,
+                HostAdmitted(
+                    number,
+                    incarnation,
+                    self._authority.certificate,
+                    certificate,
+                    self._authority.token_key,
+                    sees_run_dir,
+                    facts.journal,
+                ),
+            )
+        except BaseException:
+            self.release(number)
+            raise
+
+    def _take_seat(self, proof: HostProof, peer: str) -> tuple[int, int]:
+        """Number and incarnation for a host that joins.
+
+        A host that lost power is back before the head has missed it, so a number that is taken is waited for.
+        """
+        numbers = self._numbers_for(proof, peer)
+        with self._released:
+
+            def free() -> int | None:
+                self._release_late()
+                if self._seat_of(proof.hostname, peer) is not None:
+                    return None
+                return next((number for number in numbers if number in self._free), None)
+
+            number = self._released.wait_for(free, SEAT_TIMEOUT_S)
+            if number is None:
+                raise HostNotAdmitted(self._why_taken(proof, peer, numbers))
+            self._free.remove(number)
+            self.seats[number] = HostSeat(proof.hostname, peer, proof.num_cores, False)
+            self._admitted_at[number] = time.monotonic()
+            incarnation = self.incarnations[number] = self.incarnations.get(number, -1) + 1
+            return number, incarnation
+
+    def _numbers_for(self, proof: HostProof, peer: str) -> list[int]:
+        """The one that it was started as, those of its name where the hosts have names, else any."""
+        if proof.wants >= 0:
+            if proof.wants not in self._numbers:
+                numbers = ", ".join(map(str, self._numbers))
+                raise HostNotAdmitted(
+                    f"this job has no host {proof.wants} that could join; there are {numbers}"
+                )
+            return [proof.wants]
+        if not self._names:
+            return self._numbers
+        named = [
+            number for number, name in self._names.items() if proof.hostname == name or peer in resolved(name)
+        ]
+        if not named:
+            raise HostNotAdmitted(
+                f"{proof.hostname} ({peer}) is none of the hosts of this job: {', '.join(self._names.values())}"
+            )
+        return named
+
+    def _seat_of(self, hostname: str, peer: str) -> int | None:
+        same = (
+            number for number, seat in self.seats.items() if (seat.hostname, seat.address) == (hostname, peer)
+        )
+        return next(same, None)
+
+    def _why_taken(self, proof: HostProof, peer: str, numbers: list[int]) -> str:
+        if (number := self._seat_of(proof.hostname, peer)) is not None:
+            return f"{proof.hostname} ({peer}) is host {number} of this job already"
+        if numbers == self._numbers:
+            return f"all {len(numbers)} hosts that this job waits for have joined: the key is used up"
+        return f"host {numbers[0]} of this job is another machine, which has joined already"
+
+    def _release_late(self) -> None:
+        """Take back the numbers of hosts whose agent never came."""
+        late = time.monotonic() - ADMITTED_TIMEOUT_S
+        for number in [number for number, at in self._admitted_at.items() if at < late]:
+            self._let_go(number)
+
+    def _check_current(self, identity: Identity) -> None:
+        if identity.role != "host":
+            raise WireError(f"{identity.name} has nothing to ask of the head")
+        if self.incarnations.get(identity.number) != identity.incarnation:
+            raise HostNotAdmitted(
+                f"host {identity.number} has joined anew since; this agent is no longer part of the job"
+            )
+        with self._lock:
+            if identity.number in self._admitted_at:
+                self._admitted_at[identity.number] = time.monotonic()
+
+    def _hand_over(self, stream: TlsStream, peer: str, ready: AgentReady) -> None:
+        identity = stream.identity
+        if (identity.name, identity.incarnation) != (f"host-{ready.number}", ready.incarnation):
+            raise WireError(f"{identity.name} says that it is host {ready.number}")
+        self._check_current(identity)
+        with self._lock:
+            if self._admitted_at.pop(ready.number, None) is None:
+                raise HostNotAdmitted(
+                    f"host {ready.number} was given up; this agent is no longer part of the job"
+                )
+        self._joined.put(Joined(ready.number, ready.incarnation, stream, peer))
+        with contextlib.suppress(BlockingIOError):
+            self._waker.send(b"\0")
+
+    def release(self, number: int) -> None:
+        """Let another host have the number of one that was lost, or failed to join."""
+        with self._released:
+            self._let_go(number)
+            self._released.notify()
+
+    def _let_go(self, number: int) -> None:
+        self.seats.pop(number, None)
+        self._admitted_at.pop(number, None)
+        if number not in self._free:
+            self._free = sorted([*self._free, number])
+
+    def _refused(self, peer: str, reason: str) -> None:
+        self.refusals.put(f"{peer}: {reason}")
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+
+def _compare(proof: HostProof) -> None:
+    ours = own_versions()
+    for what, here in ours.items():
+        there = getattr(proof, what)
+        if there != here:
+            raise HostNotAdmitted(
+                f"{proof.hostname} has {what} {there} and the head {here}; install the same there"
+            )
+    if proof.protocol != roles.protocol_version():
+        raise HostNotAdmitted(
+            f"{proof.hostname} has shoal {proof.shoal} like the head, but not the same files of it; install the same there"
+        )
+    skew_s = proof.clock - time.time()
+    if not abs(skew_s) <= MAX_CLOCK_SKEW_S:
+        raise HostNotAdmitted(
+            f"the clock of {proof.hostname} is {abs(skew_s):,.0f} s {'ahead of' if skew_s > 0 else 'behind'} the head's; "
+            "set it (NTP) and join again"
+        )
+
+
+def _compare_script(files: HostFiles, facts: JobFacts, hostname: str) -> None:
+    if not files.script_hash:
+        raise HostNotAdmitted(
+            f"{facts.script} does not exist on {hostname}; use a shared file system or copy it there, or start the job "
+            "with --ship"
+        )
+    if files.script_hash != facts.script_hash:
+        raise HostNotAdmitted(
+            f"{facts.script} on {hostname} is not the script of this job (SHA-256 {files.script_hash[:12]} there, "
+            f"{facts.script_hash[:12]} on the head); copy it there, or start the job with --ship"
+        )
+
+
+# ---- the joiner ---------------------------------------------------------------------------------
+
+
+class Admission(NamedTuple):
+    """What a joiner comes back with."""
+
+    number: int
+    credentials: Credentials
+    token_key: bytes
+    facts: HeadProof
+    sees_run_dir: bool
+    own_address: str
+    """Of the interface that leads to the head."""
+    journal: str
+    """URL of the etcd in which the head is recorded; empty: none."""
+    interfaces: str = ""
+    """Names of those that were asked for, with commas."""
+    advertised: str = ""
+    """Address under which other hosts reach this one."""
+
+
+def join(
+    address: str,
+    key: str,
+    *,
+    timeout_s: float,
+    wants: int = -1,
+    run_dir: Path = Path("runs"),
+    source: str | None = None,
+    cores: int | None = None,
+) -> Admission:
+    """Join the job at `shoal://host:port`. HostNotAdmitted with the head's reason; ConfigError where nobody answers.
+
+    The head may be started last, so it is tried for `timeout_s`. `run_dir` is
+    where a copy of the run may be; `source` an address of this host to come from, `cores` those that it may use.
+    """
+    host, port = tls.split_address(address)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the MAC of the key proves the head
+    context.sslsocket_class = TlsStream
+    try:
+        with _reach(host, port, timeout_s, source or _loopback_source(host, wants)) as sock:
+            sock.settimeout(HANDSHAKE_S)
+            own_address = sock.getsockname()[0]
+            with context.wrap_socket(sock) as stream:
+                return _converse(stream, key.encode(), own_address, wants, run_dir, cores)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"{host} is no host that this one knows ({error.strerror}). Nothing was started."
+        ) from None
+    except (OSError, EOFError, WireError) as error:
+        raise ConfigError(
+            f"no job can be joined at {address}: {error or 'it hung up'}. Nothing was started; the address is what the head "
+            "printed, and must be reachable from here."
+        ) from None
+
+
+def _loopback_source(host: str, wants: int) -> str | None:
+    """Address of a slot that shares the head's machine: loopback has 16 million, and each host needs one of its own."""
+    try:
+        is_shared = wants > 0 and ipaddress.IPv4Address(host).is_loopback
+    except ValueError:
+        return None
+    return str(ipaddress.IPv4Address("127.0.0.1") + wants) if is_shared else None
+
+
+def _reach(host: str, port: int, timeout_s: float, source: str | None = None) -> socket.socket:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            left_s = max(0.1, deadline - time.monotonic())
+            return socket.create_connection((host, port), left_s, (source, 0) if source else None)
+        except OSError:  # a name may also be known only once the head's container has started
+            if time.monotonic() + CONNECT_EVERY_S >= deadline:
+                raise
+        time.sleep(CONNECT_EVERY_S)
+
+
+def _converse(
+    stream: ssl.SSLSocket, key: bytes, own_address: str, wants: int, run_dir: Path, cores: int | None
+) -> Admission:
+    fingerprint = hashlib.sha256(stream.getpeercert(binary_form=True) or b"").digest()
+    private, public = new_key()
+    nonce = secrets.token_bytes(32)
+    send_message(stream, JoinHost(nonce))
+    challenge = _expect(read_message(stream)[0], HostChallenge)
+    bound = nonce + challenge.nonce + fingerprint
+    proof = HostProof(
+        mac=bytes(32),
+        public_key=public,
+        hostname=platform.node()[:200],
+        protocol=roles.protocol_version(),
+        clock=time.time(),
+        num_cores=cores or available_cores(),
+        wants=wants,
+        **own_versions(),
+    )
+    send_message(stream, msgspec.structs.replace(proof, mac=_mac(key, b"host", bound, proof)))
+    answer = _expect(read_message(stream)[0], HeadProof)
+    if not hmac.compare_digest(
+        answer.mac, _mac(key, b"head", bound, msgspec.structs.replace(answer, mac=bytes(32)))
+    ):
+        raise HostNotAdmitted(
+            "whoever answers there does not have the join key: it is not the head of this job"
+        )
+    mark = run_dir_mark(answer.run_dir)
+    launches, alive = run_copy.history(run_dir, answer.job, answer.launches)
+    send_message(stream, HostFiles(file_hash(answer.script), mark, launches, alive))
+    admitted = _expect(read_message(stream)[0], HostAdmitted)
+    credentials = Credentials(
+        name=f"host-{admitted.number}",
+        incarnation=admitted.incarnation,
+        authority=admitted.authority,
+        certificate=admitted.certificate,
+        key=private,
+    )
+    return Admission(
+        admitted.number,
+        credentials,
+        admitted.token_key,
+        answer,
+        admitted.sees_run_dir,
+        own_address,
+        admitted.journal,
+        advertised=own_address,
+    )
+
+
+# ---- both ---------------------------------------------------------------------------------------
+
+
+def own_versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "shoal": shoal.__version__,
+    }
+
+
+def file_hash(path: str) -> str:
+    """SHA-256 of a file, empty where there is none."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+MARK = "host-mark"
+
+
+def make_mark(run_dir: Path) -> str:
+    """Write a random word into the run directory: a host that can read it shares the file system."""
+    word = secrets.token_hex(16)
+    (run_dir / MARK).write_text(word)
+    return word
+
+
+def run_dir_mark(run_dir: str) -> str:
+    try:
+        fd = os.open(os.path.join(run_dir, MARK), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, encoding="ascii") as file:
+            return file.read(64)
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _mac(key: bytes, side: bytes, bound: bytes, message: Message) -> bytes:
+    return hmac.digest(key, side + b"\0" + bound + msgspec.msgpack.encode(message), "sha256")
+
+
+def _expect(message: Message, kind: type[M]) -> M:
+    if isinstance(message, HostRefused):
+        raise HostNotAdmitted(message.reason)
+    if not isinstance(message, kind):
+        raise WireError(f"a {kind.__name__} was expected, and a {type(message).__name__} came")
+    return message
+
+
+def resolved(name: str) -> set[str]:
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(name.rpartition("@")[2], None)}
+    except OSError:
+        return set()
+
+
+def _is_listening(sock: socket.socket) -> bool:
+    try:
+        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        return False
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # that of TLS is for the thread that reads

@@ -1,0 +1,395 @@
+"""Both ends of a job on several hosts, opened: the head's door, and the agent behind `shoal join`."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from setproctitle import setproctitle
+
+from shoal.cluster.coordinator import journal_reader
+from shoal.cluster.hosts import agent, headship, joining
+from shoal.cluster.hosts.authority import Authority
+from shoal.cluster.hosts.files import CONFIG, FileService, copy_shipped
+from shoal.cluster.hosts.headship import Headship, Successor
+from shoal.cluster.hosts.hosts import HEAD, Cluster
+from shoal.cluster.hosts.joining import Admission
+from shoal.cluster.hosts.run_copy import RunCopy, has_checkpoint, newest_step
+from shoal.cluster.hosts.takeover import GiveUp, Head
+from shoal.cluster.launch import api
+from shoal.cluster.launch.roles import preload_for
+from shoal.cluster.launch.run_directory import RunDirectory, is_alive
+from shoal.cluster.supervisor.supervisor import SignalInbox
+from shoal.cluster.supervisor.warm_parent import WarmParent
+from shoal.config.hosts import HostsConfig, parse_journal
+from shoal.config.liveness import LivenessConfig
+from shoal.engines import protocol, registry
+from shoal.errors import ClusterError, ConfigError, ShoalError, WireError
+from shoal.runtime import scratch
+from shoal.runtime.transport import interfaces, tls
+
+JOIN_TRY_S = 2.0
+"""From a look into etcd to the next, where the head that is there does not answer."""
+
+LOCK_S = 45.0
+"""How long a former head may hold the run directory on a shared file system. Other hosts look for a head for 60 s."""
+
+
+class SshStart:
+    """`shoal join` started on another machine by ssh. The key goes through its standard input, never a command line."""
+
+    def __init__(self, number: int, name: str, ssh: str, where: str, key: str) -> None:
+        self.number, self.name = number, name
+        join = [sys.executable, "-m", "shoal", "join", where, "--as-host", str(number)]
+        there = f"read -r {joining.KEY_VARIABLE}; export {joining.KEY_VARIABLE}; cd {shlex.quote(os.getcwd())} 2>/dev/null; "
+        there += f"exec {shlex.join(join)}"
+        self._process = subprocess.Popen(
+            [*shlex.split(ssh), name, there],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(f"{key}\n".encode())
+            self._process.stdin.close()
+
+    def problem(self) -> str | None:
+        """Why it ended, where it did before its host joined."""
+        if self._process.poll() is None:
+            return None
+        assert self._process.stderr is not None
+        said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+        return (
+            f"{self.name}: exit code {self._process.returncode}; {' '.join(said[-3:]) or 'it said nothing'}"
+        )
+
+    def close(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+
+def open_cluster(
+    config: HostsConfig,
+    *,
+    run: RunDirectory,
+    script: str,
+    note: Callable[[str], None],
+    is_oversubscribed: bool = False,
+    journal: str = "",
+    successor: Successor | None = None,
+    num_workers: int = 0,
+    num_servers: int = 0,
+) -> Cluster:
+    """Listen for the hosts, and say how they join."""
+    refuse_address(config)
+    key = successor.key if successor is not None else joining.read_key(config.key_file)
+    is_made = key is None
+    hosts_join = bool(config.on) and registry.ENGINES[registry.parse(config.on)[0]].hosts_join
+    if is_made and hosts_join:
+        raise ConfigError(
+            f"the hosts of --on {config.on} join with a key that they were given, and this machine was given none. Nothing was "
+            f"started; put the same random word of 20 characters or more into {joining.KEY_VARIABLE} here and on each host, or "
+            "name a file of it with --join-key-file."
+        )
+    key = key or joining.new_join_key()
+    files = FileService(run.path, Path(script).parent if config.ship else None)
+    authority = Authority(run.name, plaintext=config.plaintext)
+    listener = tls.listen(config.bind, config.port)
+    facts = joining.JobFacts(
+        job=run.name,
+        script=script,
+        script_hash=joining.file_hash(script),
+        run_dir=str(run.path),
+        run_dir_mark=joining.make_mark(run.path),
+        is_shipped=config.ship,
+        launches=tuple(journal_reader.launch_times(run.path)),
+        journal=journal,
+    )
+    others = [number for number in range(config.num_hosts) if number != HEAD]
+    names = dict(enumerate(config.names)) if config.names else {}
+    names.pop(HEAD, None)
+    door = joining.Door(listener, authority, key, facts, others, files, names)
+    where = tls.join_address("shoal://", config.advertise or config.bind, listener.getsockname()[1])
+    plural = "s" if len(others) > 1 else ""
+    starters: list[SshStart] = []
+    engine, slot = None, None
+    if config.on:
+        slot = config.resources(num_workers, num_servers)
+        folder = run.path / "engine"
+        folder.mkdir(exist_ok=True)
+        ticket = protocol.Ticket(
+            job=run.name, address=where, key=key, cores=max(1, round(slot.cpus)), folder=str(folder)
+        )
+        note(
+            f"waiting for {len(others)} host{plural}; on each: shoal join {where}"
+            if hosts_join
+            else f"asking {config.on} for {len(others)} host{plural}"
+        )
+        engine = registry.open_engine(config.on, ticket)
+        try:
+            engine.start(others, slot)
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # the first error says more
+                engine.stop()
+            door.close()
+            if isinstance(error, ShoalError) or not isinstance(error, Exception):
+                raise
+            raise ClusterError(
+                f"{config.on} failed when it was asked for {len(others)} host{plural} ({protocol.words_of(error)}). Nothing was "
+                f"trained; see that {config.on} is well, and start the job again."
+            ) from error
+    elif config.names and config.by_ssh:
+        note(f"starting {len(others)} host{plural} by {config.ssh}: {', '.join(names.values())}")
+        starters = [SshStart(number, name, config.ssh, where, key) for number, name in names.items()]
+    else:
+        note(f"waiting for {len(others)} more host{plural}; on each: shoal join {where}")
+        if is_made:
+            note(f"join key: {key}")
+    if config.plaintext:
+        note(
+            "--plaintext: what the hosts exchange is not encrypted; whoever is on that network can read and change it"
+        )
+    return Cluster(
+        config=config,
+        authority=authority,
+        door=door,
+        starters=starters,
+        join_address=where,
+        is_oversubscribed=is_oversubscribed,
+        is_takeover=successor is not None,
+        engine=engine,
+        slot=slot,
+    )
+
+
+def refuse_address(config: HostsConfig) -> None:
+    """Refuse addresses that cannot be meant."""
+    if config.names and not joining.resolved(config.bind) & joining.resolved(config.names[HEAD]):
+        raise ConfigError(
+            f"{config.names[HEAD]}, the first of the hosts, is not this machine ({config.bind}), which takes part as host 0. "
+            "Nothing was started; name this machine first."
+        )
+    for what, address in (("--bind", config.bind), ("--advertise", config.advertise)):
+        if not address:
+            continue
+        try:
+            found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
+        except OSError as error:
+            raise ConfigError(
+                f"{what} {address}: this machine knows no such address ({error.strerror}). Nothing was started; "
+                "`ip -brief address` lists what it has."
+            ) from None
+        at = ipaddress.ip_address(str(found).partition("%")[0])
+        if at.is_loopback and not config.on:
+            raise ConfigError(
+                f"{what} {address} is {at}, which no other host can reach. Nothing was started; name an address of this machine "
+                "on the network that the hosts share."
+            )
+        if at.is_unspecified:
+            raise ConfigError(
+                f"{what} {address} is every address of this machine. Nothing was started; name the one on the network that "
+                "the hosts share."
+            )
+        if config.plaintext and at.is_global:
+            raise ConfigError(
+                f"--plaintext is refused at {at}, a public address: anybody could read and change what the hosts exchange. "
+                "Nothing was started; leave it out, and the connections are encrypted."
+            )
+
+
+def join(
+    address: str,
+    *,
+    key_file: str | None,
+    run_dir: Path,
+    timeout_s: float,
+    wants: int = -1,
+    interface: str | None = None,
+    advertise: str | None = None,
+    cores: int | None = None,
+) -> tuple[int, ShoalError | None]:
+    """`shoal join`: be a host of a job until it is over, also as its next head; returns the job's exit code.
+
+    `interface` are names of network interfaces, the first of which leads to the head; `cores` are those it may use. The error is that of a job that
+    this host has taken over.
+    """
+    tls.split_address(address)
+    named = interfaces.named(interface) if interface else {}
+    joiner = _Joiner(
+        joining.read_key(key_file) or joining.ask_for_key(address), run_dir, named, advertise, cores
+    )
+    admission = joiner.admitted(address, timeout_s=timeout_s, wants=wants)
+    while True:
+        code, run = _serve(address, admission, run_dir.absolute())
+        if run is None:
+            return code, None
+        match joiner.seek(admission, run):
+            case Headship() as won:
+                return _take_over(admission, Successor(won, joiner.key), run)
+            case GiveUp(why):
+                agent.say(f"host {admission.number} ends: no head was found, because {why}")
+                _tell_copy(run, admission)
+                return code, None
+            case (address, admission):
+                pass  # the next head
+
+
+def _serve(address: str, admission: Admission, run_dir: Path) -> tuple[int, Path | None]:
+    """Be a host of the head at this address; returns its exit code, and the run directory where another head is to be found."""
+    facts = admission.facts
+    setproctitle(f"shoal host-{admission.number} [{facts.job}]")
+    agent.say(f"joined {facts.job} as host {admission.number} ({admission.own_address})")
+    head = tls.TLS + address.partition("://")[2]
+    with contextlib.ExitStack() as stack:
+        here, copy = Path(facts.run_dir), None
+        if not admission.sees_run_dir:
+            copy = RunCopy.claim(
+                run_dir, facts.job, facts.launches, lambda text: agent.localised_config(text, folder)
+            )
+            stack.callback(copy.close)
+            here = copy.path
+            shutil.rmtree(here / scratch.NAME, ignore_errors=True)  # of an agent that was killed
+            stack.callback(shutil.rmtree, here / scratch.NAME, ignore_errors=True)
+        script, folder = facts.script, None
+        if facts.is_shipped:
+            folder = here / f"shipped-{admission.number}"
+            copy_shipped(head, admission.credentials, folder)
+            script = str(folder / Path(script).name)
+        inbox = stack.enter_context(SignalInbox(signal.SIGUSR1, signal.SIGUSR2))
+        warm = stack.enter_context(WarmParent(facts.job, preload=preload_for(script)))
+        host = agent.HostAgent(admission, head, warm, run_dir=here, folder=folder, copy=copy)
+        try:
+            code = host.run(inbox)
+        except (OSError, EOFError, WireError) as error:
+            if not admission.journal:
+                raise
+            # The head was lost before it said what this host is to do.
+            code, host.is_head_lost, host.reason = 3, True, f"the head could not be reached ({error})"
+    if host.is_head_lost and admission.journal and not host.is_leaving:
+        shown = parse_journal(admission.journal).shown
+        agent.say(
+            f"{host.reason}; its processes on this host were ended. Looking for the next head in {shown}"
+        )
+        return code, here
+    agent.say(f"host {admission.number} ends: {host.reason}")
+    if host.is_head_lost and copy is not None:
+        _tell_copy(copy.path, admission)
+    return code, None
+
+
+def _tell_copy(run: Path, admission: Admission) -> None:
+    if has_checkpoint(run):
+        agent.say(
+            f"a copy of the run is here: `shoal resume {run} --hosts N --bind {admission.own_address}` goes on with it on N "
+            "hosts, this one among them"
+        )
+
+
+class _Joiner:
+    """A host before it has a head, and after it lost one."""
+
+    def __init__(
+        self,
+        key: str,
+        run_dir: Path,
+        named: Mapping[str, str],
+        advertise: str | None,
+        cores: int | None,
+    ) -> None:
+        """`named` are addresses by the names of the interfaces that were asked for."""
+        self.key = key
+        self._run_dir, self._named, self._advertise, self._cores = run_dir, named, advertise, cores
+        self._told = ""
+
+    def admitted(self, address: str, *, timeout_s: float, wants: int = -1) -> Admission:
+        source = next(iter(self._named.values()), None)
+        admission = joining.join(
+            address,
+            self.key,
+            timeout_s=timeout_s,
+            wants=wants,
+            run_dir=self._run_dir,
+            source=source,
+            cores=self._cores,
+        )
+        return admission._replace(
+            interfaces=",".join(self._named), advertised=self._advertise or admission.own_address
+        )
+
+    def seek(self, lost: Admission, run: Path) -> Headship | GiveUp | tuple[str, Admission]:
+        """The next head and what it says, or the headship, where it is this host's."""
+        joined: list[tuple[str, Admission]] = []
+
+        def try_join(head: Head) -> bool:
+            try:
+                joined.append((head.address, self.admitted(head.address, timeout_s=JOIN_TRY_S)))
+            except ConfigError as error:
+                if head.generation > 1 and str(error) != self._told:  # the one that was lost need not answer
+                    self._told = str(error)
+                    agent.say(str(error))
+                return False
+            agent.say(f"{head.host} ({head.address}) is the head of {head.job}")
+            return True
+
+        found = headship.seek(
+            parse_journal(lost.journal),
+            job=lost.facts.job,
+            run_id=headship.job_id(lost.facts.launches),
+            launches=journal_reader.launch_times(run) if (run / CONFIG).exists() else [],
+            step=newest_step(run),
+            liveness=LivenessConfig(),
+            try_join=try_join,
+            say=agent.say,
+        )
+        return found if found is not None else joined[0]
+
+
+def _take_over(admission: Admission, successor: Successor, run: Path) -> tuple[int, ShoalError | None]:
+    """Go on with the run on this host, as its head."""
+    facts, won = admission.facts, successor.headship
+    step = newest_step(run)
+    start = (
+        f"from the checkpoint of step {step}"
+        if step
+        else "from its begin: no checkpoint was copied to this host"
+    )
+    agent.say(
+        f"the head of {facts.job} was lost and its lease in etcd has ended: this host takes over, as head {won.generation} of the "
+        f"job at {admission.own_address}, and goes on {start}. Its other hosts join by themselves; the former head can join as "
+        "any host does"
+    )
+    try:
+        deadline = time.monotonic() + LOCK_S
+        while is_alive(run) and time.monotonic() < deadline:
+            time.sleep(
+                0.1
+            )  # on a shared file system the former head lets go of it when it has ended its processes
+        config = api.takeover_config(
+            run,
+            bind=admission.own_address,
+            interfaces=tuple(filter(None, admission.interfaces.split(","))),
+            advertise=admission.advertised if admission.advertised != admission.own_address else "",
+            journal=admission.journal,
+        )
+    except BaseException:
+        won.close(None)
+        raise
+    result = api.launch(config, set_title=True, successor=successor)
+    return result.exit_code, result.error

@@ -1,0 +1,53 @@
+"""Placement of workers on hosts: at home, else where there is room. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+def place(
+    rank: int, homes: Sequence[int], rooms: Mapping[int, int], *, may_crowd: bool = False
+) -> int | None:
+    """Host for a worker: its home, else the one with the most room; None where none that is left has any.
+
+    `homes` is the home of each rank, `rooms` the number of workers that each
+    host at work could take beside those it has; `may_crowd`: and more.
+    """
+    if homes[rank] in rooms:
+        return homes[rank]
+    best = max(rooms, key=lambda host: (rooms[host], -host), default=None)
+    return best if best is not None and (may_crowd or rooms[best] > 0) else None
+
+
+def place_server(home: int, here: Sequence[int], taken: Sequence[int], num_hosts: int) -> int:
+    """Host for a server: its home, else the one with the fewest servers, so that copies of a slot stay apart.
+
+    `here` are the hosts at work, `taken` those of the servers that live.
+    """
+    if home in here:
+        return home
+    return min(here, key=lambda host: (taken.count(host), (host - home) % num_hosts))
+
+
+def spread(num_workers: int, cores: Mapping[int, int], num_hosts: int) -> tuple[int, ...]:
+    """Workers of each host: in proportion to the cores of those that are there, and none on the others."""
+    counts = [0] * num_hosts
+    for _ in range(num_workers):
+        counts[min(cores, key=lambda host: ((counts[host] + 1) / max(cores[host], 1), host))] += 1
+    return tuple(counts)
+
+
+def describe(placed: Mapping[int, int | None]) -> str:
+    """Where ranks start again, as a sentence: "rank 2 starts again on host 0"; None is no host."""
+    sentences = []
+    for host in sorted({host for host in placed.values() if host is not None}):
+        ranks = sorted(rank for rank, each in placed.items() if each == host)
+        sentences.append(f"{ranks_of(ranks)} start{'s' if len(ranks) == 1 else ''} again on host {host}")
+    if waiting := sorted(rank for rank, each in placed.items() if each is None):
+        verb = "waits" if len(waiting) == 1 else "wait"
+        sentences.append(f"{ranks_of(waiting)} {verb} for a host: none that is left has a core to spare")
+    return "; ".join(sentences)
+
+
+def ranks_of(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

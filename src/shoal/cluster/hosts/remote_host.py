@@ -1,0 +1,322 @@
+"""Remote host as the supervisor sees it: a warm parent that happens to be on another machine.
+
+Forks, signals and exits go through the host's agent. A child's pipes and status
+socket are the supervisor's own, as for a child on this machine: what the agent
+forwards is written into them here. A host that falls silent is lost: all its
+children count as killed, and nothing it says later is heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import selectors
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from shoal.config.liveness import LivenessConfig
+from shoal.errors import WireError
+from shoal.runtime.forkserver.messages import ChildExited
+from shoal.runtime.transport.framing import Decoder, encode
+from shoal.runtime.transport.messages.hosts import (
+    AgentEnds,
+    AgentLeaves,
+    AgentListens,
+    AgentStart,
+    ChildEnded,
+    ChildForked,
+    ChildNotForked,
+    ChildOutput,
+    ChildStatus,
+    EndAgent,
+    ForkChild,
+    Heartbeat,
+    OutputTaken,
+    RunSaved,
+    SignalChild,
+)
+from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.tls import TlsStream
+
+OUTPUTS = ("stdout", "stderr", "live_stdout", "live_stderr")
+
+MAX_UNSENT_BYTES = 64 << 20
+"""An agent that reads nothing for so long is as good as gone."""
+
+LAST_OUTPUT_BYTES = 1 << 20
+"""Of a pipe of a lost host's child, for what has arrived: more than an agent may send before it is passed on."""
+
+_serials = itertools.count(1 << 32)
+"""Numbers of remote children, in place of pids: larger than any pid, and unique over all hosts."""
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    serial: int
+    fds: dict[str, int]  # name -> our copy of the descriptor that a local child would have
+    unwritten: dict[str, deque[bytes]] = field(default_factory=dict)
+    tell_pid: Callable[[int | None], None] | None = None  # until it was told
+    ended: int | None = None  # its exit code, once all its output is passed on
+
+
+class RemoteHost:
+    """One agent's connection, registered with the supervisor's selector."""
+
+    def __init__(
+        self,
+        number: int,
+        incarnation: int,
+        stream: TlsStream,
+        *,
+        address: str,
+        servers: list[int],
+        liveness: LivenessConfig,
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self.number, self.incarnation, self.address = number, incarnation, address
+        self.ports: dict[int, int] | None = None  # of its servers, once it listens
+        self.lost = ""  # why, once it is
+        self.leaves = 0  # the signal by which its agent was asked to leave
+        self._ending = ""  # why it was told to end
+        self.stopped: frozenset[int] = frozenset()
+        self._stream, self._liveness, self._selector = stream, liveness, selector
+        self._children: dict[int, _Child] = {}
+        self._exits: deque[ChildExited] = deque()
+        self._decoder = Decoder()
+        self._unsent: deque[bytes] = deque()
+        self._num_unsent = 0
+        self._heard_at = self._beat_at = time.monotonic()
+        stream.setblocking(False)
+        selector.register(stream, selectors.EVENT_READ, self)
+        self._say(AgentStart(liveness.host_heartbeat_s, liveness.host_dead_after_s, servers))
+
+    @property
+    def is_ready(self) -> bool:
+        """Has its agent said where it listens?"""
+        return self.ports is not None and not self.lost
+
+    @property
+    def has_exits(self) -> bool:
+        return bool(self._exits)
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def fork(
+        self,
+        role: str,
+        *,
+        title: str,
+        spec: bytes,
+        fds: Mapping[str, int],
+        server: int = -1,
+    ) -> int:
+        """Have a child forked there; returns its number, at once. It gets what is said about `fds` in `OUTPUTS`."""
+        serial = next(_serials)
+        ours = {name: os.dup(fd) for name, fd in fds.items() if name in OUTPUTS or name == "status"}
+        for fd in ours.values():
+            os.set_blocking(fd, False)
+        self._children[serial] = _Child(serial, ours)
+        outputs = [name for name in ours if name != "status"]
+        self._say(ForkChild(serial, role, title, spec, outputs, "status" in ours, server))
+        return serial
+
+    def signal(self, pid: int, signum: signal.Signals) -> None:
+        if pid in self._children:
+            self._say(SignalChild(pid, signum))
+
+    def exits(self) -> list[ChildExited]:
+        """Deaths since the last look, in order."""
+        self._flush_outputs()
+        exited = list(self._exits)
+        self._exits.clear()
+        return exited
+
+    def tick(self) -> float:
+        """Send the heartbeat that is due, give up a silent host; returns the seconds until the next call."""
+        now = time.monotonic()
+        if self.lost:
+            return 3600.0
+        if now >= self._heard_at + self._liveness.host_dead_after_s:
+            self.lose(f"nothing was heard of it for {self._liveness.host_dead_after_s:g} s")
+            return 0.0
+        if now >= self._beat_at + self._liveness.host_heartbeat_s:
+            self._beat_at = now
+            self._say(Heartbeat())
+        due = min(
+            self._beat_at + self._liveness.host_heartbeat_s, self._heard_at + self._liveness.host_dead_after_s
+        )
+        return max(0.0, due - now)
+
+    def attend(self, mask: int) -> None:
+        """Handle what the selector says can be done."""
+        if mask & selectors.EVENT_WRITE:
+            self._flush()
+        if self.lost or not mask & selectors.EVENT_READ:
+            return
+        try:
+            while not self.lost:
+                data = self._stream.recv(256 << 10)
+                if not data:
+                    self.lose(self._ending or "its agent hung up")
+                    return
+                self._heard_at = time.monotonic()
+                for message, _ in self._decoder.feed(data):
+                    if not self.lost:
+                        self._told(message)
+        except BlockingIOError:
+            pass
+        except (OSError, WireError) as error:
+            self.lose(f"the connection to its agent broke ({error})")
+
+    def lose(self, reason: str) -> None:
+        """Give the host up: its children count as killed. What has arrived of their output is passed on."""
+        if self.lost:
+            return
+        self.lost = reason
+        num_dropped = 0
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._stream)
+        self._stream.close()
+        for child in list(self._children.values()):
+            child.ended = -signal.SIGKILL if child.ended is None else child.ended
+            _enlarge(child)
+        self._flush_outputs()
+        for child in list(self._children.values()):
+            num_dropped += sum(len(data) for waiting in child.unwritten.values() for data in waiting)
+            self._bury(child)
+        if num_dropped:
+            self.lost += f"; {num_dropped:,} bytes of output that nobody read in time are not in the logs"
+
+    def when_forked(self, serial: int, tell: Callable[[int | None], None]) -> None:
+        """Call with the pid that a child has there, once it is known; None where it came to nothing."""
+        if serial in self._children:
+            self._children[serial].tell_pid = tell
+
+    def tell_saved(self) -> None:
+        """Tell the agent that there is a new checkpoint to copy."""
+        self._say(RunSaved())
+
+    def end(self, exit_code: int, reason: str) -> None:
+        """Tell the agent that the job is over. It hangs up when no process of the job is left there."""
+        self._ending = reason
+        self._say(EndAgent(exit_code, reason[:4000]))
+
+    # ---- messages -------------------------------------------------------------------------------
+
+    def _told(self, message: Message) -> None:
+        match message:
+            case Heartbeat(stopped):
+                self.stopped = frozenset(stopped)
+            case AgentEnds(reason):
+                self.lose(f"its agent ends: {reason}")
+                return
+            case AgentLeaves(signum):
+                self.leaves = signum
+            case AgentListens(address, ports):
+                self.address, self.ports = address, dict(ports)
+            case ChildForked(serial, pid):
+                if (child := self._children.get(serial)) is not None:
+                    _tell_pid(child, pid)
+            case ChildNotForked(serial, reason):
+                if (child := self._children.get(serial)) is not None:
+                    self._output(child, "stderr", f"could not be forked: {reason}\n".encode())
+                    child.ended = 1
+            case ChildOutput(serial, name, data):
+                if (child := self._children.get(serial)) is not None:
+                    self._output(child, name, data)
+            case ChildStatus(serial, packet):
+                if (child := self._children.get(serial)) is not None:
+                    self._output(child, "status", packet)
+            case ChildEnded(serial, code):
+                if (child := self._children.get(serial)) is not None:
+                    child.ended = code
+            case _:
+                raise WireError(f"an agent said {type(message).__name__}")
+        self._flush_outputs()
+
+    def _output(self, child: _Child, name: str, data: bytes) -> None:
+        if name in child.fds:
+            child.unwritten.setdefault(name, deque()).append(data)
+
+    def _flush_outputs(self) -> None:
+        """Write what the supervisor's own pipes take; a child is gone when all it said has been passed on."""
+        for child in list(self._children.values()):
+            for name, waiting in child.unwritten.items():
+                while waiting:
+                    try:
+                        count = os.write(child.fds[name], waiting[0])
+                    except BlockingIOError:
+                        break
+                    except OSError:  # nobody reads it any more
+                        count = len(waiting[0])
+                    if name == "status" or count == len(waiting[0]):
+                        waiting.popleft()
+                    else:
+                        waiting[0] = waiting[0][count:]
+                    if name != "status" and not self.lost:
+                        self._say(OutputTaken(child.serial, name, count))
+            if child.ended is not None and not any(child.unwritten.values()):
+                self._bury(child)
+
+    def _bury(self, child: _Child) -> None:
+        if self._children.pop(child.serial, None) is None:
+            return
+        for fd in child.fds.values():
+            os.close(fd)
+        assert child.ended is not None
+        _tell_pid(child, None)
+        self._exits.append(ChildExited(child.serial, child.ended))
+
+    def _say(self, message: Message) -> None:
+        if self.lost:
+            return
+        packet = b"".join(encode(message))
+        self._unsent.append(packet)
+        self._num_unsent += len(packet)
+        self._flush()
+        if self._num_unsent > MAX_UNSENT_BYTES:
+            self.lose("its agent does not read")
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                sent = self._stream.sendmsg(list(itertools.islice(self._unsent, 64)))
+                self._num_unsent -= sent
+                while sent:
+                    first = self._unsent.popleft()
+                    if sent < len(first):
+                        self._unsent.appendleft(first[sent:])
+                        break
+                    sent -= len(first)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.lose(f"the connection to its agent broke ({error})")
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.modify(self._stream, events, self)
+
+
+def _tell_pid(child: _Child, pid: int | None) -> None:
+    tell, child.tell_pid = child.tell_pid, None
+    if tell is not None:
+        tell(pid)
+
+
+def _enlarge(child: _Child) -> None:
+    """Make room for all that has arrived, in pipes that will not be read before the child is reaped."""
+    for name, waiting in child.unwritten.items():
+        if waiting and name != "status":
+            with contextlib.suppress(OSError):  # more than this user may have
+                fcntl.fcntl(child.fds[name], fcntl.F_SETPIPE_SZ, LAST_OUTPUT_BYTES)

@@ -1,0 +1,329 @@
+"""Joining over real sockets: who is admitted, and what each refusal says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.cluster.hosts import authority, joining
+from shoal.cluster.hosts.authority import Authority
+from shoal.cluster.hosts.files import FileService, copy_shipped
+from shoal.cluster.hosts.joining import Admission, Door, JobFacts
+from shoal.errors import ConfigError, HostNotAdmitted, WireError
+from shoal.runtime.transport import tls
+from shoal.runtime.transport.framing import read_message, send_message
+from shoal.runtime.transport.messages.hosts import AgentReady, HostRefused, ListFiles, ReadFile
+
+KEY = "a-key-of-more-than-twenty-characters"
+
+
+class Head:
+    """A door on loopback, for hosts 1 and 2."""
+
+    def __init__(
+        self, folder: Path, *, numbers: tuple[int, ...] = (1, 2), names: dict[int, str] | None = None
+    ) -> None:
+        self.script = folder / "train.py"
+        self.script.write_text("print('hello')\n")
+        self.run_dir = folder / "run"
+        self.run_dir.mkdir()
+        self.authority = Authority("job")
+        listener = tls.listen("127.0.0.1")
+        self.port = listener.getsockname()[1]
+        self.address = f"shoal://127.0.0.1:{self.port}"
+        facts = JobFacts(
+            job="job",
+            script=str(self.script),
+            script_hash=joining.file_hash(str(self.script)),
+            run_dir=str(self.run_dir),
+            run_dir_mark=joining.make_mark(self.run_dir),
+            is_shipped=False,
+        )
+        files = FileService(self.run_dir, folder)
+        self.door = Door(listener, self.authority, KEY, facts, numbers, files, names or {})
+
+    def join(self, key: str = KEY, *, wants: int = -1) -> Admission:
+        return joining.join(self.address, key, timeout_s=10.0, wants=wants)
+
+
+@pytest.fixture
+def open_head(tmp_path: Path) -> Iterator[Callable[..., Head]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(**options: object) -> Head:
+            head = Head(tmp_path, **options)  # type: ignore[arg-type]
+            stack.callback(head.door.close)
+            return head
+
+        yield start
+
+
+@pytest.fixture
+def hostnames(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Machines of one test have one name and address: give the next one another."""
+    return lambda name: monkeypatch.setattr(joining.platform, "node", lambda: name)
+
+
+def test_a_host_with_the_key_is_given_a_number_and_a_certificate_of_it(
+    open_head: Callable[..., Head],
+) -> None:
+    head = open_head()
+    admission = head.join()
+    assert (admission.number, admission.credentials.name, admission.sees_run_dir) == (1, "host-1", True)
+    stream = admission.credentials.connect(head.address.replace("shoal", "tls"), expect="head", timeout_s=5)
+    with stream:
+        send_message(stream, AgentReady(1, 0, os.getpid()))
+        deadline = time.monotonic() + 5
+        while not (joined := head.door.joined()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert [(each.number, each.incarnation) for each in joined] == [(1, 0)]
+    joined[0].stream.close()
+
+
+def test_a_wrong_key_is_refused_before_anything_of_the_job_is_told(open_head: Callable[..., Head]) -> None:
+    head = open_head()
+    with pytest.raises(HostNotAdmitted, match="the join key is not this job's"):
+        head.join("another-key-of-twenty-characters")
+    assert "the join key" in head.door.refusals.get(timeout=5)
+    assert head.door.seats == {}
+
+
+def test_the_key_is_used_up_when_all_hosts_have_joined_and_serves_again_for_one_that_was_lost(
+    open_head: Callable[..., Head], hostnames: Callable[[str], None]
+) -> None:
+    head = open_head(numbers=(1,))
+    hostnames("a")
+    head.join()
+    hostnames("b")
+    with pytest.raises(HostNotAdmitted, match="the key is used up"):
+        head.join()
+    head.door.release(1)
+    again = head.join()
+    assert (again.number, again.credentials.incarnation) == (1, 1)
+
+
+def test_a_host_that_joins_twice_is_refused(open_head: Callable[..., Head]) -> None:
+    head = open_head()
+    head.join()
+    with pytest.raises(HostNotAdmitted, match="is host 1 of this job already"):
+        head.join()
+
+
+def test_named_hosts_get_the_number_of_their_name_and_others_are_refused(
+    open_head: Callable[..., Head], hostnames: Callable[[str], None]
+) -> None:
+    head = open_head(names={1: "one.invalid", 2: "two.invalid"})
+    hostnames("two.invalid")
+    assert head.join().number == 2
+    hostnames("three")
+    with pytest.raises(
+        HostNotAdmitted, match=r"is none of the hosts of this job: one\.invalid, two\.invalid"
+    ):
+        head.join()
+    assert head.join(wants=1).number == 1  # as ssh starts it, whatever it calls itself
+
+
+@pytest.mark.parametrize("what", ["python", "torch", "shoal"])
+def test_another_version_is_named(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    head = open_head()
+    ours, real = joining.own_versions(), threading.current_thread()
+    there = {**ours, what: "9.9.9"}
+    # The joiner runs in this thread, the head in others.
+    monkeypatch.setattr(
+        joining, "own_versions", lambda: there if threading.current_thread() is real else ours
+    )
+    with pytest.raises(
+        HostNotAdmitted, match=f"has {what} 9.9.9 and the head {ours[what]}".replace("+", r"\+")
+    ):
+        head.join()
+
+
+@pytest.mark.parametrize(("skew_s", "said"), [(3600.0, "3,600 s ahead of"), (-7200.0, "7,200 s behind")])
+def test_a_clock_that_is_off_is_named(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch, skew_s: float, said: str
+) -> None:
+    head, real, clock = open_head(), threading.current_thread(), time.time
+    monkeypatch.setattr(
+        joining.time, "time", lambda: clock() + (skew_s if threading.current_thread() is real else 0.0)
+    )
+    with pytest.raises(HostNotAdmitted, match=said):
+        head.join()
+
+
+def test_another_script_and_a_missing_one_are_told_apart(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, real, own = open_head(), threading.current_thread(), joining.file_hash
+    for there, said in (("0" * 64, "is not the script of this job"), ("", "does not exist on")):
+        monkeypatch.setattr(
+            joining,
+            "file_hash",
+            lambda path, there=there: there if threading.current_thread() is real else own(path),
+        )
+        with pytest.raises(HostNotAdmitted, match=said):
+            head.join()
+    assert head.door.seats == {}  # its number is free for the next
+
+
+def test_whoever_answers_without_the_key_is_not_the_head(tmp_path: Path) -> None:
+    """A man in the middle relays all messages: the MACs cover the certificate that the joiner saw."""
+    head = Head(tmp_path)
+    other = Authority("job")
+    private = other.issue("head")
+    context = tls.context(private, ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_NONE
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def relay() -> None:
+        sock, _ = listener.accept()
+        plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        plain.check_hostname, plain.verify_mode = False, ssl.CERT_NONE
+        with (
+            context.wrap_socket(sock, server_side=True) as victim,
+            plain.wrap_socket(socket.create_connection(("127.0.0.1", head.port))) as real,
+        ):
+            victim.settimeout(5)
+            real.settimeout(5)
+            with contextlib.suppress(OSError, EOFError, WireError):
+                while True:
+                    send_message(real, read_message(victim)[0])
+                    send_message(victim, read_message(real)[0])
+
+    thread = threading.Thread(target=relay, daemon=True)
+    thread.start()
+    try:
+        with pytest.raises((HostNotAdmitted, ConfigError)):
+            joining.join(f"shoal://127.0.0.1:{listener.getsockname()[1]}", KEY, timeout_s=5)
+        assert head.door.seats == {}
+    finally:
+        listener.close()
+        head.door.close()
+        thread.join(10)
+
+
+def _ask_with(credentials: tls.Credentials, head: Head) -> None:
+    stream = credentials.connect(head.address.replace("shoal", "tls"), expect="head", timeout_s=5)
+    with stream:
+        send_message(stream, AgentReady(1, 0, 1))
+        read_message(stream, timeout_s=5)
+
+
+def test_a_certificate_of_another_job_and_an_expired_one_are_refused(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = open_head()
+    stranger = Authority("job").issue("host-1")
+    monkeypatch.setattr(authority, "VALID_FOR", -authority.CLOCK_SKEW / 2)
+    expired = msgspec.structs.replace(head.authority.issue("host-1"), authority=head.authority.certificate)
+    for credentials in (stranger, expired):
+        with pytest.raises((OSError, WireError, EOFError)):
+            _ask_with(credentials, head)
+    assert head.door.joined() == []
+    assert sum("certificate" in head.door.refusals.get(timeout=5) for _ in range(2)) >= 1
+
+
+def test_an_agent_that_was_replaced_is_no_longer_heard(
+    open_head: Callable[..., Head], hostnames: Callable[[str], None]
+) -> None:
+    head = open_head(numbers=(1,))
+    old = head.join()
+    head.door.release(1)
+    head.join()
+    with old.credentials.connect(head.address.replace("shoal", "tls"), expect="head", timeout_s=5) as stream:
+        send_message(stream, AgentReady(1, 0, os.getpid()))
+        answer = read_message(stream, timeout_s=5)[0]
+    assert isinstance(answer, HostRefused)
+    assert "joined anew" in answer.reason
+    assert head.door.joined() == []
+
+
+def test_silent_connections_do_not_keep_a_host_out(open_head: Callable[..., Head]) -> None:
+    head = open_head()
+    silent = [socket.create_connection(("127.0.0.1", head.port)) for _ in range(200)]
+    try:
+        # Those of one address take its places; the next attempt after one of them is gone succeeds.
+        for sock in silent:
+            sock.close()
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                assert head.join().number == 1
+                return
+            except ConfigError:
+                assert time.monotonic() < deadline, "a host was kept out by connections that are gone"
+                time.sleep(0.05)
+    finally:
+        for sock in silent:
+            sock.close()
+
+
+# ---- the key's file -----------------------------------------------------------------------------
+
+
+def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(KEY)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by others"):
+        joining.read_key(str(path))
+    path.chmod(0o600)
+    assert joining.read_key(str(path)) == KEY
+
+
+def test_a_short_key_and_a_missing_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(joining.KEY_VARIABLE, "short")
+    with pytest.raises(ConfigError, match="5 characters"):
+        joining.read_key(None)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        joining.read_key(str(tmp_path / "none"))
+
+
+def test_the_key_is_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(joining.KEY_VARIABLE, KEY)
+    assert joining.read_key(None) == KEY
+    assert joining.KEY_VARIABLE not in os.environ
+
+
+# ---- files of the head --------------------------------------------------------------------------
+
+
+def test_hosts_copy_the_scripts_folder(open_head: Callable[..., Head], tmp_path: Path) -> None:
+    head = open_head()
+    admission, there = head.join(), head.address.replace("shoal", "tls")
+    copy_shipped(there, admission.credentials, tmp_path / "copy")
+    assert (tmp_path / "copy" / "train.py").read_text() == head.script.read_text()
+
+
+@pytest.mark.parametrize("path", ["../train.py", "/etc/passwd", "lock", "checkpoints/../../train.py"])
+def test_nothing_else_of_the_head_can_be_read(open_head: Callable[..., Head], path: str) -> None:
+    head = open_head()
+    (head.run_dir / "lock").write_text("locked")
+    admission = head.join()
+    with admission.credentials.connect(
+        head.address.replace("shoal", "tls"), expect="head", timeout_s=5
+    ) as stream:
+        send_message(stream, ListFiles(False))
+        read_message(stream, timeout_s=5)
+        send_message(stream, ReadFile(False, path, 0))
+        try:
+            answer = read_message(stream, timeout_s=5)[0]
+        except (OSError, EOFError, WireError):
+            return
+    assert getattr(answer, "data", b"") == b""
+
+
+def test_a_folder_that_is_more_than_scripts_is_not_shipped(tmp_path: Path) -> None:
+    (tmp_path / "data.bin").write_bytes(b"\0" * (65 << 20))
+    with pytest.raises(ConfigError, match="64 MiB"):
+        FileService(tmp_path / "run", tmp_path)
