@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.embedding import HashEmbedding
 from shoal.embedding.hash_embedding import rows_left_out
-from shoal.embedding.row_source import LocalRows
+from shoal.embedding.lookup import LocalRows
 from shoal.embedding.row_table import RowTable
 from shoal.errors import ConfigError, TrainingError
 
@@ -64,7 +64,7 @@ def test_rows_nobody_trained_are_a_function_of_seed_and_id_whatever_the_table() 
     other = RowTable(module.table_spec(rule="adagrad", settings={}, number=1002))
     keys = torch.unique(IDS).numpy()
     out = np.empty((len(keys), 3), np.float32)
-    other.pull(keys, out, create=True)
+    other.pull(keys, out)
     assert torch.equal(module(torch.from_numpy(keys)), torch.from_numpy(out))
     assert not torch.equal(HashEmbedding(3, seed=5)(torch.from_numpy(keys)), torch.from_numpy(out))
 

@@ -11,8 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shoal.embedding.lookup import BagLookup, Lookup, bag_elsewhere, embedding_bag_forward, embedding_forward
-from shoal.embedding.row_source import merged, uniques_of
+from shoal.embedding.lookup import (
+    BagLookup,
+    Lookup,
+    bag_elsewhere,
+    embedding_bag_forward,
+    embedding_forward,
+    merged,
+    uniques_of,
+)
 from shoal.errors import TrainingError
 
 NUM_ROWS, DIM = 9, 4

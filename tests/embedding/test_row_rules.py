@@ -40,7 +40,7 @@ def run(
         table.apply(key_array, values, 0.5)
         grads.append((key_array, values * values.dtype.type(0.5)))
     out = np.empty_like(start)
-    table.pull(np.arange(NUM_ROWS), out, create=False)
+    table.pull(np.arange(NUM_ROWS), out)
     return start, grads, out
 
 
@@ -132,7 +132,7 @@ def test_settings_change_between_updates_and_an_empty_update_counts() -> None:
     table.settings = {"lr": 3.0}
     table.apply(key, np.ones((1, DIM)), 1.0)
     out = np.empty((1, DIM))
-    table.pull(key, out, create=False)
+    table.pull(key, out)
     np.testing.assert_allclose(out, -3.0 / 2.0)
 
 
@@ -188,5 +188,5 @@ def test_the_edges_of_what_settings_may_be_give_numbers(rule: str) -> None:
     for gradient in (0.0, 1e-20, 2.0):
         table.apply(np.arange(NUM_ROWS), np.full((NUM_ROWS, DIM), gradient, np.float32), 1.0)
     out = np.empty((NUM_ROWS, DIM), np.float32)
-    table.pull(np.arange(NUM_ROWS), out, create=False)
+    table.pull(np.arange(NUM_ROWS), out)
     assert np.isfinite(out).all()

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.embedding.row_index import ArrayIndex, GrowingArray, HashedIndex, RowIndex
-from shoal.embedding.row_table import RowTable
+from shoal.embedding.row_table import ArrayIndex, GrowingArray, HashedIndex, RowTable
 from shoal.errors import ConfigError
 from shoal.runtime.transport.messages.client_server import TableSpec
 
@@ -25,9 +24,9 @@ def spec(**changes: object) -> TableSpec:
     return TableSpec(**{**settings, **changes})  # type: ignore[arg-type]
 
 
-def pulled(table: RowTable, keys: list[int], *, create: bool = True) -> np.ndarray:
+def pulled(table: RowTable, keys: list[int]) -> np.ndarray:
     out = np.full((len(keys), table.dim), np.nan, table.dtype)
-    table.pull(np.array(keys, np.int64), out, create=create)
+    table.pull(np.array(keys, np.int64), out)
     return out
 
 
@@ -41,7 +40,7 @@ def pulled(table: RowTable, keys: list[int], *, create: bool = True) -> np.ndarr
     is_array=st.booleans(),
 )
 def test_an_index_is_a_dict(batches: list[set[int]], row_bytes: int, is_array: bool) -> None:
-    index: RowIndex = ArrayIndex(401) if is_array else HashedIndex(row_bytes)
+    index = ArrayIndex(401) if is_array else HashedIndex(row_bytes)
     spread = 1 if is_array else 0x9E3779B97F4A7C1  # far apart, both signs
     model: dict[int, int] = {}
     for batch in batches:
@@ -70,7 +69,7 @@ def test_an_index_is_a_tenth_of_the_rows_of_sixteen_numbers_with_adagrad() -> No
         table = RowTable(spec(dim=16, rule="adagrad", num_rows=num_rows))
         for step in range(30):
             keys = np.arange(step * 2000, step * 2000 + 2000)
-            table.pull(keys, np.empty((2000, 16), np.float32), create=True)
+            table.set(keys, np.empty((2000, 16), np.float32), None, 0)
         assert table.num_rows == 60_000
         assert table.num_bytes == 60_000 * 128
         assert table.num_index_bytes <= 0.101 * table.num_bytes
@@ -82,8 +81,8 @@ def test_an_index_is_a_tenth_of_the_rows_of_sixteen_numbers_with_adagrad() -> No
 def test_memory_grows_beyond_what_was_reserved_and_keeps_what_is_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shoal.embedding.row_index._RESERVED_BYTES", 1 << 16)
-    monkeypatch.setattr("shoal.embedding.row_index._HUGE_FROM_BYTES", 1 << 20)
+    monkeypatch.setattr("shoal.embedding.row_table._RESERVED_BYTES", 1 << 16)
+    monkeypatch.setattr("shoal.embedding.row_table._HUGE_FROM_BYTES", 1 << 20)
     memory = GrowingArray((8,), np.float32)
     for num_rows in (1, 2048, 2049, 100_000):
         memory.reserve(num_rows)
@@ -119,7 +118,8 @@ def test_a_row_nobody_wrote_is_a_function_of_seed_table_and_key(num_rows: int | 
     keys = [1, 5, 900]
     a = RowTable(spec(init=init, scale=0.5, seed=9, num_rows=num_rows))
     b = RowTable(spec(init=init, scale=0.5, seed=9, num_rows=num_rows))
-    assert np.array_equal(pulled(a, [5], create=False)[0], pulled(b, keys)[1])
+    b.apply(np.array(keys), np.zeros((3, b.dim), b.dtype))
+    assert np.array_equal(pulled(a, [5])[0], pulled(b, keys)[1])
     assert (a.num_rows, b.num_rows) == (0, 3)
     assert np.array_equal(pulled(a, keys), pulled(b, keys))
     if init != "zeros":
@@ -130,12 +130,12 @@ def test_a_row_nobody_wrote_is_a_function_of_seed_table_and_key(num_rows: int | 
 def test_first_values_have_the_spread_that_was_asked_for() -> None:
     keys = np.arange(-20_000, 20_000)
     out = np.empty((len(keys), 3), np.float64)
-    RowTable(spec(dim=3, dtype="float64", init="normal", scale=0.1)).pull(keys, out, create=False)
+    RowTable(spec(dim=3, dtype="float64", init="normal", scale=0.1)).pull(keys, out)
     assert abs(out.mean()) < 0.001
     assert abs(out.std() - 0.1) < 0.001
     assert np.abs(np.corrcoef(out.T) - np.eye(3)).max() < 0.02
     assert abs((np.abs(out) < 0.1).mean() - 0.6827) < 0.005
-    RowTable(spec(dim=3, dtype="float64", init="uniform", scale=0.1)).pull(keys, out, create=False)
+    RowTable(spec(dim=3, dtype="float64", init="uniform", scale=0.1)).pull(keys, out)
     assert abs(out.std() - 0.1 / 3**0.5) < 0.001
     assert np.abs(out).max() <= 0.1
 
@@ -167,7 +167,7 @@ def test_a_table_is_a_dict_of_rows(data: st.DataObject, num_rows: int | None) ->
     assert found.tolist() == sorted(model)
     assert state.shape == (len(model), 0)
     assert all(np.array_equal(values[i], model[int(key)]) for i, key in enumerate(found))
-    assert np.array_equal(pulled(table, sorted(model), create=False), values)
+    assert np.array_equal(pulled(table, sorted(model)), values)
 
 
 def test_more_keys_than_a_block_are_all_served() -> None:
@@ -176,7 +176,7 @@ def test_more_keys_than_a_block_are_all_served() -> None:
     values = np.random.default_rng(0).random((60_000, 1), np.float32)
     table.apply(keys, values)
     out = np.empty_like(values)
-    table.pull(keys, out, create=False)
+    table.pull(keys, out)
     assert np.array_equal(out, values)
     assert table.step == 1
 

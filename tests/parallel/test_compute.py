@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.slice import Slice, bounds
-from shoal.errors import LossDoesNotRecombine
-from shoal.parallel.compute import Compute, place
+from shoal.errors import ConfigError, LossDoesNotRecombine
+from shoal.parallel.compute import Compute, ModelCall, blocks, place, run_again
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import LossSum, TrainJob
 
@@ -137,6 +138,47 @@ def test_the_loss_is_checked_on_the_first_slice_that_has_halves() -> None:
     compute(linear(), spread, check_loss=False).forward_backward(part(), rank=0, step=0)
 
 
+class Pairs(nn.Module):
+    """Computes its own loss: of pairs, each alone or against the others of its batch."""
+
+    def __init__(self, *, is_alone: bool, draws: bool = False) -> None:
+        super().__init__()
+        self.layer, self.drop = linear(), nn.Dropout(0.5)
+        self.is_alone, self.draws = is_alone, draws
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.num_calls += 1
+        made = self.drop(self.layer(x))
+        if self.draws:
+            made = nn.functional.dropout(made)
+        if self.is_alone:
+            return nn.functional.mse_loss(made, y)
+        return nn.functional.cross_entropy(made @ y.T, torch.arange(len(x)))
+
+
+def pairs() -> Slice:
+    return Slice(batch={"x": X, "y": Y}, num_local=8, num_global=16)
+
+
+def test_a_models_own_loss_that_compares_samples_is_refused() -> None:
+    model = Pairs(is_alone=False)
+    with pytest.raises(LossDoesNotRecombine, match=r"'model' does not recombine.*shoal\.gather"):
+        compute(model, "model").forward_backward(pairs(), rank=0, step=0)
+    assert gradients(model) == []
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_check_of_a_models_own_loss_leaves_no_trace(draws: bool) -> None:
+    checked, plain = Pairs(is_alone=True, draws=draws), Pairs(is_alone=True, draws=draws)
+    for model, check_loss in ((checked, True), (plain, False)):
+        compute(model, "model", check_loss=check_loss).forward_backward(pairs(), rank=0, step=0)
+        assert model.training
+        assert model.drop.training
+        assert model.num_calls == 1
+    assert all(map(torch.equal, gradients(checked), gradients(plain)))
+
+
 def test_a_loss_is_checked_once() -> None:
     calls = []
 
@@ -157,3 +199,113 @@ def test_only_floating_tensors_are_cast() -> None:
     assert placed["ids"].dtype == torch.int64
     assert placed["text"] == ["a", "b"]
     assert place(batch, torch.device("cpu")) is batch
+
+
+A, B = torch.tensor(1.0), torch.tensor(2.0)
+
+
+class One(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return ("x", x)
+
+
+class Two(nn.Module):
+    def forward(self, x: Any, y: Any = None) -> Any:
+        return ("x, y", x, y)
+
+
+class Many(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "given"),
+    [
+        (One(), A, ("x", A)),
+        (One(), (A,), ("x", A)),
+        (One(), {"x": A}, ("x", A)),
+        (One(), {"dense": A, "ids": B}, ("x", {"dense": A, "ids": B})),
+        (One(), {"dense": A}, ("x", {"dense": A})),
+        (Two(), A, ("x, y", A, None)),
+        (Two(), (A, B), ("x, y", A, B)),
+        (Two(), [A, B], ("x, y", A, B)),
+        (One(), [A, B], ("x", [A, B])),
+        (Two(), {"y": B, "x": A}, ("x, y", A, B)),
+        (Many(), (A, B), ((A, B), {})),
+        (Many(), {"a": A}, ((), {"a": A})),
+    ],
+    ids=str,
+)
+def test_tensors_tuples_and_dicts_become_arguments(model: nn.Module, inputs: Any, given: Any) -> None:
+    assert ModelCall(model)(inputs) == given
+
+
+def test_hooks_of_the_model_are_heard() -> None:
+    model, heard = One(), []
+    model.register_forward_hook(lambda *args: heard.append(args))
+    ModelCall(model)(A)
+    assert len(heard) == 1
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 8))
+
+
+def kept_numbers(model: nn.Module, x: Tensor) -> int:
+    """How many numbers autograd keeps for backward, parameters aside."""
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    kept = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel() if tensor.data_ptr() not in own else 0
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return kept
+
+
+def test_blocks_keep_their_inputs_only_and_nothing_else_changes() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[block() for _ in range(4)], nn.Linear(8, 2))
+    model = copy.deepcopy(plain)
+    assert run_again(model, True) == ["0", "1", "2", "3"]
+    run_again(model, True)  # once more is no more
+    x = torch.randn(16, 8)
+    for each in (plain, model):
+        torch.manual_seed(1)
+        each(x).square().sum().backward()
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name  # BatchNorm counted every batch once
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
+    assert kept_numbers(model, x) < kept_numbers(plain, x) / 4
+
+
+def test_a_block_that_looks_up_rows_does_not_run_twice() -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.inside = nn.Embedding(4, 8), nn.Sequential(block())
+
+    assert blocks(nn.Sequential(Looking(), block())) == ["0.inside.0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        (True, "none of its members holds layers of its own"),
+        (["encoder.*"], "names 'encoder.*', and no layer of the model is called so"),
+    ],
+)
+def test_what_cannot_run_again_is_refused(wanted: bool | list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run_again(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), wanted)
+
+
+def test_patterns_choose_layers_and_the_outer_of_two_nested() -> None:
+    model = nn.Sequential(block(), block())
+    assert run_again(model, ["1", "1.0", "0.4"]) == ["1", "0.4"]

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from shoal.data.slice import Slice
 from shoal.embedding import HashEmbedding
 from shoal.errors import ConfigError
-from shoal.parallel.hashed_rows import HashedRows
 from shoal.parallel.loss import loss_rule
-from shoal.parallel.optimizer_state import optimizer_settings
 from shoal.parallel.protocol import PieceReader, TrainJob
 from shoal.parallel.single import Single
+from shoal.parallel.state import HashedRows, optimizer_settings
 
 FAR = 10**17
 NUM_IDS = 12

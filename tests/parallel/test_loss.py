@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from shoal.data.slice import split_target
 from shoal.errors import ConfigError, LossDoesNotRecombine, TrainingError
 from shoal.parallel.loss import loss_rule
 
@@ -139,3 +141,169 @@ def test_class_weights_follow_the_model_to_its_precision() -> None:
     total, count = rule(logits(), labels(), N, N)
     expected = F.cross_entropy(logits(), labels(), weight=classes().float().double())
     torch.testing.assert_close(total / count, expected)
+
+
+def branching(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    error = ((output - target) ** 2).mean()
+    return error if float(error.detach()) < 1e9 else error * 0
+
+
+def knowing(output: torch.Tensor, target: torch.Tensor, sample_weight: Any = None) -> Any:
+    each = ((output - target) ** 2).mean(1)
+    return each.mean() if sample_weight is None else (each * sample_weight).sum() / sample_weight.sum()
+
+
+MORE = {
+    "a loss that branches on a value": (branching, logits(), logits().flip(0)),
+    "a loss that knows of weights": (knowing, logits(), logits().flip(0)),
+    "rows of several positions": (
+        nn.CrossEntropyLoss(),
+        logits().repeat_interleave(3, 0),
+        labels(masked=True).repeat_interleave(3),
+    ),
+    "kl over elements": (nn.KLDivLoss(reduction="mean"), logits().log_softmax(1), logits().softmax(1)),
+}
+
+
+def replicated(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    rows = tensor.shape[0] // N
+    return tensor.reshape(N, rows, *tensor.shape[1:]).repeat_interleave(weights, 0).flatten(0, 1)
+
+
+@pytest.mark.parametrize("case", [*CASES, *MORE])
+@settings(max_examples=10, deadline=None)
+@given(
+    weights=st.lists(st.integers(0, 3), min_size=N, max_size=N).filter(sum),
+    cuts=st.sets(st.integers(1, N - 1), max_size=2),
+)
+def test_a_weight_of_k_counts_as_k_samples_also_in_slices(
+    case: str, weights: list[int], cuts: set[int]
+) -> None:
+    loss, output, target = (CASES | MORE)[case]
+    rule, weight = loss_rule(loss), torch.tensor(weights)
+    more = int(weight.sum())
+    expected, count = rule(replicated(output, weight), replicated(target, weight), more, more)
+    rows, total, counted = output.shape[0] // N, torch.zeros((), dtype=torch.float64), 0.0
+    for begin, end in itertools.pairwise([0, *sorted(cuts), N]):
+        one, other = output[begin * rows : end * rows], target[begin * rows : end * rows]
+        part, part_count = rule(one, other, end - begin, N, weight[begin:end].double())
+        total, counted = total + part, counted + part_count
+    torch.testing.assert_close(total / counted, expected / count, equal_nan=True)  # all masked is no number
+
+
+def test_the_gradient_is_that_of_the_weighted_mean() -> None:
+    weight = torch.linspace(0.1, 3, N, dtype=torch.float64)
+    for loss in (nn.MSELoss(), lambda output, target: ((output - target) ** 2).mean(), branching):
+        output = logits().requires_grad_()
+        total, count = loss_rule(loss)(output, logits().flip(0), N, N, weight)
+        (total / count).backward()
+        by_hand = logits().requires_grad_()
+        each = ((by_hand - logits().flip(0)) ** 2).mean(1)
+        ((each * weight).sum() / weight.sum()).backward()
+        torch.testing.assert_close(output.grad, by_hand.grad)
+
+
+def test_rows_that_belong_to_no_sample_are_refused() -> None:
+    weight = torch.ones(N, dtype=torch.float64)
+    with pytest.raises(TrainingError, match="which weight belongs to which"):
+        loss_rule(nn.MSELoss())(logits()[:-1], logits()[:-1], N, N, weight)
+    with pytest.raises(TrainingError, match="sample_weight"):
+        loss_rule(lambda output, target: output.mean())(logits()[:-1], logits()[:-1], N, N, weight)
+
+
+SHAPES = {
+    "mapping": lambda loss, output: {"loss": loss, "logits": output},
+    "pair": lambda loss, output: (output, loss),
+    "alone": lambda loss, output: loss,
+}
+
+
+RECOGNISED = [
+    name
+    for name, (loss, _, _) in CASES.items()
+    if isinstance(
+        loss, (nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.MSELoss, nn.L1Loss)
+    )
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", [*RECOGNISED, "sum"])
+def test_a_models_own_loss_is_cut_by_what_torch_divided_it_by(case: str, shape: str) -> None:
+    summed = nn.CrossEntropyLoss(reduction="sum"), logits(), labels(masked=True)
+    loss, output, target = CASES.get(case, summed)
+    rule, rows = loss_rule("model"), output.shape[0] // N
+    total, count = torch.zeros((), dtype=torch.float64), 0.0
+    for begin, end in ((0, 6), (6, 7), (7, N)):  # the seventh sample alone may be masked: a mean over nothing
+        one, other = output[begin * rows : end * rows], target[begin * rows : end * rows]
+        made = rule.run(lambda a=one, b=other: SHAPES[shape](loss(a, b), a), one, end - begin, N)  # type: ignore[misc]
+        if shape == "mapping":
+            assert list(rule.predictions(made)) == ["logits"]
+        part, counted = rule(made, None, end - begin, N)
+        total, count = total + part, count + counted
+    torch.testing.assert_close(total / count, loss(output, target))
+
+
+def test_a_models_own_loss_that_torch_did_not_divide_is_counted_by_labels_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rule = loss_rule("model")
+    batch = {"labels": labels(masked=True).repeat(2, 1).T}
+    made = rule.run(lambda: {"loss": logits().mean() * 2.0}, batch, N, N)
+    assert rule(made, None, N, N)[1] == 16
+    assert "labels that are not -100" in capsys.readouterr().err
+
+
+def own_mean(**options: Any) -> torch.Tensor:
+    return F.cross_entropy(logits(), labels(masked=True), **options)
+
+
+def test_a_models_own_loss_that_was_changed_in_place_is_none_of_torchs_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for reduction in ("sum", "mean"):
+        rule = loss_rule("model")
+        _, count = rule(
+            rule.run(lambda by=reduction: own_mean(reduction=by).div_(3), {}, N, 2 * N), None, N, 2 * N
+        )
+        assert count == N
+        assert "counts by its number of samples" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
+@pytest.mark.parametrize("options", [{"size_average": False}, {"size_average": False, "reduce": True}])
+def test_a_models_own_loss_that_is_a_sum_by_a_deprecated_option_is_a_sum(options: dict[str, bool]) -> None:
+    rule = loss_rule("model")
+    total, count = rule(rule.run(lambda: own_mean(**options), {}, N, 2 * N), None, N, 2 * N)
+    torch.testing.assert_close(total, own_mean(reduction="sum"))
+    assert count == 0.5
+
+
+def test_a_model_without_a_loss_is_refused() -> None:
+    with pytest.raises(TrainingError, match="no loss"):
+        loss_rule("model").run(lambda: {"logits": logits()}, {}, N, N)
+
+
+def test_a_loss_of_one_parameter_is_given_the_output_alone() -> None:
+    total, count = loss_rule(lambda output: output.mean())(logits(), labels(), N, N)
+    torch.testing.assert_close(total / count, logits().mean())
+
+
+def test_a_key_of_the_inputs_is_the_target_of_no_option_of_the_loss() -> None:
+    def scaled(output: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return (output * scale).mean()
+
+    def labelled(output: torch.Tensor, labels: Any = None) -> torch.Tensor:
+        return (output * labels).mean()
+
+    number = torch.full((N, 1), 3.0, dtype=torch.float64)
+    for loss, batch, factor in (
+        (scaled, {"x": logits(), "target": number}, 1.0),
+        (labelled, {"x": logits(), "labels": number}, 3.0),
+        (lambda output, wanted: (output * wanted).mean(), {"x": logits(), "target": number}, 3.0),
+        (scaled, (logits(), number), 3.0),
+    ):
+        rule = loss_rule(loss)
+        inputs, target = split_target(batch)
+        total, count = rule(rule.run(logits, inputs, N, N), target, N, N)
+        torch.testing.assert_close(total / count, logits().mean() * factor)

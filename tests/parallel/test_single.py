@@ -10,9 +10,9 @@ from torch import nn
 
 from shoal.data.slice import Slice
 from shoal.parallel.loss import loss_rule
-from shoal.parallel.optimizer_state import optimizer_settings
 from shoal.parallel.protocol import ControlFlags, PieceReader, TrainJob
 from shoal.parallel.single import Single
+from shoal.parallel.state import optimizer_settings
 
 X = torch.randn(10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 Y = X[:, :1].sin()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import ConfigError
-from shoal.parallel.ps import embedding_placement as takeover
-from shoal.parallel.ps.embedding_placement import PlacementPlan
+from shoal.parallel.ps import rows as takeover
+from shoal.parallel.ps.rows import PlacementPlan
 
 
 class Looks(nn.Module):

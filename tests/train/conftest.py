@@ -13,5 +13,5 @@ from shoal.train import custom
 @pytest.fixture(autouse=True)
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(job, "_current", job.Job(name="test", run_dir=tmp_path / "run"))
-    monkeypatch.setattr(custom, "_script", custom._Script())
+    monkeypatch.setattr(custom, "script", custom.Script())
     return tmp_path / "run"

@@ -100,7 +100,7 @@ def test_steps_and_epochs_that_meet_are_saved_once(run_dir: Path) -> None:
     saved: list[str] = []
     trainer = build(ModelCheckpoint(every_steps=STEPS_PER_EPOCH, every_epochs=1, keep_last=9))
     save = trainer.save_checkpoint
-    trainer.save_checkpoint = lambda directory=None: saved.append(save(directory)) or saved[-1]  # type: ignore[method-assign, func-returns-value]
+    trainer.save_checkpoint = lambda directory=None, **how: saved.append(save(directory, **how)) or saved[-1]  # type: ignore[method-assign, func-returns-value]
     fit(trainer)
     assert len(saved) == 2
     assert steps(run_dir / "checkpoints") == [5, 10]
@@ -492,7 +492,8 @@ def test_hooks_come_in_order_and_those_that_save_come_last(run_dir: Path) -> Non
     for entry in heard:
         name, hook = entry.split(".")
         by_hook.setdefault(hook, []).append(name)
-    assert list(by_hook) == ["on_fit_begin", "on_step_end", "on_epoch_end", "on_fit_end"]
+    hooks = ["on_fit_begin", "on_step_end", "on_validation_end", "on_epoch_end", "on_fit_end"]
+    assert list(by_hook) == hooks
     assert all(names == ["own", "saving"] * (len(names) // 2) for names in by_hook.values())
 
 
@@ -512,7 +513,7 @@ def test_the_state_of_every_callback_is_json() -> None:
         ("on_epoch_ends", "Did you mean on_epoch_end?"),
         ("on_step_begin", "The hooks are on_fit_begin, on_step_end"),
         ("on_train_batch_end", "Did you mean on_step_end?"),
-        ("on_validation_epoch_end", "Did you mean on_epoch_end?"),
+        ("on_validation_epoch_end", "Did you mean on_validation_end?"),
         ("on_fit_start", "Did you mean on_fit_begin?"),
     ],
 )

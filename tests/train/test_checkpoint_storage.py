@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.errors import CheckpointWriteFailed
 from shoal.parallel.protocol import Piece
-from shoal.train.checkpoint import storage as checkpoint_storage
+from shoal.runtime import replace_directory
 from shoal.train.checkpoint.checkpoint import open_checkpoint, write_checkpoint
 from shoal.train.checkpoint.storage import Place, step_name, step_of
 
@@ -120,7 +120,7 @@ def test_an_old_checkpoint_and_a_new_one_change_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:  # as on filesystems that cannot
-        monkeypatch.setattr(checkpoint_storage, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(replace_directory, "_exchange", lambda one, other: False)
     write_checkpoint(tmp_path / "one", weights(torch.zeros(3)), progress={})
     write_checkpoint(tmp_path / "one", weights(torch.ones(3)), progress={})
     assert open_checkpoint(tmp_path / "one").pieces["model/w"].tolist() == [1, 1, 1]

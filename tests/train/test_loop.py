@@ -13,11 +13,11 @@ from by_hand import LABEL, N, X, assert_same_bits, batches, dataset, mlp, traine
 
 from shoal.callbacks import ModelCheckpoint
 from shoal.cluster.worker import session
-from shoal.errors import NonFiniteLoss
+from shoal.errors import ConfigError, NonFiniteLoss
 from shoal.runtime.transport.messages.supervisor import Progress
 from shoal.train.callbacks.base import Callback, StepLogs
+from shoal.train.calls import asked_to_leave
 from shoal.train.checkpoint.checkpoint import list_checkpoints
-from shoal.train.foreground import asked_to_leave
 
 
 class Watch(Callback):
@@ -155,3 +155,21 @@ def test_an_error_in_a_fit_leaves_the_trainer_usable(run_dir: Path) -> None:
     with pytest.raises(OSError, match="mine"):
         run.fit(dataset().batch(10))
     assert set(run.evaluate(dataset().batch(10))) == {"loss"}
+
+
+def test_validation_is_measured_every_so_many_steps_and_after_epochs(run_dir: Path) -> None:
+    measured: list[tuple[int, float]] = []
+
+    class Noting(Callback):
+        def on_validation_end(self, trainer: Any, logs: dict[str, float]) -> None:
+            measured.append((trainer.step, logs["val_loss"]))
+
+    plain, run = trainer(), trainer(callbacks=[Noting()])
+    options: dict[str, Any] = {"epochs": 2, "validation_data": dataset().batch(20)}
+    expected = plain.fit(batches(), **options)
+    history = run.fit(batches(), validate_every=3, **options)
+    assert [step for step, _ in measured] == [3, 4, 6, 8]
+    assert history.epochs == expected.epochs, "measuring changes nothing"
+    assert_same_bits(weights(run.model), weights(plain.model))
+    with pytest.raises(ConfigError, match="validate_every needs validation_data"):
+        run.fit(batches(), validate_every=3)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.errors import ConfigError
-from shoal.train.metrics.metrics import Gather, MetricSet, Specs
+from shoal.train.metrics import Gather, MetricSet, Specs
 
 T = TypeVar("T")
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +100,9 @@ def test_strides_do_not_matter() -> None:
 
 def test_the_hash_is_that_of_the_file() -> None:
     buffer = io.BytesIO()
-    result = safetensors_file.write(buffer, {"a": torch.rand(3_000_000)})  # several blocks
-    assert result.num_bytes == len(buffer.getvalue())
-    assert result.sha256 == hashlib.sha256(buffer.getvalue()).hexdigest()
+    num_bytes, sha256 = safetensors_file.write(buffer, {"a": torch.rand(3_000_000)})  # several blocks
+    assert num_bytes == len(buffer.getvalue())
+    assert sha256 == hashlib.sha256(buffer.getvalue()).hexdigest()
 
 
 def test_a_dtype_the_format_has_no_word_for_is_refused_by_name() -> None:
@@ -137,3 +139,17 @@ def test_a_header_that_lies_is_refused_before_anything_is_allocated(header: Any)
 def test_a_header_longer_than_the_file_is_refused() -> None:
     with pytest.raises(ValueError, match="claims 72340172838076673 bytes of a file of 20"):
         safetensors_file.read_header(io.BytesIO(b"\1" * 20), 20)
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 6), (4, 3, 5)])
+def test_part_of_a_tensor_is_read_alone(shape: tuple[int, ...], tmp_path: Path) -> None:
+    whole = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+    path = tmp_path / "x.safetensors"
+    with path.open("wb") as sink:
+        num_bytes, _ = safetensors_file.write(sink, {"before": torch.ones(3), "w": whole})
+    with path.open("rb") as source:
+        entry = safetensors_file.read_header(source, num_bytes)["w"]
+        for offset in itertools.product(*(range(size) for size in shape)):
+            part = [size - at - (at == 0) for size, at in zip(shape, offset, strict=True)]
+            wanted = whole[tuple(slice(at, at + size) for at, size in zip(offset, part, strict=True))]
+            assert torch.equal(safetensors_file.read_tensor(source, entry, offset, part), wanted)

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler as lr
 
 from shoal.errors import CheckpointMismatch, ConfigError
-from shoal.parallel.optimizer_state import load_optimizer, optimizer_pieces, optimizer_settings
+from shoal.parallel.state import load_optimizer, optimizer_pieces, optimizer_settings
 from shoal.train.checkpoint.saving import load_scheduler, scheduler_state
 
 

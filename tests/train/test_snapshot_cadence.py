@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.train.checkpoint.snapshots import EVERY_STEPS, MOST_STEPS, SHARE, steps_between
+from shoal.train.checkpoint.saving import EVERY_STEPS, MOST_STEPS, SHARE, steps_between
 
 
 @given(cost_s=st.floats(0.0, 1e4), step_s=st.floats(0.0, 1e3))

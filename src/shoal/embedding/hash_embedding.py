@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.embedding.lookup import embedding_forward
-from shoal.embedding.row_source import LocalRows, RowSource
+from shoal.embedding.lookup import LocalRows, RowSource, embedding_forward
 from shoal.embedding.rules import rule_of_optimizer
 from shoal.errors import ConfigError
 from shoal.runtime.transport.messages.client_server import TableSpec
 
-_DTYPES: dict[torch.dtype, Literal["float32", "float64"]] = {
+DTYPES: dict[torch.dtype, Literal["float32", "float64"]] = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
@@ -64,12 +63,12 @@ class HashEmbedding(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        if embedding_dim < 1 or init not in ("zeros", "normal", "uniform") or dtype not in _DTYPES:
+        if embedding_dim < 1 or init not in ("zeros", "normal", "uniform") or dtype not in DTYPES:
             raise ConfigError(
                 "HashEmbedding takes an embedding_dim of at least 1, init 'zeros', 'normal' or 'uniform', and float32 or "
                 f"float64, got {embedding_dim}, '{init}' and {dtype}."
             )
-        self.embedding_dim, self.init, self.scale, self.seed = embedding_dim, init, scale, seed
+        self.embedding_dim, self.init, self.scale, self.seed = int(embedding_dim), init, scale, seed
         self.name, self.dtype = name, dtype
         self._source: RowSource | None = None
 
@@ -86,12 +85,11 @@ class HashEmbedding(nn.Module):
         self._source = source
 
     def table_spec(self, *, rule: str, settings: dict[str, float], number: int = 0) -> TableSpec:
-        """The table that its rows are, trained by this rule."""
         return TableSpec(
             number=number,
             name=self.name or "HashEmbedding",
             dim=self.embedding_dim,
-            dtype=_DTYPES[self.dtype],
+            dtype=DTYPES[self.dtype],
             rule=rule,
             settings=settings,
             init=self.init,
@@ -123,14 +121,13 @@ class HashEmbedding(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> HashEmbedding:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        if dtype in _DTYPES and dtype != self.dtype:  # `model.double()` means its rows too
+        if dtype in DTYPES and dtype != self.dtype:  # `model.double()` means its rows too
             self.dtype = dtype
             if isinstance(self._source, LocalRows):
-                self._source = self._source.to(_DTYPES[dtype])
+                self._source = self._source.to(DTYPES[dtype])
         return self
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The rows of `ids`, in its shape with one dim more."""
         return embedding_forward(self.source, ids)
 
     def extra_repr(self) -> str:

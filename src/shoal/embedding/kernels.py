@@ -10,9 +10,18 @@ import threading
 from typing import Any
 
 import numpy as np
-from numba import types
 
-from shoal.runtime.kernel_cache import INT, ask_ahead, floating_kernel, inlined, kernel, matrix, mixed, vector
+from shoal.runtime.kernel_cache import (
+    INT,
+    ask_ahead,
+    floating_kernel,
+    inlined,
+    kernel,
+    matrix,
+    mixed,
+    types,
+    vector,
+)
 
 _RADIX_BITS = 11
 _MAX_SCRATCH = 1 << 20
@@ -47,14 +56,10 @@ def _slots_for(num_ids: int) -> np.ndarray[Any, Any]:
     return _scratch.slots[:size]
 
 
-@kernel(
-    (
-        vector(types.int64),
-        vector(types.int32, written=True),
-        vector(types.int64, written=True),
-        vector(types.int32, written=True),
-    )
-)
+_INT32S = vector(types.int32, written=True)
+
+
+@kernel((vector(types.int64), _INT32S, vector(types.int64, written=True), _INT32S))
 def _unique(ids: Any, slots: Any, keys: Any, inverse: Any) -> int:
     # `slots` is zeros and becomes zeros again: 1 + the place of the id among those found so far.
     num_ids = len(ids)
@@ -178,12 +183,12 @@ def _share(inverse: Any, start: int, end: int, padding: int, is_mean: bool, one:
     return one / count if count > 0 else one
 
 
-@floating_kernel(
-    lambda dtype: (
-        matrix(dtype), vector(types.int32), vector(types.int64), vector(dtype), INT, types.boolean,
-        matrix(dtype, written=True),
-    )
-)  # fmt: skip
+def _bag_types(dtype: Any) -> tuple[Any, ...]:
+    of_bags = vector(types.int32), vector(types.int64), vector(dtype)
+    return matrix(dtype), *of_bags, INT, types.boolean, matrix(dtype, written=True)
+
+
+@floating_kernel(_bag_types)
 def bag(rows: Any, inverse: Any, offsets: Any, weights: Any, padding: int, is_mean: bool, out: Any) -> None:
     """Write every bag's sum, or mean, of its rows to `out`; zeros for an empty one."""
     dim, one = rows.shape[1], rows.dtype.type(1)
@@ -202,12 +207,7 @@ def bag(rows: Any, inverse: Any, offsets: Any, weights: Any, padding: int, is_me
                 out[b, d] *= share
 
 
-@floating_kernel(
-    lambda dtype: (
-        matrix(dtype), vector(types.int32), vector(types.int64), vector(dtype), INT, types.boolean,
-        matrix(dtype, written=True),
-    )
-)  # fmt: skip
+@floating_kernel(_bag_types)
 def bag_back(
     grad: Any, inverse: Any, offsets: Any, weights: Any, padding: int, is_mean: bool, out: Any
 ) -> None:

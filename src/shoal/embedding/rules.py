@@ -18,16 +18,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from numba import types
-
 from shoal.errors import ConfigError
-from shoal.runtime.kernel_cache import ask_ahead, floating_kernel, matrix, vector
+from shoal.runtime.kernel_cache import ask_ahead, floating_kernel, matrix, types, vector
 
-_AVERAGES = ("beta1", "beta2")
-"""Decay rates of averages."""
+_AVERAGES = ("beta1", "beta2")  # decay rates of averages
 
-_SMALLEST = 2.0**-126
-"""Below it a number may be zero in float32, which tables hold."""
+_SMALLEST = 2.0**-126  # below it a number may be zero in float32, which tables hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,30 +32,18 @@ class UpdateRule:
 
     name: str
     defaults: dict[str, float]
-    kernel: Callable[..., None]
-    """kernel(rows, grads, table, factor, numbers)."""
-
+    kernel: Callable[..., None]  # kernel(rows, grads, table, factor, numbers)
     numbers: Callable[[Mapping[str, float], int], tuple[float, ...]]
     """Arguments of the kernel, of (settings, number of this update, from 1)."""
 
-    state: tuple[str, ...] = ()
-    """State kept per row, in torch's names; each as wide as the row."""
-
-    is_rowwise: bool = False
-    """Then each is one number per row."""
-
-    first_state: str | None = None
-    """Setting that new rows' state begins with; None: zero."""
-
+    state: tuple[str, ...] = ()  # state kept per row, in torch's names; each as wide as the row
+    is_rowwise: bool = False  # then each is one number per row
+    first_state: str | None = None  # setting that new rows' state begins with; None: zero
     divides_by: tuple[str, ...] = ()
     """Settings that a gradient of zero, or any, is divided by: with them at zero rows would become NaN."""
 
-    takes_gradients: bool = True
-    """False where pushes are values, which are never scaled."""
-
-    optimizer: str | None = None
-    """Class of torch.optim that does the same with sparse gradients."""
-
+    takes_gradients: bool = True  # false where pushes are values, which are never scaled
+    optimizer: str | None = None  # class of torch.optim that does the same with sparse gradients
     settings_of: Callable[[Mapping[str, Any]], dict[str, float]] | None = None
     """Settings, of one of that optimizer's param_groups."""
 
@@ -90,7 +74,6 @@ class UpdateRule:
         return {**self.defaults, **{name: float(value) for name, value in settings.items()}}
 
     def _requirement(self, name: str, value: object) -> str | None:
-        """The requirement that a value does not meet."""
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             return "a finite number"
         if name in _AVERAGES and not 0 <= value < 1:
@@ -316,7 +299,6 @@ RULES: dict[str, UpdateRule] = {
 
 
 def rule_named(name: str) -> UpdateRule:
-    """The rule, or a refusal that lists them."""
     if name not in RULES:
         raise ConfigError(
             f"there is no update rule '{name}'; rows know {', '.join(RULES)}. Nothing was declared."

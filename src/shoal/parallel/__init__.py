@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def create(job: Job) -> Strategy:
     """Build the strategy a job was launched with; the others are not imported."""
     if job.sync_every is not None:
-        from shoal.parallel.local_sgd.local_sgd import LocalSgd
+        from shoal.parallel.local_sgd import LocalSgd
 
         return LocalSgd(job)
     choice, _ = strategies.find(job.strategy)

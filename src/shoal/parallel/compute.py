@@ -1,27 +1,192 @@
 """One slice through the user's model and loss: forward, loss sum, backward.
 
 Shared by every strategy that runs the whole model in one process. Decides
-what is seeded and in which precision; exchanges nothing and updates nothing.
+what is seeded, in which precision it runs and which blocks run again within
+backward (activation checkpointing); exchanges nothing and updates nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import functools
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 from shoal.collectives.sync_batchnorm import RanksOfBatch
-from shoal.data.slice import Slice, split_target, weight_of
+from shoal.data.slice import LABELS, Slice, split_target, weight_of
 from shoal.data.tree import Tree, concatenate, map_tensors
-from shoal.parallel.activations import run_again
-from shoal.parallel.model_call import ModelCall, num_compiled_graphs
+from shoal.embedding.hash_embedding import HashEmbedding
+from shoal.errors import ConfigError, LossDoesNotRecombine, TrainingError
+from shoal.parallel import gathering
+from shoal.parallel.loss import OwnLoss
 from shoal.parallel.protocol import LossSum, TrainJob
 from shoal.runtime.seeds import mix
+
+
+class ModelCall:
+    """Calls a model with a tensor (one argument), a tuple (positional) or a mapping (keywords).
+
+    A mapping is passed whole where forward takes a single parameter of another
+    name, and so is a list, which only a collate function of the user's makes
+    (samples of different sizes). Labels of a mapping go to a forward that takes
+    them. A cache for generating text is not kept: nothing here generates. The
+    signature is looked at once, which keeps the step cheap.
+    """
+
+    def __init__(self, model: nn.Module, *, compile: bool = False) -> None:
+        parameters = inspect.signature(model.forward).parameters
+        kinds = [each.kind for each in parameters.values()]
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+        is_only = len(kinds) == 1 and not takes_any and inspect.Parameter.VAR_POSITIONAL not in kinds
+        self._only = next(iter(parameters)) if is_only else None
+        self._left_out = () if takes_any else tuple(key for key in LABELS if key not in parameters)
+        self._fixed = {"use_cache": False} if "use_cache" in parameters else {}
+        self._run: Callable[..., Any] = model
+        if compile:
+            from torch.distributed.fsdp import FSDPModule
+
+            units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+            for unit in units:  # dynamo stops at what fsdp does around them
+                unit.forward = torch.compile(unit.forward)
+            if not units:
+                # Not model.compile(): of a class of torch's own, an nn.Sequential say, dynamo would leave it all uncompiled.
+                self._run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs))
+
+    def __call__(self, inputs: Tree) -> Any:
+        if isinstance(inputs, Mapping):
+            named = {key: value for key, value in inputs.items() if key not in self._left_out}
+            if self._only is not None and set(named) != {self._only}:
+                return self._run(inputs)
+            return self._run(**{**self._fixed, **named})
+        if isinstance(inputs, tuple) or (isinstance(inputs, list) and self._only is None):
+            return self._run(*inputs, **self._fixed)
+        return self._run(inputs, **self._fixed)
+
+
+_MARK = "_shoal_runs_again"
+_TABLES = (nn.Embedding, nn.EmbeddingBag, HashEmbedding)
+
+
+def run_again(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:
+    """Let blocks of `model` run again within backward; returns their names. `wanted` may be patterns of names."""
+    names = blocks(model) if wanted is True else _named(model, wanted or ())
+    for name in names:
+        module = model.get_submodule(name)
+        if not is_run_again(module):
+            module.__dict__[_MARK] = True
+            module.forward = _checkpointed(module)
+    return names
+
+
+def is_run_again(module: nn.Module) -> bool:
+    return _MARK in module.__dict__
+
+
+def blocks(model: nn.Module) -> list[str]:
+    """The outermost members of lists and sequences that hold layers of their own; else the model's parts that do.
+
+    A lookup in a table keeps nothing but ids, and may be a pull from servers: what holds one does not run twice.
+    """
+    found: list[str] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            is_member = isinstance(module, (nn.ModuleList, nn.Sequential))
+            if is_member and _can_be(child):
+                found.append(path)
+            else:
+                visit(path, child)
+
+    visit("", model)
+    found = found or [name for name, child in model.named_children() if _can_be(child)]
+    if not found:
+        raise ConfigError(
+            f"no part of this {type(model).__name__} can be run again within backward: none of its members holds layers of its own. "
+            "Nothing was trained; leave --checkpoint-activations out, or name layers with "
+            "Trainer(checkpoint_activations=['encoder.*'])."
+        )
+    return found
+
+
+def _can_be(module: nn.Module) -> bool:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or not list(module.children()):
+        return False
+    return not any(isinstance(each, _TABLES) for each in module.modules())
+
+
+def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    modules = {name: module for name, module in model.named_modules() if name}
+    found: list[str] = []
+    for pattern in patterns:
+        matching = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+        if not matching:
+            raise ConfigError(
+                f"checkpoint_activations names '{pattern}', and no layer of the model is called so. Nothing was trained."
+            )
+        for name in matching:
+            if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict, *_TABLES)):
+                raise ConfigError(
+                    f"checkpoint_activations names '{name}', a {type(modules[name]).__name__}, which has nothing to run again. "
+                    "Nothing was trained."
+                )
+        found += matching
+    # What runs again as a whole need not do so in parts.
+    return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]
+
+
+def _checkpointed(module: nn.Module) -> Callable[..., Any]:
+    forward = module.forward
+    norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch says nothing of its type
+        options: dict[str, Any] = {"use_reentrant": False}
+        if norms or modes:
+            options["context_fn"] = lambda: (contextlib.nullcontext(), _once_more(norms, modes))
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def _once_more(norms: list[_BatchNorm], modes: list[TorchFunctionMode]) -> Iterator[None]:
+    """As the first time: within backward, torch's modes are off."""
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        if norms:
+            stack.enter_context(_counted_already(norms))
+        yield
+
+
+@contextlib.contextmanager
+def _counted_already(norms: list[_BatchNorm]) -> Iterator[None]:
+    """BatchNorm normalises by its batch and keeps nothing of it. It has to save as many tensors as before, so it still looks."""
+    before = [
+        (norm, norm.momentum, None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone())
+        for norm in norms
+    ]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum, count in before:
+            norm.momentum = momentum
+            if norm.num_batches_tracked is not None and count is not None:
+                norm.num_batches_tracked.copy_(count)
+
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -48,6 +213,8 @@ class Compute:
         self._call = ModelCall(job.model, compile=job.compile)
         self._tells_graphs = job.compile
         self._must_check_loss = check_loss
+        self.gathers = False
+        """Whether the newest loss was computed from rows of all workers: then backward is collective."""
         if job.checkpoint_activations:
             run_again(job.model, job.checkpoint_activations)
         self._batchnorms = [module for module in job.model.modules() if isinstance(module, _BatchNorm)]
@@ -72,25 +239,38 @@ class Compute:
         totals: list[Tensor] = []
         outputs: list[Tree] = []
         count = 0.0
+        named: dict[str, tuple[float, float]] = {}
         for number, piece in enumerate(pieces):
             seed_all(mix(job.seed, rank, step, number), job.device)
             if self._ranks is not None:
                 self._ranks.is_borrowed = piece.borrowed
             placed = self._placed(piece.batch)
             (inputs, target), weight = split_target(placed), weight_of(placed)
-            with autocast(self._job):
-                output = self._output(inputs, piece)
+            with autocast(self._job), gathering.over(piece, num_micro=job.num_micro) as gathered:
+                rests = piece.borrowed and self._ranks is None
+                try:
+                    with batchnorm_at_rest(self._batchnorms) if rests else contextlib.nullcontext():
+                        output = self._output(inputs, piece)
+                except ValueError as error:
+                    explain_batch_of_one(error, piece)
+                    raise
                 if self._tells_graphs:
                     self._tell_graphs(rank)
                 num_samples = max(piece.num_local, 1)
                 total, piece_count = job.loss(output, target, num_samples, piece.num_global, weight)
-            if self._must_check_loss and piece.num_local > 1:  # one sample has no halves
+            self.gathers = gathered.is_used
+            for name, (its_sum, its_count) in job.loss.named.items():
+                before, factor = named.get(name, (0.0, 0.0)), float(not piece.borrowed)
+                named[name] = before[0] + its_sum * factor, before[1] + its_count * factor
+            # One sample has no halves, and those of a loss over the whole batch say nothing.
+            if self._must_check_loss and piece.num_local > 1 and not self.gathers:
                 job.loss.check(output, target, piece.num_local, weight)
+                self._check_forward(piece)
                 self._must_check_loss = job.checks_every_loss
             if not piece.borrowed:
                 totals.append(total.detach())
                 count += piece_count
-                outputs.append(map_tensors(lambda tensor: tensor.detach(), output))
+                outputs.append(map_tensors(lambda tensor: tensor.detach(), job.loss.predictions(output)))
             if number == len(pieces) - 1:
                 whole = _sum(totals, total)
                 contributed = LossSum(
@@ -98,20 +278,60 @@ class Compute:
                     count=count,
                     outputs=concatenate(outputs) if outputs else None,
                     on_its_way=_start_reading(whole),
+                    named=named,
                 )
                 if before_backward is not None:
                     before_backward(contributed)
             if not piece.borrowed:  # a borrowed sample ran to keep in step; its gradient is nobody's
                 (total / batch.num_global).backward()  # type: ignore[no-untyped-call]
-            elif self._borrowed_run_back:
+            elif self._borrowed_run_back or self.gathers:
                 (total * 0.0).backward()  # type: ignore[no-untyped-call]
         return contributed
+
+    def _check_forward(self, piece: Slice) -> None:
+        """A model's own loss, once more of the slice and of its halves, in evaluation mode and without a trace."""
+        job = self._job
+        has_rows = any(isinstance(module, HashEmbedding) for module in job.model.modules())
+        if not isinstance(job.loss, OwnLoss) or self._borrowed_run_back or has_rows:
+            return  # a forward that exchanges or pulls has to be the same number of times on every rank
+        try:
+            halves = piece.cut(2)
+        except TrainingError:
+            return  # a batch of the user's own collate function, which is not cut by rows
+        parts = [(split_target(self._placed(part.batch))[0], part.num_local) for part in (piece, *halves)]
+        like = [*job.model.parameters(), torch.empty(0, dtype=job.autocast or torch.float64)]
+        device = job.device
+        with (
+            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
+            evaluating(job.model.modules()),
+            torch.no_grad(),
+            autocast(job),
+        ):
+            before = _generators(device)
+            buffers = [(buffer, buffer.clone()) for buffer in job.model.buffers()]
+            try:
+                job.loss.check_forward(self._call, parts, piece.num_global, like)
+            except LossDoesNotRecombine:
+                if all(
+                    map(torch.equal, before, _generators(device))
+                ):  # else halves drew other numbers than the whole
+                    raise
+            finally:
+                for buffer, value in buffers:
+                    if not torch.equal(
+                        buffer, value
+                    ):  # backward may need it: written to only where forward has
+                        buffer.copy_(value)
 
     def forward(self, batch: Slice, *, rank: int) -> Tree:
         """The outputs of a slice in evaluation mode, without gradients."""
         seed_all(mix(self._job.seed, rank, _EVALUATION + batch.start), self._job.device)
         with evaluating(self._job.model.modules()), torch.no_grad(), autocast(self._job):
-            return self._call(split_target(self._placed(batch.batch))[0])
+            return self._output(split_target(self._placed(batch.batch))[0], batch)
+
+    def _output(self, inputs: Tree, piece: Slice) -> Tree:
+        num_samples = max(piece.num_local, 1)
+        return self._job.loss.run(lambda: self._call(inputs), inputs, num_samples, piece.num_global)
 
     def try_out(self, batch: Slice, *, rank: int) -> None:
         """Forward and loss of a slice, without gradients and without a trace."""
@@ -122,40 +342,16 @@ class Compute:
                 output, split_target(placed)[1], max(batch.num_local, 1), batch.num_global, weight_of(placed)
             )
 
-    def _output(self, inputs: Tree, piece: Slice) -> Tree:
-        try:
-            rests = piece.borrowed and self._ranks is None
-            with self._batchnorm_at_rest() if rests else contextlib.nullcontext():
-                return self._call(inputs)
-        except ValueError as error:
-            if "more than 1 value per channel" in str(error):
-                error.add_note(
-                    f"This worker had {piece.num_local} sample to normalise, of a batch of {piece.num_global}. Leave a "
-                    "last batch out that is not full with batch(..., drop_last=True), or use larger batches, fewer "
-                    "workers or less accumulation."
-                )
-            raise
-
     def _tell_graphs(self, rank: int) -> None:
         """A model may be compiled whole, in parts, or not at all: only the first forward shows it."""
+        from torch._dynamo.utils import counters
+
         self._tells_graphs = False
-        name, graphs = type(self._job.model).__name__.removeprefix("FSDP"), num_compiled_graphs()
+        name, graphs = type(self._job.model).__name__.removeprefix("FSDP"), counters["stats"]["unique_graphs"]
         said = f"{name} runs as {graphs} compiled graph{'s' if graphs > 1 else ''}"
         if rank == 0:
-            print(
-                f"note: compile: {said if graphs else f'nothing of {name} could be compiled'}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    @contextlib.contextmanager
-    def _batchnorm_at_rest(self) -> Iterator[None]:
-        """For a borrowed sample: BatchNorm takes no batch of one, and should keep nothing of it but the count."""
-        with evaluating(self._batchnorms) as rested:
-            yield
-        for module in rested:
-            if module.num_batches_tracked is not None:
-                module.num_batches_tracked.add_(1)
+            said = said if graphs else f"nothing of {name} could be compiled"
+            print(f"note: compile: {said}", file=sys.stderr, flush=True)
 
     def _placed(self, batch: Tree) -> Tree:
         return place(batch, self._job.device, self._job.cast_inputs)
@@ -174,8 +370,27 @@ def evaluating(modules: Iterable[M]) -> Iterator[list[M]]:
             module.training = True
 
 
+@contextlib.contextmanager
+def batchnorm_at_rest(modules: Sequence[_BatchNorm]) -> Iterator[None]:
+    """For a borrowed sample: BatchNorm takes no batch of one, and should keep nothing of it but the count."""
+    with evaluating(modules) as rested:
+        yield
+    for module in rested:
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+
+
+def explain_batch_of_one(error: ValueError, piece: Slice) -> None:
+    """Add what to do about it to BatchNorm's error about a batch of one."""
+    if "more than 1 value per channel" in str(error):
+        error.add_note(
+            f"This worker had {piece.num_local} sample to normalise, of a batch of {piece.num_global}. Leave a last batch "
+            "out that is not full with batch(..., drop_last=True), or use larger batches, fewer workers or less "
+            "accumulation."
+        )
+
+
 def autocast(job: TrainJob) -> contextlib.AbstractContextManager[object]:
-    """The precision in which a job runs forward and loss."""
     if job.autocast is None:
         return contextlib.nullcontext()
     return torch.autocast(job.device.type, dtype=job.autocast)
@@ -187,6 +402,13 @@ def seed_all(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    states = [torch.default_generator.get_state()]
+    return (
+        states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+    )
 
 
 def place(batch: Tree, device: torch.device, dtype: torch.dtype | None = None) -> Tree:

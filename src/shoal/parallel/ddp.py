@@ -13,28 +13,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.collectives.compression.compressor import Traffic, compressor
-from shoal.collectives.gradients import GradientExchange, Sums
+from shoal.collectives.compression import Traffic, compressor
+from shoal.collectives.gradients import GradientExchange
 from shoal.collectives.reducer import Reducer, gather_any, sum_in_rank_order
-from shoal.collectives.sync_batchnorm import synchronise
+from shoal.collectives.sync_batchnorm import BatchNormRanks, synchronise
 from shoal.config.choices import compressor_keeps_state
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.errors import ConfigError, PeerLost
-from shoal.parallel import residuals
-from shoal.parallel.batchnorm_ranks import BatchNormRanks
-from shoal.parallel.check_same_model import refuse_different_models
 from shoal.parallel.compute import Compute
-from shoal.parallel.hashed_rows import hash_embeddings, layer_of, plain_tensors
-from shoal.parallel.optimizer_state import optimizer_settings
 from shoal.parallel.own_gradients import OwnGradients
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult, TrainJob
-from shoal.parallel.state import MODEL, load_state, state_pieces
-from shoal.parallel.step_exchange import StepExchange
-from shoal.parallel.step_result import decide
-from shoal.parallel.update import clip, drop_gradients, gradients_of, scale
+from shoal.parallel.state import (
+    MODEL,
+    hash_embeddings,
+    layer_of,
+    load_residuals,
+    load_state,
+    optimizer_settings,
+    plain_tensors,
+    refuse_different_models,
+    residual_pieces,
+    state_pieces,
+)
+from shoal.parallel.step import StepExchange, clip, decide, drop_gradients, gradients_of, scale, with_named
 from shoal.recovery.elastic_group import elastic_group
+from shoal.recovery.rendezvous import is_broken
 from shoal.recovery.replay_log import ReplayLog
 from shoal.recovery.state_transfer import Part
 
@@ -48,20 +53,17 @@ class Ddp:
         self.step = 0
         self.replay_log: ReplayLog | None = elastic_group()
         self._group = elastic_group()
-        self._gradients: Sums | None = None
+        self._buckets: GradientExchange | None = None
         self._exchange: StepExchange  # once prepared
         self._compress = job.compress
         self.holds_parts = compressor_keeps_state(job.compress)
         """Whether this rank has something that no other has."""
         self._ranks: BatchNormRanks | None = None
         if job.batchnorm == "sync" and len(job.batch_ranks) > 1:
-            self._ranks = BatchNormRanks(job, job.batch_ranks)
+            self._ranks = BatchNormRanks(job, job.batch_ranks, is_broken)
         self._prepared_at: int | None = None
+        self._has_started = True  # the exchange of the step, while backward runs
         self._own: OwnGradients | None = None  # in a loop of the user's own
-
-    @property
-    def _buckets(self) -> GradientExchange | None:
-        return self._gradients if isinstance(self._gradients, GradientExchange) else None
 
     @property
     def traffic(self) -> Traffic | None:
@@ -92,10 +94,10 @@ class Ddp:
         self._compute = Compute(job, check_loss=True, borrowed_run_back=borrowed_run_back, ranks=self._ranks)
         self._parameters = list(job.model.parameters())
         if job.is_own_loop:
-            self._own = OwnGradients(job.model)
+            self._watch_own_loop(job.model)
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
-            self._gradients = self._make_gradients(job.model)
+            self._buckets = self._make_gradients(job.model)
         self._exchange = self._make_exchange(job.model)
 
     def _synchronise(self, model: nn.Module) -> None:
@@ -112,7 +114,7 @@ class Ddp:
                 "trained; run the script with --strategy ps, which keeps the rows on servers, or in one process."
             )
 
-    def _make_gradients(self, model: nn.Module) -> Sums | None:
+    def _make_gradients(self, model: nn.Module) -> GradientExchange | None:
         """How the gradients of this model are summed; None where the first batch has to show it."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         return GradientExchange(
@@ -120,11 +122,11 @@ class Ddp:
         )
 
     def _make_exchange(self, model: nn.Module) -> StepExchange:
-        return StepExchange(model, self._gradients, rank=self._rank, num_workers=self._num_workers)
+        return StepExchange(model, self._buckets, rank=self._rank, num_workers=self._num_workers)
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; they leave bucket by bucket while backward runs."""
-        if self._group.next_is_known:
+        if self._group.pass_up_to(StepResult):
             return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
         self._exchange.forget_buffers()
         self._exchange.begin_step()
@@ -153,18 +155,23 @@ class Ddp:
     def _contribute(self, loss: LossSum, share: float, *, with_gradients: bool = True) -> None:
         """Send everything but the gradients, so that it travels while backward runs."""
         self._exchange.contribute(loss, share, self._job.control, with_gradients=with_gradients)
+        self._has_started = not self._compute.gathers
+        if not self._has_started:  # backward exchanges, and a view may end within it
+            return
         try:
-            self._exchange.start(self._group.native)
+            self._exchange.start(self._group.reducer)
         except PeerLost:
-            self._exchange.mark_broken()  # backward first: commit sends it all again
+            self._exchange.is_broken = True  # backward first: commit sends it all again
 
     def commit(self) -> StepResult:
         """Exchange, decide, update. A lost peer means another attempt in the next view, from the same contribution."""
         step = self._group.exchange("a step")
         for attempt in step.attempts():
             with attempt as group:
-                if attempt.is_retry:
-                    self._contribute_again(group)
+                if (attempt.is_retry or not self._has_started) and self._ranks is None:
+                    self._exchange.start(group)
+                elif attempt.is_retry:
+                    self._run(self._batch)  # a replaced rank computes its part with ours
                 self._exchange.finish(group)
             if attempt.is_broken:
                 self._exchange.abandon()
@@ -173,22 +180,18 @@ class Ddp:
         if step.is_replayed:  # the donor's state holds this step already
             replayed: StepResult = step.result
             return replayed
-        return step.finish(self._apply(decide(self._exchange.write_buffers())))
+        sums = self._exchange.write_buffers()
+        names, at = self._exchange.names, len(sums) - 2 * len(self._exchange.names)
+        return step.finish(self._apply(with_named(decide(sums[:at]), names, sums[at:].tolist())))
 
-    def _contribute_again(self, group: Reducer) -> None:
-        if self._ranks is None:
-            self._exchange.start(group)
-        else:
-            self._run(self._batch)  # a replaced rank computes its part with ours
-
-    def _apply(self, verdict: StepResult) -> StepResult:
+    def _apply(self, result: StepResult) -> StepResult:
         """Update the weights, or leave the step out without a trace; alike on every rank."""
         assert self.optimizer is not None
         gradients = gradients_of(self._parameters)
         # Gradients summed before the commit are divided by what was counted already.
-        divisor = int(verdict.count) if self._is_summed else self._num_global
-        verdict, factor = clip(self._job, verdict, gradients, divisor, norm=self._norm_over_ranks())
-        if verdict.applied:
+        divisor = int(result.count) if self._is_summed else self._num_global
+        result, factor = clip(self._job, result, gradients, divisor, norm=self._norm_over_ranks())
+        if result.applied:
             scale(gradients, factor)
             self.optimizer.step()
         else:
@@ -198,7 +201,7 @@ class Ddp:
             self._own.forget()
         self._exchange.forget_buffers()
         self.step += 1
-        return verdict
+        return result
 
     def _norm_over_ranks(self) -> Callable[[], float] | None:
         """The gradient's norm where ranks hold different parameters; None here: every rank has the whole gradient."""
@@ -214,8 +217,10 @@ class Ddp:
 
     # ---- a loop of the user's own ------------------------------------------------------------------
 
+    def _watch_own_loop(self, model: nn.Module) -> None:
+        self._own = OwnGradients(model)
+
     def about_to_run(self) -> None:
-        """The user's loop is about to run the model on a batch."""
         self._exchange.begin_step()
 
     def weigh(self, batch: Slice) -> None:
@@ -278,28 +283,24 @@ class Ddp:
     # ---- evaluation and state ------------------------------------------------------------------
 
     def forward(self, batch: Slice) -> Tree:
-        """This rank's outputs, without gradients."""
         return self._compute.forward(batch, rank=self._data_rank)
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in rank order."""
         return self._group.run(lambda group: sum_in_rank_order(group, values), "a sum over the workers")
 
     def gather(self, value: torch.Tensor | None) -> list[torch.Tensor]:
-        """Every rank's tensor, in rank order."""
         return self._group.run(lambda group: gather_any(group, value), "a gathering")
 
     def state(self) -> Iterator[Piece]:
-        """Model and optimizer, whole: every rank holds all of it."""
         yield from state_pieces(self._job.model, self.optimizer)
         if self._buckets is not None and self._buckets.compressor is not None:
-            yield from residuals.pieces(self._buckets.compressor, self.gather)
+            yield from residual_pieces(self._buckets.compressor, self.gather)
 
     def load(self, pieces: PieceReader) -> None:
         """Take over weights and optimizer state; every rank reads the same pieces."""
         load_state(self._job.model, self.optimizer, pieces)
         if self._buckets is not None and self._buckets.compressor is not None:
-            residuals.load(self._buckets.compressor, pieces, self._rank, self._num_workers)
+            load_residuals(self._buckets.compressor, pieces, self._rank, self._num_workers)
 
     def pull_weights(self) -> None:
         """Every rank holds all of the model anyway."""
@@ -319,7 +320,6 @@ class Ddp:
         return Part({"step": self.step, "prepared_at": self._prepared_at, "optimizer": settings}, tensors)
 
     def import_state(self, part: Part) -> None:
-        """Stand where the donor stands."""
         self.step, self._prepared_at = part.plain["step"], part.plain["prepared_at"]
         self._load_given(PieceReader(part.tensors, part.plain["optimizer"]))
         self._exchange.forget_buffers()
@@ -329,10 +329,10 @@ class Ddp:
         """What a donor gave, as if it came from a checkpoint."""
         self.load(pieces)
 
-    def _broadcast(self, native: Reducer) -> None:
+    def _broadcast(self, reducer: Reducer) -> None:
         with torch.no_grad():
             for tensor in plain_tensors(self._job.model).values():
-                native.broadcast(tensor)
+                reducer.broadcast(tensor)
 
 
 def _kept(gradient: torch.Tensor | None) -> Any:

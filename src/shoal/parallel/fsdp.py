@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Iterable
+from collections import Counter
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import ConfigError
+from shoal.parallel.state import tied_parameters
 
-UNIT_BYTES = 1 << 20
-"""A module with fewer bytes of parameters travels with the one around it."""
+UNIT_BYTES = 1 << 20  # a module with fewer bytes of parameters travels with the one around it
 
 LAYER_BYTES = 64 << 20
 """A single layer with fewer travels with the block it is in: each unit costs a collective and a wait."""
@@ -52,7 +52,7 @@ def units(model: nn.Module) -> list[tuple[str, nn.Module]]:
             if not is_one:
                 visit(path, child, in_unit=in_unit or is_unit)
             is_leaf = is_one or not any(True for inner in child.children() for _ in inner.parameters())
-            if is_unit or (is_leaf and _dtypes(child.parameters()) not in (set(), {usual})):
+            if is_unit or (is_leaf and {p.dtype for p in child.parameters()} not in (set(), {usual})):
                 found.append((path, child))
 
     visit("", model, in_unit=False)
@@ -69,7 +69,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> list[
     # Pinned memory is of use to an accelerator alone; without one, shards are in the host's memory anyway.
     pinned = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     policy: OffloadPolicy = pinned if offload else OffloadPolicy()
-    shared = _shared(model)
+    shared = tied_parameters(model)
     # A weight that two units share belongs to the one around both.
     alone = [
         (n, m) for n, m in units(model) if not any(id(parameter) in shared for parameter in m.parameters())
@@ -152,21 +152,7 @@ def _refuse_mixed(found: list[tuple[str, nn.Module]]) -> None:
 
 def _usual_dtype(model: nn.Module) -> torch.dtype | None:
     """That of most numbers."""
-    num_of: dict[torch.dtype, int] = {}
+    num_of = Counter[torch.dtype]()
     for parameter in model.parameters():
-        num_of[parameter.dtype] = num_of.get(parameter.dtype, 0) + parameter.numel()
-    return max(num_of, key=lambda dtype: num_of[dtype], default=None)
-
-
-def _dtypes(parameters: Iterable[nn.Parameter]) -> set[torch.dtype]:
-    return {parameter.dtype for parameter in parameters}
-
-
-def _shared(model: nn.Module) -> set[int]:
-    """Parameters that more than one module holds."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared
+        num_of[parameter.dtype] += parameter.numel()
+    return max(num_of, key=num_of.__getitem__, default=None)

@@ -9,26 +9,133 @@ other callable is taken as a mean over samples and checked once.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from shoal.config import job as jobs
+from shoal.data.slice import LABELS, split_target
 from shoal.data.tree import Tree, map_tensors, tensors
 from shoal.errors import ConfigError, LossDoesNotRecombine, TrainingError
-from shoal.parallel.weighted_loss import (
-    EachAlone,
-    elements_of_row,
-    elementwise,
-    labels_of_row,
-    samples_of_row,
-    without_reduction,
-)
+
+Value = Callable[[Tree, Tree], Any]
+
+
+def elementwise(
+    module: Any,
+    counts: Callable[[Any, Tensor, Tensor], Tensor],
+    output: Tensor,
+    target: Tensor,
+    weight: Tensor,
+) -> tuple[Tensor, float]:
+    """A torch loss with reduction="none": its weighted sum and weighted count. `counts` says what each row counts."""
+    losses: Tensor = module(output, target)
+    losses = losses.reshape(max(losses.shape[0], 1) if losses.dim() else 1, -1)
+    per_row = spread(weight, len(losses), type(module).__name__).to(losses.dtype)
+    counted = counts(module, losses, target).to(losses.dtype)
+    return (losses.sum(1) * per_row).sum(), float((counted * per_row).sum())
+
+
+def elements_of_row(module: Any, losses: Tensor, target: Tensor) -> Tensor:
+    return torch.full((len(losses),), float(losses.shape[1]), device=losses.device, dtype=losses.dtype)
+
+
+def samples_of_row(module: Any, losses: Tensor, target: Tensor) -> Tensor:
+    return torch.ones(len(losses), device=losses.device, dtype=losses.dtype)
+
+
+def labels_of_row(module: Any, losses: Tensor, target: Tensor) -> Tensor:
+    """Labels that are not ignored, each by the weight of its class."""
+    if target.is_floating_point():  # class probabilities
+        return elements_of_row(module, losses, target)
+    counted: Tensor = target != module.ignore_index
+    if module.weight is not None:
+        # An ignored label is no class: any that is there stands in for it, and counts nothing.
+        counted = module.weight[torch.where(counted, target, torch.zeros_like(target))] * counted
+    return counted.reshape(len(losses), -1).sum(1)
+
+
+def spread(weight: Tensor, num_rows: int, name: str) -> Tensor:
+    """A weight for each row of the loss: the samples, or so many rows for each of them."""
+    if weight.dim() != 1 or len(weight) == 0 or num_rows % len(weight):
+        raise TrainingError(
+            f"the loss '{name}' gives {num_rows} rows for weights of shape {tuple(weight.shape)}, so shoal cannot tell which "
+            "weight belongs to which. Nothing was trained. Let output and target have one row per sample, or a loss of your "
+            "own take the weights: loss(output, target, sample_weight)."
+        )
+    return weight if len(weight) == num_rows else weight.repeat_interleave(num_rows // len(weight))
+
+
+class EachAlone:
+    """Any callable, asked for the loss of each sample alone: all at once by vmap where it can be, else one by one."""
+
+    def __init__(self, value: Value, name: str) -> None:
+        """`value(output, target)` is the loss of a batch: one number, or a pair (sum, count)."""
+        self._value, self._name = value, name
+        self._vectorised = True
+
+    def __call__(self, output: Tree, target: Tree, weight: Tensor) -> tuple[Tensor, float]:
+        """The weighted sum and the weighted count."""
+        num_samples = len(weight)
+        for tensor in [*tensors(output), *tensors(target)]:
+            if tensor.dim() == 0 or tensor.shape[0] % num_samples:
+                raise TrainingError(
+                    f"the loss '{self._name}' cannot be weighted: it is computed from a tensor of shape {tuple(tensor.shape)} "
+                    f"that does not hold the {num_samples} samples in its first dimension. Nothing was trained. Let the loss "
+                    "take the weights itself, loss(output, target, sample_weight), and return a pair (sum, count)."
+                )
+        if self._vectorised:
+            try:
+                losses = self._at_once(output, target, num_samples)
+                return (losses * weight.to(losses.dtype)).sum(), float(weight.sum())
+            except Exception:  # vmap takes no branch on a value, no .item(), and no pair with a plain number
+                self._vectorised = False
+        totals, count = [], 0.0
+        for sample in range(num_samples):
+            value = self._value(*_part(output, target, sample, sample + 1, num_samples))
+            total, counted = value if isinstance(value, tuple) else (value, 1.0)
+            totals.append(total * weight[sample].to(total.dtype))
+            count += float(counted) * float(weight[sample])
+        return torch.stack(totals).sum(), count
+
+    def _at_once(self, output: Tree, target: Tree, num_samples: int) -> Tensor:
+        flat = [
+            tensor.reshape(num_samples, tensor.shape[0] // num_samples, *tensor.shape[1:])
+            for tensor in [*tensors(output), *tensors(target)]
+        ]
+
+        def one(*parts: Tensor) -> Tensor:
+            left = iter(parts)
+            value = self._value(_filled(output, left), _filled(target, left))
+            if not isinstance(value, Tensor):
+                raise TypeError("a pair of sum and count")
+            return value
+
+        losses: Tensor = torch.func.vmap(one)(*flat)
+        return losses
+
+
+def _filled(tree: Tree, parts: Iterator[Tensor]) -> Tree:
+    return map_tensors(lambda _: next(parts), tree)
+
+
+def without_reduction(module: nn.Module) -> Any:
+    """The same loss, element by element; shares the weights of its classes."""
+    each: Any = copy.copy(module)
+    each.reduction = "none"
+    return each
+
 
 OutputKind = Literal["logits", "probabilities", "log_probabilities"]
 
@@ -38,6 +145,10 @@ class LossRule(Protocol):
 
     name: str
     outputs_are: OutputKind
+
+    @property
+    def named(self) -> Mapping[str, tuple[float, float]]:
+        """Sum and count of what the newest loss gave by name beside its total, for the logs."""
 
     def __call__(
         self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
@@ -50,13 +161,24 @@ class LossRule(Protocol):
     def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
         """Refuse a loss that would mean something else when its batch is cut."""
 
+    def run(self, call: Callable[[], Tree], inputs: Tree, num_local: int, num_global: int) -> Tree:
+        """The model's output, by `call`; what this rule has to see of the forward, it watches."""
+        return call()
 
-def loss_rule(loss: Any) -> LossRule:
-    """The rule for whatever was given as `loss=`."""
+    def predictions(self, output: Tree) -> Tree:
+        """The output without a loss that the model computed itself."""
+        if isinstance(output, Mapping) and len(output) > 1 and is_number(output.get("loss")):
+            return without(output, "loss")
+        return output
+
+
+def loss_rule(loss: Any, *, is_compiled: bool = False) -> LossRule:
+    if isinstance(loss, str) and loss == "model":
+        return OwnLoss(watches=not is_compiled)
     if not callable(loss):
         raise ConfigError(
-            f"loss must be callable as loss(output, target), got {type(loss).__name__}. Use a torch loss such as "
-            "nn.CrossEntropyLoss(), or a function."
+            f"loss must be callable as loss(output, target), got {loss!r}. Use a torch loss such as nn.CrossEntropyLoss(), a "
+            "function, or loss='model' for a model that computes its loss itself."
         )
     plain = _FUNCTIONAL.get(loss) if isinstance(loss, type(F.cross_entropy)) else None
     module = plain() if plain is not None else loss
@@ -73,8 +195,10 @@ def loss_rule(loss: Any) -> LossRule:
     return SumAndCount(module, denominator)
 
 
-class SumAndCount:
+class SumAndCount(LossRule):
     """A torch loss, run as a sum beside its own denominator."""
+
+    named: Mapping[str, tuple[float, float]] = {}
 
     def __init__(self, module: Any, denominator: Callable[[Any, Tensor, Tensor], float]) -> None:
         self.name = type(module).__name__
@@ -92,7 +216,7 @@ class SumAndCount:
     def __call__(
         self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
     ) -> tuple[Tensor, float]:
-        """See LossRule."""
+        output = logits_of(output)
         self._follow(output)
         if weight is not None:
             return elementwise(self._each, self._counts, output, target, weight)
@@ -112,11 +236,13 @@ class SumAndCount:
                 setattr(self._each, name, moved)
 
 
-class SumOverBatch:
+class SumOverBatch(LossRule):
     """A torch loss that the user asked to be a sum: the batch's loss is the sum, divided by nothing.
 
     Where bad samples were skipped it is that of the whole batch still: the sum over the others, in proportion.
     """
+
+    named: Mapping[str, tuple[float, float]] = {}
 
     def __init__(self, module: nn.Module) -> None:
         self.name = type(module).__name__
@@ -126,7 +252,8 @@ class SumOverBatch:
     def __call__(
         self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
     ) -> tuple[Tensor, float]:
-        """See LossRule. The shares of all slices add up to a count of one."""
+        """The shares of all slices add up to a count of one."""
+        output = logits_of(output)
         if weight is not None:
             total, _ = elementwise(self._each, elements_of_row, output, target, weight)
             return total, num_local / num_global
@@ -136,27 +263,38 @@ class SumOverBatch:
         """A sum always recombines."""
 
 
-class MeanOverSamples:
-    """Any callable: a mean over samples, or a pair (sum, count)."""
+class MeanOverSamples(LossRule):
+    """Any callable: a mean over samples, or a pair (sum, count); or a dict of such, of which "loss" is the total."""
+
+    named: Mapping[str, tuple[float, float]] = {}
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         self.name = getattr(loss, "__name__", type(loss).__name__)
         self.outputs_are: OutputKind = "logits"
         self._loss = loss
         self._takes_weights = _takes_weights(loss)
+        self._takes_target, self._takes_label = _takes_target(loss), _takes_target(loss, of_mapping=True)
+        self._is_label = False
         self._each_alone = EachAlone(self._value, self.name)
+        self._besides: dict[str, Any] = {}
 
     def __call__(
         self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
     ) -> tuple[Tensor, float]:
-        """See LossRule. A loss that takes `sample_weight` is given it; of any other each sample's own is weighted."""
+        """A loss that takes `sample_weight` is given it; of any other each sample's own is weighted."""
         if weight is not None and not self._takes_weights:
             return self._each_alone(output, target, weight)
         value = self._value(output, target, weight)
+        counted = float(num_local) if weight is None else float(weight.sum())
+        self.named = {
+            name: (float(each[0]), float(each[1]))
+            if isinstance(each, tuple)
+            else (float(each) * counted if counted else 0.0, counted)
+            for name, each in self._besides.items()
+        }
         if isinstance(value, tuple):
             total, count = value
             return total, float(count)
-        counted = float(num_local) if weight is None else float(weight.sum())
         if not counted:  # a mean over nothing is no number, and must not become one of the batch's
             return sum((tensor.sum() for tensor in tensors(output)), start=value.new_zeros(())) * 0.0, 0.0
         return value * counted, counted
@@ -170,7 +308,7 @@ class MeanOverSamples:
         is_each_alone = weight is not None and not self._takes_weights
         if num_local < 2 or is_each_alone:
             return
-        output = map_tensors(lambda tensor: tensor.detach(), output)
+        output = map_tensors(lambda tensor: tensor.detach(), self.predictions(output))
         whole = self._value(output, target, weight)
         for tensor in [*tensors(output), *tensors(target)]:
             if tensor.dim() == 0 or tensor.shape[0] % num_local:
@@ -192,9 +330,22 @@ class MeanOverSamples:
             counted = [float(_rows(weight, 0, half).sum()), float(_rows(weight, half, num_local).sum())]
         _refuse_cut(self.name, whole, halves, counted, _tolerance(output))
 
+    def run(self, call: Callable[[], Tree], inputs: Tree, num_local: int, num_global: int) -> Tree:
+        self._is_label = isinstance(inputs, Mapping) and any(key in inputs for key in LABELS)
+        return call()
+
     def _value(self, output: Tree, target: Tree, weight: Tensor | None = None) -> Any:
         weights = {} if weight is None else {"sample_weight": weight}
-        value = self._loss(output, **weights) if target is None else self._loss(output, target, **weights)
+        takes_it = self._takes_label if self._is_label else self._takes_target
+        given = (output, target) if target is not None and takes_it else (output,)
+        value = self._loss(*given, **weights)
+        if isinstance(value, Mapping) and "loss" in value:
+            self._besides = {
+                name: each.detach() if isinstance(each, Tensor) else each
+                for name, each in value.items()
+                if name != "loss"
+            }
+            value = value["loss"]
         if isinstance(value, tuple) and len(value) == 2:
             return value
         if not isinstance(value, Tensor) or value.dim() != 0:
@@ -205,17 +356,231 @@ class MeanOverSamples:
             )
             raise TrainingError(
                 f"the loss '{self.name}' returned {what}. It must return one number as a tensor (the mean over the "
-                "samples), or a pair (sum, count)."
+                "samples), or a pair (sum, count); or a dict of such with the total as 'loss'."
             )
         return value
 
 
+class OwnLoss(LossRule):
+    """`loss="model"`: the loss that the model's forward returns, beside what it was divided by.
+
+    Means of torch's own losses are recognised while forward runs, so that
+    slices add up to the mean over the whole batch, however many labels each of
+    them ignores. Inside, the loss is a row of sum and count: rows of slices and
+    micro-batches are joined like any other output.
+    """
+
+    name = "model"
+    outputs_are: OutputKind = "logits"
+    named: Mapping[str, tuple[float, float]] = {}
+
+    def __init__(self, *, watches: bool) -> None:
+        """`watches`: not a compiled model, inside of which nothing can be seen."""
+        self._watches = watches
+        self._key: str | int | None = None
+        self._has_noted = self._is_guess = False
+
+    def __call__(
+        self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
+    ) -> tuple[Tensor, float]:
+        if weight is not None:
+            raise TrainingError(
+                "batches have weights, and loss='model' leaves the loss to the model, which does not know them. Nothing was "
+                "trained; use a loss function, loss(output, target), or leave with_weights out."
+            )
+        rows = output if self._key is None else output[self._key]
+        return rows[:, 0].sum(), float(rows[:, 1].detach().sum())
+
+    def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
+        """Needs the model, not its output: see `check_forward`."""
+
+    def check_forward(
+        self, call: Callable[[Tree], Tree], parts: Sequence[tuple[Tree, int]], num_global: int, like: Tree
+    ) -> None:
+        """Refuse a forward whose sums and counts over two halves do not add up to those of the whole.
+
+        `parts` are the inputs and sizes of the whole and its halves, `like` tensors of the precisions that forward computes in.
+        A count that was guessed has been noted and is not checked.
+        """
+        if self._is_guess:
+            return
+        rule = copy.copy(self)
+        rule._has_noted = True
+        try:
+            whole, *halves = (
+                rule(
+                    rule.run(functools.partial(call, inputs), inputs, size, num_global),
+                    None,
+                    size,
+                    num_global,
+                )
+                for inputs, size in parts
+            )
+        except TrainingError:
+            return  # computes no loss in evaluation mode
+        if rule._is_guess:
+            return
+        tolerance = _tolerance(like)
+        for at, what in enumerate(("sum", "count")):
+            value, added = float(whole[at]), sum(float(half[at]) for half in halves)
+            if math.isfinite(value) and not math.isclose(
+                value, added, rel_tol=tolerance, abs_tol=tolerance * 1e-2
+            ):
+                raise LossDoesNotRecombine(
+                    whole=value, recombined=added, name=self.name, is_pair=True, what=what, in_forward=True
+                )
+
+    def run(self, call: Callable[[], Tree], inputs: Tree, num_local: int, num_global: int) -> Tree:
+        """The output with a row (sum, count) in place of the loss."""
+        if not self._watches:
+            output = call()
+        else:
+            with CountedLosses():
+                output = call()
+        self._key = _key_of_loss(output)
+        loss = output if self._key is None else output[self._key]
+        if isinstance(loss, tuple):
+            total, count = loss[0], float(loss[1])
+        else:
+            known, version = getattr(loss, _COUNT, (math.nan, None))
+            self._is_guess = version is None or loss._version != version
+            if self._is_guess:  # `loss += penalty` leaves the note of what the loss was before
+                count = self._guess(inputs, num_local)
+            else:
+                count = float(known)
+            if count < 0:  # a sum
+                total, count = loss, num_local / num_global
+            else:  # of nothing but ignored labels the mean is no number
+                total = loss * count if count else torch.nan_to_num(loss) * 0.0
+        if total.dtype in (torch.float16, torch.bfloat16):  # too coarse to count in
+            total = total.float()
+        row = torch.stack([total, total.new_tensor(count)]).unsqueeze(0)
+        return row if self._key is None else replaced(output, self._key, row)
+
+    def predictions(self, output: Tree) -> Tree:
+        if self._key is None:
+            return output
+        return without(output, self._key) if isinstance(self._key, str) else replaced(output, self._key, None)
+
+    def _guess(self, inputs: Tree, num_local: int) -> float:
+        labels = split_target(inputs)[1] if isinstance(inputs, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 2:
+            labels = None
+        if not self._has_noted and jobs.current().rank == 0:
+            how = (
+                "the number of its labels that are not -100"
+                if labels is not None
+                else "its number of samples"
+            )
+            print(
+                f"note: the model's loss is none of torch's own as it stands, so a slice counts by {how}; `shoal verify` shows "
+                "whether that is what one process computes",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._has_noted = True
+        return float(num_local) if labels is None else float(torch.ne(labels, -100).sum())
+
+
+_COUNT = "_shoal_count"
+
+
+class CountedLosses(TorchFunctionMode):
+    """Notes on each result of torch's losses what it was divided by, -1 for a sum, and the tensor's version."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (func in _FUNCTIONAL or func is F.ctc_loss) and isinstance(result, Tensor) and result.dim() == 0:
+            given = inspect.signature(func).bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            count = _count_of(func, SimpleNamespace(**given.arguments))
+            if count is not None and not result.is_inference():  # which has no version
+                setattr(result, _COUNT, (count, result._version))
+        return result
+
+
+def _count_of(func: Any, given: Any) -> float | None:
+    size_average, reduce = getattr(given, "size_average", None), getattr(given, "reduce", None)
+    if size_average is not None or reduce is not None:  # deprecated, and take precedence over reduction
+        return -1.0 if size_average is False and reduce is not False else None
+    if given.reduction == "sum":
+        return -1.0
+    if func is F.ctc_loss:
+        return float(len(given.input_lengths))
+    denominator = _DENOMINATORS[_FUNCTIONAL[func]]
+    if denominator is _elements and func not in _BINARY and getattr(given, "weight", None) is not None:
+        return None  # divided by the weights
+    return denominator(given, given.input, given.target)
+
+
+def _key_of_loss(output: Tree) -> str | int | None:
+    """The key or the place of the loss in a model's output; None where it is the whole output."""
+    if is_number(output):
+        return None
+    if isinstance(output, Mapping) and "loss" in output:
+        return "loss"
+    if isinstance(output, (tuple, list)):
+        found = [at for at, each in enumerate(output) if is_number(each)]
+        if len(found) == 1:
+            return found[0]
+    has = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+    raise TrainingError(
+        f"loss='model' takes the loss that the model returns, and it returned a {type(output).__name__}{has}, in which there is "
+        "no loss: none called so, no single number. Nothing was trained; let batches be dicts that hold what forward computes "
+        "its loss from (labels=...), or give a loss function."
+    )
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def logits_of(output: Tree) -> Any:
+    """The scores of a model that returns several things by name."""
+    return output["logits"] if isinstance(output, Mapping) and "logits" in output else output
+
+
+def without(output: Any, key: str) -> Any:
+    """The same mapping without a key, in its own class."""
+    rest = {name: value for name, value in output.items() if name != key}
+    if dataclasses.is_dataclass(output):  # a ModelOutput, which cannot forget a field
+        kind: Any = type(output)
+        return kind(**rest)
+    left = copy.copy(output)
+    del left[key]
+    return left
+
+
+def replaced(output: Any, key: str | int, value: object) -> Any:
+    """The same container with another value under a key."""
+    if isinstance(output, tuple):
+        values = [value if at == key else each for at, each in enumerate(output)]
+        kind: Any = type(output)
+        return kind(*values) if hasattr(output, "_fields") else tuple(values)
+    changed = copy.copy(output)
+    changed[key] = value
+    return changed
+
+
 def _takes_weights(loss: Callable[..., Any]) -> bool:
-    """Whether a loss has a parameter for the weights of samples."""
     try:
         return "sample_weight" in inspect.signature(getattr(loss, "forward", loss)).parameters
     except (TypeError, ValueError):  # written in C
         return False
+
+
+def _takes_target(loss: Callable[..., Any], *, of_mapping: bool = False) -> bool:
+    """`of_mapping`: the target is a key of the inputs, and may be meant as an input alone. So an option is not given it."""
+    try:
+        parameters = inspect.signature(getattr(loss, "forward", loss)).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return True
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = [each for each in parameters if each.name != "sample_weight" and each.kind in by_place]
+    if len(taken) > 1:
+        second = taken[1]
+        return not of_mapping or second.default is inspect.Parameter.empty or second.name in LABELS
+    return any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
 
 
 def _refuse_cut(name: str, whole: Any, halves: list[Any], counted: Sequence[float], tolerance: float) -> None:
@@ -353,3 +718,8 @@ _FUNCTIONAL: dict[Any, type[nn.Module]] = {
     F.smooth_l1_loss: nn.SmoothL1Loss,
     F.huber_loss: nn.HuberLoss,
 }
+
+_BINARY = (
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+)  # whose mean is over elements, weighted or not

@@ -16,47 +16,62 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from shoal.collectives.gradients import NothingToSend, Sums
+from shoal.cluster.worker import session
 from shoal.config import strategy as strategies
 from shoal.config.choices import SCHEDULES
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
-from shoal.errors import ClusterError, ConfigError
+from shoal.errors import ClusterError, ConfigError, PeerLost, TrainingError
 from shoal.parallel import fsdp as fsdp_cut
-from shoal.parallel import optimizer_following, parameter_loss
-from shoal.parallel.activations import run_again
-from shoal.parallel.check_same_model import refuse_different_models
-from shoal.parallel.compute import place
+from shoal.parallel import parameter_loss
+from shoal.parallel.compute import place, run_again
 from shoal.parallel.ddp import Ddp
-from shoal.parallel.hashed_rows import MODEL, plain_tensors
+from shoal.parallel.own_forward import OwnForward
 from shoal.parallel.pipeline import plan as pipeline_plan
 from shoal.parallel.pipeline import stage as pipeline_stage
 from shoal.parallel.pipeline import state as pipeline_state
 from shoal.parallel.pipeline.partition import Partition, find_partition
-from shoal.parallel.pipeline.retrace import RetracedRoles
-from shoal.parallel.pipeline.runner import PipelineRunner
+from shoal.parallel.pipeline.runner import PipelineRunner, RetracedRoles
 from shoal.parallel.pipeline.stage import ModelStage
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult, TrainJob
-from shoal.parallel.sharded_tensors import CutReader, ties_of, whole_pieces
-from shoal.parallel.state import load_state, state_pieces
-from shoal.parallel.step_exchange import StepExchange
+from shoal.parallel.state import (
+    MODEL,
+    LazyTensors,
+    is_first_holder,
+    load_state,
+    local_block,
+    parameter_names,
+    parameter_of,
+    plain_tensors,
+    read_like,
+    rebind_optimizer,
+    refuse_different_models,
+    state_pieces,
+    ties_of,
+    whole_pieces,
+)
+from shoal.parallel.step import StepExchange
 from shoal.parallel.tensor_parallel import cut as tensor_cut
 from shoal.parallel.tensor_parallel import plan as tensor_plan
 from shoal.parallel.tensor_parallel.attention import disable_encoder_fast_path
 from shoal.parallel.tensor_parallel.packing import Packing
 from shoal.parallel.tensor_parallel.plan import TensorPlan
 from shoal.recovery import device_group
-from shoal.recovery.device_watch import DeviceWatch
+from shoal.recovery.device_group import DeviceWatch
 from shoal.recovery.rendezvous import forming_within, is_broken
 from shoal.runtime import memory
 
-_BROKEN = ("gloo", "Connection closed", "Connection reset", "NCCL")
-"""What a collective says whose peer is gone."""
+_BROKEN = (
+    "gloo",
+    "Connection closed",
+    "Connection reset",
+    "NCCL",
+)  # what a collective says whose peer is gone
 
 
 class MeshParallel(Ddp):
@@ -80,10 +95,10 @@ class MeshParallel(Ddp):
         self._tied_names: dict[str, str] = {}
         self._packing = Packing()
         self._watch: DeviceWatch | None = None
+        self._kept = contextlib.ExitStack()  # contexts of a loop of the script's own, never left
 
     @property
     def num_micro(self) -> int | None:
-        """Micro-batches in which a pipeline runs a slice."""
         return self._pipeline.num_micro if self._pipeline is not None else None
 
     def prepare(self, job: TrainJob) -> None:
@@ -91,6 +106,12 @@ class MeshParallel(Ddp):
         self._job = job
         if job.build_optimizer is not None:
             self._refuse_rows(job.model)
+        if job.is_own_loop and self._axes.pp > 1:
+            raise ConfigError(
+                f"'{self._axes}' runs the stages of a model on micro-batches, forward and backward in an order of its own, and a loop of "
+                "the script's own runs one forward of the whole model after the other. Nothing was trained; use shoal.Trainer, or "
+                "--strategy fsdp, tp or ddp."
+            )
         if job.compile and (self._axes.pp > 1 or self._axes.tp > 1):
             why = (
                 "pp runs it in stages"
@@ -104,7 +125,7 @@ class MeshParallel(Ddp):
             job.model.to(job.device)
             refuse_different_models(job.model, super().gather)
             self._group.run(self._broadcast)
-            names, uncut = optimizer_following.names_of(job.model), parameter_loss.Uncut(job.model)
+            names, uncut = parameter_names(job.model), parameter_loss.Uncut(job.model)
             self._cut(job.model)
             job.loss = parameter_loss.WholeParameters(
                 job.loss,
@@ -117,25 +138,22 @@ class MeshParallel(Ddp):
             self._is_cut = True
             memory.return_large_blocks()
             if job.given_optimizer is not None:
-                optimizer_following.follow(job.given_optimizer, names, job.model, str(self._axes))
+                rebind_optimizer(job.given_optimizer, names, job.model, str(self._axes))
         self._build(job, borrowed_run_back=True)
         self._group.hold(job.number, self)
 
     def forward_backward(self, batch: Slice) -> LossSum:
-        """Compute this rank's part; gradients are summed and sharded while backward runs."""
         with self._unless_broken("forward and backward", runs_model=True):
             return super().forward_backward(batch)
 
     def commit(self) -> StepResult:
-        """Agree, clip, decide and update, each rank its part."""
         with self._unless_broken("commit"):
             tensor_cut.match_placements(self._parameters)
-            verdict = super().commit()
-        spoilt = tuple((self._axes.data_rank(rank), loss) for rank, loss in verdict.nonfinite)
-        return dataclasses.replace(verdict, nonfinite=spoilt) if spoilt else verdict
+            result = super().commit()
+        spoilt = tuple((self._axes.data_rank(rank), loss) for rank, loss in result.nonfinite)
+        return dataclasses.replace(result, nonfinite=spoilt) if spoilt else result
 
     def forward(self, batch: Slice) -> Tree:
-        """This rank's outputs, without gradients."""
         with self._unless_broken("forward", runs_model=True):
             if self._pipeline is not None:
                 return self._pipeline.forward(batch, rank=self._data_rank)
@@ -185,20 +203,54 @@ class MeshParallel(Ddp):
             "ways between the parts of the model. Checkpoints are whole: go on from the newest with `shoal resume`."
         )
 
-    def weigh(self, batch: Slice) -> None:
-        """A loop of the user's own runs backward, and with it the exchange, before anybody is asked."""
-        raise ConfigError(
-            f"'{self._axes}' sums gradients while backward runs, and shoal.setup learns of a loop's own backward only after "
-            "it. Nothing was trained; use shoal.Trainer, or --strategy ddp."
-        )
+    # ---- a loop of the user's own ------------------------------------------------------------------
 
-    def _make_gradients(self, model: nn.Module) -> Sums:
-        return NothingToSend()
+    def _watch_own_loop(self, model: nn.Module) -> None:
+        session.runs_collectives()
+        self._own_forward = OwnForward(
+            model, str(self._axes), lambda: self._unless_broken("forward", runs_model=True)
+        )
+        if self._axes.tp > 1:
+            # Until the script ends: its loss and its backward mix whole tensors with parts, too.
+            self._kept.enter_context(tensor_cut.running(runs_model=False))
+        if self._rank == 0 and self._job.number == 0:
+            print(
+                f"note: under '{self._axes}' each worker holds a part of the model: one that dies takes all of them back to the "
+                "newest shoal.checkpoint where the script calls shoal.resume, else to its beginning. model.state_dict() has parts; "
+                "shoal.checkpoint writes whole tensors",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def about_to_run(self) -> None:
+        if self._group.view != self._view_of_mesh:
+            raise self._mesh_is_lost()
+        super().about_to_run()
+
+    def weigh(self, batch: Slice) -> None:
+        self._own_forward.weight = batch.num_local / batch.num_global
+
+    def sum_gradients(self, batch: Slice) -> None:
+        """Backward has summed them; where samples were left out, by too large a divisor."""
+        [count] = self.reduce(torch.tensor([float(batch.num_local)], dtype=torch.float64)).tolist()
+        if count != batch.num_global:
+            raise TrainingError(
+                f"samples of a batch of {batch.num_global} were left out, and under '{self._axes}' its gradients are divided by the rest "
+                "only after they were clipped. Nothing of this step was applied; repair the data, or use --strategy ddp."
+            )
+        tensor_cut.match_placements(self._parameters)
+
+    def adopt(self, batch: Slice) -> None:
+        self._num_global = batch.num_global
+        self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None), batch.share)
+
+    def _make_gradients(self, model: nn.Module) -> None:
+        return None  # backward itself sums
 
     def _make_exchange(self, model: nn.Module) -> StepExchange:
         return StepExchange(
             model,
-            self._gradients,
+            self._buckets,
             rank=self._rank,
             num_workers=self._num_workers,
             data_rank=self._data_rank,
@@ -221,7 +273,9 @@ class MeshParallel(Ddp):
             run_again(model, self._job.checkpoint_activations)  # what does so stays whole
         mesh = self._mesh(self._job.device)
         self._tied_names = ties_of(model, MODEL)
-        self._say_what_offload_does()
+        if self._offload and self._rank == 0 and self._job.device.type == "cpu":
+            note = "--offload keeps shards in the host's memory, and without an accelerator they are there anyway: nothing is moved"
+            print(f"note: {note}, nothing is saved", file=sys.stderr, flush=True)
         plan = None
         if self._axes.tp > 1:
             plan = tensor_plan.find_plan(model, self._axes.tp, self._job.tensor_plan, sequence=self._sequence)
@@ -235,9 +289,8 @@ class MeshParallel(Ddp):
         parts: list[nn.Module] = [model]
         if found is not None:
             parts = list(self._take_stages(*found, mesh))
-        if (
-            self._axes.num_data_ranks > 1 or self._offload
-        ):  # one rank has nothing to shard, but perhaps to keep elsewhere
+        # One rank has nothing to shard, but perhaps to keep elsewhere.
+        if self._axes.num_data_ranks > 1 or self._offload:
             for part in parts:
                 with pipeline_state.following(model, part):
                     fsdp_cut.shard(
@@ -252,8 +305,8 @@ class MeshParallel(Ddp):
 
     def _find_stages(
         self, model: nn.Module, plan: TensorPlan | None
-    ) -> tuple[Partition, pipeline_plan.PipelineCut]:
-        """Where to cut, by what rank 0 measures; refused alike on every rank."""
+    ) -> tuple[Partition, pipeline_plan.PipelineCut, list[Tree]]:
+        """Where to cut, by what rank 0 measures, and outputs of the model without data; refused alike on every rank."""
         job, num_stages = self._job, self._axes.pp * SCHEDULES[self._schedule].stages_per_worker
         if job.first_inputs is None:
             raise ConfigError(
@@ -276,7 +329,7 @@ class MeshParallel(Ddp):
             costs = torch.tensor(measured, dtype=torch.float64)
         self._group.run(lambda group: group.broadcast(costs))
         cut = pipeline_plan.find_cut(partition, num_stages, costs.tolist(), job.pipeline_cut, styles)
-        pipeline_stage.refuse_different_results(partition, cut, inputs)
+        outputs = pipeline_stage.refuse_different_results(job, partition, cut, inputs)
         if self._rank == 0:
             print(cut.table(), file=sys.stderr, flush=True)
             if partition.is_batch_dependent and job.num_micro == 1:
@@ -286,10 +339,10 @@ class MeshParallel(Ddp):
                     file=sys.stderr,
                     flush=True,
                 )
-        return partition, cut
+        return partition, cut, outputs
 
     def _take_stages(
-        self, partition: Partition, cut: pipeline_plan.PipelineCut, mesh: DeviceMesh
+        self, partition: Partition, cut: pipeline_plan.PipelineCut, outputs: list[Tree], mesh: DeviceMesh
     ) -> Iterable[ModelStage]:
         """This rank's stages, and nothing kept of the others but names."""
         axes, at = self._axes, self._axes.coordinates(self._rank).pp
@@ -298,6 +351,7 @@ class MeshParallel(Ddp):
             partition,
             cut,
             gives_copies=self._schedule == "zero-bubble",
+            outputs_like=outputs,
             mesh=mesh["tp"] if axes.tp > 1 else None,
         )
         stages = {number: stage for number, stage in enumerate(all_stages) if number % axes.pp == at}
@@ -312,6 +366,7 @@ class MeshParallel(Ddp):
             partition,
             stages,
             RetracedRoles(partition, cut, all_stages, stages),
+            empty_output=outputs[-1],
             num_stages=cut.num_stages,
             schedule=self._schedule,
             group=group,
@@ -322,28 +377,26 @@ class MeshParallel(Ddp):
         self._stages_group = group
         return stages.values()
 
-    def _say_what_offload_does(self) -> None:
-        if self._offload and self._rank == 0 and self._job.device.type == "cpu":
-            print(
-                "note: --offload keeps shards in the host's memory, and without an accelerator they are there anyway: nothing is "
-                "moved, nothing is saved",
-                file=sys.stderr,
-                flush=True,
-            )
-
     def _mesh(self, device: torch.device) -> DeviceMesh:
-        _ = self._group.native  # the group is there
         axes = self._axes
         names = ("pp", "dp", "fsdp", "tp")
-        self._view_of_mesh = self._group.view
-        with forming_within():
-            mesh = init_device_mesh(device.type, (axes.pp, axes.dp, axes.fsdp, axes.tp), mesh_dim_names=names)
+        while True:
+            _ = self._group.reducer  # the group is there
+            self._view_of_mesh = self._group.view
+            try:
+                with forming_within():
+                    mesh = init_device_mesh(
+                        device.type, (axes.pp, axes.dp, axes.fsdp, axes.tp), mesh_dim_names=names
+                    )
+                break
+            except PeerLost:
+                self._group.regroup()
         for name in names:  # groups of their own, which torch would wait in for half an hour
             _set_pg_timeout(timedelta(seconds=self._timeout_s), mesh.get_group(name))
             if device.type != "cpu":
                 device_group.connect(device, mesh.get_group(name))
         if device.type != "cpu":
-            self._watch = DeviceWatch(device, self._timeout_s)
+            self._watch = DeviceWatch(device, self._timeout_s, is_broken=is_broken)
         return mesh
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
@@ -384,24 +437,32 @@ class MeshParallel(Ddp):
                 device=self._job.device,
             )
 
+    def parts(self) -> Iterator[Piece]:
+        """The shards of this rank, and of what several ranks have, what the first of them has."""
+        at, ownership = self._axes.coordinates(self._rank), self._ownership
+        for piece in state_pieces(self._job.model, self.optimizer):
+            if piece.tensor.is_meta or (ownership is not None and not ownership.saves(piece.name)):
+                continue
+            if is_first_holder(piece.tensor, at):
+                yield from self._packing.parts_in_user_layout(piece.name, *local_block(piece.tensor))
+
     def load(self, pieces: PieceReader) -> None:
-        """Every rank reads the whole tensors and keeps its parts."""
-        named = dict(self._job.model.named_parameters())
-        like = {MODEL + name: tensor for name, tensor in plain_tensors(self._job.model).items()}
-        for name in pieces.tensors:
-            if name.startswith("optimizer/"):
-                owner = named.get(name.removeprefix("optimizer/").rpartition("/")[0])
-                if owner is not None:
-                    like[name] = owner
-        elsewhere = {
-            name: tensor for name, tensor in like.items() if tensor.is_meta and name.startswith(MODEL)
-        }
+        """Every rank reads its own parts."""
+        model, packing = self._job.model, self._packing
+        like = dict(plain_tensors(model))
+        elsewhere = {name for name, tensor in like.items() if tensor.is_meta}
+        of_parameters = dict(model.named_parameters())
+
+        def read(piece: str) -> Tensor:
+            held = (like if piece.startswith(MODEL) else of_parameters).get(parameter_of(piece))
+            if held is not None and held.is_meta:
+                return held  # another stage's: nothing is written
+            return read_like(pieces.tensors, piece, held, packing)
+
+        # Weights of other stages are asked for, their optimizer state is not.
+        names = [n for n in pieces.tensors if n.startswith(MODEL) or parameter_of(n) not in elsewhere]
         settings = pieces.optimizer_settings
         if settings is not None and elsewhere:
-            numbers = {
-                name: held for name, held in settings["numbers"].items() if MODEL + name not in elsewhere
-            }
+            numbers = {name: held for name, held in settings["numbers"].items() if name not in elsewhere}
             settings = {**settings, "numbers": numbers}
-        in_order = self._packing.reading(pieces.tensors)
-        tensors = pipeline_state.StageReader(CutReader(in_order, like), elsewhere)
-        load_state(self._job.model, self.optimizer, PieceReader(tensors, settings, pieces.path))
+        load_state(model, self.optimizer, PieceReader(LazyTensors(names, read), settings, pieces.path))

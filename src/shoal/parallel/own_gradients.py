@@ -49,12 +49,10 @@ class OwnGradients:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained."""
         return [parameter for _, parameter in self._watched]
 
     @property
     def is_summed(self) -> bool:
-        """Whether the gradients are sums over the ranks."""
         for number in [n for n in self._sums if self._watched[n][1].grad is None]:
             del self._sums[number]
         return bool(self._sums)
@@ -119,9 +117,8 @@ class OwnGradients:
             (gradient,) = gradients
             if gradient is None:
                 return None
-            if (
-                not self.weight
-            ):  # a borrowed sample gives nothing, NaN or not; but `.grad` is there, as on every rank
+            if not self.weight:
+                # A borrowed sample gives nothing, NaN or not; but `.grad` is there, as on every rank.
                 return (torch.zeros_like(gradient),)
             self._contributed.add(number)
             return (gradient * self.weight,) if self.weight != 1.0 else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,10 +68,13 @@ class WholeParameters:
         self._copies: dict[int, Tensor] | None = None
         self._reads_graph_of_model = False
 
+    @property
+    def named(self) -> Mapping[str, tuple[float, float]]:
+        return self._loss.named
+
     def __call__(
         self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
     ) -> tuple[Tensor, float]:
-        """See LossRule."""
         outputs = [tensor.grad_fn for tensor in tensors(output)]  # before the loss may write into them
         self._whole = {}
         with self._shown():
@@ -83,8 +86,14 @@ class WholeParameters:
             self._refuse(leaves_of(nodes_of(total, outputs)))
         return total, count
 
+    def run(self, call: Callable[[], Tree], inputs: Tree, num_local: int, num_global: int) -> Tree:
+        return self._loss.run(call, inputs, num_local, num_global)
+
+    def predictions(self, output: Tree) -> Tree:
+        return self._loss.predictions(output)
+
     def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
-        """See LossRule. Uses what the last call has gathered: ranks with a single sample check nothing."""
+        """Uses what the last call has gathered: ranks with a single sample check nothing."""
         self._copies = {key: whole.detach().requires_grad_() for key, whole in self._whole.items()}
         # A graph that forward left behind gathers and reduces in its backward, which is not for a check to run.
         values_only = torch.no_grad() if self._reads_graph_of_model else contextlib.nullcontext()

@@ -7,6 +7,7 @@ shards, stages, servers) is the strategy's own business.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ControlFlags:
-    """What this rank would like to happen at the next commit. The verdict says what will, on all ranks."""
+    """What this rank would like to happen at the next commit. The StepResult says what will, on all ranks."""
 
     stop: bool = False
     """End this fit after the step."""
@@ -110,6 +111,9 @@ class LossSum:
     on_its_way: tuple[torch.Tensor, torch.Event] | None = None
     """Of a total on a device: where in the host's memory it will be, and when."""
 
+    named: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By name: sum and count of what the loss gave beside its total."""
+
     def read(self) -> float:
         """The total as a number. On a device this waits for the forward alone: backward may still run."""
         if self.on_its_way is None:
@@ -149,6 +153,9 @@ class StepResult:
     nonfinite: tuple[tuple[int, float], ...] = ()
     """(rank, loss) of every rank whose loss was not finite."""
 
+    named: tuple[tuple[str, float], ...] = ()
+    """Means over the batch of what the loss gave by name beside its total."""
+
     num_skipped: int = 0
     """Slices left out, of those that workers trained apart since they last met."""
 
@@ -166,6 +173,18 @@ class Piece:
     """Where this part begins in the whole tensor; all zeros when it is whole."""
 
 
+class PartReader(Mapping[str, torch.Tensor]):
+    """Whole tensors by piece name, of which parts can be read alone."""
+
+    @abc.abstractmethod
+    def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of the whole tensor, without reading it."""
+
+    @abc.abstractmethod
+    def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """The part of a tensor that begins at `offset`, in fresh memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class PieceReader:
     """A saved state to take over."""
@@ -178,6 +197,15 @@ class PieceReader:
 
     path: str = ""
     """Where it comes from, for messages."""
+
+
+@runtime_checkable
+class HoldsParts(Protocol):
+    """A strategy whose ranks hold different parts of the state."""
+
+    def parts(self) -> Iterator[Piece]:
+        """What this rank writes of a checkpoint: all ranks together write every number once. Not collective."""
+        ...
 
 
 class Strategy(Protocol):
@@ -254,7 +282,7 @@ class Leased(Protocol):
 
 @runtime_checkable
 class PeriodicSync(Protocol):
-    """A strategy whose workers train apart for some steps: in between, verdicts are each worker's own, and ask for nothing."""
+    """A strategy whose workers train apart for some steps: in between, step results are each worker's own, and ask for nothing."""
 
     has_diverged: bool
     """Whether weights differ from worker to worker at present."""

@@ -9,14 +9,20 @@ import torch
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree, concatenate
-from shoal.parallel.buffers import ChangingBuffers
+from shoal.parallel.buffers import ChangingBuffers, RunningStatistics
 from shoal.parallel.compute import Compute
-from shoal.parallel.hashed_rows import HashedRows
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult, TrainJob
-from shoal.parallel.state import load_state, state_pieces
-from shoal.parallel.statistics import RunningStatistics
-from shoal.parallel.step_result import contribution, decide
-from shoal.parallel.update import clip, drop_gradients, gradients_of, scale
+from shoal.parallel.state import HashedRows, load_state, state_pieces
+from shoal.parallel.step import (
+    besides_of,
+    clip,
+    contribution,
+    decide,
+    drop_gradients,
+    gradients_of,
+    scale,
+    with_named,
+)
 from shoal.recovery.replay_log import ReplayLog
 
 
@@ -42,7 +48,6 @@ class Single:
         self.replay_log: ReplayLog | None = None
 
     def prepare(self, job: TrainJob) -> None:
-        """Take the job as it is."""
         self._job = job
         job.model.to(job.device)
         self._compute = Compute(job, check_loss=self._num_slices > 1 or job.num_micro > 1)
@@ -55,7 +60,6 @@ class Single:
             self._rows = HashedRows(job.model, self.optimizer)
 
     def forward_backward(self, batch: Slice) -> LossSum:
-        """Compute the gradients of the whole batch."""
         if self._statistics and self._job.on_nonfinite == "skip":
             self._kept = self._statistics.keep()
         if self._num_slices == 1:
@@ -80,7 +84,6 @@ class Single:
         self._num_global = batch.num_global
 
     def commit(self) -> StepResult:
-        """Clip, decide, update."""
         assert self.optimizer is not None
         job, contributed = self._job, self._contributed
         vector = contribution(
@@ -93,8 +96,9 @@ class Single:
         rows, gradients = self._rows, gradients_of(self._parameters)
         assert rows is not None
         squares = rows.sum_of_squares() if job.measures_norm else 0.0
-        verdict, factor = clip(job, decide(vector), gradients, self._num_global, squares_of_rows=squares)
-        if verdict.applied:
+        decided = with_named(decide(vector), contributed.named, besides_of(contributed.named))
+        result, factor = clip(job, decided, gradients, self._num_global, squares_of_rows=squares)
+        if result.applied:
             scale(gradients, factor)
             rows.apply(factor)  # before whatever follows the optimizer by a hook of its own
             self.optimizer.step()
@@ -104,26 +108,21 @@ class Single:
                 self._statistics.take_back(self._kept)
         drop_gradients(self._parameters)
         self.step += 1
-        return verdict
+        return result
 
     def forward(self, batch: Slice) -> Tree:
-        """The model's outputs, without gradients."""
         return self._compute.forward(batch, rank=0)
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over one rank."""
         return values.detach().clone()
 
     def gather(self, value: torch.Tensor | None) -> list[torch.Tensor]:
-        """The only rank's tensor."""
         return [value.detach() if value is not None else torch.empty(0)]
 
     def state(self) -> Iterator[Piece]:
-        """Model and optimizer, whole."""
         return state_pieces(self._job.model, self.optimizer)
 
     def load(self, pieces: PieceReader) -> None:
-        """Take over weights and optimizer state."""
         load_state(self._job.model, self.optimizer, pieces)
 
     def _slice_by_slice(self, batch: Slice) -> LossSum:

@@ -1,17 +1,350 @@
-"""Weights and optimizer state of a rank that holds all of both, as pieces and back."""
+"""Weights, optimizer state and rows of a rank as pieces, and back.
+
+Tensors are pieces, the rest is JSON, both by parameter name: a checkpoint is
+read under another strategy, at another number of workers and by a fresh process
+whose parameters are other objects. Rows of HashEmbeddings, which are no
+parameters, are "model/<path>.keys" and "model/<path>.rows" by increasing key;
+rows on servers are `parallel/ps/`'s business. Reads and writes no file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shoal.parallel.hashed_rows import MODEL, hash_embeddings, load_local, local_pieces, plain_tensors
-from shoal.parallel.optimizer_state import load_optimizer, optimizer_pieces
-from shoal.parallel.protocol import Piece, PieceReader
+from shoal.collectives.compression import Compressor
+from shoal.collectives.reducer import gather_json
+from shoal.embedding import HashEmbedding
+from shoal.embedding.hash_embedding import rows_left_out
+from shoal.embedding.lookup import LocalRows
+from shoal.embedding.rules import RULES, rule_of_optimizer
+from shoal.errors import ConfigError, ModelsDiffer, OptimizerMismatch
+from shoal.parallel.protocol import PartReader, Piece, PieceReader
+from shoal.runtime.serialization import from_plain, to_plain, unlike
 
-__all__ = ["MODEL", "load_state", "state_pieces"]
+if TYPE_CHECKING:
+    from shoal.config.strategy import Axes
+    from shoal.parallel.tensor_parallel.packing import Packing
+
+MODEL, OPTIMIZER, _RESIDUAL = "model/", "optimizer/", "residual/"
+
+# How a step is executed, not what it computes: the script that loads decides, on its own devices.
+_EXECUTION = {"foreach", "fused", "capturable", "differentiable"}
+
+
+def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
+    """Every tensor of the state, in the order of the groups."""
+    for name, state in _named_state(model, optimizer):
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensor = value.detach()
+                yield Piece(f"{OPTIMIZER}{name}/{key}", tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+
+def optimizer_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What is not a tensor: the class, the groups' hyper-parameters and who is in them, single numbers of the state."""
+    names = _names(model, optimizer)
+    kind = type(optimizer).__name__
+    groups = [
+        {
+            "params": [names[parameter] for parameter in group["params"]],
+            "settings": {
+                key: to_plain(value, f"{kind}'s {key}") for key, value in group.items() if key != "params"
+            },
+        }
+        for group in optimizer.param_groups
+    ]
+    numbers = {
+        name: {
+            key: to_plain(value, f"{kind}'s state {key} of {name}")
+            for key, value in state.items()
+            if not isinstance(value, Tensor)
+        }
+        for name, state in _named_state(model, optimizer)
+    }
+    return {
+        "class": kind,
+        "groups": groups,
+        "numbers": {name: held for name, held in numbers.items() if held},
+    }
+
+
+def load_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    pieces: Mapping[str, Tensor],
+    settings: dict[str, Any],
+    *,
+    path: str = "",
+    elsewhere: Collection[str] = (),
+) -> None:
+    """Give an optimizer, built afresh on `model`, the state that was saved. Refuses before it changes anything.
+
+    Saved state under the names in `elsewhere` is somebody else's to load.
+    A scheduler must be built before: building one sets the learning rate.
+    """
+    names = _names(model, optimizer)
+    _check(optimizer, names, settings, path)
+    parameters = {name: parameter for parameter, name in names.items()}
+    state = _read(pieces, parameters, path, elsewhere)
+    for name, numbers in settings["numbers"].items():
+        state.setdefault(name, {}).update({key: from_plain(value) for key, value in numbers.items()})
+
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    optimizer.state.clear()
+    while state:  # each as it is copied: the saved state and the optimizer's own would be two
+        name, held = state.popitem()
+        parameter = parameters[name]
+        optimizer.state[parameter] = {
+            key: _placed(key, value, parameter, groups[parameter]) if isinstance(value, Tensor) else value
+            for key, value in held.items()
+        }
+    _set_groups(optimizer, settings)
+
+
+def load_settings(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], *, path: str = ""
+) -> None:
+    """The groups' hyper-parameters alone, where the state is kept elsewhere. Refuses as `load_optimizer` does."""
+    _check(optimizer, _names(model, optimizer), settings, path)
+    _set_groups(optimizer, settings)
+
+
+def _set_groups(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
+    for group, saved in zip(optimizer.param_groups, settings["groups"], strict=True):
+        for key, plain in saved["settings"].items():
+            if key not in _EXECUTION:
+                _set(group, key, from_plain(plain))
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    """Names of the optimizer's parameters, in the order of its groups."""
+    known: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    names = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in known:
+                raise ConfigError(
+                    f"the optimizer trains a tensor of shape {tuple(parameter.shape)} that is not a parameter of the model, "
+                    "so a checkpoint has no name for its state. Nothing was saved or loaded; register it in the model "
+                    "with nn.Parameter, or build the optimizer from the parameters it is given."
+                )
+            names[parameter] = known[parameter]
+    return names
+
+
+def _named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS cannot be saved or spread over workers: it calls the loss several times within one step and keeps a "
+            "history that is not per parameter. Nothing was saved; use another optimizer."
+        )
+    for parameter, name in _names(model, optimizer).items():
+        if parameter in optimizer.state:
+            yield name, optimizer.state[parameter]
+
+
+def _check(
+    optimizer: torch.optim.Optimizer, names: dict[Tensor, str], settings: dict[str, Any], path: str
+) -> None:
+    kind, saved_kind = type(optimizer).__name__, settings["class"]
+    if kind != saved_kind:
+        raise OptimizerMismatch(path=path, problem=f"it is {saved_kind}, the script builds {kind}")
+    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    saved_groups = [group["params"] for group in settings["groups"]]
+    if len(groups) != len(saved_groups):
+        raise OptimizerMismatch(
+            path=path, problem=f"it has {len(saved_groups)} parameter groups, the script builds {len(groups)}"
+        )
+    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        if set(group) != set(saved):
+            only_saved = sorted(set(saved) - set(group)) or ["nothing"]
+            only_here = sorted(set(group) - set(saved)) or ["nothing"]
+            raise OptimizerMismatch(
+                path=path,
+                problem=f"parameter group {number} holds {', '.join(only_saved[:5])} there alone and "
+                f"{', '.join(only_here[:5])} here alone",
+            )
+        plain = settings["groups"][number]["settings"]
+        there = {key: from_plain(value) for key, value in plain.items() if key not in _EXECUTION}
+        if problem := unlike(there, optimizer.param_groups[number], f"parameter group {number}"):
+            raise OptimizerMismatch(path=path, problem=problem)
+
+
+def _read(
+    pieces: Mapping[str, Tensor], parameters: dict[str, Tensor], path: str, elsewhere: Collection[str]
+) -> dict[str, dict[str, Any]]:
+    state: dict[str, dict[str, Any]] = {}
+    for piece in pieces:
+        if piece.startswith(OPTIMIZER):
+            name, _, key = piece.removeprefix(OPTIMIZER).rpartition("/")
+            if name in elsewhere:
+                continue
+            if name not in parameters:
+                raise OptimizerMismatch(
+                    path=path, problem=f"it has state for {name}, which the script's optimizer does not train"
+                )
+            state.setdefault(name, {})[key] = pieces[piece]
+    return state
+
+
+def _placed(key: str, value: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """A copy where the optimizer wants it. Keeps the saved dtype: torch's own loading rounds to the parameter's."""
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    device = parameter.device if on_device else torch.device("cpu")
+    if value.shape == parameter.shape and value.dim() > 0:
+        # Strides like the parameter's, as the optimizer itself would have made it.
+        return torch.empty_like(parameter, dtype=value.dtype, device=device, requires_grad=False).copy_(value)
+    return value.to(device=device, copy=True)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    held = group.get(key)
+    if isinstance(held, Tensor) and isinstance(value, (Tensor, float)):
+        held.fill_(value)  # in place: a scheduler, or a compiled step, may hold the same tensor
+    elif isinstance(value, Tensor):
+        group[key] = value.to(group["params"][0].device) if group.get("capturable") else value
+    else:
+        group[key] = value
+
+
+def hash_embeddings(model: nn.Module) -> dict[str, HashEmbedding]:
+    """Those of a model, by the name of their rows in its state_dict."""
+    return {
+        f"{path}.rows" if path else "rows": module
+        for path, module in model.named_modules()
+        if isinstance(module, HashEmbedding)
+    }
+
+
+def keys_name(rows_name: str) -> str:
+    return rows_name.removesuffix("rows") + "keys"
+
+
+def cannot_follow(rows_name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"the rows of the HashEmbedding '{layer_of(rows_name)}' cannot be trained by this optimizer: {why}. Nothing was "
+        "trained; use SGD without momentum and weight decay, Adagrad without weight decay, or SparseAdam."
+    )
+
+
+def layer_of(rows_name: str) -> str:
+    return rows_name.removesuffix("rows").removesuffix(".") or "the model itself"
+
+
+class HashedRows:
+    """Those of one model in this process, trained by its optimizer: what a parameter's `grad` and `step()` are to it."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._modules = optimizer, hash_embeddings(model)
+        self._follow()
+
+    def sum_of_squares(self) -> float:
+        return sum(rows.sum_of_squares() for rows in self._sources())
+
+    def apply(self, factor: float) -> None:
+        for rows in self._follow():
+            rows.apply(factor)
+
+    def drop_gradients(self) -> None:
+        for rows in self._sources():
+            rows.drop_gradients()
+
+    def _follow(self) -> list[LocalRows]:
+        for name, module in self._modules.items():
+            rule = rule_of_optimizer(type(self._optimizer).__name__, self._optimizer.param_groups[0])
+            if isinstance(rule, str):
+                raise cannot_follow(name, rule)
+            if isinstance(module.source, LocalRows):
+                module.source.train_by(*rule)
+        return self._sources()
+
+    def _sources(self) -> list[LocalRows]:
+        found = [module.source for module in self._modules.values()]
+        return [source for source in found if isinstance(source, LocalRows)]
+
+
+def local_pieces(model: nn.Module) -> Iterator[Piece]:
+    """The rows that are in this process, and their optimizer state."""
+    for name, module in hash_embeddings(model).items():
+        if isinstance(module.source, LocalRows):
+            table = module.source.table
+            keys, values, state = table.read_rows(np.arange(table.num_rows))
+            yield from pieces_of(name, table.spec.rule, keys, values, state, table.step)
+
+
+def pieces_of(
+    name: str, rule: str, keys: NDArray[np.int64], values: NDArray[Any], state: NDArray[Any], step: int
+) -> Iterator[Piece]:
+    """One table, by increasing key, under the names that every strategy knows."""
+    tensors = {MODEL + keys_name(name): torch.from_numpy(keys), MODEL + name: torch.from_numpy(values)}
+    for key, columns in RULES[rule].state_columns(values.shape[1]).items():
+        tensors[f"{OPTIMIZER}{name}/{key}"] = torch.from_numpy(np.ascontiguousarray(state[:, columns]))
+        tensors[f"{OPTIMIZER}{name}/step"] = torch.tensor(float(step))
+    for piece, tensor in tensors.items():
+        yield Piece(piece, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+
+def saved_table(name: str, pieces: PieceReader) -> tuple[NDArray[np.int64], NDArray[Any]] | None:
+    if MODEL + name not in pieces.tensors:
+        return None
+    keys, values = (pieces.tensors[MODEL + each].contiguous().numpy() for each in (keys_name(name), name))
+    return keys, values
+
+
+def saved_state(name: str, rule: str, saved: PieceReader | None) -> tuple[NDArray[Any] | None, int]:
+    """State of rows as a rule keeps it, and the number of updates; None and 0 where it was not saved."""
+    names = [f"{OPTIMIZER}{name}/{key}" for key in RULES[rule].state]
+    if saved is None or saved.optimizer_settings is None or not all(n in saved.tensors for n in names):
+        return None, 0
+    state = torch.cat([saved.tensors[each] for each in names], dim=1).numpy() if names else None
+    step = saved.tensors.get(f"{OPTIMIZER}{name}/step")
+    return state, int(step) if step is not None else 0
+
+
+def load_local(model: nn.Module, pieces: PieceReader) -> None:
+    """Rows in this process become those that were saved, and no others."""
+    for name, module in hash_embeddings(model).items():
+        table, source = saved_table(name, pieces), module.source
+        if table is None or not isinstance(source, LocalRows):
+            continue
+        if pieces.optimizer_settings is None:  # weights alone: the optimizer keeps what it has, here too
+            source.replace_values(*table)
+        else:
+            state, step = saved_state(name, source.table.spec.rule, pieces)
+            source.replace(*table, state, step)
+
+
+def expected_shapes(model: nn.Module) -> dict[str, tuple[tuple[int | None, ...], torch.dtype]]:
+    """Shape (None: any) and dtype of what a checkpoint has to hold of a model's rows, by key of its state_dict."""
+    shapes: dict[str, tuple[tuple[int | None, ...], torch.dtype]] = {}
+    for name, module in hash_embeddings(model).items():
+        shapes[keys_name(name)] = ((None,), torch.int64)
+        shapes[name] = ((None, module.embedding_dim), module.dtype)
+    return shapes
+
+
+def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """A model's state_dict without rows of HashEmbeddings: tensors of the model itself, no copies."""
+    with rows_left_out():
+        return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+
+
+def parameter_of(piece: str) -> str:
+    """The name in the model that a piece of the state belongs to."""
+    if piece.startswith(OPTIMIZER):
+        return piece.removeprefix(OPTIMIZER).rpartition("/")[0]
+    return piece.removeprefix(MODEL)
 
 
 def state_pieces(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Piece]:
@@ -24,7 +357,6 @@ def state_pieces(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> I
 
 
 def load_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, pieces: PieceReader) -> None:
-    """Write the pieces into model and optimizer, in place."""
     with torch.no_grad():
         for name, tensor in plain_tensors(model).items():
             tensor.copy_(pieces.tensors[MODEL + name])
@@ -38,3 +370,227 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, pieces
             path=pieces.path,
             elsewhere=hash_embeddings(model).keys(),
         )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of it, on every rank. Collective where it is in parts."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """The norm of all of them together. Collective where some are in parts: one sum for all that are cut alike."""
+    cut_alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
+    alone: list[Tensor] = []
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor) or any(placement.is_partial() for placement in tensor.placements):
+            alone.append(whole(tensor))
+            continue
+        axes = tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
+        cut_alike.setdefault((tensor.device_mesh, axes), []).append(tensor.to_local())
+    squares = float(nn.utils.get_total_norm(alone)) ** 2 if alone else 0.0
+    for (mesh, axes), parts in cut_alike.items():
+        held = nn.utils.get_total_norm(parts).double() ** 2
+        for axis in axes:
+            dist.all_reduce(held, group=mesh.get_group(axis))
+        squares += float(held)
+    return math.sqrt(squares)
+
+
+def tied_parameters(model: nn.Module) -> set[int]:
+    """Parameters that more than one layer holds, by identity."""
+    seen: set[int] = set()
+    tied: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            (tied if id(parameter) in seen else seen).add(id(parameter))
+    return tied
+
+
+def attribute(model: nn.Module, path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:160]
+
+
+def ties_of(model: nn.Module, prefix: str) -> dict[str, str]:
+    """Names under which a parameter is found again -> the first name of it."""
+    first: dict[int, str] = {}
+    ties = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            ties[prefix + name] = prefix + first[id(parameter)]
+    return ties
+
+
+def whole_pieces(
+    pieces: Iterable[Piece], *, keep: bool, packing: Packing, ties: Mapping[str, str] | None = None
+) -> Iterator[Piece]:
+    """The pieces with whole tensors, gathered one at a time; without `keep` they are let go of at once.
+
+    Collective: every rank goes through all of them, and only who writes needs them. What is tied is gathered once, and
+    is one memory under both names, as in one process.
+    """
+    ties = ties or {}
+    gathered: dict[str, Tensor] = {}
+    for piece in pieces:
+        tensor = gathered.get(ties.get(piece.name, ""))
+        if tensor is None:
+            tensor = packing.to_user_layout(piece.name, whole(piece.tensor))
+        shape = tuple(piece.tensor.shape)
+        if not keep:
+            tensor = torch.empty(0, dtype=tensor.dtype)
+        if piece.name in ties.values():
+            gathered[piece.name] = tensor
+        yield Piece(piece.name, tensor, shape, (0,) * len(shape))
+
+
+def local_part(value: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank holds of one cut like `like`; whole where that is not cut."""
+    if not isinstance(like, DTensor):
+        return value
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    part = value
+    for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
+        part = part.narrow(dim, begin if length else 0, length)
+    return part
+
+
+def is_first_holder(tensor: Tensor, at: Axes) -> bool:
+    """Whether this rank, at `at` in its mesh, is the first of those that hold the same numbers of a tensor."""
+    sharded_over: set[str] = set()
+    if isinstance(tensor, DTensor):
+        names = tensor.device_mesh.mesh_dim_names or ()
+        sharded_over = {
+            name for name, place in zip(names, tensor.placements, strict=True) if not place.is_replicate()
+        }
+    return all(getattr(at, axis) == 0 for axis in ("dp", "fsdp", "tp") if axis not in sharded_over)
+
+
+def local_block(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    """The numbers that this rank has of a tensor, their offset in it, and its whole shape."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.dim(), tuple(tensor.shape)
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(offset), tuple(tensor.shape)
+
+
+def cut_like(value: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor cut as `like` is, without a word to the other ranks: they have it too."""
+    if not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    return _as_part_of(like, local_part(value, like).to(like.device).contiguous())
+
+
+def _as_part_of(like: DTensor, part: Tensor) -> DTensor:
+    return DTensor.from_local(
+        part,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=torch.empty(like.shape, device="meta").stride(),
+    )
+
+
+def read_like(pieces: Mapping[str, Tensor], name: str, like: Tensor | None, packing: Packing) -> Tensor:
+    """A saved tensor, cut as `like` is; only this rank's part is read where the rows lie as they were saved."""
+    if isinstance(pieces, PartReader) and isinstance(like, DTensor) and not packing.packs(name):
+        if pieces.describe(name)[0] != tuple(like.shape):
+            return pieces[name]
+        shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+        return _as_part_of(like, pieces.part(name, offset, shape).to(like.device))
+    whole = packing.to_rank_layout(name, pieces[name])
+    return whole if like is None else cut_like(whole, like)
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, each read when it is asked for."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def rebind_optimizer(
+    optimizer: torch.optim.Optimizer, before: dict[int, str], model: nn.Module, strategy: str
+) -> None:
+    """Let `optimizer`, built on the parameters named `before`, train those that the model now has under these names."""
+    if optimizer.state:
+        raise ConfigError(
+            f"the optimizer given to the Trainer has taken steps already, and '{strategy}' cuts the parameters that its state "
+            "belongs to. Nothing was trained; give a function, optimizer=lambda params: torch.optim.Adam(params), and take the "
+            "state over with a checkpoint."
+        )
+    now = dict(model.named_parameters(remove_duplicate=False))
+    for group in optimizer.param_groups:
+        # Whoever is no parameter of the model is refused where the optimizer is taken over.
+        group["params"] = [now.get(before.get(id(each), ""), each) for each in group["params"]]
+
+
+_SAME = "same/"  # what all ranks have alike
+
+
+def residual_pieces(compressor: Compressor, gather: Callable[[Tensor], list[Tensor]]) -> Iterator[Piece]:
+    """A row for each rank. Collective."""
+    for name, mine in compressor.state().items():
+        tensor = mine if name.startswith(_SAME) else torch.stack(gather(mine))
+        yield Piece(_RESIDUAL + name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+
+def load_residuals(compressor: Compressor, saved: PieceReader, rank: int, num_workers: int) -> None:
+    """This rank's row; at another number of ranks an even share of them all, so that nothing is lost."""
+    state: dict[str, Tensor] = {}
+    for piece in saved.tensors:
+        if not piece.startswith(_RESIDUAL):
+            continue
+        name, value = piece.removeprefix(_RESIDUAL), saved.tensors[piece]
+        if name.startswith(_SAME):
+            state[name] = value
+        elif len(value) == num_workers:
+            state[name] = value[rank]
+        else:
+            state[name] = value.sum(0) / num_workers
+    compressor.load(state)
+
+
+def refuse_different_models(model: nn.Module, gather: Callable[[Tensor], list[Tensor]]) -> None:
+    """Compare names, shapes and dtypes over the ranks; the first rank that differs from rank 0 is named."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    mine = {
+        name: f"{tuple(t.shape)} {t.dtype}" + (", frozen" if name in frozen else "")
+        for name, t in plain_tensors(model).items()
+    }
+    mine |= {
+        name: f"rows of {hashed.extra_repr()} in {hashed.dtype}"
+        for name, hashed in hash_embeddings(model).items()
+    }
+    described = gather_json(gather, mine)
+    for rank, other in enumerate(described):
+        differences = [
+            f"'{name}' is {described[0].get(name, 'absent')} on rank 0 and {other.get(name, 'absent')} on rank {rank}"
+            for name in dict.fromkeys([*described[0], *other])
+            if described[0].get(name) != other.get(name)
+        ]
+        if not differences and list(other) != list(described[0]):
+            differences = ["its parameters come in another order"]
+        if differences:
+            raise ModelsDiffer(rank=rank, differences=differences)

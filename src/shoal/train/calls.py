@@ -1,29 +1,38 @@
 """Calls of the script into shoal: arguments are checked, and the call is numbered and compared between ranks.
 
-A replacement runs the script from the top; calls that the others have
-finished return their result, without work.
+A replacement runs the script from the top; calls that the others have finished
+return their result, without work. In a plain `python train.py` signals and the
+progress display are handled here too; under `shoal run` by the supervisor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import signal
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from shoal.cluster.supervisor.display import binary, open_display
+from shoal.cluster.worker import session
 from shoal.config import job as jobs
 from shoal.config import placement
 from shoal.config import strategy as strategies
+from shoal.config.choices import MEASURED
 from shoal.config.job import Job
-from shoal.config.shard import MEASURED
 from shoal.data.batches import Batches, as_batches
 from shoal.data.tree import Tree
 from shoal.errors import BatchTooSmall, ConfigError, EmptyDataset
+from shoal.parallel.parameter_file import ParameterFile
 from shoal.recovery.replay_log import ReplayLog
 from shoal.runtime.seeds import mix
+from shoal.runtime.transport.messages.supervisor import Progress
 
 R = TypeVar("R")
 
@@ -48,15 +57,15 @@ class Call:
         state_after: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         """`state_after` is asked at the call's end; a replacement stands there once it has passed the call."""
-        self._number, self._timeline, self._state_after = number, replay_log, state_after
+        self._number, self._replay_log, self._state_after = number, replay_log, state_after
         self.is_over, kept = replay_log.begin_call(number) if replay_log is not None else (False, None)
         self.result, self.after = (kept["result"], kept["after"]) if kept is not None else (None, None)
 
     def end(self, result: R, *, kept: Any = None) -> R:
         """The call is done; `kept` (by default the result itself) is what a replacement is given for it."""
-        if self._timeline is not None:
+        if self._replay_log is not None:
             after = self._state_after() if self._state_after is not None else None
-            self._timeline.end_call(
+            self._replay_log.end_call(
                 self._number, {"result": result if kept is None else kept, "after": after}
             )
         return result
@@ -122,15 +131,20 @@ def first_inputs(batches: Batches, num_workers: int) -> Callable[[], Tree]:
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def build_model(given: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:
-    """The model that was given, or that the given function builds under `seed`."""
+def build_model(
+    given: nn.Module | Callable[[], nn.Module], *, seed: int, into: ParameterFile | None = None
+) -> nn.Module:
+    """The model, or what its factory builds under `seed`, with its parameters in the file `into` where there is one."""
     if not isinstance(given, nn.Module):
         torch.manual_seed(mix(seed))
-        built = given()
+        with into.building() if into is not None else contextlib.nullcontext():
+            built = given()
         if not isinstance(built, nn.Module):
             raise ConfigError(
                 f"the function given as model= returned a {type(built).__name__}, not an nn.Module."
             )
+        if into is not None:
+            into.take_rest(built)
         given = built
     for name, tensor in given.named_parameters():
         if nn.parameter.is_lazy(tensor):
@@ -145,7 +159,6 @@ def build_model(given: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.
 def build_optimizer(
     given: OptimizerFactory | torch.optim.Optimizer, model: nn.Module
 ) -> torch.optim.Optimizer:
-    """The optimizer that was given, or that the given function builds on the model's parameters."""
     if not isinstance(given, torch.optim.Optimizer):
         built = given([p for p in model.parameters() if p.requires_grad])
         if not isinstance(built, torch.optim.Optimizer):
@@ -175,11 +188,11 @@ def device_of(job: Job, said: str | torch.device | None) -> torch.device:
         and job.num_workers > 1
         and not strategies.parse(job.strategy).has_servers
     ):
-        told = placement.of_job(job)
-        if placed.devices != told.devices:
+        launched_on = placement.of_job(job)
+        if placed.devices != launched_on.devices:
             raise ConfigError(
                 f"Trainer(device={str(said)!r}) puts the {job.num_workers} workers on {', '.join(placed.devices)}, and they were "
-                f"started to exchange on {', '.join(told.devices)} (--device {job.device}). Nothing was trained; leave device= out "
+                f"started to exchange on {', '.join(launched_on.devices)} (--device {job.device}). Nothing was trained; leave device= out "
                 f"of the Trainer, and start with --device {said}."
             )
     if job.rank == 0:
@@ -193,19 +206,72 @@ OTHER_PRECISIONS = {"bf16-mixed": "bf16", "bfloat16": "bf16", "32-true": "float3
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse a word that is not one of a few."""
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def check_callable(name: str, value: Any, hint: str, kind: type) -> None:
-    """Refuse what is neither of a kind nor a function that builds it."""
     if not isinstance(value, kind) and not callable(value):
         raise ConfigError(f"{name} must be {hint}, got {value!r}.")
 
 
 def check_limit(name: str, value: int | None, *, least: int = 1) -> None:
-    """Refuse a count that is not positive, or less than another least."""
     if value is not None and (not isinstance(value, int) or value < least):
         what = "a positive integer" if least else "a positive integer, or 0"
         raise ConfigError(f"{name} must be {what}, got {value!r}.")
+
+
+# ---- signals and display in a plain process ---------------------------------------------------------
+
+
+_asked: str | None = None
+
+
+def asked_to_leave() -> str | None:
+    return _asked or session.stop_requested()
+
+
+@contextlib.contextmanager
+def signals_finish_the_step() -> Iterator[None]:
+    """Within it, the first Ctrl-C or SIGTERM asks the loop to leave and the second one interrupts."""
+    global _asked
+    if jobs.current().launched or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        global _asked
+        if _asked is not None:
+            raise KeyboardInterrupt
+        _asked = signal.Signals(number).name
+        print("finishing the step and saving; Ctrl-C again to leave now", file=sys.stderr, flush=True)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _asked = None
+
+
+@contextlib.contextmanager
+def drawn_here(job: Job, *, wanted: bool) -> Iterator[None]:
+    """Within it, draw what is reported, unless the supervisor does or the script does not want it."""
+    if job.launched or not wanted or sys.stdout is None or sys.stderr is None:
+        yield
+        return
+    # A notebook's streams take text alone; a cell shows plain lines.
+    display = open_display(binary(sys.stdout), binary(sys.stderr))
+
+    def show(progress: Progress) -> None:
+        display.update(progress)
+        display.tick()
+
+    session.listen(show)
+    try:
+        with display.owning_prints():
+            yield
+    finally:
+        session.listen(None)
+        display.close()

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from shoal.collectives import operations
-from shoal.collectives.adapters import ViaGather
 from shoal.collectives.operations import described
-from shoal.collectives.p2p import part_bounds
-from shoal.collectives.reducer import Reducer, gather_any
+from shoal.collectives.reducer import Reducer, ViaGather, gather_any
+from shoal.collectives.schemes import part_bounds
 from shoal.config import job as jobs
 from shoal.errors import ConfigError
-from shoal.recovery.collective_timeout import Patience
 from shoal.recovery.elastic_group import ElasticGroup
+from shoal.recovery.rendezvous import CollectiveTimeout
 from shoal.train.custom import present_moment
 
 T = TypeVar("T")
@@ -151,7 +150,7 @@ def collectively(call: str, run: Callable[[Reducer], T], timeout_s: float | None
     def exchange() -> T:
         replay_log = strategy.replay_log
         if isinstance(replay_log, ElasticGroup):
-            patience = Patience(call, timeout_s) if timeout_s is not None else None
+            patience = CollectiveTimeout(call, timeout_s) if timeout_s is not None else None
             return replay_log.run(
                 alike,
                 "a call of shoal.collectives",

@@ -14,41 +14,47 @@ several batches may be accumulated into one step.
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import CellType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 
 from shoal.cluster.worker import session
 from shoal.config import job as jobs
 from shoal.config import placement
+from shoal.config import strategy as strategies
 from shoal.config.faults import BEFORE_FORWARD
 from shoal.config.parallel_options import refuse_own_loop
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
-from shoal.errors import ConfigError, TrainingError
-from shoal.parallel import create
+from shoal.errors import CheckpointError, ConfigError, Interrupted, TrainingError
+from shoal.parallel import create, gathering
 from shoal.parallel.compute import place as place_on
 from shoal.parallel.compute import seed_all
+from shoal.parallel.gathering import GatherScope
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import AcceptsGradients, ControlFlags, Strategy, TrainJob
+from shoal.parallel.state import norm_of
 from shoal.runtime import events
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.seeds import mix
 from shoal.runtime.user_frames import calling_line
 from shoal.train import loop_shape
-from shoal.train.calls import Call, batches_of, described, device_of, next_number
-from shoal.train.custom_anchors import Place, Recovery
-from shoal.train.foreground import asked_to_leave
-from shoal.train.gradient_sums import extend_torch
+from shoal.train.calls import Call, asked_to_leave, batches_of, described, device_of, next_number
+from shoal.train.custom_progress import LoopProgress
 from shoal.train.load_balance import refuse
 from shoal.train.progress import Position
 from shoal.train.reports import LedgerReport
+from shoal.train.script_state import DataPlace, Recovery
 from shoal.train.verification import Verification, fingerprint_at_end
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -56,7 +62,7 @@ Model = TypeVar("Model", bound=nn.Module)
 T = TypeVar("T")
 
 
-class _Taken(NamedTuple):
+class TakenBatch(NamedTuple):
     """A batch that the script took, without its samples."""
 
     start: int
@@ -67,15 +73,17 @@ class _Taken(NamedTuple):
 class WorkerData:
     """This worker's slices; every `for` over it is the next epoch."""
 
-    def __init__(self, loop: CustomLoop, batches: Batches, *, is_inherited: bool = False) -> None:
+    def __init__(self, loop: CustomLoop, batches: Batches) -> None:
         self._loop, self._batches = loop, batches
-        self.job, self.rank, self.num_workers = loop.job, loop.job.rank, loop.job.num_workers
+        self.job, self.rank = loop.job, loop.job.rank
+        self.num_workers = loop.job.num_data_ranks  # ranks of tp and pp compute the same part of a batch
         self.number = next_number()
         self._seed = torch.initial_seed()
         self.position = Position()
         self._ledger = LedgerReport(self, batches)
-        self._ledger.begin(is_inherited=is_inherited, again={})
-        self._pending: list[_Taken] = []  # since the last step
+        self._has_begun = False
+        self._resumed: DataPlace | None = None
+        self._pending: list[TakenBatch] = []  # since the last step
         self._num_left_out = 0  # samples, of those
         self.epoch, self.index = 0, -1
         self.num_local = 0
@@ -83,7 +91,6 @@ class WorkerData:
 
     @property
     def data_description(self) -> dict[str, Any]:
-        """Which data it is, for the ledger."""
         return self._batches.describe()
 
     def counted_from(self, start: int) -> Iterator[tuple[int, Tree]]:
@@ -91,51 +98,87 @@ class WorkerData:
         for batch in self:
             yield start + self.index, batch
 
-    def stepped(self) -> None:
-        """A step is committed: what was handed out before it is trained."""
+    def stepped(self) -> int:
+        """A step is committed: what was handed out before it is trained. Gives the number of these samples."""
         pending, self._pending, self._num_left_out = self._pending, [], 0
         for part in pending:
             self.position.next_index = part.start + part.num_global
             self._ledger.count(part)
         self._ledger.now_and_then(time.monotonic())
+        return sum(part.num_global for part in pending)
+
+    def state(self) -> dict[str, Any]:
+        """The place after the last step, for a checkpoint."""
+        is_inside = self in script.open
+        return {
+            "epoch": self.position.epoch if is_inside else self.epoch,
+            "next_index": self.position.next_index if is_inside else 0,
+            "index": self.index + 1 - len(self._pending) if is_inside else 0,
+            "stretch": self.position.stretch if is_inside else None,
+            "num_samples": self._batches.num_samples,
+        }
+
+    def resume_at(self, state: dict[str, Any], path: str) -> None:
+        """Begin the next `for` over this data where a checkpoint stood."""
+        if state["num_samples"] != self._batches.num_samples:
+            raise CheckpointError(
+                f"the checkpoint {path} stands in a dataset of {state['num_samples']} samples, and shoal.setup was given one of "
+                f"{self._batches.num_samples}. Nothing was trained; resume with the same data."
+            )
+        self.epoch = state["epoch"]
+        self._resumed = DataPlace(
+            self.number, state["epoch"], state["next_index"], state["index"], state["stretch"]
+        )
+
+    def reached(self) -> None:
+        """Tell the ledger how far it has come: it is saved."""
+        if self in script.open:
+            self._ledger.reached()
 
     def __iter__(self) -> Iterator[Tree]:
         job = self.job
-        place = _script.recovery.start_of(self.number, self.epoch, self._loop.strategy.replay_log)
+        start, self._resumed = self._resumed or DataPlace(self.number, self.epoch), None
+        place = script.recovery.start_of(start, self._loop.strategy.replay_log)
         epoch, self.epoch = self.epoch, self.epoch + 1
         is_over = False
         try:
             if place is None:
                 return  # the others were through with this data before this worker came to be
-            _script.began(place)
+            script.began(place)
             epoch, self.index = place.epoch, place.index - 1
             self.position = Position(epoch=epoch, next_index=place.next_index, stretch=place.stretch)
-            _script.open.append(self)
+            if not self._has_begun:
+                self._has_begun = True
+                self._ledger.begin(is_inherited=place is not start, again={})
+            script.open.append(self)
             for part in self._batches.slices(
-                epoch=epoch, start=place.next_index, rank=job.rank, num_workers=job.num_workers
+                epoch=epoch, start=place.next_index, rank=job.data_rank, num_workers=self.num_workers
             ):
                 self.index += 1
-                if not _script.is_anchored and _script.open == [self]:
-                    _script.anchor(self, part)
-                _script.slice, _script.between = part, None
+                script.progress.batch_taken()
+                if not script.is_anchored and script.open == [self]:
+                    script.anchor(self, part)
+                script.slice, script.between = part, None
                 self._refuse_left_out(part)
-                self._pending.append(_Taken(part.start, part.num_global, part.cuts))
-                if self not in _script.data:
-                    _script.data.append(self)
+                self._pending.append(TakenBatch(part.start, part.num_global, part.cuts))
+                if self not in script.data:
+                    script.data.append(self)
                 self.num_local = part.num_local
-                for loop in _script.loops:
+                for loop in script.loops:
                     loop.about_to_run(part)
                 if job.num_workers > 1:  # else every worker would draw the same dropout as the others
-                    seed_all(mix(self._seed, job.rank, epoch, part.start), self._loop.device)
+                    seed_all(mix(self._seed, job.data_rank, epoch, part.start), self._loop.device)
                 failpoint(BEFORE_FORWARD, self._loop.strategy.step + 1)
                 yield place_on(part.batch, self._loop.device, self._loop.dtype)
             is_over = True
-            for loop in _script.loops:
+            for loop in script.loops:
                 loop.epoch_is_over()
         finally:
-            if self in _script.open:
-                _script.open.remove(self)
-            _script.between = f"after epoch {epoch} of {self.number}"
+            if self in script.open:
+                script.open.remove(self)
+            script.between = f"after epoch {epoch} of {self.number}"
+            script.progress.flush()
+            gathering.enter(None)
             self._pending.clear()  # nothing was made of them
             self._ledger.reached(is_end=is_over)
 
@@ -151,7 +194,7 @@ class WorkerData:
             )
 
     def __len__(self) -> int:
-        num_steps = self._batches.num_steps(self._loop.job.num_workers)
+        num_steps = self._batches.num_steps(self.num_workers)
         if num_steps is None:
             raise TypeError("a stream has no length")
         return num_steps
@@ -178,6 +221,9 @@ class CustomLoop:
         if self.optimizer is not None:
             self._stepping.about_to_run()
             self._stepping.weigh(part)
+            # On a mesh the loss is weighted before backward, else what backward leaves.
+            is_mesh = strategies.parse(self.job.strategy).base == "mesh"
+            gathering.enter(GatherScope(part.num_local, 1.0 if is_mesh else part.num_local / part.num_global))
 
     @property
     def has_gradients(self) -> bool:
@@ -186,9 +232,9 @@ class CustomLoop:
 
     def sum_gradients(self) -> None:
         """Have sums over the workers in `.grad`; the commit that follows only updates."""
-        if _script.slice is None:
+        if script.slice is None:
             raise _no_batch_yet("the gradients were to be summed")
-        self._stepping.sum_gradients(_script.slice)
+        self._stepping.sum_gradients(script.slice)
 
     def epoch_is_over(self) -> None:
         """The script may end with it, before the steps that a verification asked for."""
@@ -215,15 +261,16 @@ class CustomLoop:
             self.device = device_of(self.job, None)
         self.model, self.optimizer = model, optimizer
         events.emit(events.OWN_LOOP)
-        self.parameter_ids = {id(parameter) for parameter in model.parameters()}
         if self.job.num_workers > 1:
             extend_torch(_sum_gradients_of, _owners_of_gradients)
         fingerprint_at_end(model)
+        is_cut = strategies.parse(self.job.strategy).base == "mesh"
         self.strategy.prepare(
             TrainJob(
                 model=model,
                 loss=loss_rule(nn.MSELoss()),  # never called: the loss is the loop's own
                 build_optimizer=lambda _: optimizer,
+                given_optimizer=optimizer if is_cut else None,
                 device=self.device,
                 number=self._number,
                 is_own_loop=True,
@@ -231,6 +278,9 @@ class CustomLoop:
                 control=self._control,
             )
         )
+        if is_cut:
+            script.recovery.stop_noting()  # no worker is replaced alone
+        self.parameter_ids = {id(parameter) for parameter in model.parameters()}
         update = optimizer.step
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
@@ -248,25 +298,29 @@ class CustomLoop:
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def _commit(self) -> None:
-        if _script.slice is None:
+        if script.slice is None:
             raise _no_batch_yet("optimizer.step() was called")
-        _script.about_to_commit(self)
+        script.about_to_commit(self)
         self._control.leave = asked_to_leave() is not None
-        self._stepping.adopt(_script.slice)
+        self._stepping.adopt(script.slice)
         self.is_committing = True
         try:
-            verdict = self.strategy.commit()
+            result = self.strategy.commit()
         finally:
             self.is_committing = False
-        _script.ended = _script.ended or verdict.leave
-        for data in _script.data:
-            data.stepped()
+        script.ended = script.ended or result.leave
+        num_samples = sum(data.stepped() for data in script.data)
+        script.progress.committed(epoch=script.slice.epoch, samples=num_samples)
         if self._verification is not None:
-            self._verification.count(self.strategy, verdict.loss)
+            self._verification.count(self.strategy, result.loss)
+        if script.ended and not script.progress.ends_itself:
+            raise Interrupted(
+                signal_name=asked_to_leave() or "SIGINT", step=script.progress.step, checkpoint=None
+            )
 
 
 @dataclass(slots=True)
-class _Script:
+class Script:
     """What the loops of a script share: one model may be trained after another, or two in turn on one batch."""
 
     loops: list[CustomLoop] = field(default_factory=list)
@@ -281,10 +335,19 @@ class _Script:
     """In the middle of an epoch."""
 
     ended: bool = False
+    """Somebody asked the job to leave, and all ranks know it."""
+
+    saves: bool = False
+    """The script calls shoal.checkpoint, which saves when it leaves."""
+
+    resumes: bool = False
+    """The script has called shoal.resume."""
+
     between: str | None = ""
     """Where the script is while it is not in an epoch of its data; None while it is."""
 
     recovery: Recovery = field(default_factory=Recovery)
+    progress: LoopProgress = field(default_factory=LoopProgress)
     is_anchored: bool = False
     """Whether the step that is under way has been noted for a replacement."""
 
@@ -296,18 +359,20 @@ class _Script:
         self.is_anchored, self.committed = True, None
         self.recovery.note(
             self.loops[-1].strategy.replay_log,
-            Place(
+            DataPlace(
                 data=data.number,
                 epoch=part.epoch,
                 next_index=part.start,
                 index=data.index,
                 stretch=data.position.stretch,
                 epochs={each.number: each.epoch for each in self.every},
+                progress=self.progress.state(),
             ),
         )
 
-    def began(self, place: Place) -> None:
-        """A replacement goes on where the others are."""
+    def began(self, place: DataPlace) -> None:
+        if place.progress:
+            self.progress.restore(place.progress)
         for data in self.every:
             data.epoch = place.epochs.get(data.number, data.epoch)
 
@@ -324,7 +389,7 @@ class _Script:
         self.is_anchored = False
 
 
-_script = _Script()
+script = Script()
 
 
 def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimizer, WorkerData]:
@@ -335,19 +400,19 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     batches = batches_of(data, what="setup", seed=jobs.current().seed, may_be_endless=True)
     job = jobs.current()
     refuse_own_loop(job.sync_every)
-    _script.recovery.set_up()
+    script.recovery.set_up()
     if job.incarnation:
         _catch_up_quietly()
     refuse(batches, num_workers=job.num_workers, strategy=job.strategy, what="shoal.setup")
     number = session.begin_call("setup", described(batches))
-    loop = next((loop for loop in _script.loops if loop.optimizer is optimizer), None)
+    loop = next((loop for loop in script.loops if loop.optimizer is optimizer), None)
     if loop is None:
         loop = CustomLoop()
         call = Call(number, loop.strategy.replay_log)
         loop.take(model, optimizer)
-        _script.loops.append(loop)
-        _script.recovery.models.append(model)
-        _script.recovery.optimizers.append(optimizer)
+        script.loops.append(loop)
+        script.recovery.models.append(model)
+        script.recovery.optimizers.append(optimizer)
     elif loop.model is not model:
         raise ConfigError(
             "shoal.setup was given an optimizer that it already has, with another model. Nothing was changed; build an "
@@ -355,21 +420,22 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
         )
     else:
         call = Call(number, loop.strategy.replay_log)
-    is_inherited = call.is_over  # a replacement passes here, where the others were before
-    if not call.is_over:
+    if not call.is_over:  # a replacement passes here, where the others were before
         call.end(None)
-    mine = WorkerData(loop, batches.for_device(loop.device), is_inherited=is_inherited)
-    _script.every.append(mine)
+    mine = WorkerData(loop, batches.for_device(loop.device))
+    script.every.append(mine)
     return model, optimizer, mine
+
+
+def counted(data: Any, start: int = 0) -> Any:
+    """`enumerate` of a process that enters an epoch in its middle."""
+    return data.counted_from(start) if isinstance(data, WorkerData) else enumerate(data, start)
 
 
 def _catch_up_quietly() -> None:
     """Let the script of a replacement enter its loops where the others are, and write no files before it is there."""
 
-    def count(data: Any, start: int = 0) -> Any:
-        return data.counted_from(start) if isinstance(data, WorkerData) else enumerate(data, start)
-
-    loop_shape.use_enterable(loop_shape.script_frames(), {"range": loop_shape.Range, "enumerate": count})
+    loop_shape.use_enterable(loop_shape.script_frames(), {"range": loop_shape.Range, "enumerate": counted})
     save = torch.save
 
     @functools.wraps(save)
@@ -392,7 +458,7 @@ def reduce(value: Tensor | float) -> Any:
 def present_moment() -> tuple[Strategy, Callable[[str, Callable[[], T]], T]]:
     """The strategy to exchange through, and how: where a replaced worker passes without the others, what came of it is kept."""
     strategy = _current_loop().strategy
-    replay_log, between = strategy.replay_log, _script.between
+    replay_log, between = strategy.replay_log, script.between
     if replay_log is None or between is None or replay_log.is_inside_call:
         return strategy, lambda what, run: run()
     return strategy, lambda what, run: replay_log.remembered(f"{what} {between}", run)
@@ -404,7 +470,7 @@ def sum_gradients(optimizer: torch.optim.Optimizer) -> None:
     Between backward and step a gradient is only this worker's part; after this it is the whole, the same on every worker,
     and may be read and changed. Call it after the last backward of a step; `optimizer.step()` then only updates.
     """
-    loop = next((loop for loop in _script.loops if loop.optimizer is optimizer), None)
+    loop = next((loop for loop in script.loops if loop.optimizer is optimizer), None)
     if loop is None:
         raise ConfigError("shoal.sum_gradients was given an optimizer that shoal.setup does not know.")
     loop.sum_gradients()
@@ -413,7 +479,7 @@ def sum_gradients(optimizer: torch.optim.Optimizer) -> None:
 def _sum_gradients_of(parameters: list[Tensor]) -> None:
     """Of every loop that one of these belongs to; while one commits, its gradients are what they should be."""
     given = {id(parameter) for parameter in parameters}
-    for loop in _script.loops:
+    for loop in script.loops:
         if loop.optimizer is not None and not given.isdisjoint(loop.parameter_ids) and not loop.is_committing:
             loop.sum_gradients()
 
@@ -421,7 +487,7 @@ def _sum_gradients_of(parameters: list[Tensor]) -> None:
 def _owners_of_gradients() -> dict[int, Tensor]:
     return {
         id(parameter.grad): parameter
-        for loop in _script.loops
+        for loop in script.loops
         if loop.optimizer is not None
         for parameter in loop.model.parameters()
         if parameter.grad is not None
@@ -434,7 +500,7 @@ def mean(total: Tensor, count: Tensor | float) -> Tensor:
     Use it where slices count differently, as under a mask:
     `shoal.mean((losses * mask).sum(), mask.sum()).backward()`.
     """
-    part = _script.slice
+    part = script.slice
     if part is None:
         raise ConfigError("shoal.mean was called before the first batch was taken from shoal.setup's data.")
     # What was borrowed is counted where it belongs.
@@ -447,7 +513,33 @@ def mean(total: Tensor, count: Tensor | float) -> Tensor:
 
 def should_stop() -> bool:
     """True once somebody asked the job to leave; decided with a step, so it turns true on all ranks at once."""
-    return _script.ended
+    script.progress.ends_itself = True
+    return script.ended
+
+
+def log(**values: Any) -> None:
+    """Put named values into this step's line of metrics.jsonl, `loss` also on the display: `shoal.log(loss=loss, accuracy=hits / n)`.
+
+    A value is this worker's mean over its slice, and becomes the mean over the batch; or a pair (sum, count). Every worker
+    calls it at the same point: it is an exchange.
+    """
+    part = script.slice if script.between is None else None
+    weight = 1.0 if part is None else float(part.num_local)
+    pairs = []
+    for name, value in values.items():
+        try:
+            pair = value if isinstance(value, tuple) else (value, 1.0)
+            total, count = (float(each.detach() if isinstance(each, Tensor) else each) for each in pair)
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(
+                f"shoal.log was given {name}={value!r:.60}; it takes numbers, tensors of one number, and pairs (sum, count)."
+            ) from None
+        factor = 1.0 if isinstance(value, tuple) else weight
+        # What was borrowed is counted where it belongs.
+        pairs.append([total * factor, count * factor] if weight else [0.0, 0.0])
+    sums = reduce(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2))
+    means = (sums[:, 0] / sums[:, 1]).tolist()
+    script.progress.log(dict(zip(values, means, strict=True)))
 
 
 def _no_batch_yet(what: str) -> ConfigError:
@@ -458,6 +550,119 @@ def _no_batch_yet(what: str) -> ConfigError:
 
 
 def _current_loop() -> CustomLoop:
-    if not _script.loops:
-        _script.loops.append(CustomLoop())  # a script may reduce before it trains
-    return _script.loops[-1]
+    if not script.loops:
+        script.loops.append(CustomLoop())  # a script may reduce before it trains
+    return script.loops[-1]
+
+
+# ---- gradients summed before the step ---------------------------------------------------------------
+
+
+Sum = Callable[[list[Tensor]], None]
+"""Sums the gradients of the models that any of these parameters belongs to."""
+
+_is_extended = False
+
+
+def extend_torch(sum_of: Sum, owners_of: Callable[[], dict[int, Tensor]]) -> None:
+    """Let torch's functions see sums; `owners_of` gives parameters by the identity of their gradients."""
+    global _is_extended
+    if _is_extended:
+        return
+    _is_extended = True
+
+    def of_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            sum_of(given)
+            return _of_parts(function, given, [p.grad for p in given], *args, **kwargs)
+
+        return clip
+
+    def of_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+        def total(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            by_gradient = owners_of()
+            owners = [by_gradient.get(id(tensor)) for tensor in given]
+            sum_of([owner for owner in owners if owner is not None])
+            now = [
+                tensor if owner is None or owner.grad is None else owner.grad
+                for tensor, owner in zip(given, owners, strict=True)
+            ]
+            return _of_parts(function, now, now, *args, **kwargs)
+
+        return total
+
+    for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):
+        _extend(name, of_parameters)
+    _extend("_get_total_norm", of_gradients)
+    unscale = torch.amp.GradScaler.unscale_
+
+    @functools.wraps(unscale)
+    def unscale_sums(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Of sums, every worker finds the same infinities, and all skip the step or none does."""
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(isinstance(parameter, DTensor) for parameter in given):
+            raise ConfigError(
+                "a GradScaler looks for infinities in this worker's part of the model alone, and the others would take a step that it "
+                "skips. Nothing of this step was applied; use bf16, which needs no scaler, or --strategy ddp."
+            )
+        sum_of(given)
+        unscale(scaler, optimizer)
+
+    torch.amp.GradScaler.unscale_ = unscale_sums  # type: ignore[method-assign, assignment]
+
+
+def _of_parts(
+    function: Callable[..., Any],
+    given: list[Tensor],
+    gradients: list[Tensor | None],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call one of torch's functions; of gradients of which each rank has a part, not with all of them at once."""
+    there = [gradient for gradient in gradients if gradient is not None]
+    if not any(isinstance(gradient, DTensor) for gradient in there):
+        return function(given, *args, **kwargs)
+    bound = inspect.signature(function).bind(given, *args, **kwargs)
+    bound.arguments["foreach"] = False
+    is_plain = not bound.arguments.get("error_if_nonfinite") and bound.arguments.get("norm_type", 2.0) == 2.0
+    if function.__name__ == "_get_total_norm" and is_plain:
+        return torch.tensor(norm_of(there), dtype=there[0].dtype, device=there[0].device)
+    return function(*bound.args, **bound.kwargs)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients, summed over all workers, to a norm of at most `max_norm`; gives the norm they had.
+
+    As `torch.nn.utils.clip_grad_norm_`, which under `shoal.setup` does the same. Call it after the last backward of a step.
+    """
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _extend(name: str, extended: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    function: Callable[..., Any] | None = getattr(clip_grad, name, None)
+    if function is None:  # of another version of torch
+        return
+    inner = _cell_of(function)
+    if inner is not None:
+        inner.cell_contents = extended(inner.cell_contents)
+        return
+    replacement = extended(function)
+    for module in (clip_grad, torch.nn.utils):
+        for alias in (name, name.removeprefix("_")):
+            if getattr(module, alias, None) is function:
+                setattr(module, alias, replacement)
+
+
+def _cell_of(function: Any) -> CellType | None:
+    """Where torch's no-grad wrapper holds the function it calls: to exchange it there reaches every import of it."""
+    closure = getattr(function, "__closure__", None) or ()
+    held = [cell for cell in closure if isinstance(cell.cell_contents, FunctionType)]
+    return held[0] if len(held) == 1 else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,12 +15,16 @@ from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree, concatenate, leaves, map_tensors
 from shoal.errors import EmptyDataset, Interrupted, TrainingError
+from shoal.parallel import gathering
 from shoal.parallel.compute import autocast, place
+from shoal.parallel.loss import OutputKind
 from shoal.parallel.protocol import Strategy, TrainJob
 from shoal.runtime.failpoints import failpoint
-from shoal.train.foreground import asked_to_leave
-from shoal.train.metrics.metric_set import Metrics
+from shoal.train.calls import asked_to_leave
 from shoal.train.progress import TrainingProgress
+
+if TYPE_CHECKING:
+    from shoal.train.metrics import Gather, MetricSet
 
 Tick = Callable[[Slice], None]
 """Called after every slice of a pass."""
@@ -29,7 +34,7 @@ def evaluate(
     strategy: Strategy,
     job: TrainJob,
     batches: Batches,
-    metrics: Metrics,
+    metrics: MetricSet | NoMetrics,
     *,
     rank: int,
     num_workers: int,
@@ -41,25 +46,31 @@ def evaluate(
     for part in _slices(batches, rank, num_workers, what="evaluate"):
         output = strategy.forward(part)
         target, weight = place((part.target, part.weight), job.device, job.cast_inputs)
-        with torch.no_grad(), autocast(job):  # as in training: a loss rounds less than the layers before it
+        with (
+            torch.no_grad(),
+            autocast(job),
+            gathering.over(part),
+        ):  # as in training: a loss rounds less than the layers before it
             # Of a borrowed sample too: a loss that reads parameters may have to gather them, with all ranks.
             total, count = job.loss(output, target, max(part.num_local, 1), part.num_global, weight)
         if not part.borrowed:
             sums += torch.tensor([float(total), count], dtype=torch.float64)
-            metrics.update(output, target, part.num_local)
+            metrics.update(job.loss.predictions(output), target, part.num_local)
         tick(part)
         failpoint("worker: evaluating")
     total, count = strategy.reduce(sums).tolist()
     return {"loss": total / count if count else math.nan, **metrics.compute(strategy.gather)}
 
 
-def predict(strategy: Strategy, batches: Batches, *, rank: int, num_workers: int, tick: Tick) -> Tree:
+def predict(
+    strategy: Strategy, job: TrainJob, batches: Batches, *, rank: int, num_workers: int, tick: Tick
+) -> Tree:
     """The model's outputs for all of `batches`, in the order of the data, the same on every rank."""
     kept: list[Tree] = []
     sizes: list[int] = []
     template: Tree = None
     for part in _slices(batches, rank, num_workers, what="predict"):
-        output = strategy.forward(part)
+        output = job.loss.predictions(strategy.forward(part))
         _refuse_uncut(output, max(part.num_local, 1))
         own = map_tensors(lambda tensor, n=part.num_local: tensor[:n].cpu(), output)  # type: ignore[misc]
         template = own
@@ -70,7 +81,7 @@ def predict(strategy: Strategy, batches: Batches, *, rank: int, num_workers: int
     mine = concatenate(kept)
     gathered = [strategy.gather(leaf) for leaf in leaves(mine) if isinstance(leaf, Tensor)]
     # Every rank's own, not what an even cut would give: shares may differ, and bad samples may be left out.
-    by_rank = [told.tolist() for told in strategy.gather(torch.tensor(sizes))]
+    by_rank = [counts.tolist() for counts in strategy.gather(torch.tensor(sizes))]
     whole = iter([_in_data_order(parts, by_rank) for parts in gathered])
     return map_tensors(lambda tensor: next(whole), template)
 
@@ -126,3 +137,41 @@ def _refuse_uncut(output: Tree, num_samples: int) -> None:
                 f"the model returned a tensor of shape {tuple(leaf.shape)} for {num_samples} samples, so predict cannot "
                 "put it in the order of the data. Return tensors with one row per sample, or compute the rest in the loss."
             )
+
+
+class NoMetrics:
+    """Nothing is measured but the loss."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        pass
+
+    def update(self, outputs: Tree, target: Tree | None, num_local: int) -> None:
+        pass
+
+    def compute(self, gather: Gather) -> dict[str, float]:
+        return {}
+
+    def state(self, gather: Gather) -> dict[str, Tensor]:
+        return {}
+
+    def load_state(self, tensors: Mapping[str, Tensor], rank: int, num_workers: int | None = None) -> bool:
+        return not tensors
+
+
+def metric_set(
+    metrics: Sequence[Any] | dict[str, Any], *, loss_kind: OutputKind, ignore_index: int | None
+) -> MetricSet | NoMetrics:
+    """The metrics asked for, by name or as torchmetrics objects.
+
+    torchmetrics is imported when there is something to measure, and not before:
+    it can take longer than a short script trains.
+    """
+    # An empty list or dict; a lone torchmetrics object has a truth of its own, and goes on to be refused or taken.
+    if isinstance(metrics, (list, tuple, dict)) and not metrics:
+        return NoMetrics()
+    from shoal.train.metrics import MetricSet
+
+    return MetricSet(metrics, loss_kind=loss_kind, ignore_index=ignore_index)

@@ -35,6 +35,9 @@ MAX_BATCHES = 32
 ENDLESS = 1 << 20
 """Epochs of a fit that ends by its steps."""
 
+NEAR_STEPS = 16
+"""Per worker, before a fit's last step: then every push is acknowledged before the next batch begins."""
+
 POLL_EVERY_S = 0.05
 """Poll interval at an epoch's end, when another worker may be faster with the same lease."""
 
@@ -195,13 +198,20 @@ class Leasing:
                     break
                 yield part
 
-    def trained(self, part: Slice, position: Position) -> int:
-        """A batch is acknowledged; returns how many updates there were since this worker's last, its own among them."""
+    def trained(self, part: Slice, position: Position, *, last_step: int | None = None) -> int:
+        """A batch was pushed; returns how many updates there were since this worker's last, its own among them.
+
+        Near `last_step` its acknowledgement is waited for: it tells how many the others have made.
+        """
+        near = NEAR_STEPS * self._request_fields["num_workers"]
+        if last_step is not None and position.step + near >= last_step:
+            self._strategy.settle()
         waited_s = self._strategy.waited_s - self._waited_before
         self._worked_s += max(time.monotonic() - self._since - waited_s, 0.0)
         lease = part.start // self._naming.samples_per_lease
         stop = min((lease + 1) * self._naming.samples_per_lease, self._request_fields["num_samples"])
         if part.start + part.num_global >= stop:
+            self._strategy.settle()  # nobody else runs a finished lease again
             number = (part.epoch - self._first_epoch) * self._naming.num_leases + lease
             self._finished.append(number)
             self._busy_s.append(self._worked_s)
@@ -226,6 +236,7 @@ class Leasing:
 
     def end(self) -> None:
         """Give all leases back, so that nobody waits for this worker; waiting workers are told that it is over."""
+        self._strategy.settle()
         if not self._is_over:
             self._is_over = True
             finished, self._finished = self._finished, []
@@ -236,12 +247,13 @@ class Leasing:
 
     def epoch_is_over(self, position: Position, *, over: bool) -> bool:
         """No worker goes on with the epoch: all agree where it ended, and whether the fit is over with it."""
+        self._strategy.rest()  # others may still be a batch ahead of who has stopped
         first_update = (
             self._updates_before - self._steps_before
         )  # the same everywhere, but for who came halfway
         mine = [self._strategy.updates, int(over), self._naming.done_below, -first_update]
-        told = torch.stack(self._strategy.gather(torch.tensor(mine)))
-        newest, is_over, done_below, before = told.max(0).values.tolist()
+        gathered = torch.stack(self._strategy.gather(torch.tensor(mine)))
+        newest, is_over, done_below, before = gathered.max(0).values.tolist()
         self._strategy.updates, self._naming.done_below = newest, done_below
         num_samples = self._request_fields["num_samples"]
         num_done = newest + before - self._first_step
@@ -318,7 +330,6 @@ class Leasing:
                 self._receive()
 
     def _drop_finished(self, answer: Leases | NoMoreLeases) -> None:
-        """Drop leases that others have finished."""
         still = {lease[0] for lease in answer.leases} if isinstance(answer, Leases) else None
 
         def is_done(number: int) -> bool:
@@ -332,12 +343,11 @@ class Leasing:
 
 def _counted(kept: dict[str, Any] | None, done_below: int) -> list[tuple[int, int, int]]:
     """(lease, batches that count in slot 0, in all slots) of leases that were under way at a checkpoint."""
-    told = kept.get("counted", []) if kept is not None else []
-    return [(lease, in_slot_0, everywhere) for lease, in_slot_0, everywhere in told if lease >= done_below]
+    saved = kept.get("counted", []) if kept is not None else []
+    return [(lease, in_slot_0, everywhere) for lease, in_slot_0, everywhere in saved if lease >= done_below]
 
 
 def _lease_settings(sharding: Sharding, num_leases: int, num_workers: int) -> dict[str, Any]:
-    """Lease settings for the coordinator, from the sharding."""
     match sharding:
         case ByCost() | BySpeed():
             raise ConfigError(
@@ -345,7 +355,7 @@ def _lease_settings(sharding: Sharding, num_leases: int, num_workers: int) -> di
                 "every worker whole batches. Nothing was trained; leave shard() out: a fast worker takes more batches then "
                 "and a slow one fewer. Or use an exact strategy (ps, ddp)."
             )
-        case EqualParts("equal"):
+        case EqualParts():
             return {"shares": weighted_cuts(num_leases, [1.0] * num_workers)}
         case ByWeight(weights):
             sharding.check(num_workers)

@@ -145,8 +145,8 @@ class LoadBalance:
 
     def _refuse_different(self, cuts: int) -> None:
         """Ranks that cut differently would train some samples twice and others never."""
-        told = [int(each) for each in self._strategy.gather(torch.tensor([cuts]))]
-        if len(set(told)) > 1:
+        gathered = [int(each) for each in self._strategy.gather(torch.tensor([cuts]))]
+        if len(set(gathered)) > 1:
             raise TrainingError(
                 f"the workers cut the same batches differently, by {self._batches.sharding.describe()}: their costs differ. "
                 "Nothing was trained; let the cost of a sample be the same in every process (an array drawn at random is not)."

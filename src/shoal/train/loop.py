@@ -18,19 +18,18 @@ import torch
 from shoal.cluster.worker import session
 from shoal.config.faults import BEFORE_FORWARD
 from shoal.data.batches import Batches
-from shoal.data.cache.statistics import tell_figures
+from shoal.data.cache.cache_plan import emit_figures
 from shoal.data.slice import Slice
 from shoal.errors import EmptyDataset, Interrupted, NonFiniteLoss, TrainingError
 from shoal.parallel.compute import place
 from shoal.parallel.protocol import Leased, LooksAhead, LossSum, PeriodicSync, StepResult
 from shoal.runtime.failpoints import failpoint
-from shoal.train import anchors
 from shoal.train.callbacks.base import StepLogs
-from shoal.train.checkpoint.snapshots import Snapshots
+from shoal.train.calls import asked_to_leave
+from shoal.train.checkpoint.saving import Snapshots
 from shoal.train.evaluation import evaluate
-from shoal.train.foreground import asked_to_leave
 from shoal.train.load_balance import LoadBalance
-from shoal.train.progress import BEFORE_A_STEP, FitStart, History, LoopPlace
+from shoal.train.progress import BEFORE_A_STEP, FitStart, History, LoopPlace, note_anchor
 from shoal.train.reports import LedgerReport, MetricsLog, TrafficReport
 
 if TYPE_CHECKING:
@@ -52,8 +51,10 @@ class FitLoop:
         last_epoch: int | None,
         last_step: int | None,
         validation: Batches | None,
+        validate_every: int | None = None,
     ) -> None:
         self._trainer, self._batches, self._validation = trainer, batches, validation
+        self._validate_every = validate_every
         self._strategy, self._callbacks = trainer.strategy, trainer.callbacks
         self._progress, self._position = trainer.progress, trainer.progress.position
         self._rank, self._num_workers = trainer.data_rank, trainer.num_workers
@@ -63,6 +64,11 @@ class FitLoop:
         self._last_step = min(limits, default=None)
         self._over = start.place.over
         self._log: MetricsLog | None = None
+        self._epoch_log: MetricsLog | None = None
+        self._measured_epoch = 0
+        """From 1: the epoch of this fit that was measured last."""
+
+        self._step_loss: float | None = None
         self._snapshots = Snapshots(trainer)
         self._traffic = TrafficReport(trainer.job, self._strategy, self._position)
         self.leasing = self._lease()
@@ -84,6 +90,11 @@ class FitLoop:
         trainer, position = self._trainer, self._position
         if trainer.job.launched and trainer.rank == 0:
             self._log = MetricsLog(trainer.run_dir / "metrics.jsonl", from_step=position.step)
+            # The end of an epoch that was not measured yet is written again.
+            is_measured = position.measured_at == position.step
+            self._epoch_log = MetricsLog(
+                trainer.run_dir / "epochs.jsonl", from_step=position.step - (not is_measured)
+            )
             if self._progress.last_line is not None:
                 # Rank 0 may have died before it wrote the step it had committed.
                 self._log.make_up_for(self._progress.last_line)
@@ -97,19 +108,22 @@ class FitLoop:
                 self.ledger.begin(is_inherited=self._start.is_inherited, again=again)
             if self._balance is not None and not self._start.is_inherited:
                 self._balance.begin()
-            self._callbacks.fit_begin(trainer)
+            self._callbacks.call("on_fit_begin", trainer)
             if self._start.place.is_epoch_end:  # the others are there already
                 self._end_epoch(halfway=self._start.place.halfway)
             while not self._over and not self._reached_the_end():
                 self._run_epoch()
             if position.next_index and position.measured_at != position.step:
                 self._finish_epoch()  # resumed from a checkpoint of the very last step: what comes after it is left
-            self._callbacks.fit_end(trainer)
+            self._callbacks.call("on_fit_end", trainer)
+            trainer.checkpoints.wait()
         finally:
-            self._traffic.tell()
+            trainer.checkpoints.abandon()
+            self._traffic.report()
             held.close()
-            if self._log is not None:
-                self._log.close()
+            for log in (self._log, self._epoch_log):
+                if log is not None:
+                    log.close()
             if self.leasing is not None:
                 self.leasing.close()
         return self._history
@@ -152,7 +166,7 @@ class FitLoop:
         part = next(parts, None)
         while part is not None:
             num_run += 1
-            anchors.note(self._trainer, BEFORE_A_STEP)
+            note_anchor(self._trainer, BEFORE_A_STEP)
             coming = next(parts, None) if self._looks_ahead is not None else None
             if coming is not None and self._looks_ahead is not None:
                 self._looks_ahead.prefetch(coming)
@@ -196,7 +210,7 @@ class FitLoop:
         ended = self._over or self._reached_the_end()
         left = self._batches.num_steps(self._num_workers, start=self._position.next_index)
         halfway = ended and left != 0
-        anchors.note(self._trainer, LoopPlace(is_epoch_end=True, halfway=halfway, over=self._over))
+        note_anchor(self._trainer, LoopPlace(is_epoch_end=True, halfway=halfway, over=self._over))
         self._end_epoch(halfway=halfway)
 
     def _run_step(self, part: Slice) -> None:
@@ -217,7 +231,7 @@ class FitLoop:
             self._leave_out(part, result)
         self._progress.num_skipped_steps += result.num_skipped
         if self.leasing is not None:
-            num_new = self.leasing.trained(part, position)
+            num_new = self.leasing.trained(part, position, last_step=self._last_step)
         else:
             num_new = 1
             position.step += 1
@@ -235,9 +249,11 @@ class FitLoop:
     def _apply(self, result: StepResult) -> None:
         """Save, stop or leave: the step's result says so on all ranks."""
         trainer = self._trainer
+        trainer.checkpoints.check()
         if result.checkpoint:
-            path = trainer.save_checkpoint()
-            self._callbacks.checkpoint(trainer, path)
+            # A callback of the user's finds it written.
+            path = trainer.save_checkpoint(background=not self._callbacks.has_own("on_checkpoint"))
+            self._callbacks.call("on_checkpoint", trainer, path)
         else:
             self._snapshots.after_step()
         self._over = result.stop or self._reached_the_end()
@@ -305,6 +321,7 @@ class FitLoop:
 
     def _write_down(self, part: Slice, result: StepResult) -> None:
         trainer, position = self._trainer, self._position
+        self._step_loss = result.loss
         logs = StepLogs(
             epoch=position.epoch,
             step=position.step,
@@ -313,8 +330,10 @@ class FitLoop:
             lr=trainer.learning_rates[0],
             grad_norm=result.grad_norm,
         )
-        self._callbacks.step_end(trainer, logs)
-        extra = trainer.take_logged()
+        self._callbacks.call("on_step_end", trainer, logs)
+        for name, value in result.named:
+            trainer.log(name, value)
+        extra = trainer.take_logged() | self._validate()
         self._progress.last_line = {
             "step": position.step,
             "epoch": position.epoch,
@@ -329,12 +348,20 @@ class FitLoop:
         if now - self._reported_at >= _REPORT_EVERY_S:
             self._reported_at = now
             if position.step != self._num_steps():  # the last one is reported with the metrics of its epoch
-                self._report(now, result.loss)
+                self._report(now)
             if self.ledger is not None:
                 self.ledger.now_and_then(now)
 
-    def _report(self, now: float, loss: float | None) -> None:
-        position = self._position
+    def _validate(self) -> dict[str, float]:
+        """Loss and metrics of the validation data, where the step is one after which they are measured."""
+        every, position = self._validate_every, self._position
+        if every is None or self._validation is None or (position.step - self._start.first[1]) % every:
+            return {}
+        return self._measure_validation()
+
+    def _report(self, now: float, *, epoch: int | None = None) -> None:
+        """`epoch`: from 0, where it is not the one of the position."""
+        position, loss = self._position, self._step_loss
         samples = position.samples - self._started_samples
         rate = samples / max(now - self._started_at, 1e-9)
         num_steps = self._num_steps()
@@ -342,7 +369,9 @@ class FitLoop:
         per_step = (now - self._started_at) / max(position.step - self._first_step, 1)
         session.report(
             phase="fit",
-            epoch=min(position.epoch + 1, self._last_epoch or position.epoch + 1),
+            epoch=min(
+                (position.epoch if epoch is None else epoch) + 1, self._last_epoch or position.epoch + 1
+            ),
             num_epochs=self._last_epoch,
             step=position.step,
             num_steps=num_steps,
@@ -351,6 +380,7 @@ class FitLoop:
             samples=samples,
             samples_per_s=rate,
             eta_s=remaining * per_step if remaining is not None else None,
+            metrics_epoch=self._measured_epoch,
         )
 
     def _num_steps(self) -> int | None:
@@ -371,20 +401,23 @@ class FitLoop:
 
     def _end_epoch(self, *, halfway: bool) -> None:
         trainer, position = self._trainer, self._position
-        logs = self._measure_epoch()
+        logs, epoch = self._measure_epoch(), position.epoch
+        self._measured_epoch = epoch + 1
+        if self._epoch_log is not None:
+            self._epoch_log.write({"epoch": epoch, "step": position.step, "time": time.time(), **logs})
         self._history.append(logs)
         position.measured_at = position.step
         if self.ledger is not None:
             self.ledger.reached(is_end=not halfway)
         if not halfway:
             trainer.train_metrics.reset()
-            tell_figures(epoch=position.epoch)
+            emit_figures(epoch=position.epoch)
             position.loss_total = position.loss_count = 0.0
             position.epoch += 1
             position.next_index = 0
             trainer.advance_scheduler("epoch", logs)
-            self._callbacks.epoch_end(trainer, logs)
-        self._report(time.monotonic(), logs["loss"])
+            self._callbacks.call("on_epoch_end", trainer, logs)
+        self._report(time.monotonic(), epoch=epoch)
         self._agree_to_end()
 
     def _measure_epoch(self) -> dict[str, float]:
@@ -396,17 +429,22 @@ class FitLoop:
             self.leasing.share_statistics()
         logs = {"loss": total / count if count else math.nan}
         logs |= trainer.train_metrics.compute(self._strategy.gather)
-        if self._validation is not None:
-            measured = evaluate(
-                self._strategy,
-                trainer.train_job,
-                self._validation,
-                trainer.evaluation_metrics,
-                rank=self._rank,
-                num_workers=self._num_workers,
-                tick=lambda part: None,
-            )
-            logs |= {f"val_{name}": value for name, value in measured.items()}
+        return logs | self._measure_validation()
+
+    def _measure_validation(self) -> dict[str, float]:
+        if self._validation is None:
+            return {}
+        measured = evaluate(
+            self._strategy,
+            self._trainer.train_job,
+            self._validation,
+            self._trainer.evaluation_metrics,
+            rank=self._rank,
+            num_workers=self._num_workers,
+            tick=lambda part: None,
+        )
+        logs = {f"val_{name}": value for name, value in measured.items()}
+        self._callbacks.call("on_validation_end", self._trainer, logs)
         return logs
 
     def _agree_to_end(self) -> None:

@@ -49,6 +49,9 @@ class Shape(NamedTuple):
     carried: frozenset[str]
     """Names that an iteration reads before it writes them."""
 
+    targets: frozenset[str]
+    """Names in the innermost frame that the loop over the data writes with every batch: they need no note."""
+
     asks: bool
     """Whether a `while` decides how often the data is gone through."""
 
@@ -61,11 +64,15 @@ def script_frames() -> list[FrameType]:
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not is_ours(file) and not any(bar in file for bar in _PROGRESS_BARS):
+        if _is_script(frame.f_code.co_filename):
             frames.append(frame)
         frame = frame.f_back
     return frames
+
+
+@functools.cache  # asked of every frame at every step
+def _is_script(file: str) -> bool:
+    return not is_ours(file) and not any(bar in file for bar in _PROGRESS_BARS)
 
 
 def is_library(file: str | None) -> bool:
@@ -77,6 +84,7 @@ def shape_of(frames: Sequence[FrameType], set_up_at: Sequence[tuple[CodeType, in
     """The loops around the present moment, of which those around `shoal.setup` are run from their beginning anyway."""
     ranges: list[RangeLoop] = []
     carried: set[str] = set()
+    targets: set[str] = set()
     asks = False
     for depth, frame in enumerate(frames):
         code, line = frame.f_code, frame.f_lineno
@@ -97,13 +105,14 @@ def shape_of(frames: Sequence[FrameType], set_up_at: Sequence[tuple[CodeType, in
             if _is_header(loop, line):
                 if depth == 0:
                     _check_driver(frame, loop)
+                    targets = _stored(loop.target)
                 continue
             ranges.append(_range_loop(frame, depth, loop))
         if loops:
             # An outer loop carries what its inner ones do.
             carried |= _carried(loops[0])
     draws = any(_DRAWS.search("".join(linecache.getlines(file))) for file in _files(frames))
-    return Shape(tuple(ranges), frozenset(carried), asks, draws)
+    return Shape(tuple(ranges), frozenset(carried), frozenset(targets), asks, draws)
 
 
 def _files(frames: Sequence[FrameType]) -> set[str]:

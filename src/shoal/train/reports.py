@@ -14,21 +14,25 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from shoal.cluster.ledger.entries import TrainedStretch, TrainingBegan, TrainingReached
 from shoal.cluster.supervisor import progress_text
 from shoal.cluster.worker import session
-from shoal.collectives.compression.compressor import Traffic
+from shoal.collectives.compression import Traffic
 from shoal.config.job import Job
 from shoal.data.batches import Batches
 from shoal.parallel.protocol import Strategy
 from shoal.runtime import events
 from shoal.train.progress import Position
 
-TELL_EVERY_S = 5.0
+if TYPE_CHECKING:
+    from shoal.data.slice import Slice
+    from shoal.train.custom import TakenBatch, WorkerData
+    from shoal.train.trainer import Trainer
+
+REPORT_EVERY_S = 5.0
 """At most; epochs' ends and checkpoints are told at once. What was trained since is not known of a job that is killed."""
 
 
@@ -36,44 +40,15 @@ def data_identity(description: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-class Reporting(Protocol):
-    """The trainer whose fit is reported, or the data of a custom loop."""
-
-    @property
-    def position(self) -> Position: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def job(self) -> Job: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def num_workers(self) -> int: ...
-    @property
-    def data_description(self) -> dict[str, Any]: ...
-
-
-class CutBatch(Protocol):
-    """A batch, and how it was cut over the workers."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def num_global(self) -> int: ...
-    @property
-    def cuts(self) -> Sequence[int]:
-        """Begin of each worker's part, and the end; empty: all of them had all of it."""
-
-
 class LedgerReport:
     """Ledger entries of one fit, or of the epochs of a custom loop over some data."""
 
-    def __init__(self, trainer: Reporting, batches: Batches) -> None:
+    def __init__(self, trainer: Trainer | WorkerData, batches: Batches) -> None:
         self._trainer, self._batches = trainer, batches
         self._call = session.num_calls()
         self._is_on = trainer.job.launched
-        self._tells = self._is_on and trainer.rank == 0
-        self._told_at = 0.0
+        self._reports = self._is_on and trainer.rank == 0
+        self._reported_at = 0.0
 
     def begin(self, *, is_inherited: bool, again: dict[int, int]) -> None:
         """The fit trains from the position on; a replacement's is under way. `again`: samples by epoch that had been trained."""
@@ -83,7 +58,7 @@ class LedgerReport:
         before, position.stretch = position.stretch, None
         num_samples = self._batches.num_samples
         num_left_out = self._batches.num_left_out(trainer.num_workers)
-        if self._tells:
+        if self._reports:
             session.note(
                 TrainingBegan(
                     call=self._call,
@@ -104,9 +79,9 @@ class LedgerReport:
                     before=_stretch(before, position.next_index) if before is not None else None,
                 )
             )
-        self._told_at = time.monotonic()
+        self._reported_at = time.monotonic()
 
-    def count(self, part: CutBatch) -> None:
+    def count(self, part: Slice | TakenBatch) -> None:
         """A step is committed; the position is behind it."""
         if not self._is_on:
             return
@@ -128,8 +103,8 @@ class LedgerReport:
     def reached(self, *, is_end: bool = False) -> None:
         """Tell how far it has come; `is_end`: of the epoch, and the position is still in it."""
         position = self._trainer.position
-        if self._tells and position.stretch is not None:
-            self._told_at = time.monotonic()
+        if self._reports and position.stretch is not None:
+            self._reported_at = time.monotonic()
             stretch = _stretch(position.stretch, position.next_index)
             session.note(
                 TrainingReached(call=self._call, epoch=position.epoch, stretch=stretch, is_end=is_end)
@@ -139,7 +114,7 @@ class LedgerReport:
 
     def now_and_then(self, now: float) -> None:
         """Tell how far it has come, if it is time to."""
-        if self._tells and now >= self._told_at + TELL_EVERY_S:
+        if self._reports and now >= self._reported_at + REPORT_EVERY_S:
             self.reached()
 
 
@@ -156,7 +131,7 @@ class TrafficReport:
         before = self._traffic()
         self._before = (before.raw_bytes, before.sent_bytes, before.num_sums) if before else (0, 0, 0)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """The fit is over, well or not. Rank 0 speaks."""
         job, traffic = self._job, self._traffic()
         if traffic is None or job.rank != 0:
@@ -231,11 +206,11 @@ def _drop_after(path: Path, step: int) -> dict[int, int]:
     dropped: dict[int, int] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            told = json.loads(line)
-            if told["step"] <= step:
+            values = json.loads(line)
+            if values["step"] <= step:
                 kept.append(line + "\n")
             else:
-                dropped[told["epoch"]] = dropped.get(told["epoch"], 0) + told["samples"]
+                dropped[values["epoch"]] = dropped.get(values["epoch"], 0) + values["samples"]
         except (ValueError, KeyError, TypeError):
             continue  # a line torn by a kill
     temporary = path.with_suffix(".tmp")

@@ -2,7 +2,7 @@
 
 This module holds the calls of a user and the parts of a Trainer's state. The
 loop of a fit is in loop.py, passes without updates in evaluation.py, state on
-disk in checkpoint/saving.py, state for a replaced worker in anchors.py.
+disk in checkpoint/saving.py, progress and replay anchors in progress.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.cluster.worker import session
 from shoal.config import job as jobs
+from shoal.config import strategy as strategies
 from shoal.config.parallel_options import refuse_plateau_of_steps
 from shoal.data.batches import Batches
 from shoal.data.tree import Tree
@@ -28,13 +29,15 @@ from shoal.errors import ConfigError, Interrupted
 from shoal.parallel import create
 from shoal.parallel.batch_dependence import describe_mixing, mixing_layers
 from shoal.parallel.loss import LossRule, loss_rule
+from shoal.parallel.parameter_file import ParameterFile
 from shoal.parallel.protocol import ControlFlags, Strategy, TrainJob
-from shoal.train.anchors import inherit, restore, snapshot
+from shoal.runtime import scratch
 from shoal.train.callbacks.base import Callback, CallbackList
 from shoal.train.calls import (
     OTHER_PRECISIONS,
     Call,
     OptimizerFactory,
+    asked_to_leave,
     batches_of,
     build_model,
     build_optimizer,
@@ -43,15 +46,16 @@ from shoal.train.calls import (
     check_limit,
     described,
     device_of,
+    drawn_here,
     first_inputs,
     next_number,
+    signals_finish_the_step,
 )
-from shoal.train.checkpoint import saving
-from shoal.train.evaluation import evaluate, pass_reporter, predict
-from shoal.train.foreground import asked_to_leave, drawn_here, signals_finish_the_step
+from shoal.train.checkpoint import reachable, saving
+from shoal.train.checkpoint.background import BackgroundWriter
+from shoal.train.evaluation import evaluate, metric_set, pass_reporter, predict
 from shoal.train.loop import FitLoop
-from shoal.train.metrics.metric_set import metric_set
-from shoal.train.progress import FitStart, History, Position, TrainingProgress
+from shoal.train.progress import FitStart, History, Position, TrainingProgress, inherit, restore, snapshot
 from shoal.train.verification import Verification, fingerprint_at_end
 
 if TYPE_CHECKING:
@@ -73,8 +77,8 @@ class TrainerConfig:
     optimizer: OptimizerFactory | torch.optim.Optimizer | None
     """The optimizer, or a function of the parameters; None for a Trainer that never fits."""
 
-    scheduler: SchedulerFactory | None
-    """Builds the learning-rate scheduler on the optimizer."""
+    scheduler: SchedulerFactory | LRScheduler | None
+    """The learning-rate scheduler, or a function of the optimizer."""
 
     scheduler_every: Literal["step", "epoch"]
     """The moment at which the scheduler advances."""
@@ -113,7 +117,7 @@ class Trainer:
         *,
         loss: Any,
         optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
-        scheduler: SchedulerFactory | None = None,
+        scheduler: SchedulerFactory | LRScheduler | None = None,
         scheduler_every: Literal["step", "epoch"] = "step",
         metrics: Sequence[Any] | dict[str, Any] = (),
         callbacks: Sequence[Callback] = (),
@@ -133,9 +137,10 @@ class Trainer:
         """
         Args:
             model: any module, or a function that builds it (then built under `seed`).
-            loss: called as `loss(output, target)`, or `loss(output)` where batches have no target.
+            loss: called as `loss(output, target)`, or `loss(output)` where batches have no target. May return a dict of named
+                parts, of which "loss" is trained and all are logged. "model" takes the loss that the model's forward returns.
             optimizer: a function of the parameters, `lambda params: torch.optim.Adam(params)`, or an instance.
-            scheduler: a function of the optimizer, advanced every step or every epoch.
+            scheduler: a function of the optimizer, or one built on the optimizer that is given; advanced every step or epoch.
             metrics: "accuracy", "top5", "auroc", or torchmetrics objects; exact over all workers.
             callbacks: see `shoal.callbacks`.
             seed: of everything random while training, together with rank and step.
@@ -164,6 +169,15 @@ class Trainer:
         if optimizer is not None:
             hint = "a function such as lambda params: torch.optim.Adam(params), or a torch optimizer"
             check_callable("optimizer", optimizer, hint, torch.optim.Optimizer)
+        if isinstance(scheduler, LRScheduler) and scheduler.optimizer is not optimizer:
+            raise ConfigError(
+                f"the {type(scheduler).__name__} given as scheduler= was built on another optimizer than optimizer=. Nothing was "
+                "trained; give that optimizer too, or functions: optimizer=lambda params: ..., scheduler=lambda optimizer: ..."
+            )
+        if scheduler is not None and not callable(scheduler) and not isinstance(scheduler, LRScheduler):
+            raise ConfigError(
+                f"scheduler must be a function of the optimizer, or a torch scheduler, got {scheduler!r}."
+            )
         check_limit("accumulate", accumulate or 0)
         check_limit("snapshot_every", snapshot_every, least=0)
         if clip_norm is not None and not clip_norm > 0:
@@ -174,7 +188,7 @@ class Trainer:
         self.data_rank, self.num_workers = self.job.data_rank, self.job.num_data_ranks
         self.config = TrainerConfig(
             model=model,
-            loss=loss_rule(loss),
+            loss=loss_rule(loss, is_compiled=compile),
             optimizer=optimizer,
             scheduler=scheduler,
             scheduler_every=scheduler_every,
@@ -199,6 +213,7 @@ class Trainer:
         self.evaluation_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
         self.callbacks = CallbackList(callbacks, rank=self.rank)
         self.verification = Verification(self.job.verify, rank=self.rank) if self.job.verify else None
+        self.checkpoints = BackgroundWriter()
         self.scheduler: Any = None
         """Built with the optimizer, if one was given."""
 
@@ -218,15 +233,24 @@ class Trainer:
         epochs: int | None = None,
         max_steps: int | None = None,
         validation_data: Any = None,
+        validate_every: int | None = None,
         resume: str | None = None,
     ) -> History:
         """Train for `epochs` passes over `data` (one by default), or `max_steps` updates, whichever ends first.
 
-        `resume="auto"` goes on from the newest checkpoint of the run
-        directory, if there is one; a path goes on from that checkpoint.
+        `validation_data` is measured after every epoch, and with
+        `validate_every=N` also after every N steps: into metrics.jsonl and the
+        callbacks' `on_validation_end`. `resume="auto"` goes on from the newest
+        checkpoint of the run directory, if there is one; a path goes on from
+        that checkpoint.
         """
         check_limit("epochs", epochs)
         check_limit("max_steps", max_steps)
+        check_limit("validate_every", validate_every)
+        if validate_every is not None and validation_data is None:
+            raise ConfigError(
+                "validate_every needs validation_data. Nothing was trained; give both, or neither."
+            )
         if self.config.optimizer is None:
             raise ConfigError(
                 "fit needs an optimizer: Trainer(optimizer=lambda params: torch.optim.SGD(params, lr=0.1))."
@@ -243,9 +267,14 @@ class Trainer:
         self._at_hand = batches
         limits = f"epochs={epochs}, max_steps={max_steps}"
         against = f", validation: {described(validation)}" if validation is not None else ""
+        directories = reachable.directories_to_check(
+            self.job, (each.checkpoint_directory for each in self.callbacks)
+        )
+        reachable.mark(self.job, directories)
         call = self._begin("fit", f"{limits}, {described(batches)}{against}")
         if call.is_over:
             return progress.histories[-1]
+        reachable.check(self.job, directories)
         start = (
             inherit(self) or saving.resume(self, batches, self._resume_from(resume)) or self._anew(batches)
         )
@@ -264,6 +293,7 @@ class Trainer:
             last_epoch=first_epoch + epochs if epochs is not None else None,
             last_step=first_step + max_steps if max_steps is not None else None,
             validation=validation,
+            validate_every=validate_every,
         )
         try:
             with signals_finish_the_step(), drawn_here(self.job, wanted=config.shows_progress):
@@ -287,9 +317,7 @@ class Trainer:
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Mean loss and metrics over all of `data`, equal on every rank."""
-        batches = batches_of(data, what="evaluate", seed=self.config.seed).for_device(self.config.device)
-        self._at_hand = batches
-        call = self._begin("evaluate", described(batches))
+        batches, call = self._begin_pass("evaluate", data)
         if call.is_over:
             return dict(call.result)
         with drawn_here(self.job, wanted=self.config.shows_progress):
@@ -306,14 +334,13 @@ class Trainer:
 
     def predict(self, data: Any) -> Tree:
         """The model's outputs for all of `data`, in the order of the data, the same on every rank."""
-        batches = batches_of(data, what="predict", seed=self.config.seed).for_device(self.config.device)
-        self._at_hand = batches
-        call = self._begin("predict", described(batches))
+        batches, call = self._begin_pass("predict", data)
         if call.is_over:
             return call.result
         with drawn_here(self.job, wanted=self.config.shows_progress):
             predicted = predict(
                 self.strategy,
+                self.train_job,
                 batches,
                 rank=self.data_rank,
                 num_workers=self.num_workers,
@@ -376,9 +403,12 @@ class Trainer:
         """Ask for a checkpoint with the next commit."""
         self.control.checkpoint = True
 
-    def save_checkpoint(self, directory: str | None = None) -> str:
-        """Write everything needed to go on from here; every rank must call it at the same point."""
-        path = saving.save_checkpoint(self, directory)
+    def save_checkpoint(self, directory: str | None = None, *, background: bool = False) -> str:
+        """Write everything needed to go on from here; every rank must call it at the same point.
+
+        In the background, it is there when fit returns, or when the next one is saved; training goes on meanwhile.
+        """
+        path = saving.save_checkpoint(self, directory, background=background and self._fit is not None)
         if self._fit is not None and self._fit.ledger is not None:
             self._fit.ledger.reached()
         return path
@@ -429,8 +459,20 @@ class Trainer:
         return logged
 
     def _prepare(self, strategy: Strategy) -> None:
+        is_cut = self.job.num_workers > 1 and strategies.parse_axes(self.job.strategy) is not None
+        if not is_cut or isinstance(self.config.model, nn.Module):
+            self._prepare_model(strategy, build_model(self.config.model, seed=self.config.seed))
+            return
+        # A rank of a mesh never has the whole model in memory: parameters are in a file until they are cut.
+        with ParameterFile(scratch.directory()).open() as file:
+            model = build_model(self.config.model, seed=self.config.seed, into=file)
+            if self.rank == 0 and (kept := file.kept_in_memory()) is not None:
+                print(f"note: {kept}", file=sys.stderr, flush=True)
+            self._prepare_model(strategy, model)
+            file.settle(model)
+
+    def _prepare_model(self, strategy: Strategy, model: nn.Module) -> None:
         config = self.config
-        model = build_model(config.model, seed=config.seed)
         settings = dict(config.step)
         if self.verification is not None:
             self.verification.cast(model)
@@ -459,7 +501,15 @@ class Trainer:
             for note in describe_mixing(mixing_layers(model), sync_every=self.job.sync_every):
                 print(f"note: {note}", file=sys.stderr, flush=True)
         if config.scheduler is not None and strategy.optimizer is not None:
-            self.scheduler = config.scheduler(strategy.optimizer)
+            if not isinstance(config.scheduler, LRScheduler):
+                self.scheduler = config.scheduler(strategy.optimizer)
+            elif config.scheduler.optimizer is strategy.optimizer:
+                self.scheduler = config.scheduler
+            else:
+                raise ConfigError(
+                    f"under '{self.job.strategy}' the optimizer is built anew, and the scheduler that was given is bound to the first "
+                    "one. Nothing was trained; give a function: scheduler=lambda optimizer: ..."
+                )
             if config.scheduler_every == "step" and isinstance(self.scheduler, ReduceLROnPlateau):
                 refuse_plateau_of_steps(self.job.sync_every)
 
@@ -482,6 +532,11 @@ class Trainer:
         if call.after is not None:
             restore(self, call.after)
         return call
+
+    def _begin_pass(self, kind: str, data: Any) -> tuple[Batches, Call]:
+        batches = batches_of(data, what=kind, seed=self.config.seed).for_device(self.config.device)
+        self._at_hand = batches
+        return batches, self._begin(kind, described(batches))
 
     def _anew(self, batches: Batches) -> FitStart:
         """Begin a fit where the one before it ended."""

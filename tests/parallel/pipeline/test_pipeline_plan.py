@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, ShapeDecides
+from shoal.parallel.loss import loss_rule
 from shoal.parallel.pipeline.partition import Partition, find_partition, segments_of
 from shoal.parallel.pipeline.plan import PipelineCut, balance, costs_by_size, find_cut, measure
 from shoal.parallel.pipeline.stage import refuse_different_results
 from shoal.parallel.pipeline.trace import expect
+from shoal.parallel.protocol import TrainJob
 
 
 def dearest(costs: list[float], begins: list[int]) -> float:
@@ -47,7 +49,8 @@ def cut_of(
 ) -> tuple[Partition, PipelineCut]:
     partition = find_partition(model, inputs, num_stages, user_cut or ())
     cut = find_cut(partition, num_stages, costs_by_size(partition), user_cut)
-    refuse_different_results(partition, cut, inputs)
+    job = TrainJob(model=model, loss=loss_rule(nn.MSELoss()), build_optimizer=None)
+    refuse_different_results(job, partition, cut, inputs)
     return partition, cut
 
 

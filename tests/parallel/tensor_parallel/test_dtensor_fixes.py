@@ -16,8 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shoal.parallel.tensor_parallel.dtensor_fixes import patch_sharding_rules, unsupported_operation
-from shoal.parallel.tensor_parallel.dtensor_inplace import InplaceWriteMode
+from shoal.parallel.tensor_parallel.dtensor_fixes import (
+    InplaceWriteMode,
+    patch_sharding_rules,
+    unsupported_operation,
+)
 
 SEQUENCE, WHOLE = Shard(1), Replicate()
 

@@ -1,7 +1,7 @@
 """Partition of a model's forward: layers in a row, and the segments between chosen layers as functions of their own.
 
 `Partition` is the traced forward as layers; modules are opened as far as it
-takes to cut the model, and no further. A `Segment` takes values from the one
+takes to cut the model, and no further. A `StageSegment` takes values from the one
 before and gives values to the next. Values that a later segment needs are
 handed on by those between. Values that follow from the inputs alone are
 computed again where they are needed: every rank has the inputs.
@@ -23,24 +23,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.data.tree import Tree, leaves, map_tensors, tensors
 from shoal.errors import ConfigError
-from shoal.parallel.activations import is_run_again
-from shoal.parallel.compute import evaluating
-from shoal.parallel.model_call import ModelCall
+from shoal.parallel.compute import ModelCall, evaluating, is_run_again
 from shoal.parallel.pipeline import p2p
 from shoal.parallel.pipeline.trace import (
     MetaCopy,
     TracedForward,
     Untraceable,
-    attribute,
     expect,
     forget,
     meta_copy_of,
     trace,
     unchanged,
 )
+from shoal.parallel.state import attribute
 
-NUM_SAMPLES = 3
-"""Samples of the batch with which a forward is traced."""
+NUM_SAMPLES = 3  # samples of the batch with which a forward is traced
 
 _OPENS_AS_USERS = (nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
 
@@ -103,7 +100,6 @@ def sample(inputs: Tree, num: int) -> Tree:
 
 
 def refuse_inputs(inputs: Tree) -> None:
-    """Refuse batches that cannot be cut into micro-batches."""
     for leaf in leaves(inputs):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             what = "a single number" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
@@ -210,7 +206,11 @@ def _traced_partition(
             while path and path not in opened:
                 path = path.rpartition(".")[0]
             if not path:
-                raise _refusal(model, error.reason) from None
+                raise ConfigError(
+                    f"a {type(model).__name__} cannot be cut into stages: its own forward cannot be followed, because {error.reason}. "
+                    "Nothing was trained; take that out of the model's forward into one of its modules, which then stays whole, or "
+                    "use fsdp or tp."
+                ) from None
             closed[path] = error.reason
             opened.clear()
     draws = any(node.meta["draws"] for node in train.graph.nodes)
@@ -229,13 +229,6 @@ def _traced_partition(
         known or is_dependent_in_evaluation or (not draws and _is_batch_dependent(model, inputs)),
         is_dependent_in_evaluation,
         frozenset(opened),
-    )
-
-
-def _refusal(model: nn.Module, reason: str) -> ConfigError:
-    return ConfigError(
-        f"a {type(model).__name__} cannot be cut into stages: its own forward cannot be followed, because {reason}. Nothing was "
-        "trained; take that out of the model's forward into one of its modules, which then stays whole, or use fsdp or tp."
     )
 
 
@@ -413,7 +406,7 @@ def _tensors_at(model: nn.Module, path: str) -> list[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class StageSegment:
     """Consecutive operations of a forward as a function of their own: one stage's work."""
 
     takes: tuple[str, ...]
@@ -453,7 +446,7 @@ def live_at(traced: TracedForward, begin: int, free: set[fx.Node] | None = None)
     ]
 
 
-def segments_of(traced: TracedForward, begins: Sequence[int], *, training: bool) -> list[Segment]:
+def segments_of(traced: TracedForward, begins: Sequence[int], *, training: bool) -> list[StageSegment]:
     """Cut the forward before these nodes."""
     nodes, free = list(traced.graph.nodes), free_nodes(traced)
     bounds = [0, *begins[1:], len(nodes)]
@@ -486,7 +479,7 @@ def _segment(
     *,
     is_last: bool,
     training: bool,
-) -> Segment:
+) -> StageSegment:
     needed = _with_free([*(node for node in own if node not in free), *(n for n in gives if n in free)], free)
     chosen = [node for node in nodes if node in needed or (node in set(own) and node not in free)]
     inputs = [node for node in chosen if node.op == "placeholder"]
@@ -495,9 +488,8 @@ def _segment(
     changed = {node for each in chosen for node in each.meta["changes"]}
     for node in takes:
         if node in changed and isinstance(node.meta["example"], Tensor):
-            made[node] = graph.call_method(
-                "clone", (made[node],)
-            )  # what came from outside is not written into
+            # What came from outside is not written into.
+            made[node] = graph.call_method("clone", (made[node],))
     grad_is_off = False
     for node in chosen:
         if node.op in ("placeholder", "output"):
@@ -514,22 +506,18 @@ def _segment(
         graph.output(tuple(made[node] for node in gives))
     code = graph.python_code("self")
     held = [node for node in chosen if node.op in ("call_module", "get_attr")]
-    return Segment(
+    given = tuple(node.meta["example"] for node in gives)
+    is_sent = p2p.why_not(given) is None  # else a segment that is only measured
+    return StageSegment(
         tuple(node.name for node in takes),
         tuple(node.name for node in gives),
         tuple(int(str(node.target).removeprefix("input_")) for node in inputs),
         tuple(dict.fromkeys(str(node.target) for node in held)),
         _forward_from_src(code.src, code.globals),
-        _needs_grad(tuple(node.meta["example"] for node in gives)),
+        tuple(tensor.requires_grad for tensor in p2p.pack(given)[0]) if is_sent else (),
         any(node.meta["draws"] for node in chosen),
         _trains_beside(chosen, takes),
     )
-
-
-def _needs_grad(given: tuple[Any, ...]) -> tuple[bool, ...]:
-    if p2p.why_not(given) is not None:  # a segment that is only measured
-        return ()
-    return tuple(tensor.requires_grad for tensor in p2p.pack(given)[0])
 
 
 def _with_free(roots: Iterable[fx.Node], free: set[fx.Node]) -> set[fx.Node]:
@@ -568,7 +556,6 @@ class SegmentModule(nn.Module):
         self.hold(model, targets, constants)
 
     def hold(self, model: nn.Module, targets: Iterable[str], constants: Mapping[str, Tensor]) -> None:
-        """Add targets that are not held yet."""
         for path in dict.fromkeys(targets):
             if path in self._held:
                 continue

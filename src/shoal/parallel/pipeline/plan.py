@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -161,7 +162,8 @@ def _blocked(partition: Partition, styles: Mapping[str, str]) -> dict[int, str]:
         values = [node.meta["example"] for node in live]
         later = [node.meta["example"] for node in live_at(partition.evaluation, layer.begin_in_evaluation)]
         odd = p2p.why_not(values) or p2p.why_not(later)
-        if odd is None and any(not isinstance(n.meta["example"], Tensor) and is_of_data(n) for n in live):
+        numbers = [n for n in live if not isinstance(n.meta["example"], (Tensor, NoneType))]
+        if odd is None and any(map(is_of_data, numbers)):
             odd = "a number read out of the data"
         if odd is not None:
             reasons[number] = f"{odd} goes from before '{layer.name}' to it, which cannot be sent"
@@ -249,7 +251,6 @@ def _sizes(partition: Partition) -> list[int]:
 
 
 def costs_by_size(partition: Partition) -> list[float]:
-    """Costs by the number of parameters."""
     return [_PER_LAYER + size for size in _sizes(partition)]
 
 
@@ -300,8 +301,8 @@ def measure(partition: Partition, inputs: Tree) -> list[float]:
                 least = min(least, time.perf_counter() - began_at)
             values = result
             costs.append(least)
-    for parameter in partition.model.parameters():
-        parameter.grad = None
+            for parameter in holder.parameters():  # of this layer: all of them would be a second model
+                parameter.grad = None
     return costs
 
 

@@ -4,26 +4,40 @@ A slice is run in micro-batches exactly as gradient accumulation would run it
 in one process: the same parts, in the same order, with the same seeds. A model
 whose samples depend on each other gets no more micro-batches than the user
 asked for by `accumulate=`.
+
+A forward that branches on a shape (`if x.shape[1] > 8`, `range(length)`) is
+traced again for every shape, and cut before the same layers. All ranks of a
+pipeline read the same batch, so each comes to the same segments by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shoal.config.choices import SCHEDULES
 from shoal.data.slice import Slice, split_target, weight_of
 from shoal.data.tree import Tree, concatenate, leaves, map_tensors
+from shoal.errors import ShapeDecides, ShapeLeadsElsewhere
 from shoal.parallel.compute import _EVALUATION, autocast, evaluating, place
+from shoal.parallel.loss import is_number
 from shoal.parallel.pipeline import p2p
-from shoal.parallel.pipeline.partition import Partition
-from shoal.parallel.pipeline.retrace import RetracedRoles
+from shoal.parallel.pipeline.partition import (
+    Partition,
+    branches_on_shape,
+    decisions_of,
+    layer_starts,
+    live_at,
+    segments_of,
+)
+from shoal.parallel.pipeline.plan import PipelineCut
 from shoal.parallel.pipeline.stage import (
     ForwardOnly,
     ModelStage,
@@ -31,10 +45,136 @@ from shoal.parallel.pipeline.stage import (
     StageRole,
     UnevenStage,
     num_held,
+    roles_from,
 )
-from shoal.parallel.pipeline.trace import unchanged
+from shoal.parallel.pipeline.trace import TracedForward, forget, unchanged
 from shoal.parallel.protocol import LossSum, TrainJob
+from shoal.parallel.state import attribute
 from shoal.runtime.seeds import mix
+
+_MAX_ROLES = 512  # for which roles are kept
+
+Roles = Sequence[StageRole]  # the roles of all stages, in their order
+
+
+class RetracedRoles:
+    """The roles of all stages by the shape of a batch."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        cut: PipelineCut,
+        all_stages: Sequence[ModelStage],
+        own: Mapping[int, ModelStage],
+    ) -> None:
+        """`all_stages` are read and not kept; this rank's `own` stages are given the modules that new roles need."""
+        self._model, self._meta_copy, self._opened, self._own = (
+            partition.model,
+            partition.meta_copy,
+            partition.opened,
+            own,
+        )
+        self._first = {
+            True: [stage.train_role for stage in all_stages],
+            False: [stage.evaluation_role for stage in all_stages],
+        }
+        traced = {True: partition.train, False: partition.evaluation}
+        self._decides = {training: branches_on_shape(each) for training, each in traced.items()}
+        self._decisions = {training: decisions_of(each) for training, each in traced.items()}
+        self._node_texts = {training: each.node_texts() for training, each in traced.items()}
+        self._held = [set(stage.targets) for stage in all_stages]
+        seen: dict[str, int] = {}
+        numbered = []
+        for layer in cut.layers:
+            seen[layer.name] = seen.get(layer.name, 0) + 1
+            numbered.append((layer.name, seen[layer.name]))
+        self._begins = [numbered[begin] for begin in cut.begins]
+        self._found: dict[object, Roles] = {}
+        self._num_cuts = 0
+
+    def roles(self, piece: Slice, *, training: bool) -> Roles:
+        """The roles for a micro-batch; refuses a shape whose forward needs layers of other stages."""
+        if self._meta_copy is None or not self._decides[training]:
+            return self._first[training]
+        shapes = [tuple(leaf.shape[1:]) for leaf in leaves(piece.inputs) if isinstance(leaf, Tensor)]
+        key = (training, num_held(piece), *shapes)
+        if key not in self._found:
+            if len(self._found) >= _MAX_ROLES:
+                self._found.clear()
+            self._found[key] = self._find(piece, training=training)
+        return self._found[key]
+
+    def _find(self, piece: Slice, *, training: bool) -> Roles:
+        assert self._meta_copy is not None
+        decisions = self._decisions[training]
+        if decisions is not None:
+            with contextlib.suppress(ShapeDecides):
+                decisions(list(leaves(piece.inputs)))
+                return self._first[training]
+        traced = self._meta_copy.trace(
+            piece.inputs, lambda path, module: path in self._opened, training=training
+        )
+        if traced is None or traced.node_texts() == self._node_texts[training]:
+            return self._first[training]
+        try:
+            return self._cut(traced, piece, training=training)
+        finally:
+            forget(traced)
+
+    def _cut(self, traced: TracedForward, piece: Slice, *, training: bool) -> Roles:
+        shapes = [tuple(leaf.shape) for leaf in leaves(piece.inputs) if isinstance(leaf, Tensor)]
+        constants = self._renamed(traced)
+        begins = self._begins_in(traced, shapes)
+        segments = segments_of(traced, begins, training=training)
+        for number, segment in enumerate(segments):
+            for path in segment.targets:
+                if path not in self._held[number] and path not in constants and self._has_tensors(path):
+                    homes = [f"in stage {home}" for home, held in enumerate(self._held) if path in held]
+                    where = [*homes, "in no stage, since the first batch did not need it"][0]
+                    raise ShapeLeadsElsewhere(
+                        shapes=shapes, why=f"it needs '{path}' in stage {number}, and that is {where}"
+                    )
+        for number, begin in enumerate(begins[1:], start=1):
+            values = [node.meta["example"] for node in live_at(traced, begin)]
+            odd = p2p.why_not(values)
+            if odd is None and training and not any(tensor.requires_grad for tensor in p2p.pack(values)[0]):
+                odd = "nothing that is trained"
+            if odd is not None:
+                raise ShapeLeadsElsewhere(shapes=shapes, why=f"{odd} would go to stage {number}")
+        for number, stage in self._own.items():
+            stage.held.hold(self._model, segments[number].targets, constants)
+        return roles_from(segments)
+
+    def _begins_in(self, traced: TracedForward, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+        """Node numbers of the same layers; where one is skipped, of the first layer that the stage before does not have."""
+        marks = layer_starts(traced)
+        at_name = {(name, nth): at for at, (_, name, nth) in enumerate(marks)}
+        begins = [0]
+        for number, wanted in enumerate(self._begins[1:], start=1):
+            rest = range(begins[-1] + 1, len(marks))
+            others = (at for at in rest if marks[at][1] not in self._held[number - 1])
+            at = at_name.get(wanted) or next(others, None)
+            if at is None or at not in rest:
+                raise ShapeLeadsElsewhere(shapes=shapes, why=f"no layer is left for stage {number}")
+            begins.append(at)
+        return [0, *(marks[at][0] for at in begins[1:])]
+
+    def _renamed(self, traced: TracedForward) -> dict[str, Tensor]:
+        """Constants, renamed so that no two traces share a name."""
+        names = {name: f"{name}_{self._num_cuts}" for name in traced.constants}
+        self._num_cuts += 1
+        for node in traced.graph.nodes:
+            if node.op == "get_attr" and node.target in names:
+                node.target = names[str(node.target)]
+        return {names[name]: tensor for name, tensor in traced.constants.items()}
+
+    def _has_tensors(self, path: str) -> bool:
+        assert self._meta_copy is not None
+        held = attribute(self._meta_copy.model, path)
+        if isinstance(held, nn.Module):
+            return any(True for _ in (*held.parameters(), *held.buffers()))
+        return True
+
 
 _MAX_SHAPES = 32  # of inputs, for which stages are kept ready
 _ROUNDS = 2  # micro-batches for each rank of a pipeline
@@ -59,16 +199,17 @@ class PipelineRunner:
         stages: dict[int, ModelStage],
         retraced: RetracedRoles,
         *,
+        empty_output: Tree,
         num_stages: int,
         schedule: str,
         group: dist.ProcessGroup,
         data_groups: Sequence[dist.ProcessGroup],
         num_data_ranks: int,
     ) -> None:
-        """`stages` by their numbers; `retraced`: the roles of all of them; `data_groups`: ranks that run the same stages on other slices."""
+        """`stages` by their numbers; `retraced`: the roles of all of them; `empty_output`: what the model returns, without data, for ranks that have no last stage; `data_groups`: ranks that run the same stages on other slices."""
         self._job, self._stages, self._retraced, self._num_stages = job, stages, retraced, num_stages
         self._schedule, self._group, self._data_groups = schedule, group, data_groups
-        self._num_data_ranks = num_data_ranks
+        self._num_data_ranks, self._empty_output = num_data_ranks, empty_output
         self._ranks = dist.get_process_group_ranks(group)
         self._prepared: dict[Any, _Prepared] = {}
         self._must_check_loss = True
@@ -108,11 +249,17 @@ class PipelineRunner:
         number = 1 if self._evaluates_whole else min(_ROUNDS * len(self._ranks), about)
         pieces = self._placed(batch).cut(number)
         outputs = self._run(pieces, mix(job.seed, rank, _EVALUATION + batch.start), training=False)
-        joined = None
+        joined, found = None, None
         if self.is_last:
-            own = [output for piece, output in zip(pieces, outputs, strict=True) if not piece.borrowed]
-            joined = concatenate(own or outputs[:1])
-        return p2p.share(joined, self._rank_of(self._num_stages - 1), self._group, job.device)
+            own = [pair for pair in zip(pieces, outputs, strict=True) if not pair[0].borrowed]
+            joined = _joined(own or [(pieces[0], outputs[0])])
+            found = [leaf for leaf in leaves(joined) if isinstance(leaf, Tensor)]
+        # Its tensors are sent; of what class the output is, every rank knows.
+        found = p2p.share(found, self._rank_of(self._num_stages - 1), self._group, job.device)
+        if self.is_last:
+            return joined
+        numbers = iter(found)
+        return map_tensors(lambda _: next(numbers), self._empty_output)
 
     def _placed(self, batch: Slice) -> Slice:
         return dataclasses.replace(batch, batch=place(batch.batch, self._job.device, self._job.cast_inputs))
@@ -254,12 +401,25 @@ class _Loss:
         return False
 
     def sum(self) -> LossSum:
-        """The slice's contribution."""
         if not self._outputs:
             return LossSum(torch.zeros(()), 0.0, None)
         totals = torch.stack([total for _, total in sorted(self._totals.items())])
-        outputs = concatenate([output for _, output in sorted(self._outputs.items())])
+        predicted = [self._job.loss.predictions(output) for _, output in sorted(self._outputs.items())]
+        outputs = concatenate(predicted)
         return LossSum(totals.sum(), self._count, outputs)
+
+
+def _joined(parts: Sequence[tuple[Slice, Tree]]) -> Tree:
+    """The outputs of micro-batches as one; of numbers, such as a loss, the mean over samples."""
+    whole = sum(num_held(piece) for piece, _ in parts)
+
+    def share(piece: Slice, tree: Tree) -> Tree:
+        weight = num_held(piece) / whole
+        return map_tensors(lambda tensor: tensor * weight if is_number(tensor) else tensor, tree)
+
+    joined = concatenate([share(piece, tree) for piece, tree in parts]) if len(parts) > 1 else parts[0][1]
+    numbers = iter([is_number(leaf) for leaf in leaves(parts[0][1]) if isinstance(leaf, Tensor)])
+    return map_tensors(lambda tensor: tensor.sum() if next(numbers) else tensor, joined)
 
 
 def _metas(description: Any, needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:

@@ -7,8 +7,8 @@ to stage with the values.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +25,22 @@ from torch.utils import _pytree as pytree
 
 from shoal.collectives.sync_batchnorm import SyncedBatchNorm
 from shoal.data.slice import Slice
-from shoal.data.tree import Tree, leaves
+from shoal.data.tree import Tree, leaves, map_tensors, refill
 from shoal.errors import ConfigError
-from shoal.parallel.compute import autocast, evaluating, seed_all
-from shoal.parallel.model_call import ModelCall
+from shoal.parallel.compute import (
+    ModelCall,
+    autocast,
+    batchnorm_at_rest,
+    evaluating,
+    explain_batch_of_one,
+    seed_all,
+)
 from shoal.parallel.pipeline import p2p
 from shoal.parallel.pipeline.partition import (
     NUM_SAMPLES,
     Partition,
-    Segment,
     SegmentModule,
+    StageSegment,
     sample,
     segments_of,
     spare_of,
@@ -42,13 +48,14 @@ from shoal.parallel.pipeline.partition import (
 from shoal.parallel.pipeline.plan import PipelineCut
 from shoal.parallel.pipeline.trace import unchanged
 from shoal.parallel.protocol import TrainJob
+from shoal.parallel.tensor_parallel.dtensor_fixes import plain
 
 
 @dataclass(frozen=True, slots=True)
 class StageRole:
     """A stage's work in one mode, training or evaluation."""
 
-    segment: Segment
+    segment: StageSegment
     is_first: bool
     is_last: bool
     takes_state: bool
@@ -103,16 +110,17 @@ class ModelStage(nn.Module):
         *,
         spare: Sequence[str] = (),
         gives_copies: bool,
+        outputs_like: Sequence[Tree] = (),
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """`spare`: modules that batches of other shapes may need. `mesh`: the ranks of tp."""
+        """`spare`: modules that batches of other shapes may need. `outputs_like`: outputs of the model. `mesh`: the ranks of tp."""
         super().__init__()
         self.targets = (*train.segment.targets, *evaluation.segment.targets, *spare)
         self.held = SegmentModule(
             partition.model, self.targets, {**partition.train.constants, **partition.evaluation.constants}
         )
         self._job, self.number, self.train_role, self.evaluation_role = job, number, train, evaluation
-        self._gives_copies, self.mesh = gives_copies, mesh
+        self._gives_copies, self._outputs_like, self.mesh = gives_copies, outputs_like, mesh
         self.step = PipelineStep((), lambda number: 0, {}, {})
         self._batchnorms = [module for module in self.modules() if isinstance(module, _BatchNorm)]
 
@@ -129,7 +137,9 @@ class ModelStage(nn.Module):
             values = p2p.unpack(
                 list(tensors), step.takes[self.number, num_held(one)], self._job.device, self.mesh
             )
-        with self._batchnorm_told(one.borrowed):
+        self.tell_batchnorm(one.borrowed)
+        rests = [m for m in self._batchnorms if one.borrowed and not isinstance(m, SyncedBatchNorm)]
+        with batchnorm_at_rest(rests):
             result = self._compute(role, one, values, step.seed_of(number))
         if role.is_last:
             step.outputs[number] = result
@@ -149,38 +159,38 @@ class ModelStage(nn.Module):
             *values, state = values
             set_random_state(state, device)
         inputs = list(leaves(piece.inputs))
+        own = [inputs[number] for number in role.segment.inputs]
         try:
             with autocast(self._job):
-                result = role.segment.run(
-                    self.held, *(inputs[number] for number in role.segment.inputs), *values
-                )
+                if role.is_last:
+                    return self._job.loss.run(
+                        lambda: self._in_class(
+                            map_tensors(plain, role.segment.run(self.held, *own, *values))
+                        ),
+                        piece.inputs,
+                        num_held(piece),
+                        piece.num_global,
+                    )
+                result = role.segment.run(self.held, *own, *values)
         except ValueError as error:
-            if "more than 1 value per channel" in str(error):
-                error.add_note(
-                    f"There was {piece.num_local} sample to normalise, of a batch of {piece.num_global}. Leave a last batch "
-                    "out that is not full with batch(..., drop_last=True), or use larger batches or less accumulation."
-                )
+            explain_batch_of_one(error, piece)
             raise
-        if role.is_last:
-            return pytree.tree_map_only(DTensor, p2p.whole, result)
         return (*result, random_state(device)) if role.gives_state else result
+
+    def _in_class(self, result: Any) -> Any:
+        """The output in the model's own class: of a dict's subclass, a graph makes a dict."""
+        found = _there(result)
+        for like in self._outputs_like:
+            if len(_there(like)) == len(found):
+                values = iter(found)
+                return refill(like, (leaf if leaf is None else next(values) for leaf in leaves(like)))
+        return result
 
     def tell_batchnorm(self, is_borrowed: bool) -> None:
         """Tell synchronised layers, which run in step with other ranks, to count nothing of a borrowed sample."""
         for module in self._batchnorms:
             if isinstance(module, SyncedBatchNorm):
                 module.ranks.is_borrowed = is_borrowed
-
-    @contextlib.contextmanager
-    def _batchnorm_told(self, is_borrowed: bool) -> Iterator[None]:
-        """Keep a borrowed sample out of running statistics, but for the count of batches."""
-        self.tell_batchnorm(is_borrowed)
-        resting = [each for each in self._batchnorms if is_borrowed and not isinstance(each, SyncedBatchNorm)]
-        with evaluating(resting) as rested:
-            yield
-        for module in rested:
-            if module.num_batches_tracked is not None:
-                module.num_batches_tracked.add_(1)
 
 
 def num_held(piece: Slice) -> int:
@@ -189,7 +199,6 @@ def num_held(piece: Slice) -> int:
 
 
 def roles_of(partition: Partition, cut: PipelineCut, *, training: bool) -> list[StageRole]:
-    """The roles of all stages in one mode."""
     chosen = [cut.layers[begin] for begin in cut.begins]
     if training:
         segments = segments_of(partition.train, [layer.begin for layer in chosen], training=True)
@@ -199,8 +208,7 @@ def roles_of(partition: Partition, cut: PipelineCut, *, training: bool) -> list[
     return roles_from(segments)
 
 
-def roles_from(segments: Sequence[Segment]) -> list[StageRole]:
-    """The roles of stages with these segments."""
+def roles_from(segments: Sequence[StageSegment]) -> list[StageRole]:
     num = len(segments)
     draws = [any(segment.draws for segment in segments[number:]) for number in range(num)]
     return [
@@ -221,6 +229,7 @@ def stages_of(
     cut: PipelineCut,
     *,
     gives_copies: bool,
+    outputs_like: Sequence[Tree] = (),
     mesh: DeviceMesh | None = None,
 ) -> list[ModelStage]:
     """All stages of a model that is still whole on this rank."""
@@ -238,36 +247,37 @@ def stages_of(
             evaluation[number],
             spare=spare[number],
             gives_copies=gives_copies,
+            outputs_like=outputs_like,
             mesh=mesh,
         )
         for number in range(cut.num_stages)
     ]
 
 
-def refuse_different_results(partition: Partition, cut: PipelineCut, inputs: Tree) -> None:
-    """Run all stages in turn on a few samples, and refuse a cut that gives other results than the model."""
+def refuse_different_results(
+    job: TrainJob, partition: Partition, cut: PipelineCut, inputs: Tree
+) -> list[Tree]:
+    """Run all stages in turn on a few samples, and refuse a cut that gives other results than the model.
+
+    Returns the model's outputs in training and in evaluation, without data: what class they have, and what they are made of.
+    """
+    outputs = []
     few = sample(inputs, NUM_SAMPLES)
     given, model = list(leaves(few)), partition.model
     batchnorms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for training in (True, False):
-        resting = (
-            batchnorms if training else list(model.modules())
-        )  # those of other ranks may be waiting for ours
+        # BatchNorm of other ranks may be waiting for ours.
+        resting = batchnorms if training else list(model.modules())
         traced = partition.train if training else partition.evaluation
         with evaluating(resting), torch.set_grad_enabled(training):
+            roles = roles_of(partition, cut, training=training)
             with unchanged(model):
-                wanted = ModelCall(model)(few)
+                wanted = job.loss.run(lambda: ModelCall(model)(few), few, NUM_SAMPLES, NUM_SAMPLES)
+                outputs.append(map_tensors(lambda tensor: tensor.new_empty(0), wanted))
             with unchanged(model):
-                values: Any = ()
-                for role in roles_of(partition, cut, training=training):
-                    held = SegmentModule(model, role.segment.targets, dict(traced.constants))
-                    taken = pytree.tree_map_only(
-                        Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), values
-                    )
-                    values = role.segment.run(
-                        held, *(given[number] for number in role.segment.inputs), *taken
-                    )
-        pairs = zip(pytree.tree_leaves(wanted), pytree.tree_leaves(values), strict=True)
+                in_turn = functools.partial(_run_in_turn, model, roles, given, traced.constants)
+                values = job.loss.run(in_turn, few, NUM_SAMPLES, NUM_SAMPLES)
+        pairs = zip(_there(wanted), _there(values), strict=True)
         for one, other in pairs:
             same = (
                 torch.allclose(one, other, 1e-3, 1e-5, equal_nan=True)
@@ -281,6 +291,23 @@ def refuse_different_results(partition: Partition, cut: PipelineCut, inputs: Tre
                     "writing into a value that another layer uses. Nothing was trained; cut it elsewhere with pipeline_cut=, "
                     "or use fsdp or tp."
                 )
+    return outputs
+
+
+def _there(tree: Tree) -> list[Any]:
+    """Leaves, without those that a class leaves out and a graph has as None."""
+    return [leaf for leaf in leaves(tree) if leaf is not None]
+
+
+def _run_in_turn(
+    model: nn.Module, roles: Sequence[StageRole], given: Sequence[Any], constants: Mapping[str, Tensor]
+) -> Any:
+    values: Any = ()
+    for role in roles:
+        held = SegmentModule(model, role.segment.targets, dict(constants))
+        taken = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), values)
+        values = role.segment.run(held, *(given[number] for number in role.segment.inputs), *taken)
+    return values
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -343,20 +370,31 @@ class UnevenStage(PipelineStage):
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         found = {}
         for chunk in range(num_microbatches):
+            # A forward that branches on the number of samples may hand on more of one micro-batch than of another.
+            self._send_to_next(len(self._gives[chunk] or ()))
             self._stage_meta.output_grads = _derive_grad_metas(self._gives[chunk] or ())
             super()._setup_backward_recv_info(1)
             found[chunk] = self.grad_recv_info[0]
+        self._send_to_next(max(len(given or ()) for given in self._gives))
         self.grad_recv_info, self.chunks = found, num_microbatches
+
+    def _send_to_next(self, num_tensors: int) -> None:
+        following = [] if self.is_last else [self.stage_index + 1]
+        self.act_send_info = dict.fromkeys(range(num_tensors), following)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Run backward of one micro-batch; checkpointed layers, which run forward again, are told whether it is borrowed."""
         assert isinstance(self.submod, ModelStage)
+        self._stage_meta.inputs = self._takes[bwd_chunk_id]
         self.submod.tell_batchnorm(self.submod.step.pieces[bwd_chunk_id].borrowed)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of the gradients of one micro-batch's inputs, zeros where there is none."""
+        self._stage_meta.inputs = self._takes[bwd_chunk_id]
         self._stage_meta.input_grads = _derive_grad_metas(self._takes[bwd_chunk_id] or ())
+        if self._takes[bwd_chunk_id]:
+            self.grad_send_info = self._create_grad_send_info(self.args_recv_info[bwd_chunk_id])
         if bwd_chunk_id in self.bwd_cache:
             self.bwd_cache[bwd_chunk_id] = tuple(map(_sendable, self.bwd_cache[bwd_chunk_id]))
         return super().get_bwd_send_ops(bwd_chunk_id)

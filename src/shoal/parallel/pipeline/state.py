@@ -8,7 +8,6 @@ model on every rank. Pieces are brought to rank 0 one tensor at a time.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.collectives.reducer import gather_json
 from shoal.errors import ConfigError
-from shoal.parallel.hashed_rows import MODEL
 from shoal.parallel.protocol import Piece
-from shoal.parallel.sharded_tensors import whole
+from shoal.parallel.state import parameter_of, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +37,7 @@ class Ownership:
         return self.rank in self.ranks.get(name, ())
 
     def saves(self, piece: str) -> bool:
-        """Whether this rank saves a piece of the state."""
-        name = piece.removeprefix(MODEL)
-        if piece.startswith("optimizer/"):
-            name = piece.removeprefix("optimizer/").rpartition("/")[0]
-        return self.ranks.get(name, (self.rank,))[0] == self.rank
+        return self.ranks.get(parameter_of(piece), (self.rank,))[0] == self.rank
 
 
 def ownership_of(model: nn.Module, stages: Sequence[nn.Module], num_ranks: int, rank: int) -> Ownership:
@@ -59,7 +54,6 @@ def ownership_of(model: nn.Module, stages: Sequence[nn.Module], num_ranks: int, 
 
 
 def drop_foreign_tensors(model: nn.Module, ownership: Ownership) -> None:
-    """Replace tensors of other ranks by meta tensors."""
     made: dict[int, Tensor] = {}  # what was shared stays shared
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -147,7 +141,6 @@ class TiedGradients:
 
 
 def own_pieces(pieces: Iterable[Piece], ownership: Ownership) -> Iterator[Piece]:
-    """The pieces that this rank saves."""
     return (piece for piece in pieces if not piece.tensor.is_meta and ownership.saves(piece.name))
 
 
@@ -166,11 +159,11 @@ def pieces_on_rank_0(
 
     Collective: every rank goes through all of them, in the same order.
     """
-    about = json.dumps([[piece.name, list(piece.global_shape), str(piece.tensor.dtype)] for piece in pieces])
-    everybody = gather(torch.frombuffer(bytearray(about.encode()), dtype=torch.uint8))
+    about = [[piece.name, list(piece.global_shape), str(piece.tensor.dtype)] for piece in pieces]
+    everybody = gather_json(gather, about)
     kept: dict[str, Tensor] = {}
     for leader in leaders:
-        for number, (name, shape, dtype) in enumerate(json.loads(bytes(everybody[leader].tolist()))):
+        for number, (name, shape, dtype) in enumerate(everybody[leader]):
             kind = getattr(torch, dtype.removeprefix("torch."))
             tensor = torch.empty(0, dtype=kind)
             if ties.get(name) in kept:
@@ -206,27 +199,3 @@ def norm_over_stages(
             squares[number] = float(whole(torch.linalg.vector_norm(dense))) ** 2
     dist.all_reduce(squares, group=group)
     return math.sqrt(sum(squares.tolist()))
-
-
-class StageReader(Mapping[str, Tensor]):
-    """Whole tensors by name, without the optimizer state of other stages; their weights are meta tensors and not read."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], elsewhere: Mapping[str, Tensor]) -> None:
-        """`elsewhere`: parameters and buffers that this rank does not hold, by the names of their pieces."""
-        self._tensors, self._elsewhere = tensors, elsewhere
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._elsewhere[name] if name in self._elsewhere else self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._tensors if not is_optimizer_state_of(name, self._elsewhere))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def is_optimizer_state_of(piece: str, elsewhere: Mapping[str, Tensor]) -> bool:
-    """Whether a piece of the optimizer's state belongs to one of these parameters."""
-    if not piece.startswith("optimizer/"):
-        return False
-    return f"model/{piece.removeprefix('optimizer/').rpartition('/')[0]}" in elsewhere

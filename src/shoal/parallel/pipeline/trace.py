@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,9 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.data.tree import Tree, leaves, map_tensors
 from shoal.errors import ShapeDecides
-from shoal.parallel.activations import is_run_again
-from shoal.parallel.compute import evaluating
-from shoal.parallel.model_call import ModelCall
+from shoal.parallel.compute import ModelCall, evaluating, is_run_again
+from shoal.parallel.state import attribute, first_line
 
 _FACTORIES = (
     "arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm",
@@ -72,7 +72,6 @@ class TracedForward:
         ]
 
     def node_texts(self) -> list[str]:
-        """The text of every node."""
         return [text for _, text in self.signature()]
 
 
@@ -107,6 +106,9 @@ class _Value(fx.Proxy):
             return _Value.__index__(self.size(0))  # type: ignore[arg-type]  # a _Value too
         return len(example)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
     def __contains__(self, item: object) -> bool:
         example = self.node.meta["example"]
         if isinstance(example, Mapping):
@@ -133,14 +135,21 @@ class _Tracer(fx.Tracer):
         return bool(path) and not self._is_open(path, module)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        if self.is_concrete:
+        if self.is_concrete or not self._is_held(m):
             return forward(*args, **kwargs)
         try:
             return super().call_module(m, forward, args, kwargs)
         except Untraceable:
             raise
         except Exception as error:  # whatever a user's forward does to a tracer
-            raise Untraceable(self.path_of_module(m), _short(error) + _users_line(error)) from None
+            raise Untraceable(self.path_of_module(m), first_line(error) + _users_line(error)) from None
+
+    def _is_held(self, module: nn.Module) -> bool:
+        """Whether a module is the model's own, and not made by its forward, as a loss often is."""
+        assert isinstance(self.root, nn.Module)
+        if any(True for _ in (*module.parameters(), *module.buffers())):
+            return True
+        return any(module is each for each in self.root.modules())
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
         return attr_val if self.is_concrete else super().getattr(attr, attr_val, parameter_proxy_cache)
@@ -235,6 +244,8 @@ class _Tracer(fx.Tracer):
         return example
 
     def to_bool(self, obj: Any) -> bool:
+        if _is_never(obj.node):
+            return False
         return bool(self.settle(obj, "decides what is done next"))
 
     def iter(self, obj: Any) -> Iterator[Any]:
@@ -243,6 +254,15 @@ class _Tracer(fx.Tracer):
     def keys(self, obj: Any) -> Any:
         example = obj.node.meta["example"]
         return list(example.keys()) if isinstance(example, Mapping) else super().keys(obj)
+
+
+def _is_never(node: fx.Node) -> bool:
+    """Whether a chance is zero, as in `if torch.rand([]) < self.layerdrop` of a model that drops no layer."""
+    if node.target is not operator.lt or len(node.args) != 2:
+        return False
+    drawn, chance = node.args
+    is_drawn = isinstance(drawn, fx.Node) and getattr(drawn.target, "__name__", "") == "rand"
+    return is_drawn and isinstance(chance, (int, float)) and chance <= 0
 
 
 class _Factories(TorchFunctionMode):
@@ -272,7 +292,6 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says 
 
 
 def trace(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bool]) -> TracedForward:
-    """Trace the forward on these inputs, in the model's current mode; raises Untraceable. Leaves buffers and generators alone."""
     tracer, own_thread = _Tracer(inputs, is_open), threading.get_ident()
 
     def recorded(factory: Any) -> Any:
@@ -291,7 +310,24 @@ def trace(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bo
             stack.enter_context(mock.patch.object(torch, name, recorded(getattr(torch, name))))
         stack.enter_context(_Factories(tracer))
         graph = tracer.trace(model)
+    _take_apart_early(graph)
     return TracedForward(graph, tracer.constants)
+
+
+def _take_apart_early(graph: fx.Graph) -> None:
+    """Read the parts of a module's result, an object of some class, right after it: between stages go tensors."""
+    for node in list(graph.nodes):
+        if node.target not in (getattr, operator.getitem) or not isinstance(node.args[0], fx.Node):
+            continue
+        source, *keys = node.args
+        is_part = source.op == "call_module" or source.meta.get("is_part", False)
+        if (
+            is_part
+            and not isinstance(source.meta["example"], Tensor)
+            and not any(isinstance(key, fx.Node) for key in keys)
+        ):
+            node.meta["is_part"] = True
+            source.append(node)
 
 
 @contextlib.contextmanager
@@ -308,17 +344,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def attribute(model: nn.Module, path: str) -> Any:
-    owner, _, name = path.rpartition(".")
-    return getattr(model.get_submodule(owner), name)
-
-
 def _tensors(value: object) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _generators(model: nn.Module) -> list[Tensor]:
-    """Generator states of the host and of the model's device."""
     states = [torch.default_generator.get_state()]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type not in ("cpu", "meta"):
@@ -359,11 +389,6 @@ def _users_line(error: BaseException | None = None) -> str:
     return f" (line {own[-1][1]} of {own[-1][0].rpartition('/')[2]})" if own else ""
 
 
-def _short(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__)[:160]
-
-
 class MetaCopy:
     """A copy of a model with shapes and no data, in the model's mode."""
 
@@ -385,15 +410,12 @@ class MetaCopy:
     def trace(
         self, inputs: Tree, is_open: Callable[[str, nn.Module], bool], *, training: bool
     ) -> TracedForward | None:
-        """The forward for inputs of these shapes; None where it depends on data."""
         modules = list(self.model.modules())
         resting = [each for each in modules if isinstance(each, _BatchNorm)] if training else modules
         try:
             with evaluating(resting):
                 traced = trace(self.model, map_tensors(self._like, inputs), is_open)
-        except (
-            Exception
-        ):  # of torch's or the user's own: then the stages run as they are, and say what does not fit
+        except Exception:  # of torch's or the user's: then stages run as they are, and say what does not fit
             return None
         return None if any(isinstance(each, FakeTensor) for each in traced.constants.values()) else traced
 

@@ -25,21 +25,22 @@ from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.errors import TrainingError
-from shoal.parallel.buffer_sync import BufferSync
-from shoal.parallel.check_same_model import refuse_different_models
+from shoal.parallel.buffers import BufferSync
 from shoal.parallel.compute import Compute, place
-from shoal.parallel.hashed_rows import plain_tensors
-from shoal.parallel.optimizer_state import load_settings
 from shoal.parallel.own_gradients import OwnGradients
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult, TrainJob
-from shoal.parallel.ps import embedding_placement
+from shoal.parallel.ps.rows import RowModule, describe
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import PsSession, ps_session
-from shoal.parallel.state import load_state, state_pieces
-from shoal.parallel.step_result import contribution, decide
-from shoal.parallel.update import clip_factor, gradient_norm
-from shoal.ps.client.pulls import DenseLook, DensePull
-from shoal.ps.client.step import Decision, PushStep
+from shoal.parallel.state import (
+    load_settings,
+    load_state,
+    plain_tensors,
+    refuse_different_models,
+    state_pieces,
+)
+from shoal.parallel.step import clip_factor, contribution, decide, gradient_norm
+from shoal.ps.client.step import Decision, DensePull, PushStep
 from shoal.ps.layout import check_optimizer
 from shoal.recovery import state_transfer
 from shoal.recovery.replay_log import ReplayLog
@@ -57,8 +58,8 @@ class Ps:
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
         self._step_at_anchor = 0  # a replacement counts those since then once more
-        self.replay_log: ReplayLog | None = ps_session()
         self._session: PsSession = ps_session()
+        self.replay_log: ReplayLog | None = self._session
         self._model: ServedModel | None = None
         self._saved: PieceReader | None = None
         self._prepared_at: int | None = None
@@ -66,7 +67,6 @@ class Ps:
         self._current: PushStep | None = None
         self._home_at = -1  # the clock as of which all of the model is in this process
         self._weights_at = -1  # the clock as of which this process's copy of the weights is
-        self._buffers_before: dict[str, Tensor] = {}
         self._coming: Slice | None = None
         self._has_looked = False
         self._own: OwnGradients | None = None  # in a loop of the script's own
@@ -115,7 +115,7 @@ class Ps:
             if self._rank == 0 and not self._session.next_is_known:
                 model.write(self._saved)
                 self._write_marks(self._saved)
-                for line in embedding_placement.describe(model.plan):
+                for line in describe(model.plan):
                     print(f"note: {line}", file=sys.stderr, flush=True)
             self._session.exchange(b"")
             self._laid_out_at = self._session.num_finished
@@ -149,8 +149,7 @@ class Ps:
         """Have the weights of the last commit, and keep the buffers as they are: forward writes into them."""
         self._lay_out(None)  # a loop of the script's own: nobody has shown us a batch
         self._refresh()
-        for module in self._model.rows if self._model is not None else ():
-            module.clock, module.is_training = self._weights_at, True
+        self._look_up(self._weights_at, training=True)
         if not self._has_looked:  # else it is another batch of the same step
             self._has_looked = True
             self._buffers.look()
@@ -159,7 +158,7 @@ class Ps:
         """Weight what the user's own backward leaves from now on by this slice's share of the global batch."""
         assert self._own is not None
         self._own.weight = weight = batch.num_local / batch.num_global
-        for module in self._model.rows if self._model is not None else ():
+        for module in self._rows:
             module.weight = weight
 
     def sum_gradients(self, batch: Slice) -> None:
@@ -199,7 +198,7 @@ class Ps:
         self._has_looked = False
         if self._session.next_is_known:
             self._buffers.restore()
-            for module in self._model.rows if self._model is not None else ():
+            for module in self._rows:
                 module.forget()
             self._own.forget()
             return
@@ -214,7 +213,6 @@ class Ps:
         self._coming = batch
 
     def commit(self) -> StepResult:
-        """Say that all is pushed, and wait until the servers have summed and updated."""
         step = self._end_step() if not self._session.next_is_known else None
         ahead = None
         if step is not None:
@@ -226,9 +224,8 @@ class Ps:
         else:
             self._buffers.was_computed_elsewhere()
             self._session.have_two_phases()
-            if (
-                self._session.mode.two_phase
-            ):  # whoever committed it may have died before it had told every server
+            if self._session.mode.two_phase:
+                # Whoever committed it may have died before it had told every server.
                 self._session.commit_again(self._decision_of(vector))
         verdict = self._conclude(vector)
         if ahead is not None:
@@ -238,12 +235,18 @@ class Ps:
             self._weights_at = self._session.updates
         return verdict
 
+    @property
+    def _rows(self) -> list[RowModule]:
+        return self._model.rows if self._model is not None else []
+
+    def _look_up(self, clock: int, *, training: bool) -> None:
+        for module in self._rows:
+            module.clock, module.is_training = clock, training
+
     def _begin(self) -> None:
-        assert self._model is not None
         self._session.have_two_phases()
         updates = self._session.updates
-        for module in self._model.rows:
-            module.clock, module.is_training = updates, True
+        self._look_up(updates, training=True)
         self._current = PushStep(
             self._session.group,
             stream=self._rank,
@@ -287,7 +290,7 @@ class Ps:
         )
         return step
 
-    def _pull_ahead(self, clock: int) -> DensePull | DenseLook:
+    def _pull_ahead(self, clock: int) -> DensePull:
         assert self._model is not None
         pull = self._model.dense.pull(clock)
         self._session.group.start(pull)
@@ -307,7 +310,6 @@ class Ps:
         return Decision(factor, math.isfinite(norm), norm)
 
     def _decision_of(self, vector: NDArray[np.float64]) -> Decision:
-        """The decision of a committed step, from its result."""
         factor = self._num_global / vector[0] if vector[0] else 0.0
         apply, norm = bool(vector[-2]), float(vector[-1])
         if apply:
@@ -322,7 +324,7 @@ class Ps:
     def _has_seen_more_than(self, updates: int) -> bool:
         """True where this step ran on weights of a later one: another worker was lost, and a server with it."""
         assert self._model is not None
-        seen = [self._model.dense.newest, *(module.newest for module in self._model.rows)]
+        seen = [self._model.dense.newest, *(module.newest for module in self._rows)]
         return max(seen) > updates
 
     def _conclude(self, vector: NDArray[np.float64]) -> StepResult:
@@ -334,19 +336,22 @@ class Ps:
         verdict = dataclasses.replace(verdict, applied=bool(told[0]), grad_norm=norm)
         if verdict.applied:
             self._conclude_travelling(flat[at:-2])
+        self._end(verdict)
+        return verdict
+
+    def _end(self, verdict: StepResult) -> None:
+        """Leave nothing of the step but its update."""
         if not verdict.applied:
             self._buffers.restore()
-        if self._model is not None:
-            for module in self._model.rows:
-                module.release()
+        self._buffers.forget()
+        for module in self._rows:
+            module.release()
         for parameter in self._parameters:
             parameter.grad = None
         if self._own is not None:
             self._own.forget()
-        self._buffers.forget()
         self._has_looked = False
         self.step += 1
-        return verdict
 
     def _conclude_travelling(self, flat: Tensor) -> None:
         """Statistics and buffers, as the ranks' vectors sum up to."""
@@ -355,21 +360,16 @@ class Ps:
     # ---- beside the steps -----------------------------------------------------------------------
 
     def forward(self, batch: Slice) -> Tree:
-        """This rank's outputs, without gradients."""
         if self._model is None:
             self._equalize()
         else:
-            clock = self._have_newest()
-            for module in self._model.rows:
-                module.clock, module.is_training = clock, False
+            self._look_up(self._have_newest(), training=False)
         outputs = self._compute.forward(batch, rank=self._rank)
-        if self._model is not None:
-            for module in self._model.rows:
-                module.release()
+        for module in self._rows:
+            module.release()
         return outputs
 
     def reduce(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, in rank order."""
         parts = self.gather(values)
         total = parts[0].clone()
         for part in parts[1:]:
@@ -377,7 +377,6 @@ class Ps:
         return total.to(values.device)
 
     def gather(self, value: Tensor | None) -> list[Tensor]:
-        """Every rank's tensor, in rank order."""
         contributions = self._session.exchange(b"" if value is None else encode(value))
         tensors = [decode(raw) if raw else None for raw in contributions]
         known = next((tensor for tensor in tensors if tensor is not None), torch.empty(0))
@@ -408,7 +407,6 @@ class Ps:
         self._session.exchange(b"")
 
     def pull_weights(self) -> None:
-        """Put the trained weights into the model of this process."""
         if self._model is not None:
             self._pull_weights()
 
@@ -421,7 +419,6 @@ class Ps:
     # ---- what a replacement is given ------------------------------------------------------------
 
     def anchored(self) -> None:
-        """From here a replacement would run forward."""
         self._step_at_anchor = self.step
 
     def export_state(self) -> Part:
@@ -437,7 +434,6 @@ class Ps:
         return Part(plain, buffers)
 
     def import_state(self, part: Part) -> None:
-        """Stand where this rank stood."""
         self.step = self._step_at_anchor = part.plain["step"]
         self._prepared_at, self._laid_out_at = part.plain["prepared_at"], part.plain["laid_out_at"]
         self._buffers.import_state(part.plain["travelling"], part.tensors)
@@ -451,7 +447,6 @@ class Ps:
     # ---- small things ---------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """Have the weights as of the newest commit."""
         if self._model is not None and self._weights_at != self._session.updates:
             self._model.dense.refresh(self._session.group, self._session.updates)
             self._weights_at = self._session.updates

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.cluster.worker import session
 from shoal.collectives.gradients import GradientExchange
 from shoal.config.job import Job
 from shoal.data.slice import Slice
@@ -22,10 +21,11 @@ from shoal.data.tree import Tree
 from shoal.parallel.compute import place
 from shoal.parallel.ddp import Ddp, sparse_parameters
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult
-from shoal.parallel.ps.relaxed import needs_trainer
+from shoal.parallel.ps.relaxed import needs_trainer, report_staleness
+from shoal.parallel.ps.rows import RowModule
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import ps_session
-from shoal.parallel.step_exchange import StepExchange
+from shoal.parallel.step import StepExchange
 from shoal.ps.client.step import PushStep
 from shoal.recovery.state_transfer import Part
 
@@ -48,8 +48,8 @@ class PsHybrid(Ddp):
         self._laid_out_at: int | None = None
         self._coming: Slice | None = None
         self._pushed: PushStep | None = None
+        # Number of pulls, by their distance ahead of the slowest worker.
         self.staleness: Counter[int] = Counter()
-        """Number of pulls, by their distance ahead of the slowest worker."""
 
     def _refuse_rows(self, model: nn.Module) -> None:
         """They are on the servers."""
@@ -59,7 +59,7 @@ class PsHybrid(Ddp):
 
     def _make_exchange(self, model: nn.Module) -> StepExchange:
         return StepExchange(
-            model, self._gradients, rank=self._rank, num_workers=self._num_workers, losses_last=True
+            model, self._buckets, rank=self._rank, num_workers=self._num_workers, losses_last=True
         )
 
     def forward_backward(self, batch: Slice) -> LossSum:
@@ -74,7 +74,6 @@ class PsHybrid(Ddp):
         raise needs_trainer(self._launched.strategy)
 
     def prefetch(self, batch: Slice) -> None:
-        """The batch after this one."""
         self._coming = batch
 
     def commit(self) -> StepResult:
@@ -82,24 +81,18 @@ class PsHybrid(Ddp):
         if not self._group.next_is_known:
             self._push()
         verdict = super().commit()
-        if self._rows is not None:
-            for module in self._rows.rows:
-                self.staleness.update(max(each, 0) for each in module.staleness)
-                module.staleness.clear()
-                module.release()
+        for module in self._modules:
+            module.release()
         return verdict
 
     def forward(self, batch: Slice) -> Tree:
-        """This rank's outputs, without gradients."""
         self._look_up(training=False)
         outputs = super().forward(batch)
-        if self._rows is not None:
-            for module in self._rows.rows:
-                module.release()
+        for module in self._modules:
+            module.release()
         return outputs
 
     def state(self) -> Iterator[Piece]:
-        """Model and optimizer, whole; rank 0 reads the rows."""
         given: set[str] = set()
         if self._rows is not None and self._rank == 0:
             self._rows.pull_weights(0)
@@ -118,13 +111,11 @@ class PsHybrid(Ddp):
             self._rows.write(pieces, keeps_state=pieces.optimizer_settings is None)
 
     def pull_weights(self) -> None:
-        """Have the rows of all workers' pushes."""
         if self._rows is not None:
             self._finish_push()
             self.reduce(torch.zeros(1))
             self._rows.pull_weights(0)
-        session.bent(staleness=self.staleness, num_late=0, num_missed=0)
-        self.staleness.clear()
+        report_staleness(self.staleness, self._modules)
 
     def export_state(self) -> Part:
         """As a worker of ddp; and whether the rows are on the servers, and which."""
@@ -133,7 +124,6 @@ class PsHybrid(Ddp):
         return Part({**part.plain, "laid_out_at": self._laid_out_at, "layout": layout}, part.tensors)
 
     def import_state(self, part: Part) -> None:
-        """Stand where the donor stands."""
         self._laid_out_at = part.plain["laid_out_at"]
         super().import_state(part)
         if self._rows is not None:
@@ -166,8 +156,8 @@ class PsHybrid(Ddp):
         trainable = [
             (name, p) for name, p in job.model.named_parameters() if p.requires_grad and name not in taken
         ]
-        self._gradients = GradientExchange(trainable, sparse=sparse_parameters(job.model) - taken)
-        self._exchange.gradients = self._gradients
+        self._buckets = GradientExchange(trainable, sparse=sparse_parameters(job.model) - taken)
+        self._exchange.gradients = self._buckets
         done = self._laid_out_at
         if done is None or done > self._group.anchored_at:
             if self._rank == 0 and not self._group.next_is_known:
@@ -177,8 +167,12 @@ class PsHybrid(Ddp):
         rows.install()
         self._saved, self._rows = None, rows
 
+    @property
+    def _modules(self) -> list[RowModule]:
+        return self._rows.rows if self._rows is not None else []
+
     def _look_up(self, *, training: bool) -> None:
-        for module in self._rows.rows if self._rows is not None else ():
+        for module in self._modules:
             module.clock, module.is_training = self.step if training else 0, training
 
     def _push(self) -> None:

@@ -27,7 +27,7 @@ from shoal.errors import TrainingError
 from shoal.parallel.protocol import LossSum, StepResult
 from shoal.parallel.ps.exact import Ps
 from shoal.parallel.ps.served_model import ServedModel
-from shoal.parallel.update import clip_factor
+from shoal.parallel.step import clip_factor
 from shoal.ps.client.step import PushStep
 from shoal.ps.server.steps import LOSSES
 
@@ -42,11 +42,8 @@ class PsDrop(Ps):
         self._last: NDArray[np.float64] | None = None
         self._count = 0.0  # what this worker's loss is a mean over
         self._norm: float | None = None
-        self.num_late = 0
-        """Contributions of this worker that came too late to count, on one server at least."""
-
-        self.num_missed = 0
-        """Steps that were over before this worker had begun them."""
+        self.num_late = 0  # contributions of this worker that came too late to count, on one server at least
+        self.num_missed = 0  # steps that were over before this worker had begun them
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients, unless the others are through with the step."""
@@ -58,7 +55,6 @@ class PsDrop(Ps):
         return super().forward_backward(batch)
 
     def commit(self) -> StepResult:
-        """Say that all is pushed; wait until enough of the others have."""
         if self._is_passing:
             return self._pass_by()
         step = self._end_step() if not self._session.next_is_known else None
@@ -143,7 +139,6 @@ class PsDrop(Ps):
             self._buffers.restore()
 
     def pull_weights(self) -> None:
-        """Have what was trained, and tell what was left out of it."""
         super().pull_weights()
         session.bent(staleness={}, num_late=self.num_late, num_missed=self.num_missed)
         self.num_late = self.num_missed = 0

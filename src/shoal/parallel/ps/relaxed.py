@@ -11,12 +11,13 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.cluster.ledger.trained_file import PushOutcome, TrainedFile
@@ -26,22 +27,18 @@ from shoal.data.slice import Slice
 from shoal.errors import ConfigError
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult
 from shoal.parallel.ps.exact import Ps
-from shoal.parallel.step_result import contribution, decide
-from shoal.parallel.update import clip_factor
+from shoal.parallel.ps.rows import RowModule
+from shoal.parallel.step import clip_factor, contribution, decide
 from shoal.ps.client.bulk_transfer import read_marks, write_marks
-from shoal.ps.client.pulls import DenseLook, DensePull
-from shoal.ps.client.step import PushStep
+from shoal.ps.client.step import DensePull, PushStep
+from shoal.ps.server.progress import LEAVE, STOP
 from shoal.recovery.state_transfer import Part
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport.messages.client_server import Hold, Rest
 
-STOP, CHECKPOINT, LEAVE = 1, 2, 4
+MARKS = "marks/triples"  # the piece of a checkpoint that says what of which lease counts in which slot
 
-MARKS = "marks/triples"
-"""The piece of a checkpoint that says what of which lease counts in which slot."""
-
-NEWEST = -3
-"""Instead of a clock: the weights are whatever the servers had."""
+NEWEST = -3  # instead of a clock: the weights are whatever the servers had
 
 
 def needs_trainer(strategy: str) -> ConfigError:
@@ -50,6 +47,15 @@ def needs_trainer(strategy: str) -> ConfigError:
         f"'{strategy}' gives every worker whole batches of its own, which only shoal.Trainer can do; this script has a loop "
         "of its own. Nothing was updated; use the Trainer, or an exact strategy (ps, ddp)."
     )
+
+
+def report_staleness(counts: Counter[int], rows: Sequence[RowModule]) -> None:
+    """Number of pulls by their distance ahead of the slowest worker, since the last report."""
+    for module in rows:
+        counts.update(module.staleness)
+        module.staleness.clear()
+    session.bent(staleness=counts, num_late=0, num_missed=0)
+    counts.clear()
 
 
 @dataclass(slots=True)
@@ -61,11 +67,10 @@ class Naming:
     samples_per_lease: int
     first_epoch: int
     done_below: int = 0
+    # By lease, when servers were last asked: how many of its batches count in slot 0, and in all slots.
     counted: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By lease, when servers were last asked: how many of its batches count in slot 0, and in all slots."""
 
     def name(self, batch: Slice, batch_size: int) -> tuple[int, int]:
-        """(stream, seq) of a batch."""
         lease, within = divmod(batch.start, self.samples_per_lease)
         number = (batch.epoch - self.first_epoch) * self.num_leases + lease
         return self.stream(number), within // batch_size + 1
@@ -99,36 +104,30 @@ class PsRelaxed(Ps):
         self._batch_size = 1
         self._batch: Slice | None = None
         self._trained: TrainedFile | None = None
-        self._ahead: DensePull | DenseLook | None = None
-        self._unused: list[DensePull | DenseLook] = []  # the servers may still write into their memory
+        self._ahead: DensePull | None = None
+        self._unused: list[DensePull] = []  # the servers may still write into their memory
+        self._unheard: PushStep | None = None  # the last push, kept until every copy of its slots has it
+        self._wishes = 0  # of all workers, as of the last answer
+        # Number of pulls, by their distance ahead of the slowest worker.
         self.staleness: Counter[int] = Counter()
-        """Number of pulls, by their distance ahead of the slowest worker."""
-
-        self.updates = 0
-        """Updates of all workers, as far as this one has heard."""
-
-        self.waited_s = 0.0
-        """For weights that are fresh enough: for the slowest worker, that is."""
+        self.updates = 0  # updates of all workers, as far as this one has heard
+        self.waited_s = 0.0  # for weights that are fresh enough: for the slowest worker, that is
 
     def lease_by(self, naming: Naming, batch_size: int) -> None:
-        """From now on batches come by lease."""
-        self._naming, self._batch_size = naming, batch_size
+        self._naming, self._batch_size, self._wishes = naming, batch_size, 0
 
     @property
     def is_laid_out(self) -> bool:
         return self._model is not None
 
     def lay_out(self, batch: Slice) -> None:
-        """Put it there, as a forward of this batch needs it."""
         self._lay_out(batch)
 
     @property
     def session(self):  # type: ignore[no-untyped-def]
-        """The lines to the coordinator."""
         return self._session.session
 
     def forward_backward(self, batch: Slice) -> LossSum:
-        """Compute the gradients of a whole batch on the weights there are."""
         self._lay_out(batch)
         self.about_to_run()
         self._begin_alone(batch)
@@ -147,7 +146,7 @@ class PsRelaxed(Ps):
             began_at = time.monotonic()
             self._session.group.finish(ahead)
             self.waited_s += time.monotonic() - began_at
-            self.staleness[max(ahead.staleness, 0)] += 1
+            self.staleness[ahead.staleness] += 1
             self._model.dense.take(ahead)
             self._weights_at = self._clock
         super().about_to_run()
@@ -158,6 +157,7 @@ class PsRelaxed(Ps):
             self._weights_at = self._clock
 
     def _have_newest(self) -> int:
+        self.settle()
         # At clock 0 nobody is waited for: others may have come less far, and be waiting for us by now.
         if self._model is not None and self._weights_at != NEWEST:
             self._drop_ahead()
@@ -166,22 +166,17 @@ class PsRelaxed(Ps):
         return 0
 
     def _drop_ahead(self) -> None:
-        """Drop a prefetch that is not going to be used."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._unused.append(ahead)
 
     def _begin_alone(self, batch: Slice) -> None:
-        assert self._model is not None
         self._batch, self._num_global = batch, batch.num_global
-        for module in self._model.rows:
-            module.clock, module.is_training = self._clock, True
-        stream, seq = (
-            self._naming.name(batch, self._batch_size)
-            if self._naming is not None
-            else (self._rank + 1, self._clock + 1)
-        )
-        self._current = PushStep(self._session.group, stream=stream, seq=seq)
+        self._look_up(self._clock, training=True)
+        name = (self._rank + 1, self._clock + 1)
+        if self._naming is not None:
+            name = self._naming.name(batch, self._batch_size)
+        self._current = PushStep(self._session.group, *name)
 
     def _contribute_alone(self, loss: LossSum) -> None:
         assert self._model is not None
@@ -197,9 +192,10 @@ class PsRelaxed(Ps):
         # Else nothing leaves before the whole gradient is known, or nothing at all.
 
     def commit(self) -> StepResult:
-        """Push what is left, and wait until it counts."""
+        """Push what is left. With replicas its answer is waited for before the next push counts, not before the next batch."""
         assert self._model is not None
         assert self._current is not None
+        self.settle()
         verdict, step = self._verdict, self._current
         factor = self._num_global / verdict.count if verdict.count else 0.0
         rows = [(module, module.take_gradients()) for module in self._model.rows]
@@ -229,8 +225,24 @@ class PsRelaxed(Ps):
             factor=factor if verdict.applied else 0.0,
             done_below=self._naming.stream(self._naming.done_below) if self._naming else 0,
         )
-        self._current = None
-        self._ahead = self._pull_ahead(self._clock + 1)
+        self._current, self._unheard = None, step
+        self._clock += 1
+        self._ahead = self._pull_ahead(self._clock)
+        if self._launched.num_replicas == 1 or verdict.stop or verdict.leave or verdict.checkpoint:
+            self.settle()
+        self._end(verdict)
+        return dataclasses.replace(
+            verdict,
+            stop=verdict.stop or bool(self._wishes & STOP),
+            leave=verdict.leave or bool(self._wishes & LEAVE),
+            checkpoint=verdict.checkpoint and self._rank == 0,
+        )
+
+    def settle(self) -> None:
+        """Wait until the last push counts in every copy of its slots."""
+        step, self._unheard = self._unheard, None
+        if step is None:
+            return
         self._session.group.finish(step)
         failpoint("worker: committed, not counted")
         committed = step.committed
@@ -238,24 +250,9 @@ class PsRelaxed(Ps):
         self._note_outcome(step)
         step.release()
         # A replacement begins at 0, and is as far as the slowest: servers let it in there.
-        self._clock = max(self._clock + 1, committed.slowest)
-        self.step += 1
+        self._clock = max(self._clock, committed.slowest)
         self._session.updates = self.updates = step.num_updates
-        for module in self._model.rows:
-            self.staleness.update(max(each, 0) for each in module.staleness)
-            module.staleness.clear()
-            module.release()
-        if not verdict.applied:
-            self._buffers.restore()
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._buffers.forget()
-        return dataclasses.replace(
-            verdict,
-            stop=verdict.stop or bool(committed.wishes & STOP),
-            leave=verdict.leave or bool(committed.wishes & LEAVE),
-            checkpoint=verdict.checkpoint and self._rank == 0,
-        )
+        self._wishes = committed.wishes
 
     def _note_push(self) -> None:
         """From here on the push may count, and this worker may die before it hears."""
@@ -278,6 +275,7 @@ class PsRelaxed(Ps):
         if self._model is None or self._rank != 0:
             yield from super().state()
             return
+        self.settle()
         group = self._session.group
         group.tell(lambda view: Hold(view, True))
         try:
@@ -295,9 +293,12 @@ class PsRelaxed(Ps):
             write_marks(self._session.group, saved.tensors[MARKS].numpy())
 
     def import_state(self, part: Part) -> None:
-        """Stand where this rank stood."""
         super().import_state(part)
         self.updates = self._session.updates
+
+    def gather(self, value: Tensor | None) -> list[Tensor]:
+        self.settle()
+        return super().gather(value)
 
     def share_statistics(self) -> None:
         """Average what BatchNorm has counted on every worker; all of them call it."""
@@ -305,16 +306,17 @@ class PsRelaxed(Ps):
 
     def rest(self) -> None:
         """This worker has nothing to do for now: nobody has to wait for it."""
+        self.settle()
         if self._model is not None:
             self._session.group.tell(lambda view: Rest(view, self._rank))
 
     def pull_weights(self) -> None:
         """Put the trained weights into the model of this process: all workers are through by now."""
+        self.settle()
         if self._model is not None:
             self._session.exchange(b"")  # nobody pushes any more
             self._pull_weights()
-        session.bent(staleness=self.staleness, num_late=0, num_missed=0)
-        self.staleness.clear()
+        report_staleness(self.staleness, self._rows)
 
     def _pull_weights(self) -> None:
         assert self._model is not None

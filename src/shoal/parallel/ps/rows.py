@@ -1,27 +1,203 @@
-"""Embeddings whose rows are on servers: what a module's forward calls instead of its weight."""
+"""Embeddings whose rows are on servers: the choice of them, and what a module's forward calls instead of its weight.
+
+An embedding is taken over only where that changes nothing: where the
+optimizer leaves a row alone whose gradient is zero, and where nothing but the
+module's own forward uses the weight. The first is read off the optimizer, the
+second is watched in one forward of the user's model on a real batch.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.embedding import HashEmbedding
-from shoal.embedding.lookup import embedding_bag_forward, embedding_forward
-from shoal.embedding.row_source import LocalRows, merged, uniques_of
+from shoal.data.tree import Tree, leaves
+from shoal.embedding.hash_embedding import DTYPES, HashEmbedding
+from shoal.embedding.lookup import LocalRows, embedding_bag_forward, embedding_forward, merged, uniques_of
+from shoal.embedding.rules import rule_of_optimizer
 from shoal.errors import TrainingError
-from shoal.parallel.ps.embedding_placement import PlacedEmbedding
+from shoal.parallel.state import cannot_follow
 from shoal.ps.client.bulk_transfer import read_table
-from shoal.ps.client.pulls import RowsPull
 from shoal.ps.client.server_group import Group
+from shoal.ps.client.step import RowsPull
 from shoal.runtime.transport.messages.client_server import TableSpec
 
+_LOOKUPS = {
+    torch.ops.aten.embedding,
+    torch.ops.aten._embedding_bag,
+    torch.ops.aten._embedding_bag_forward_only,
+}
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
-_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class RowRule:
+    """An update rule of the servers and its settings."""
+
+    name: str
+    settings: dict[str, float]
+
+
+@dataclass(slots=True)
+class PlacedEmbedding:
+    """A module whose weight becomes rows."""
+
+    name: str  # of the weight, as the model names it
+    module: nn.Module
+    group: int  # parameter group of the optimizer; -1 for rows that are no parameter
+    rule: RowRule
+    leaf: int | None = None  # number of the batch's tensor that holds its ids; None: computed in forward
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPlan:
+    """Placement of a model's embeddings."""
+
+    taken: list[PlacedEmbedding]
+    """Those that become rows."""
+
+    dense: dict[str, str]
+    """Name of the weight: why it stays dense."""
+
+
+def plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> PlacementPlan:
+    """The plan as far as it needs no forward."""
+    uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    taken, dense = [], {}
+    for path, module in model.named_modules():
+        if isinstance(module, HashEmbedding):
+            rule, name = row_rule(optimizer, 0), f"{path}.rows" if path else "rows"
+            if isinstance(rule, str):
+                raise cannot_follow(name, rule)
+            taken.append(PlacedEmbedding(name, module, -1, rule))
+            continue
+        if not isinstance(module, _KINDS):
+            continue
+        name = f"{path}.weight" if path else "weight"
+        why = _why_dense(module, uses)
+        group = groups.get(id(module.weight))
+        rule = row_rule(optimizer, group) if group is not None else "the optimizer does not train it"
+        if why is None and isinstance(rule, str):
+            why = rule
+        if why is not None:
+            dense[name] = why
+        elif group is not None and isinstance(rule, RowRule):
+            taken.append(PlacedEmbedding(name, module, group, rule))
+    return PlacementPlan(taken, dense)
+
+
+def row_rule(optimizer: torch.optim.Optimizer, group: int) -> RowRule | str:
+    """The servers' rule that does to rows what this optimizer does; or why there is none."""
+    found = rule_of_optimizer(type(optimizer).__name__, optimizer.param_groups[group])
+    return found if isinstance(found, str) else RowRule(*found)
+
+
+def _why_dense(module: nn.Embedding | nn.EmbeddingBag, uses: Counter[int]) -> str | None:
+    if type(module) not in _KINDS:
+        return f"{type(module).__name__} is a class of its own"
+    weight = module.weight
+    if not weight.requires_grad:
+        return "it is frozen"
+    if uses[id(weight)] > 1:
+        return "its weight is tied to another layer's"
+    if module.max_norm is not None:
+        return "max_norm changes rows in forward"
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq looks at the whole batch"
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        return "mode='max' has no sum of gradients"
+    if weight.dtype not in (torch.float32, torch.float64):
+        return f"rows are float32 or float64, not {str(weight.dtype).removeprefix('torch.')}"
+    return None
+
+
+def watch(found: PlacementPlan, batch: Tree, run: Callable[[], Any]) -> PlacementPlan:
+    """Run the model once, and leave dense whose weight was used outside of its lookup; find ids among the batch.
+
+    `run` must be a forward without gradients that leaves no trace.
+    """
+    columns = {
+        (leaf.data_ptr(), leaf.shape): number
+        for number, leaf in enumerate(leaves(batch))
+        if isinstance(leaf, Tensor)
+    }
+    seen: dict[int, list[int | None]] = {id(each.module): [] for each in found.taken}
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = args[0] if args else kwargs.get("input")
+        at = columns.get((ids.data_ptr(), ids.shape)) if isinstance(ids, Tensor) else None
+        seen[id(module)].append(at)
+        watching.inside = names[id(module)]
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        watching.inside = ""
+
+    names = {id(each.module): each.name for each in found.taken}
+    hooks = [each.module.register_forward_pre_hook(before, with_kwargs=True) for each in found.taken]
+    hooks += [each.module.register_forward_hook(after) for each in found.taken]
+    weights = {
+        each.module.weight.untyped_storage()._cdata: each.name
+        for each in found.taken
+        if isinstance(each.module, _KINDS)
+    }
+    watching = _Uses(weights)
+    try:
+        with watching:
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    taken, dense = [], dict(found.dense)
+    for each in found.taken:
+        if each.name in watching.outside:
+            dense[each.name] = "its weight is used outside of its own lookup"
+            continue
+        places = seen[id(each.module)]
+        each.leaf = places[0] if len(places) == 1 else None
+        taken.append(each)
+    return PlacementPlan(taken, dense)
+
+
+class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Weights that any operation has read but the lookup of their own module, the one that runs being `inside`."""
+
+    def __init__(self, weights: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = weights
+        self.outside: set[str] = set()
+        self.inside = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        own = self.inside if func.overloadpacket in _LOOKUPS else ""
+        if func is not torch.ops.aten.detach.default:
+            for arg in (*args, *(kwargs or {}).values()):
+                for each in arg if isinstance(arg, (list, tuple)) else (arg,):
+                    if isinstance(each, Tensor):
+                        name = self._weights.get(each.untyped_storage()._cdata)
+                        if name is not None and name != own:
+                            self.outside.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def describe(found: PlacementPlan) -> list[str]:
+    lines = [
+        f"{each.name}: rows on the servers ({each.rule.name}"
+        + (", pulled ahead of the step)" if each.leaf is not None else ")")
+        for each in found.taken
+    ]
+    return lines + [f"{name}: dense, because {why}" for name, why in found.dense.items()]
 
 
 class RowModule:
@@ -31,40 +207,34 @@ class RowModule:
     Outside of training what is pulled is a copy, and gradients are nobody's.
     """
 
-    def __init__(
-        self, taken: PlacedEmbedding, number: int, group: Group, *, dtype: torch.dtype, seed: int
-    ) -> None:
+    def __init__(self, taken: PlacedEmbedding, number: int, group: Group, *, seed: int) -> None:
         self.taken, self.module = taken, taken.module
         self.clock, self.is_training = 0, True
-        self.weight = 1.0
-        """Of gradients that backward leaves, where a loop of the script's own calls it."""
-        self.staleness: list[int] = []
-        self.newest = 0
-        """The most updates that any row pulled so far had behind it."""
+        self.weight = 1.0  # of gradients that backward leaves, where a loop of the script's own calls it
+        self.staleness: Counter[int] = Counter()
+        self.newest = 0  # the most updates that any row pulled so far had behind it
         module = taken.module
-        settings: dict[str, Any] = {"num_rows": None}
+        rule: dict[str, Any] = {"rule": taken.rule.name, "settings": taken.rule.settings}
         if isinstance(module, HashEmbedding):
-            settings |= {"init": module.init, "scale": module.scale, "seed": module.seed}
-            self.dim = module.embedding_dim
+            self.spec = msgspec.structs.replace(module.table_spec(number=number, **rule), name=taken.name)
         else:
-            settings |= {"num_rows": module.num_embeddings, "seed": seed}
-            self.dim = int(module.embedding_dim)  # type: ignore[arg-type]
-        self.spec = TableSpec(
-            number=number,
-            name=taken.name,
-            dim=self.dim,
-            dtype=_DTYPES[dtype],  # type: ignore[arg-type]
-            rule=taken.rule.name,
-            settings=taken.rule.settings,
-            **settings,
-        )
+            assert isinstance(module, _KINDS)
+            self.spec = TableSpec(
+                number=number,
+                name=taken.name,
+                dim=int(module.embedding_dim),  # a numpy number, in models that compute it
+                dtype=DTYPES[module.weight.dtype],
+                num_rows=int(module.num_embeddings),
+                seed=seed,
+                **rule,
+            )
+        self.dim = self.spec.dim
         self.np_dtype = np.dtype(self.spec.dtype)
         self._group = group
         self._ahead: RowsPull | None = None
         self._seen: tuple[Tensor, NDArray[np.int64], NDArray[Any]] | None = None
         self._pulls: list[RowsPull] = []
         self._gradients: list[tuple[NDArray[np.int64], NDArray[Any]]] = []
-        self._forward: Callable[..., Any] | None = None
 
     # ---- in the place of the weight -------------------------------------------------------------
 
@@ -92,13 +262,11 @@ class RowModule:
             module.forward = lambda input: embedding_forward(self, input, padding_idx=padding_idx)  # type: ignore[method-assign]
 
     def uniques(self, ids: Tensor) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """The distinct ids in increasing order, and where each id is among them."""
         if self._seen is not None and self._seen[0] is ids:
             return self._seen[1:]
         return uniques_of(ids)
 
     def pull(self, keys: NDArray[np.int64]) -> Tensor:
-        """Rows for these keys, as of the clock."""
         wrong = self._out_of_range(keys)
         if wrong is not None:  # as torch says it where the weight is here
             raise IndexError(
@@ -118,7 +286,7 @@ class RowModule:
             rows = torch.from_numpy(pull.rows).clone()
             pull.release()
             return rows
-        self.staleness.append(pull.staleness)
+        self.staleness[pull.staleness] += 1
         self._pulls.append(pull)
         return torch.from_numpy(pull.rows)
 
@@ -128,7 +296,6 @@ class RowModule:
             self._gradients.append((keys, gradients if self.weight == 1.0 else gradients * self.weight))
 
     def everything(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """All rows that the servers hold, by increasing key."""
         return read_table(self._group, self.spec)[:2]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
@@ -140,7 +307,6 @@ class RowModule:
     # ---- what the strategy asks -----------------------------------------------------------------
 
     def pull_ahead(self, ids: Tensor, clock: int) -> None:
-        """Ask for the rows of a batch that comes next."""
         keys, inverse = uniques_of(ids)
         if self._out_of_range(keys) is not None:
             return  # it is said where they are used
@@ -182,15 +348,13 @@ class RowModule:
         self._gradients = [(keys, values * share) for keys, values in self._gradients] if share else []
 
     def release(self) -> None:
-        """The step is over: nobody reads its rows any more."""
         for pull in self._pulls:
             pull.release()
         self._pulls = []
 
     def forget(self) -> None:
-        """Gradients of a step that is not going to be."""
         self._gradients = []
         self.release()
 
     def _new_pull(self, keys: NDArray[np.int64], clock: int) -> RowsPull:
-        return RowsPull(self.spec.number, keys, self.dim, self.np_dtype, clock=clock, create=False)
+        return RowsPull(self.spec.number, keys, self.dim, self.np_dtype, clock=clock)

@@ -20,21 +20,17 @@ from shoal.config import strategy as strategies
 from shoal.config.job import Job
 from shoal.data.tree import Tree, leaves
 from shoal.embedding import HashEmbedding
-from shoal.embedding.row_source import LocalRows
+from shoal.embedding.lookup import LocalRows
 from shoal.embedding.row_table import RowTable
 from shoal.embedding.rules import RULES
-from shoal.parallel.hashed_rows import pieces_of, plain_tensors, saved_state, saved_table
-from shoal.parallel.optimizer_state import PREFIX
 from shoal.parallel.protocol import Piece, PieceReader, TrainJob
-from shoal.parallel.ps import embedding_placement
-from shoal.parallel.ps.embedding_placement import PlacementPlan, RowRule
-from shoal.parallel.ps.rows import RowModule
-from shoal.parallel.state import MODEL
+from shoal.parallel.ps import rows as placement
+from shoal.parallel.ps.rows import PlacementPlan, RowModule, RowRule
+from shoal.parallel.state import MODEL, OPTIMIZER, pieces_of, plain_tensors, saved_state, saved_table
 from shoal.ps.client.bulk_transfer import read_chunk, read_rows, read_table, write_chunk, write_rows
-from shoal.ps.client.pulls import DenseLook, DensePull, RowsPull
 from shoal.ps.client.server_group import Group
-from shoal.ps.client.step import PushStep
-from shoal.ps.layout import CHUNKS_PER_MODEL, TABLES_PER_MODEL, plan_chunks
+from shoal.ps.client.step import DensePull, PushStep, RowsPull
+from shoal.ps.layout import CHUNKS_PER_MODEL, TABLES_PER_MODEL, dtype_name, plan_chunks
 from shoal.ps.server.dense import as_flat
 from shoal.runtime.transport.messages.client_server import ChunkSpec, DeclareDense, DeclareTable
 
@@ -46,12 +42,9 @@ class _Chunk:
     spec: ChunkSpec
     dtype: torch.dtype
     numel: int
+    # Per part: its parameter, first element there, first element here, elements.
     views: list[tuple[nn.Parameter, int, int, int]] = field(default_factory=list)
-    """Per part: its parameter, first element there, first element here, elements."""
-
-    missing: int = 0
-    """Parameters whose gradient backward has not made yet."""
-
+    missing: int = 0  # parameters whose gradient backward has not made yet
     is_sent: bool = False
 
     @property
@@ -74,15 +67,13 @@ class DenseParameters:
     ) -> None:
         """`named`: name, parameter and its group in the optimizer. In exact steps weights are read where they lie."""
         self._is_exact = is_exact
-        described = [(name, tuple(p.shape), _name(p.dtype), group) for name, p, group in named]
-        specs = plan_chunks(
-            described, optimizer=optimizer, slots_by_server=slots_at_launch(num_servers, num_copies)
-        )
+        described = [(name, tuple(p.shape), dtype_name(p.dtype), group) for name, p, group in named]
+        slots = slots_at_launch(num_servers, num_copies)
+        specs = plan_chunks(described, optimizer=optimizer, slots_by_server=slots, first_number=first_chunk)
         parameters = {name: parameter for name, parameter, _ in named}
         self._chunks: list[_Chunk] = []
         self._of_parameter: dict[int, list[_Chunk]] = {}
         for spec in specs:
-            spec = _numbered(spec, first_chunk + spec.number)
             chunk = _Chunk(spec, getattr(torch, spec.dtype), 0)
             for part in spec.parts:
                 parameter = parameters[part.parameter]
@@ -92,8 +83,7 @@ class DenseParameters:
                 self._of_parameter.setdefault(id(parameter), []).append(chunk)
             self._chunks.append(chunk)
         self._step: PushStep | None = None
-        self.newest = 0
-        """The most updates that anything pulled so far had behind it."""
+        self.newest = 0  # the most updates that anything pulled so far had behind it
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
             for _, parameter, _ in named
@@ -101,7 +91,6 @@ class DenseParameters:
 
     @property
     def specs(self) -> list[ChunkSpec]:
-        """As they are declared."""
         return [chunk.spec for chunk in self._chunks]
 
     # ---- pushing --------------------------------------------------------------------------------
@@ -151,14 +140,12 @@ class DenseParameters:
 
     # ---- pulling --------------------------------------------------------------------------------
 
-    def pull(self, clock: int) -> DensePull | DenseLook:
-        """All chunks, as an operation to start and finish."""
+    def pull(self, clock: int) -> DensePull:
         chunks = [(c.spec.number, c.spec.slot, c.nbytes) for c in self._chunks]
-        return DenseLook(chunks, clock=clock) if self._is_exact else DensePull(chunks, clock=clock)
+        return DensePull(chunks, clock=clock, in_place=self._is_exact)
 
     @torch.no_grad()
-    def take(self, pull: DensePull | DenseLook) -> None:
-        """Copy what was pulled into the parameters."""
+    def take(self, pull: DensePull) -> None:
         self.newest = max(self.newest, pull.updates)
         for chunk in self._chunks:
             flat = as_flat(pull.arrived[chunk.spec.number], chunk.dtype)
@@ -180,7 +167,6 @@ class DenseParameters:
         )
 
     def refresh(self, group: Group, clock: int) -> None:
-        """Pull everything and wait for it."""
         pull = self.pull(clock)
         group.run(pull)
         self.take(pull)
@@ -195,18 +181,7 @@ def slots_at_launch(num_servers: int, num_copies: int) -> list[list[int]]:
     return [[slot for slot, holders in enumerate(placed) if holders[0] == name] for name in names]
 
 
-def _numbered(spec: ChunkSpec, number: int) -> ChunkSpec:
-    import msgspec
-
-    return msgspec.structs.replace(spec, number=number)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group's settings as they travel."""
     return {
         key: float(value)
         if isinstance(value, Tensor)
@@ -248,18 +223,18 @@ class ServedModel:
 
     def lay_out(self, batch: Tree | None, run: Callable[[], Any]) -> None:
         """Decide what is rows and what is chunks. Without a batch only rows that could be nothing else are."""
-        found = embedding_placement.plan(self._job.model, self._optimizer)
+        found = placement.plan(self._job.model, self._optimizer)
         if batch is None:
             hashed = [each for each in found.taken if isinstance(each.module, HashEmbedding)]
             others = {e.name: "the loop is the script's own" for e in found.taken if e not in hashed}
             found = PlacementPlan(hashed, {**found.dense, **others})
         elif found.taken:
-            found = embedding_placement.watch(found, batch, run)
+            found = placement.watch(found, batch, run)
         self._settle(found)
 
     def lay_out_as(self, layout: dict[str, Any]) -> None:
         """As a worker did of which this one is a replacement, and which told its `layout`."""
-        found = embedding_placement.plan(self._job.model, self._optimizer)
+        found = placement.plan(self._job.model, self._optimizer)
         taken = {each.name: each for each in found.taken}
         for name, leaf, settings in layout["rows"]:
             taken[name].leaf, taken[name].rule = leaf, RowRule(taken[name].rule.name, settings)
@@ -277,15 +252,8 @@ class ServedModel:
         self.plan = found
         self._declared_settings = [plain_settings(group) for group in optimizer.param_groups]
         for number, taken in enumerate(found.taken):
-            weight = getattr(taken.module, "weight", None)
-            module = RowModule(
-                taken,
-                job.number * TABLES_PER_MODEL + number,
-                self._group,
-                dtype=(weight if isinstance(weight, Tensor) else taken.module).dtype,  # type: ignore[arg-type]
-                seed=job.seed,
-            )
-            self.rows.append(module)
+            number += job.number * TABLES_PER_MODEL
+            self.rows.append(RowModule(taken, number, self._group, seed=job.seed))
         rows = {id(taken.module.weight) for taken in found.taken if hasattr(taken.module, "weight")}
         groups = {
             id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
@@ -357,7 +325,7 @@ class ServedModel:
             had, _, had_state, had_step = read_table(self._group, module.spec)
             others = np.setdiff1d(had, table[0], assume_unique=True)
             values = np.empty((len(others), module.dim), module.np_dtype)
-            RowTable(module.spec).pull(others, values, create=False)
+            RowTable(module.spec).pull(others, values)
             self._write_rows(module, others, values, None, step)
             if keeps_state:
                 self._write_rows(module, *table, None, had_step)
@@ -367,12 +335,10 @@ class ServedModel:
         self._write_rows(module, *table, state, step)
 
     def install(self) -> None:
-        """From now on forward looks rows up on the servers."""
         for module in self.rows:
             module.install()
 
     def push_rows(self, step: PushStep) -> None:
-        """Add what backward left for the rows to a step."""
         for module in self.rows:
             gradients = module.take_gradients()
             if gradients is not None and len(gradients[0]):
@@ -395,7 +361,7 @@ class ServedModel:
         if settings != self._settings:
             self._settings = settings
             rules = {
-                module.spec.number: embedding_placement.row_rule(self._optimizer, max(module.taken.group, 0))
+                module.spec.number: placement.row_rule(self._optimizer, max(module.taken.group, 0))
                 for module in self.rows
             }
             self._table_settings = {
@@ -419,9 +385,7 @@ class ServedModel:
             for first in range(0, len(weight), num_rows):
                 last = min(first + num_rows, len(weight))
                 keys = np.arange(first, last, dtype=np.int64)
-                pull = RowsPull(
-                    module.spec.number, keys, module.dim, module.np_dtype, clock=clock, create=False
-                )
+                pull = RowsPull(module.spec.number, keys, module.dim, module.np_dtype, clock=clock)
                 self._group.run(pull)
                 weight[first:last].copy_(torch.from_numpy(pull.rows))
                 pull.release()
@@ -435,7 +399,7 @@ class ServedModel:
             for (number, key), tensor in state.items():
                 part = spec.parts[number]
                 parameter = parameters[part.parameter]
-                name = f"{PREFIX}{part.parameter}/{key}"
+                name = f"{OPTIMIZER}{part.parameter}/{key}"
                 numel = torch.Size(part.shape).numel()
                 if tensor.numel() == numel and numel != parameter.numel():
                     target = whole.setdefault(name, torch.zeros(parameter.shape, dtype=tensor.dtype))
@@ -463,13 +427,12 @@ class ServedModel:
                         np.ascontiguousarray(row_state[:, span])
                     )
             for key, tensor in held.items():
-                whole[f"{PREFIX}{module.taken.name}/{key}"] = tensor
-            whole[f"{PREFIX}{module.taken.name}/step"] = torch.tensor(float(num_updates))
+                whole[f"{OPTIMIZER}{module.taken.name}/{key}"] = tensor
+            whole[f"{OPTIMIZER}{module.taken.name}/step"] = torch.tensor(float(num_updates))
         for name, tensor in whole.items():
             yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     def hashed_pieces(self) -> Iterator[Piece]:
-        """Rows of HashEmbeddings and their optimizer state, read from the servers."""
         for module in self.rows:
             if isinstance(module.module, HashEmbedding):
                 yield from pieces_of(
@@ -482,7 +445,7 @@ class ServedModel:
         state: dict[tuple[int, str], Tensor] = {}
         parameters = dict(self._job.model.named_parameters())
         for number, part in enumerate(spec.parts):
-            prefix = f"{PREFIX}{part.parameter}/"
+            prefix = f"{OPTIMIZER}{part.parameter}/"
             numel = torch.Size(part.shape).numel()
             for name in saved.tensors:
                 if not name.startswith(prefix) or "/" in name.removeprefix(prefix):

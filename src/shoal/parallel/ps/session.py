@@ -21,9 +21,8 @@ from shoal.config import strategy as strategies
 from shoal.ps.client.server_group import AskAll, AskOwner, Group
 from shoal.ps.client.step import Decision, PushStep
 from shoal.recovery import state_transfer
-from shoal.recovery.call_results import KeptResults
 from shoal.recovery.replay_log import ReplayLog
-from shoal.recovery.state_transfer import Part, RecoveryState
+from shoal.recovery.state_transfer import KeptResults, Part, RecoveryState
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport.framing import unpack
 from shoal.runtime.transport.messages.client_server import AskNote, Commit, DeclareMode, Note, Post
@@ -31,8 +30,7 @@ from shoal.runtime.transport.messages.client_server import AskNote, Commit, Decl
 Vector: TypeAlias = NDArray[np.float64]
 
 
-NOTE_EVERY = 16
-"""Steps from one note to the next, where a replacement can run through those between."""
+NOTE_EVERY = 16  # steps from one note to the next, where a replacement can run through those between
 
 
 class PsSession(ReplayLog):
@@ -53,13 +51,12 @@ class PsSession(ReplayLog):
             name=f"worker-{job.rank}",
             incarnation=job.incarnation,
             ways_in=job.servers,
+            own_host=job.host_address,
             ask_view=self._session.ask_servers,
             timeout_s=job.liveness.step_timeout_s,
             tell_late=self._session.tell_late,
         )
-        self.updates = 0
-        """Steps committed so far, of all models of the script: the clock of this worker."""
-
+        self.updates = 0  # steps committed so far, of all models of the script: the clock of this worker
         self._updates_at_anchor = 0  # a replacement counts those since then once more
         self._is_there = False
         self._has_noted, self._steps_since_note = False, 0
@@ -67,7 +64,6 @@ class PsSession(ReplayLog):
 
     @property
     def session(self) -> LeaseClient:
-        """The lines to the coordinator."""
         return self._session
 
     @property
@@ -138,7 +134,6 @@ class PsSession(ReplayLog):
         return self.note()
 
     def note(self) -> bytes:
-        """From where a replacement of this rank goes on."""
         self._has_noted, self._steps_since_note = True, 0
         return state_transfer.to_bytes(
             {
@@ -201,7 +196,6 @@ _current: PsSession | None = None
 
 
 def ps_session() -> PsSession:
-    """The one of this process."""
     global _current
     if _current is None:
         _current = PsSession()

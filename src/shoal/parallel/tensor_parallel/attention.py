@@ -1,19 +1,14 @@
 """Attention under tensor parallelism: each rank computes some of the heads.
 
 nn.MultiheadAttention is cut by heads as a whole: inside, tensors are plain and
-each rank's own, so torch's attention kernels run on them as in one process;
-queries, keys, values and masks enter whole, and the output is summed over the
-ranks.
+each rank's own; queries, keys, values and masks enter whole, and the output is
+summed over the ranks.
 
 F.scaled_dot_product_attention on DTensors runs on local heads and samples,
 which do not look at each other. It is hooked in two places, because neither
-sees all calls: a function in place of torch's own, on every device and for
-every kernel; and for callers that hold torch's own, sharding rules for its CPU
-kernel, which DTensor lacks. Neither is a torch mode: modes are off when a
-checkpointed layer runs again in backward.
-
-nn.TransformerEncoder's inference fast path reads whole weights, so it is
-switched off; its effect on padding is kept.
+sees all calls: a function in place of torch's own, and sharding rules for its
+CPU kernel, for callers that hold torch's own. Neither is a torch mode: modes
+are off when a checkpointed layer runs again in backward.
 """
 
 from __future__ import annotations
@@ -32,8 +27,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 
-PACKED = ("in_proj_weight", "in_proj_bias")
-"""Packed parameters: q, k and v one below the other."""
+from shoal.parallel.tensor_parallel.dtensor_fixes import replicated
+
+PACKED = ("in_proj_weight", "in_proj_bias")  # packed parameters: q, k and v one below the other
 
 BY_ROWS = (*PACKED, "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -68,17 +64,14 @@ class HeadRanks:
         return tensor.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def own(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's heads of a whole tensor."""
         length = tensor.shape[dim] // self.mesh.size()
         return tensor.narrow(dim, self.mesh.get_local_rank() * length, length)
 
     def joined(self, tensor: Tensor, placement: Placement) -> Tensor:
-        """The whole tensor, from each rank's part."""
         whole = self.spread(tensor, placement).redistribute(placements=[Replicate()])
         return whole if self.is_sequence else whole.to_local()
 
     def spread(self, tensor: Tensor, placement: Placement) -> DTensor:
-        """A DTensor from this rank's part."""
         return DTensor.from_local(tensor, self.mesh, [placement], run_check=False)
 
 
@@ -159,7 +152,6 @@ class AttentionByHeads(nn.MultiheadAttention):
     def _mask(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype
     ) -> Tensor | None:
-        """The additive mask of this rank's heads."""
         size, shape = q.shape[0], (q.shape[2], k.shape[2])
         added = F._canonical_mask(attn_mask, "attn_mask", None, "", dtype, check_other=False)
         if added is not None:
@@ -216,7 +208,6 @@ class AttentionByHeads(nn.MultiheadAttention):
 
 
 def convert_to_heads(module: nn.MultiheadAttention, ranks: HeadRanks) -> None:
-    """Make an attention whose parameters have been cut compute by heads."""
     module.__class__ = AttentionByHeads
     module.__dict__["ranks"] = ranks
 
@@ -281,12 +272,11 @@ def _sdpa(
 
 
 def _sdpa_cpu_forward(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Handler of the CPU kernel, below autograd."""
     mesh = next(each.device_mesh for each in args if isinstance(each, DTensor))
     given = [_to_dtensor(each, mesh) for each in args[:3]]
     mask = kwargs.get("attn_mask")
     if not _are_sharded_alike(given) or not _is_mask_sharded_with(mask, given[0]):
-        given = [_whole(each) for each in given]
+        given = [replicated(each) for each in given]
     if mask is not None:
         kwargs = {**kwargs, "attn_mask": _local_mask(mask, given[0])}
     found = operation(*(each._local_tensor for each in given), *args[3:], **kwargs)
@@ -308,10 +298,6 @@ def _to_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     if isinstance(tensor, DTensor):
         return tensor
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _whole(tensor: DTensor) -> DTensor:
-    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 
 def _as(own: Tensor, like: DTensor) -> DTensor:

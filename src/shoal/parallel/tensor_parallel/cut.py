@@ -26,9 +26,13 @@ from shoal.data.tree import Tree, map_tensors
 from shoal.errors import ConfigError
 from shoal.parallel.tensor_parallel import attention as tensor_attention
 from shoal.parallel.tensor_parallel.attention import patch_sdpa
-from shoal.parallel.tensor_parallel.dtensor_fixes import patch_sharding_rules, unsupported_operation
-from shoal.parallel.tensor_parallel.dtensor_inplace import InplaceWriteMode
-from shoal.parallel.tensor_parallel.dtensor_rng import patch_random_ops
+from shoal.parallel.tensor_parallel.dtensor_fixes import (
+    InplaceWriteMode,
+    patch_random_ops,
+    patch_sharding_rules,
+    plain,
+    unsupported_operation,
+)
 from shoal.parallel.tensor_parallel.packing import as_strided_shard, split_blocks_locally
 from shoal.parallel.tensor_parallel.plan import NORMS, TensorPlan
 
@@ -66,6 +70,8 @@ def match_placements(parameters: Iterable[nn.Parameter]) -> None:
 def explain_unsupported(error: RuntimeError, model: nn.Module) -> ConfigError | None:
     """The ConfigError for an operation that DTensor does not support: it names the operation and the layer."""
     operation = unsupported_operation(error)
+    if operation is None and "is a view and is being modified inplace" in str(error):
+        operation = "an operation in place"
     if operation is None:
         return None
     names = {id(module): name for name, module in model.named_modules()}
@@ -89,6 +95,8 @@ class _ModelCutter:
         self._has_noted_length = False
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._packing = plan.packing_of(model)
+        # What DTensor hands out is a view, into which nothing may be written.
+        self._writes = any(getattr(module, "inplace", False) is True for module in model.modules())
 
     def run(self) -> None:
         for row in self._plan.rows.values():
@@ -114,7 +122,15 @@ class _ModelCutter:
             self._convert_inputs_inside(self._model.get_submodule(name), inputs)
         if self._plan.is_sequence:
             self._cut_sequences()
-        self._after(self._model, self._plain)
+        self._tie_again()
+        self._after(self._model, plain)
+
+    def _tie_again(self) -> None:
+        """Give a parameter that was cut to every module that holds it: a bias of BERT's head is also its parent's."""
+        for module in self._model.modules():
+            for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(parameter) in self._cut:
+                    module.register_parameter(key, self._cut[id(parameter)])
 
     def _colwise(self, module: nn.Module) -> None:
         dim = 1 if isinstance(module, nn.Embedding) else 0
@@ -135,7 +151,7 @@ class _ModelCutter:
             self._place(module, "weight", Shard(0))
             self._before(module, lambda tensor: self._as(tensor, Replicate()))
             # Rows that other ranks hold are masked, which no gradient can be cut like: made whole before it is cut anew.
-            self._after(module, self._plain)
+            self._after(module, plain)
             if self._plan.is_sequence:
                 self._after(module, lambda tensor: self._as(tensor, self._part_of(tensor)))
             return
@@ -161,7 +177,7 @@ class _ModelCutter:
         if inputs:
             module.register_forward_pre_hook(hook, with_kwargs=True)
         if not self._plan.is_sequence:
-            self._after(module, self._plain)  # weights of an attention, say
+            self._after(module, plain)  # weights of an attention, say
 
     def _cut_sequences(self) -> None:
         """Make the rest of the model work on DTensors sharded along the sequence."""
@@ -180,7 +196,7 @@ class _ModelCutter:
             elif is_alone and not isinstance(module, (nn.Linear, nn.Embedding, *NORMS)):
                 # Nothing is known of what it does with its inputs: it gets them whole and plain.
                 whole.update(module.modules())
-                self._before(module, self._plain)
+                self._before(module, plain)
                 self._after(module, lambda tensor: self._as(tensor, Replicate()))
                 continue
             elif isinstance(module, nn.Embedding):
@@ -203,7 +219,8 @@ class _ModelCutter:
         assert isinstance(tensor, DTensor)
         if self._plan.is_sequence:
             return self._as(tensor, self._part_of(tensor))
-        return self._plain(tensor)
+        whole: Tensor = plain(tensor)
+        return whole.clone() if self._writes else whole
 
     def _along_sequence(self, tensor: Tensor) -> Tensor:
         """The input of a layer that treats each position alone; a sharded one stays as it is."""
@@ -222,11 +239,6 @@ class _ModelCutter:
             print(note, file=sys.stderr, flush=True)
         self._has_noted_length = True
         return Replicate()
-
-    def _plain(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        return tensor.redistribute(placements=[Replicate()]).to_local()
 
     # ---- where it happens -----------------------------------------------------------------------
 

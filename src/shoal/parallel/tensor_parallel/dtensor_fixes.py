@@ -1,13 +1,15 @@
-"""Corrections of DTensor's sharding rules where torch 2.13 computes wrong results silently.
+"""Corrections of DTensor where torch 2.13 computes wrong results silently.
 
-DTensor has a sharding rule for each operation, which says whether every rank
-can compute on its shard alone. Some rules misread a dim that is counted from
-the end. Where there is no rule, one is derived from the operation's
-decomposition, and then the operation itself runs on each shard: a mean is
-divided by the size of the shard. And a few rules are wrong. With dims counted
-from the start and "gather, then compute" for the others, all give what one
-process computes. `dtensor_inplace.py` corrects in-place writes,
-`dtensor_rng.py` random numbers.
+Sharding rules: some misread a dim that is counted from the end, rules derived
+from a decomposition divide a mean by the size of the shard, a few are wrong.
+Here dims are counted from the start, and the others gather before they compute.
+
+Random numbers: DTensor draws the same numbers for all shards. Here every rank
+draws the whole tensor, as one process does, and keeps its shard.
+
+In-place writes: a view is a copy where its dims are sharded in another way, and
+writes into it are lost. Here `x[...] = value` is carried out on the whole
+tensor, and any other write into such a copy is refused.
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._ops.utils import replicate_op_strategy
+from torch.overrides import TorchFunctionMode
+
+from shoal.parallel.state import local_part
 
 _aten: Any = torch.ops.aten
 
@@ -51,7 +57,6 @@ _UNSUPPORTED = re.compile(
 
 @functools.cache
 def patch_sharding_rules() -> None:
-    """Correct the rules for all DTensors of this process."""
     dispatcher: Any = DTensor._op_dispatcher
     rules = dispatcher.sharding_propagator
     for operation, rule in list(rules.op_strategy_funcs.items()):
@@ -141,5 +146,167 @@ def _without_a_rule(rules: Any, derived: Callable[[Any], Any], schema: Any) -> A
 def _number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`item()` of the whole tensor; torch would give that of this rank's shard."""
     (tensor,) = args
-    whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-    return operation(whole._local_tensor)
+    return operation(replicated(tensor)._local_tensor)
+
+
+aten = torch.ops.aten
+
+_IN_PLACE = (
+    aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default, aten.random_.default,
+    getattr(aten.random_, "from"), aten.random_.to, aten.cauchy_.default, aten.log_normal_.default, aten.geometric_.default,
+)  # fmt: skip
+_LIKE = (
+    aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype, aten.bernoulli.p,
+)  # fmt: skip
+
+
+def patch_random_ops() -> None:
+    """Replace the random operations of all DTensors of this process; refuse those without a replacement."""
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    for operation in _everything_that_draws():
+        handlers.setdefault(operation, _refuse)
+    handlers.update(dict.fromkeys(_IN_PLACE, _draw_in_place))
+    handlers.update(dict.fromkeys(_LIKE, _draw_like))
+    handlers[aten.bernoulli.default] = _draw_by_chances
+    handlers[aten.native_dropout.default] = _dropout
+
+
+def _everything_that_draws() -> list[Any]:
+    packets = (getattr(aten, name, None) for name in dir(aten) if not name.startswith("__"))
+    operations = (
+        getattr(packet, overload)
+        for packet in packets
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        for overload in packet.overloads()  # type: ignore[no-untyped-call]  # torch says nothing of its type
+    )
+    # Attention kernels may draw, and seldom do: DTensor has rules for them (see also attention.py).
+    return [
+        each
+        for each in operations
+        if torch.Tag.nondeterministic_seeded in each.tags and "attention" not in each.name()
+    ]
+
+
+def _draw_in_place(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """In-place draws, among them dropout on a CPU."""
+    tensor = args[0]
+    tensor._local_tensor.copy_(_part(operation(_undrawn(tensor), *args[1:], **kwargs), tensor))
+    drawn: Tensor = tensor
+    return drawn
+
+
+def _draw_like(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor = args[0]
+    return _with_placements_of(tensor, _part(operation(_undrawn(tensor), *args[1:], **kwargs), tensor))
+
+
+def _draw_by_chances(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor = args[0]
+    chances = tensor.full_tensor()
+    return _with_placements_of(tensor, _part(operation(chances, *args[1:], **kwargs), tensor))
+
+
+def _dropout(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Dropout on a GPU: one kernel that draws and multiplies; its draws depend on the whole shape."""
+    given = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
+    tensor, chance, is_training = given["input"], given["p"], given["train"]
+    _, mask = operation(_undrawn(tensor), chance, is_training)
+    mask = local_part(mask, tensor)
+    scale = 1.0 if is_training is False else (0.0 if chance == 1 else 1 / (1 - chance))
+    # A partial sum times the mask is a partial sum; the mask itself is not partial.
+    placements = [Replicate() if isinstance(each, Partial) else each for each in tensor.placements]
+    kept = tensor._local_tensor * mask * scale
+    return _with_placements_of(tensor, kept), _with_placements_of(tensor, mask, placements)
+
+
+def _refuse(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    raise RuntimeError(
+        f"Operator {operation} does not have a sharding strategy registered: it draws random numbers"
+    )
+
+
+def _undrawn(tensor: DTensor) -> Tensor:
+    here = tensor._local_tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=here.dtype, device=here.device)
+
+
+def _part(drawn: Tensor, tensor: DTensor) -> Tensor:
+    """This rank's shard of the draw; of a partial sum, one rank has all of it."""
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Partial) and tensor.device_mesh.get_local_rank(axis):
+            drawn = torch.zeros_like(drawn)
+    return local_part(drawn, tensor)
+
+
+def _with_placements_of(tensor: DTensor, own: Tensor, placements: Any = None) -> DTensor:
+    return DTensor.from_local(
+        own,
+        tensor.device_mesh,
+        placements or tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+class InplaceWriteMode(TorchFunctionMode):
+    """Keeps in-place writes into DTensors, or refuses them; everything else passes through."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__setitem__:
+            return _set(*args)
+        if args and isinstance(args[0], DTensor):
+            name = getattr(func, "__name__", "")
+            _refuse_copy(args[0], name)
+            if name == "index_select":
+                # Its gradient is written into zeros with the placements of what comes back: whole on both sides.
+                return replicated(func(replicated(args[0]), *args[1:], **(kwargs or {})))
+            if name == "dropout" and any(each.is_partial() for each in args[0].placements):
+                args = (
+                    replicated(args[0]),
+                    *args[1:],
+                )  # each rank would drop other elements of its partial sum
+        return func(*args, **(kwargs or {}))
+
+
+def _set(tensor: Tensor, index: Any, value: Any) -> None:
+    if not isinstance(tensor, DTensor):
+        # The same on every rank, so it is given the same everywhere, and gives back the same.
+        Tensor.__setitem__(tensor, index, plain(value))
+        if isinstance(value, DTensor) and tensor.requires_grad:
+            tensor.register_hook(plain)  # type: ignore[no-untyped-call]  # torch says nothing of its type
+        return
+    whole = replicated(tensor)
+    if tensor.placements == whole.placements:
+        Tensor.__setitem__(tensor, index, value)
+        return
+    _refuse_copy(tensor, "copy_")
+    changed: Any = whole.clone()
+    Tensor.__setitem__(changed, index, value)
+    tensor.copy_(changed.redistribute(placements=tensor.placements))
+
+
+def plain(value: Any) -> Any:
+    return replicated(value).to_local() if isinstance(value, DTensor) else value
+
+
+def replicated(tensor: DTensor) -> DTensor:
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
+def _refuse_copy(tensor: DTensor, name: str) -> None:
+    if not name.endswith("_") or name.endswith("__") or not tensor._is_view():
+        return
+    base = tensor._base
+    if isinstance(base, DTensor) and _memory(base) != _memory(tensor):
+        raise RuntimeError(f"Operator {name} does not have a sharding strategy registered")
+
+
+def _memory(tensor: DTensor) -> int:
+    return tensor._local_tensor.untyped_storage().data_ptr()

@@ -1,9 +1,8 @@
 """Packed parameters: several blocks of rows (q, k and v) in one tensor, each rank of `tp` holding a part of every block.
 
-DTensor shards rows in one piece, and so does FSDP with what is left. So the
-rows of a packed parameter lie by rank while a model is cut: those of rank 0
-from every block, then those of rank 1. In checkpoints they lie as the user's
-module has them; reading and writing a state translates by name.
+DTensor and FSDP shard rows in one piece. So the rows of a packed parameter lie
+by rank while a model is cut: those of rank 0 from every block, then those of
+rank 1. In checkpoints they lie as the user's module has them.
 
 The output of a packed layer is a strided shard, which DTensor views without
 communication but gathers for chunk and split; while a forward that does so
@@ -23,17 +22,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode
 
-from shoal.parallel.hashed_rows import MODEL
-from shoal.parallel.optimizer_state import PREFIX as OPTIMIZER
+from shoal.parallel.protocol import Piece
+from shoal.parallel.state import parameter_of
 
 
 def by_rank(tensor: Tensor, num_blocks: int, degree: int) -> Tensor:
-    """Reorder rows from block order to rank order."""
     return _swapped(tensor, num_blocks, degree)
 
 
 def by_block(tensor: Tensor, num_blocks: int, degree: int) -> Tensor:
-    """Reorder rows from rank order to block order."""
     return _swapped(tensor, degree, num_blocks)
 
 
@@ -62,31 +59,34 @@ class Packing:
         name = self._packed(piece, tensor)
         return tensor if name is None else by_rank(tensor, self.num_blocks[name], self.degree)
 
-    def reading(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """A checkpoint's tensors in the order in which they are sharded."""
-        return _RankLayoutReader(tensors, self) if self.num_blocks else tensors
+    def parts_in_user_layout(
+        self, piece: str, local: Tensor, offset: Sequence[int], shape: tuple[int, ...]
+    ) -> Iterator[Piece]:
+        """Rows that lie by rank, `local` at `offset`, as pieces of a tensor in the order of the user's module."""
+        if not local.numel() and 0 not in shape:
+            return  # more ranks than rows
+        name = parameter_of(piece)
+        if name not in self.num_blocks or not shape or shape[0] != self.num_rows[name]:
+            yield Piece(piece, local, shape, tuple(offset))
+            return
+        num_blocks = self.num_blocks[name]
+        run = shape[0] // (self.degree * num_blocks)  # rows of one rank in one block
+        begin, end = offset[0], offset[0] + len(local)
+        while begin < end:
+            rank, block = divmod(begin // run, num_blocks)
+            stop = min((begin // run + 1) * run, end)
+            at = (block * self.degree + rank) * run + begin % run
+            yield Piece(piece, local[begin - offset[0] : stop - offset[0]], shape, (at, *offset[1:]))
+            begin = stop
+
+    def packs(self, piece: str) -> bool:
+        return parameter_of(piece) in self.num_blocks
 
     def _packed(self, piece: str, tensor: Tensor) -> str | None:
         """The packed parameter that a tensor of the state belongs to, where it has the parameter's rows."""
-        name = piece.removeprefix(MODEL)
-        if piece.startswith(OPTIMIZER):
-            name = piece.removeprefix(OPTIMIZER).rpartition("/")[0]
+        name = parameter_of(piece)
         has_rows = name in self.num_blocks and tensor.dim() > 0 and tensor.shape[0] == self.num_rows[name]
         return name if has_rows else None
-
-
-class _RankLayoutReader(Mapping[str, Tensor]):
-    def __init__(self, tensors: Mapping[str, Tensor], packing: Packing) -> None:
-        self._tensors, self._packing = tensors, packing
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._packing.to_rank_layout(name, self._tensors[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 _CHUNK = (torch.chunk, Tensor.chunk)

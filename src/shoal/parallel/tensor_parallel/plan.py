@@ -21,6 +21,7 @@ from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.errors import ConfigError
+from shoal.parallel.state import attribute, first_line, tied_parameters
 from shoal.parallel.tensor_parallel.attention import PACKED, why_not_by_heads
 from shoal.parallel.tensor_parallel.packing import Packing
 from shoal.parallel.tensor_parallel.views import (
@@ -38,8 +39,10 @@ from shoal.parallel.tensor_parallel.views import (
     view_sizes,
 )
 
-NORMS = (nn.LayerNorm, nn.RMSNorm)
-"""Treat each position of a sequence alone, where they normalise over the last dim."""
+NORMS = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+)  # treat each position of a sequence alone, where they normalise over the last dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,10 @@ class TensorPlan:
         """Decide about a layer; the first decision stands."""
         self.rows.setdefault(layer, PlanRow(layer, style, reason))
 
+    def replace(self, layer: str, style: str, reason: str) -> None:
+        """Decide about a layer, whatever was decided before."""
+        self.rows[layer] = PlanRow(layer, style, reason)
+
     def is_decided(self, layer: str) -> bool:
         """Whether the decision is final: the layer is cut, or the user's plan names it."""
         row = self.rows.get(layer)
@@ -99,7 +106,6 @@ class TensorPlan:
         return sum(row.style not in ("replicated", "sequence") for row in self.rows.values())
 
     def packing_of(self, model: nn.Module) -> Packing:
-        """The layout of packed parameters in the model's state."""
         parameters = dict(model.named_parameters())
         return Packing(
             self.degree, dict(self.packed), {name: parameters[name].shape[0] for name in self.packed}
@@ -114,7 +120,6 @@ class TensorPlan:
 
 
 def why_not(module: nn.Module, style: str, degree: int) -> str | None:
-    """The reason why a layer cannot be cut; None where it can."""
     if style == "sequence":
         return why_not_sequence(module)
     if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
@@ -133,7 +138,6 @@ def why_not(module: nn.Module, style: str, degree: int) -> str | None:
 
 
 def why_not_sequence(module: nn.Module) -> str | None:
-    """The reason why a layer cannot run on a part of the sequence; None where it can."""
     if isinstance(module, _DropoutNd):
         return None
     if not isinstance(module, NORMS):
@@ -142,18 +146,7 @@ def why_not_sequence(module: nn.Module) -> str | None:
     return None if dims == 1 else f"it normalises over {dims} dims, of which the sequence may be one"
 
 
-def tied_parameters(model: nn.Module) -> set[int]:
-    """Parameters that more than one layer holds, by identity."""
-    seen: set[int] = set()
-    tied: set[int] = set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            (tied if id(parameter) in seen else seen).add(id(parameter))
-    return tied
-
-
 def is_tied(module: nn.Module, tied: set[int]) -> bool:
-    """Whether a layer holds a tied parameter."""
     return any(id(parameter) in tied for parameter in module.parameters(recurse=False))
 
 
@@ -204,11 +197,9 @@ class Pairing:
 
     @property
     def blocks(self) -> list[int]:
-        """The number of blocks in each opener's output."""
         return [each or 1 for each in self._found]
 
     def why_not(self, tied: set[int]) -> str | None:
-        """The reason why they cannot; None where they can."""
         linears, openers = self._linears, self._between.openers
         for node, num_blocks in zip(openers, self._found, strict=True):
             strangers = self._other_users(node)
@@ -218,7 +209,10 @@ class Pairing:
                 return "its output is split into parts, which lie across the ranks"
             width = _linear(linears[node]).out_features // num_blocks
             own = {key for key, _ in linears[node].named_parameters(recurse=False)}
-            if num_blocks > 1 and (own - {"weight", "bias"} or not _computes_as_linear(linears[node])):
+            is_plain = type(linears[node]).forward is nn.Linear.forward and "forward" not in vars(
+                linears[node]
+            )
+            if num_blocks > 1 and (own - {"weight", "bias"} or not is_plain):
                 return "its output lies in blocks, and it is more than a weight and a bias"
             if num_blocks > 1 and width % self._degree:
                 return f"its {num_blocks} blocks of {width} outputs cannot be divided by {self._degree}"
@@ -295,10 +289,6 @@ def _linear(module: nn.Module) -> nn.Linear:
     return module
 
 
-def _computes_as_linear(module: nn.Module) -> bool:
-    return type(module).forward is nn.Linear.forward and "forward" not in vars(module)
-
-
 class _ShapeProxy(fx.Proxy):
     """Proxy for a tensor or a shape while a forward is traced."""
 
@@ -342,7 +332,7 @@ def pair(plan: TensorPlan, name: str, module: nn.Module, tied: set[int]) -> None
                 plan.add(
                     prefix + child_name,
                     "replicated",
-                    f"its module's forward cannot be traced ({_short(error)})",
+                    f"its module's forward cannot be traced ({first_line(error)})",
                 )
         return
     children = dict(module.named_modules())
@@ -378,7 +368,7 @@ def pair(plan: TensorPlan, name: str, module: nn.Module, tied: set[int]) -> None
         if not is_decided:
             for each, num_blocks in zip(names, pairing.blocks, strict=False):
                 in_blocks = f", in {num_blocks} blocks" if num_blocks > 1 else ""
-                plan.rows[each] = PlanRow(each, "colwise", f"closed by {names[-1]}{in_blocks}")
+                plan.replace(each, "colwise", f"closed by {names[-1]}{in_blocks}")
             plan.rows[names[-1]] = PlanRow(names[-1], "rowwise", f"closes {', '.join(names[:-1])}")
         for opener, each, num_blocks in zip(openers, names, pairing.blocks, strict=False):
             if num_blocks > 1:
@@ -396,7 +386,7 @@ def pair(plan: TensorPlan, name: str, module: nn.Module, tied: set[int]) -> None
             plan.parameters_inside += [
                 prefix + str(each.target)
                 for each in node.all_input_nodes
-                if each.op == "get_attr" and isinstance(_attribute(module, str(each.target)), nn.Parameter)
+                if each.op == "get_attr" and isinstance(attribute(module, str(each.target)), nn.Parameter)
             ]
 
 
@@ -453,20 +443,10 @@ def _ancestors(nodes: Iterable[fx.Node], stop: Container[fx.Node] = ()) -> dict[
     return seen
 
 
-def _attribute(module: nn.Module, path: str) -> object:
-    owner, _, key = path.rpartition(".")
-    return getattr(module.get_submodule(owner), key, None)
-
-
 _KEEPS_FEATURES = (
     nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Hardswish, nn.Mish, nn.ReLU6,
     nn.Dropout, nn.Identity, nn.Flatten, nn.Softmax,
 )  # fmt: skip
-
-
-def _short(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__)[:100]
 
 
 STYLES = ("colwise", "rowwise", "heads", "replicated", "sequence")
@@ -496,10 +476,11 @@ def find_plan(
     for row in list(plan.rows.values()):
         if row.style == "colwise" and row.layer not in plan.closed:
             reason = f"{row.reason}; no rowwise layer closes it, so its output is gathered"
-            plan.rows[row.layer] = PlanRow(row.layer, "colwise alone", reason)
+            plan.replace(row.layer, "colwise alone", reason)
     for name, module in model.named_modules():
         if sequence and isinstance(module, (*NORMS, _DropoutNd)) and name not in plan.inside:
-            _plan_sequence(plan, name, module)
+            why = why_not_sequence(module)
+            plan.add(name, "replicated" if why else "sequence", why or "runs on a part of the sequence")
         if any(True for _ in module.parameters(recurse=False)):
             _plan_unpaired(plan, name, module, tied)
     if not plan.num_cut:
@@ -542,11 +523,6 @@ def _apply_user_plan(plan: TensorPlan, model: nn.Module, patterns: Mapping[str, 
             plan.add(name, style, f"tensor_plan: '{pattern}'")
 
 
-def _plan_sequence(plan: TensorPlan, name: str, module: nn.Module) -> None:
-    why = why_not_sequence(module)
-    plan.add(name, "replicated" if why else "sequence", why or "runs on a part of the sequence")
-
-
 def _why_not_user_style(plan: TensorPlan, name: str, module: nn.Module, style: str) -> str | None:
     if style == "heads":
         if isinstance(module, nn.MultiheadAttention):
@@ -573,7 +549,7 @@ def _cut_by_heads(plan: TensorPlan, name: str, module: nn.MultiheadAttention, ti
     if why is None:
         share = f"{module.num_heads // plan.degree} of its {module.num_heads} heads on each rank"
         plan.add(name, "heads", share)
-        plan.rows[out] = PlanRow(out, "heads", f"closes {name or 'the attention'}")
+        plan.replace(out, "heads", f"closes {name or 'the attention'}")
         parameters = dict(module.named_parameters(recurse=False))
         plan.packed |= {prefix + key: 3 for key in PACKED if key in parameters}
         return
@@ -602,11 +578,11 @@ def _cut_tied(plan: TensorPlan, model: nn.Module, tied: set[int]) -> None:
         if num_bytes < ALONE_BYTES or any(why_not(modules[name], "rowwise", plan.degree) for name in tables):
             continue
         for name in tables:
-            plan.rows[name] = PlanRow(
+            plan.replace(
                 name, "rowwise", f"its weight is also that of {', '.join(sorted({*names} - {name}))}"
             )
         for name in scoring:
-            plan.rows[name] = PlanRow(
+            plan.replace(
                 name, "colwise alone", f"its weight is also that of {tables[0]}; its output is gathered"
             )
 
@@ -633,11 +609,11 @@ def _plan_unpaired(plan: TensorPlan, name: str, module: nn.Module, tied: set[int
     )
     if isinstance(module, (nn.Linear, nn.Embedding)):
         if is_tied(module, tied):
-            plan.rows[name] = PlanRow(name, "replicated", "its weight is shared with another layer")
+            plan.replace(name, "replicated", "its weight is shared with another layer")
             return
         why = why_not(module, "colwise", plan.degree)
         if why is None and num_bytes >= ALONE_BYTES:
-            plan.rows[name] = PlanRow(name, "colwise alone", "no partner; its output is gathered")
+            plan.replace(name, "colwise alone", "no partner; its output is gathered")
             return
         plan.add(name, "replicated", why or "no partner, and too small to cut alone")
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import fx, nn
@@ -12,12 +12,6 @@ from torch import fx, nn
 _SHAPE = "shoal: is a shape"
 _SIZE = "shoal: is so much"
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv)
-_VIEWS = ("view", "reshape", "unflatten")
-_VIEW_FUNCTIONS = (torch.reshape, torch.unflatten)
-_SPLITS = ("chunk", "split")
-_SPLIT_FUNCTIONS = (torch.chunk, torch.split)
-_SOFTMAX = (torch.softmax, nn.functional.softmax)
-_DROPOUT = (torch.dropout, nn.functional.dropout)
 
 
 def mark_shapes(graph: fx.Graph, widths: Mapping[fx.Node, int]) -> None:
@@ -25,9 +19,8 @@ def mark_shapes(graph: fx.Graph, widths: Mapping[fx.Node, int]) -> None:
 
     Their values are noted too, where they follow from `widths`, the number of features of some nodes.
     """
-    for (
-        node
-    ) in graph.nodes:  # what a node is computed from comes before it: one pass, however many ways lead back
+    # What a node is computed from comes before it: one pass, however many ways lead back.
+    for node in graph.nodes:
         inputs = node.all_input_nodes
         node.meta[_SHAPE] = (
             (node.op == "call_method" and node.target in ("size", "dim", "numel"))
@@ -68,34 +61,28 @@ def is_shape(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    return (node.op == "call_method" and node.target in _VIEWS) or (
-        node.op == "call_function" and node.target in _VIEW_FUNCTIONS
-    )
+    return _calls(node, ("view", "reshape", "unflatten"), (torch.reshape, torch.unflatten))
 
 
 def is_split(node: fx.Node) -> bool:
-    return (node.op == "call_method" and node.target in _SPLITS) or (
-        node.op == "call_function" and node.target in _SPLIT_FUNCTIONS
-    )
+    return _calls(node, ("chunk", "split"), (torch.chunk, torch.split))
 
 
 def is_softmax(node: fx.Node, children: Mapping[str, nn.Module]) -> bool:
-    return _is(node, children, nn.Softmax, _SOFTMAX, "softmax")
+    if node.op == "call_module":
+        return isinstance(children[str(node.target)], nn.Softmax)
+    return _calls(node, ("softmax",), (torch.softmax, nn.functional.softmax))
 
 
 def is_dropout(node: fx.Node, children: Mapping[str, nn.Module]) -> bool:
-    return _is(node, children, nn.Dropout, _DROPOUT, "dropout")
-
-
-def _is(
-    node: fx.Node, children: Mapping[str, nn.Module], kind: type[nn.Module], functions: object, method: str
-) -> bool:
     if node.op == "call_module":
-        return isinstance(children[str(node.target)], kind)
-    assert isinstance(functions, tuple)
-    return (node.op == "call_function" and node.target in functions) or (
-        node.op == "call_method" and node.target == method
-    )
+        return isinstance(children[str(node.target)], nn.Dropout)
+    return _calls(node, ("dropout",), (torch.dropout, nn.functional.dropout))
+
+
+def _calls(node: fx.Node, methods: Collection[str], functions: Collection[object]) -> bool:
+    is_method = node.op == "call_method" and node.target in methods
+    return is_method or (node.op == "call_function" and node.target in functions)
 
 
 def blocks_of(node: fx.Node, num_features: int, width: int) -> int | None:
@@ -167,7 +154,7 @@ def feature_dims(node: fx.Node, widths: Iterable[int]) -> list[int] | None:
             continue
         # The last that is not known is what the sizes around it leave: those of batch and sequence, not known either, lie before.
         open_dim = len(sizes) - 1 - sizes[::-1].index(None)
-        begin = _after_unknown(sizes[:open_dim])
+        begin = max((at + 1 for at, each in enumerate(sizes[:open_dim]) if each is None), default=0)
         before = [each for each in sizes[begin:open_dim] if each is not None]
         after = [each for each in sizes[open_dim + 1 :] if each is not None]
         known = math.prod((*before, *after))
@@ -213,8 +200,3 @@ def _is_whole_shape(node: object) -> bool:
         return False
     is_size = node.op == "call_method" and node.target == "size" and len(node.args) == 1 and not node.kwargs
     return is_size or (node.target is getattr and node.args[1] == "shape")
-
-
-def _after_unknown(sizes: list[int | None]) -> int:
-    """The start of the last run of known sizes."""
-    return max((number + 1 for number, each in enumerate(sizes) if each is None), default=0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.errors import ConfigError
+from shoal.runtime.serialization import unlike
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
@@ -22,8 +23,7 @@ _ELSEWHERE = {
     "on_train_batch_end": "on_step_end",
     "on_batch_end": "on_step_end",
     "on_train_epoch_end": "on_epoch_end",
-    "on_validation_end": "on_epoch_end",
-    "on_validation_epoch_end": "on_epoch_end",
+    "on_validation_epoch_end": "on_validation_end",
     "on_test_end": "on_epoch_end",
     "on_save_checkpoint": "on_checkpoint",
     "on_evaluate": "on_epoch_end",
@@ -73,11 +73,17 @@ class Callback:
     last_step: int | None = None
     """A step after which every fit ends. Known before it comes and equal on all ranks, so that nobody has to be asked."""
 
+    checkpoint_directory: str | None = None
+    """Where it saves checkpoints, if not in the run directory: a resumed fit looks there too."""
+
     def on_fit_begin(self, trainer: Trainer) -> None:
         """A fit begins, or goes on from a checkpoint: `trainer.step` says where."""
 
     def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
         """A step is committed."""
+
+    def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
+        """The validation data was measured, after an epoch or as `fit(validate_every=N)` asks: its val_* values."""
 
     def on_epoch_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
         """An epoch is over and validated: its loss and metrics, and those of the validation as val_*."""
@@ -122,8 +128,7 @@ class CallbackList:
             refuse_unknown_hooks(callback)
         # Those that save come last, so that what they save holds the others' state of the same moment.
         self._all = sorted(callbacks, key=lambda callback: callback.runs_last)
-        self.here = [callback for callback in self._all if callback.ranks == "every" or rank == 0]
-        """Those that run on this rank."""
+        self._here = [callback for callback in self._all if callback.ranks == "every" or rank == 0]
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._all)
@@ -132,25 +137,13 @@ class CallbackList:
     def last_steps(self) -> list[int]:
         return [callback.last_step for callback in self._all if callback.last_step is not None]
 
-    def fit_begin(self, trainer: Trainer) -> None:
-        for callback in self.here:
-            callback.on_fit_begin(trainer)
+    def call(self, hook: str, trainer: Trainer, *args: Any) -> None:
+        for callback in self._here:
+            getattr(callback, hook)(trainer, *args)
 
-    def step_end(self, trainer: Trainer, logs: StepLogs) -> None:
-        for callback in self.here:
-            callback.on_step_end(trainer, logs)
-
-    def epoch_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
-        for callback in self.here:
-            callback.on_epoch_end(trainer, logs)
-
-    def fit_end(self, trainer: Trainer) -> None:
-        for callback in self.here:
-            callback.on_fit_end(trainer)
-
-    def checkpoint(self, trainer: Trainer, path: str) -> None:
-        for callback in self.here:
-            callback.on_checkpoint(trainer, path)
+    def has_own(self, hook: str) -> bool:
+        """Whether a callback of the user's has this hook."""
+        return any(not getattr(type(each), hook).__module__.startswith("shoal.") for each in self._all)
 
     def state(self) -> list[dict[str, Any]]:
         return [{"callback": type(each).__name__, "state": each.state()} for each in self._all]
@@ -162,6 +155,13 @@ class CallbackList:
             own = next((entry for entry in left if entry["callback"] == type(callback).__name__), None)
             if own is not None:
                 left.remove(own)
+                # A user's callback may save what it likes.
+                if type(callback).__module__.startswith("shoal.") and (
+                    problem := unlike(
+                        own["state"], callback.state(), type(callback).__name__, may_be_none=True
+                    )
+                ):
+                    raise ValueError(problem)
                 callback.load_state(own["state"])
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,7 +39,6 @@ class CSVLog(Callback):
         self._columns: list[str] = []
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """Keep the rows up to here."""
         self._path = Path(self._given) if self._given is not None else trainer.run_dir / "log.csv"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         rows = [row for row in self._read() if _keeps_row(row, self._every, trainer)]
@@ -50,7 +50,6 @@ class CSVLog(Callback):
             self._append(asdict(logs))
 
     def on_epoch_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
-        """A row for the epoch that is over."""
         if self._every == "epoch":
             self._append({"epoch": trainer.epoch - 1, "step": trainer.step, **logs})
 
@@ -105,7 +104,6 @@ class JSONLog(Callback):
         self._path = Path()
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """Keep the lines up to here."""
         self._path = Path(self._given) if self._given is not None else trainer.run_dir / "log.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
@@ -118,7 +116,6 @@ class JSONLog(Callback):
         self._append({"event": "step", **asdict(logs)})
 
     def on_epoch_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
-        """A line for the epoch that is over."""
         self._append({"event": "epoch", "epoch": trainer.epoch - 1, "step": trainer.step, **logs})
 
     def _append(self, values: dict[str, Any]) -> None:
@@ -145,13 +142,59 @@ class LearningRateMonitor(Callback):
     """Puts the learning rate into each step's line of metrics.jsonl: `lr`, or `lr_0`, `lr_1`, ... by parameter group."""
 
     def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
-        """Log what the next step will use."""
         for name, rate in named_rates(trainer.learning_rates).items():
             trainer.log(name, rate)
 
 
 def named_rates(rates: list[float]) -> dict[str, float]:
-    """Learning rates by the names under which they are logged."""
     if len(rates) == 1:
         return {"lr": rates[0]}
     return {f"lr_{group}": rate for group, rate in enumerate(rates)}
+
+
+class TensorBoard(Callback):
+    """Writes what `tensorboard --logdir` shows: the loss and learning rates of steps, the metrics of epochs.
+
+    Args:
+        directory: where to; by default `tensorboard` in the run directory.
+        every_steps: write every so many steps.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None, *, every_steps: int = 1) -> None:
+        if not isinstance(every_steps, int) or every_steps < 1:
+            raise ConfigError(f"TensorBoard's every_steps must be a positive integer, got {every_steps!r}.")
+        self._directory = os.fspath(directory) if directory is not None else None
+        self._every_steps = every_steps
+        self._writer: Any = None
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        directory = self._directory or str(trainer.run_dir / "tensorboard")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its own deprecations are not the user's business
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ConfigError(
+                    f"the TensorBoard callback needs the tensorboard package, which is not installed ({error}). Nothing was "
+                    "trained; install it with `pip install tensorboard`, or use CSVLog or JSONLog."
+                ) from None
+            self._writer = SummaryWriter(directory, purge_step=trainer.step + 1)
+
+    def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
+        if logs.step % self._every_steps == 0:
+            self._write("step/loss", logs.loss, logs.step)
+            if logs.grad_norm is not None:
+                self._write("step/grad_norm", logs.grad_norm, logs.step)
+            for name, rate in named_rates(trainer.learning_rates).items():
+                self._write(f"step/{name}", rate, logs.step)
+
+    def on_epoch_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
+        for name, value in logs.items():
+            self._write(f"epoch/{name}", value, trainer.step)
+        self._writer.flush()
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._writer.close()
+
+    def _write(self, name: str, value: float, step: int) -> None:
+        self._writer.add_scalar(name, value, step)

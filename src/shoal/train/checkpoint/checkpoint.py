@@ -11,32 +11,51 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
+import math
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from shoal.errors import (
     CheckpointDamaged,
+    CheckpointError,
     CheckpointMismatch,
     CheckpointWriteFailed,
     ConfigError,
     NoCheckpoint,
 )
-from shoal.parallel.protocol import Piece
+from shoal.parallel.protocol import PartReader, Piece
+from shoal.runtime.failpoints import failpoint
 from shoal.runtime.serialization import from_plain, to_plain
-from shoal.train.checkpoint import manifest, safetensors_file
-from shoal.train.checkpoint.manifest import FileRecord, Manifest, PieceRecord
-from shoal.train.checkpoint.storage import Place, remove, step_name, step_of, writing
+from shoal.train.checkpoint import safetensors_file
+from shoal.train.checkpoint.storage import (
+    MANIFEST,
+    Place,
+    begin_together,
+    end_together,
+    remove,
+    shared_temporary,
+    step_name,
+    step_of,
+    write_together,
+    writing,
+)
 
 MODEL = "model/"
+
+_LOOK_EVERY_S = 0.02  # for the parts of other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +96,113 @@ def write_checkpoint(
             for name, file in layout.files.items():
                 with open_file(name) as sink:
                     written = safetensors_file.write(sink, file.tensors, {"format": "pt", **file.aliases})
-                files[name] = FileRecord(written.num_bytes, written.sha256)
-            text = manifest.encode(
-                Manifest(
-                    manifest.FORMAT, version("shoal"), str(torch.__version__), plain, files, layout.records
-                )
+                files[name] = FileRecord(*written)
+            text = encode_manifest(
+                Manifest(FORMAT, version("shoal"), str(torch.__version__), plain, files, layout.records)
             )
-            with open_file(manifest.NAME) as sink:
+            with open_file(MANIFEST) as sink:
                 sink.write(text)
     except refusals as error:
         reason = _reason(error, place, sum(piece.tensor.nbytes for piece in held))
         raise CheckpointWriteFailed(path=place.url, reason=reason, previous=previous) from error
 
 
+class PartedCheckpoint:
+    """A checkpoint to a local directory that all ranks see; each rank writes the parts that it holds.
+
+    Rank 0 begins it before anybody writes, and ends it: the manifest, last, once every rank's list of parts is there. Old
+    or new and whole at any moment, as with `write_checkpoint`.
+    """
+
+    def __init__(self, url: str, *, rank: int, num_ranks: int, previous: str | None) -> None:
+        self._place, self._rank, self._num_ranks, self._previous = (
+            Place.at(url),
+            rank,
+            num_ranks,
+            previous,
+        )
+        assert self._place.local is not None
+        self._folder = shared_temporary(self._place.local)
+        self._lock: int | None = None
+
+    def begin(self) -> None:
+        """Rank 0 alone."""
+        try:
+            self._lock = begin_together(self._place)
+        except OSError as error:
+            raise self._failed(error, 0) from error
+
+    def write(self, pieces: list[Piece], progress: dict[str, Any], gives_up: threading.Event) -> None:
+        """This rank's parts; on rank 0 the end, too."""
+        try:
+            self._write_own(pieces)
+            if self._rank == 0:
+                self._end(progress, gives_up)
+        except FileNotFoundError as error:
+            if self._rank == 0:
+                raise self._failed(error, 0) from error
+            # Another rank has failed and says why.
+        except OSError as error:
+            raise self._failed(error, sum(piece.tensor.nbytes for piece in pieces)) from error
+        finally:
+            if self._lock is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                os.close(self._lock)
+
+    def _write_own(self, pieces: list[Piece]) -> None:
+        layout = _lay_out(pieces, of_rank=f".rank-{self._rank}")
+        files = {}
+        try:
+            for name, file in layout.files.items():
+                with write_together(self._folder, name) as sink:
+                    written = safetensors_file.write(sink, file.tensors, {"format": "pt", **file.aliases})
+                files[name] = FileRecord(*written)
+            failpoint("worker: part of a checkpoint written")
+            with write_together(self._folder, f"{self._listed(self._rank)}.new") as sink:
+                sink.write(msgspec.json.encode(_Parts(files, layout.records)))
+            listed = self._folder / self._listed(self._rank)
+            os.rename(f"{listed}.new", listed)
+        except OSError:
+            shutil.rmtree(self._folder, ignore_errors=True)  # nobody waits for this rank's part
+            raise
+
+    def _end(self, progress: dict[str, Any], gives_up: threading.Event) -> None:
+        assert self._lock is not None
+        listed = [self._folder / self._listed(rank) for rank in range(self._num_ranks)]
+        while not all(path.exists() for path in listed):
+            if not self._folder.exists() or gives_up.wait(_LOOK_EVERY_S):
+                raise FileNotFoundError(errno.ENOENT, "another worker could not write its part")
+        files: dict[str, FileRecord] = {}
+        records: list[PieceRecord] = []
+        for path in listed:
+            parts = msgspec.json.decode(path.read_bytes(), type=_Parts)
+            files |= parts.files
+            records += parts.pieces
+            path.unlink()
+        plain = to_plain(progress, "progress")
+        with write_together(self._folder, MANIFEST) as sink:
+            sink.write(
+                encode_manifest(
+                    Manifest(FORMAT, version("shoal"), str(torch.__version__), plain, files, records)
+                )
+            )
+        end_together(self._place, self._lock)
+
+    def _listed(self, rank: int) -> str:
+        return f"rank-{rank}.json"
+
+    def _failed(self, error: OSError, num_bytes: int) -> CheckpointWriteFailed:
+        reason = _reason(error, self._place, num_bytes)
+        return CheckpointWriteFailed(path=self._place.url, reason=reason, previous=self._previous)
+
+
 def _why_none(names: list[str]) -> str:
-    """Why a directory that holds `names` is no checkpoint."""
     steps = [name for name in names if name.startswith("step-")]
     if steps:
         return f"it holds checkpoints and is none itself; name one of them, the newest is {steps[-1]}"
     if "checkpoints" in names:
         return "it is the directory of a run; name one of those in its checkpoints directory"
-    return f"it has no {manifest.NAME}, so it was never finished" if names else "it does not exist"
+    return f"it has no {MANIFEST}, so it was never finished" if names else "it does not exist"
 
 
 def open_checkpoint(url: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
@@ -107,19 +212,29 @@ def open_checkpoint(url: str | os.PathLike[str], *, verify: bool = True) -> Chec
     for a rank that reads what another has just verified.
     """
     place = Place.at(url)
-    if not place.has(manifest.NAME):
+    if not place.has(MANIFEST):
         raise NoCheckpoint(path=place.url, reason=_why_none(place.names()))
     try:
-        with place.open(manifest.NAME) as source:
+        with place.open(MANIFEST) as source:
             text = source.read()
     except OSError as error:
-        raise CheckpointDamaged(path=place.url, problem=f"{manifest.NAME} cannot be read: {error}") from error
-    described = manifest.decode(text, place.url)
+        raise CheckpointDamaged(path=place.url, problem=f"{MANIFEST} cannot be read: {error}") from error
+    described = decode_manifest(text, place.url)
     for name, record in described.files.items():
         problem = _problem(place, name, record, verify)
         if problem is not None:
             raise CheckpointDamaged(path=place.url, problem=problem)
-    return Checkpoint(place.url, from_plain(described.progress), Pieces(place, described))
+    try:
+        progress = from_plain(described.progress)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(
+            path=place.url, problem=f"the progress in {MANIFEST} cannot be understood ({error!r})"
+        ) from None
+    if not isinstance(progress, dict):
+        raise CheckpointDamaged(path=place.url, problem=f"the progress in {MANIFEST} is no object")
+    pieces = Pieces(place, described)
+    pieces.check()
+    return Checkpoint(place.url, progress, pieces)
 
 
 def check_fits(
@@ -143,7 +258,7 @@ def check_fits(
         raise CheckpointMismatch(path=path, missing=missing, unexpected=unexpected, shapes=shapes)
 
 
-class Pieces(Mapping[str, Tensor]):
+class Pieces(PartReader):
     """Whole tensors by piece name. Each look-up reads from the files into fresh memory."""
 
     def __init__(self, place: Place, described: Manifest) -> None:
@@ -155,22 +270,32 @@ class Pieces(Mapping[str, Tensor]):
             self._parts.setdefault(record.name, []).append(record)
 
     def __getitem__(self, name: str) -> Tensor:
-        parts = self._parts[name]
-        if len(parts) == 1 and parts[0].shape == parts[0].global_shape:
-            return self._read(parts[0])
-        shape, dtype = self.describe(name)
-        whole = torch.empty(shape, dtype=dtype)
-        covered = torch.zeros(shape, dtype=torch.bool)
-        for part in parts:
-            there = tuple(slice(at, at + size) for at, size in zip(part.offset, part.shape, strict=True))
-            whole[there] = self._read(part)
-            covered[there] = True
+        shape, _ = self.describe(name)
+        return self.part(name, (0,) * len(shape), shape)
+
+    def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """What lies there, from all the files that have some of it."""
+        parts, wanted = self._parts[name], _Box(tuple(offset), tuple(shape))
+        if not math.prod(wanted.shape):
+            return torch.empty(wanted.shape, dtype=self.describe(name)[1])
+        boxes = [_Box(tuple(part.offset), tuple(part.shape)) for part in parts]
+        for part, box in zip(parts, boxes, strict=True):
+            if (common := box.common(wanted)) == wanted:
+                return self._read(part, common.seen_from(box))
+        result = torch.empty(wanted.shape, dtype=self.describe(name)[1])
+        covered = torch.zeros(wanted.shape, dtype=torch.bool)
+        for part, box in zip(parts, boxes, strict=True):
+            common = box.common(wanted)
+            if math.prod(common.shape):
+                there = common.seen_from(wanted).slices
+                result[there] = self._read(part, common.seen_from(box))
+                covered[there] = True
         if not covered.all():
             raise CheckpointDamaged(
                 path=self._place.url,
                 problem=f"its parts of {name} leave {int((~covered).sum())} of {covered.numel()} numbers out",
             )
-        return whole
+        return result
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -183,24 +308,59 @@ class Pieces(Mapping[str, Tensor]):
         record = self._parts[name][0]
         return tuple(record.global_shape), safetensors_file.dtype_of(record.dtype)
 
-    def _read(self, record: PieceRecord) -> Tensor:
+    def check(self) -> None:
+        """Compare every record with the header of its file. CheckpointDamaged where they differ; no tensor is read."""
+        for parts in self._parts.values():
+            for record in parts:
+                self._entry(record)
+
+    def _read(self, record: PieceRecord, within: _Box) -> Tensor:
+        entry = self._entry(record)
         try:
             with self._place.open(record.file) as source:
-                if record.file not in self._entries:
+                return safetensors_file.read_tensor(source, entry, within.offset, within.shape)
+        except (OSError, ValueError) as error:
+            raise self._damaged(record, error) from error
+
+    def _entry(self, record: PieceRecord) -> safetensors_file.Entry:
+        try:
+            if record.file not in self._entries:
+                with self._place.open(record.file) as source:
                     self._entries[record.file] = safetensors_file.read_header(
                         source, self._num_bytes[record.file]
                     )
-                entry = self._entries[record.file][record.key]
-                if (list(entry.shape), entry.dtype) != (
-                    record.shape,
-                    safetensors_file.dtype_of(record.dtype),
-                ):
-                    raise ValueError(f"'{record.key}' is not what {manifest.NAME} says")
-                return safetensors_file.read_tensor(source, entry)
-        except (OSError, KeyError, ValueError) as error:
-            raise CheckpointDamaged(
-                path=self._place.url, problem=f"{record.file} cannot be read: {error}"
-            ) from error
+            entry = self._entries[record.file].get(record.key)
+            if entry is None or (list(entry.shape), entry.dtype) != (
+                record.shape,
+                safetensors_file.dtype_of(record.dtype),
+            ):
+                raise ValueError(f"'{record.key}' is not what {MANIFEST} says")
+        except (OSError, ValueError) as error:
+            raise self._damaged(record, error) from error
+        return entry
+
+    def _damaged(self, record: PieceRecord, error: Exception) -> CheckpointDamaged:
+        return CheckpointDamaged(path=self._place.url, problem=f"{record.file} cannot be read: {error}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A block of a tensor's numbers."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
+
+    def common(self, other: _Box) -> _Box:
+        begins = tuple(map(max, self.offset, other.offset))
+        ends = [min(mine.stop, its.stop) for mine, its in zip(self.slices, other.slices, strict=True)]
+        return _Box(begins, tuple(max(end - at, 0) for at, end in zip(begins, ends, strict=True)))
+
+    def seen_from(self, around: _Box) -> _Box:
+        return _Box(tuple(at - of for at, of in zip(self.offset, around.offset, strict=True)), self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,14 +376,14 @@ class _Layout:
     records: list[PieceRecord]
 
 
-def _lay_out(pieces: list[Piece]) -> _Layout:
+def _lay_out(pieces: list[Piece], of_rank: str = "") -> _Layout:
     """Assign each piece a file and a key. Tied weights, one memory under two names, are stored once."""
     layout = _Layout({}, [])
     stored: dict[Any, str] = {}
     for piece in pieces:
         tensor = piece.tensor
         word, _, key = piece.name.partition("/")
-        name = f"{word}.safetensors"
+        name = f"{word}{of_rank}.safetensors"
         file = layout.files.setdefault(name, _File({}, {}))
         if tuple(tensor.shape) != piece.global_shape:
             key = f"{key}@{','.join(map(str, piece.offset))}"
@@ -251,7 +411,6 @@ def _lay_out(pieces: list[Piece]) -> _Layout:
 
 
 def _problem(place: Place, name: str, record: FileRecord, verify: bool) -> str | None:
-    """The problem with a file, if any."""
     if not place.has(name):
         return f"{name} is missing"
     try:
@@ -300,22 +459,33 @@ def step_path(directory: str | os.PathLike[str], step: int) -> str:
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[str]:
-    """The paths of the finished ones, oldest step first."""
-    return [place.url for place in _steps(directory) if place.has(manifest.NAME)]
+    return [place.url for place in _steps(directory) if place.has(MANIFEST)]
+
+
+def newest_first(
+    directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]
+) -> Iterator[Checkpoint]:
+    """Those that are whole, opened when asked for; every one that is not is told to `on_damaged`."""
+    for place in reversed(_steps(directory)):
+        try:
+            found = open_checkpoint(place.url)
+            if found.progress.get("step") != step_of(_name(place)):
+                raise CheckpointDamaged(
+                    path=place.url,
+                    problem=f"{MANIFEST} is of step {found.progress.get('step')}, the directory of {step_of(_name(place))}",
+                )
+            yield found
+        except CheckpointDamaged as damage:
+            on_damaged(damage)
+        except NoCheckpoint as error:
+            on_damaged(CheckpointDamaged(path=place.url, problem=error.reason))
 
 
 def newest_checkpoint(
     directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]
 ) -> Checkpoint | None:
-    """The newest that is whole; every newer one that is not is told to `on_damaged`. None when there is none."""
-    for place in reversed(_steps(directory)):
-        try:
-            return open_checkpoint(place.url)
-        except CheckpointDamaged as damage:
-            on_damaged(damage)
-        except NoCheckpoint as error:
-            on_damaged(CheckpointDamaged(path=place.url, problem=error.reason))
-    return None
+    """The newest that is whole. None when there is none."""
+    return next(newest_first(directory, on_damaged), None)
 
 
 def prune(directory: str | os.PathLike[str], keep_last: int, protect: Iterable[str] = ()) -> list[str]:
@@ -367,3 +537,128 @@ def _steps(directory: str | os.PathLike[str]) -> list[Place]:
 
 def _name(place: Place) -> str:
     return place.url.rpartition("/")[2]
+
+
+# ---- the manifest -----------------------------------------------------------------------------------
+
+
+FORMAT = 1
+
+_TAIL = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\n}\n\Z')
+_TAIL_BYTES = len(',\n"sha256": ""\n}\n') + 64
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+
+
+Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file beside the manifest."""
+
+    bytes: Size
+    sha256: str
+
+
+class PieceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """File and key of one tensor, or one part of one. Tied weights are two records of one key."""
+
+    name: str
+    file: str
+    key: str
+    dtype: str
+    shape: list[Size]
+    global_shape: list[Size]
+    offset: list[Size]
+
+
+class _Parts(msgspec.Struct, frozen=True):
+    """What one rank wrote of a checkpoint."""
+
+    files: dict[str, FileRecord]
+    pieces: list[PieceRecord]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The table of contents of a checkpoint."""
+
+    format: int
+    shoal: str
+    torch: str
+    progress: Any  # as runtime/serialization.py writes it
+    files: dict[str, FileRecord]
+    pieces: list[PieceRecord]
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json: a line per piece, the hash last."""
+    fields = msgspec.to_builtins(manifest)
+    listed = ",\n".join("  " + _json(piece) for piece in fields.pop("pieces"))
+    lines = [f'"{key}": {_json(value)}' for key, value in fields.items()]
+    lines.append(f'"pieces": [\n{listed}\n]')
+    body = ("{\n" + ",\n".join(lines)).encode()
+    return body + f',\n"sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+
+
+def decode_manifest(text: bytes, path: str) -> Manifest:
+    """The manifest that `encode` was given, or CheckpointDamaged. `path` is the checkpoint's, for the report."""
+    tail = _TAIL.search(text, max(0, len(text) - _TAIL_BYTES))
+    if tail is None:
+        raise CheckpointDamaged(
+            path=path, problem=f"{MANIFEST} is torn: after {len(text)} bytes it does not end as written"
+        )
+    found = hashlib.sha256(text[: tail.start()]).hexdigest()
+    written = tail.group(1).decode()
+    if found != written:
+        raise CheckpointDamaged(
+            path=path,
+            problem=f"{MANIFEST} has changed since it was written: its sha256 is {found[:12]}..., not {written[:12]}...",
+        )
+    try:
+        fields = json.loads(text)
+        del fields["sha256"]
+        if isinstance(number := fields.get("format"), int) and number > FORMAT:
+            raise CheckpointError(
+                f"the checkpoint {path} has format {number} (written by shoal {fields.get('shoal')}), and this version "
+                f"reads format {FORMAT}. Nothing was changed; load it with the version that wrote it."
+            )
+        manifest = msgspec.convert(fields, Manifest)
+        if manifest.format != FORMAT:
+            raise ValueError(f"its format is {manifest.format}")
+        _check_pieces(manifest.pieces)
+    except (RecursionError, ValueError) as error:  # JSON's and msgspec's are ValueErrors
+        raise CheckpointDamaged(path=path, problem=f"{MANIFEST} cannot be understood: {error}") from None
+    for name in [*manifest.files, *(piece.file for piece in manifest.pieces)]:
+        if name not in manifest.files or not _FILE_NAME.fullmatch(name):
+            raise CheckpointDamaged(
+                path=path, problem=f"{MANIFEST} names a file '{name}' that is none of its own"
+            )
+    return manifest
+
+
+def _check_pieces(records: Iterable[PieceRecord]) -> None:
+    """ValueError for a part that lies outside of its tensor, and for parts that cannot make a whole one.
+
+    Before anything is allocated: a size that was made up would take the memory.
+    """
+    parts: dict[str, list[PieceRecord]] = {}
+    for record in records:
+        parts.setdefault(record.name, []).append(record)
+        safetensors_file.dtype_of(record.dtype)
+        sizes = [record.shape, record.offset, record.global_shape]
+        if len({len(size) for size in sizes}) != 1 or any(
+            at + size > whole for size, at, whole in zip(*sizes, strict=True)
+        ):
+            raise ValueError(f"a part of {record.name} lies outside of it")
+    for name, (first, *others) in parts.items():
+        if any((each.dtype, each.global_shape) != (first.dtype, first.global_shape) for each in others):
+            raise ValueError(f"the parts of {name} are of different tensors")
+        num_there = sum(math.prod(each.shape) for each in (first, *others))
+        if num_there < math.prod(first.global_shape):
+            raise ValueError(
+                f"its parts of {name} leave {math.prod(first.global_shape) - num_there} of "
+                f"{math.prod(first.global_shape)} numbers out"
+            )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)

@@ -1,11 +1,9 @@
 """One safetensors file, written and read as a stream.
 
-The format is a length, a JSON header and the tensors' bytes, so that a file is
-hashed while it is written, goes to any filesystem, and never needs a second
-copy of the model. The library of that name is not used here: it writes to
-local paths alone and reports a full disk as something other than an OSError.
-What is written here it reads, and the other way round; the tests hold both to
-each other.
+The format is a length, a JSON header and the tensors' bytes: a file is hashed
+while it is written, and needs no second copy of the model. The library of that
+name writes to local paths alone, and reports a full disk as something other
+than an OSError. Each reads what the other writes.
 """
 
 from __future__ import annotations
@@ -13,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,26 +43,6 @@ _BLOCK_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 100_000_000  # as the format's own library
 
 
-class ByteSink(Protocol):
-    """A stream that a file is written to."""
-
-    def write(self, data: Any, /) -> Any:
-        """Take these bytes."""
-
-
-class ByteSource(Protocol):
-    """A seekable stream that a file is read from."""
-
-    def seek(self, offset: int, /) -> Any:
-        """Go to this byte."""
-
-    def read(self, size: int, /) -> bytes:
-        """At most so many bytes."""
-
-    def readinto(self, buffer: Any, /) -> int | None:
-        """Fill the buffer as far as there is something to read."""
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Location of one tensor in a file."""
@@ -79,14 +57,6 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Size and hash of a written file."""
-
-    num_bytes: int
-    sha256: str
-
-
 def dtype_code(dtype: torch.dtype, name: str) -> str:
     """The format's word for a dtype; `name` says whose it is in the refusal."""
     code = _CODES.get(dtype)
@@ -99,7 +69,6 @@ def dtype_code(dtype: torch.dtype, name: str) -> str:
 
 
 def dtype_of(code: str) -> torch.dtype:
-    """The dtype of a word of the format."""
     try:
         return _DTYPES[code]
     except KeyError:
@@ -107,9 +76,9 @@ def dtype_of(code: str) -> torch.dtype:
 
 
 def write(
-    sink: ByteSink, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> Written:
-    """Write one file. Tensors may lie on any device, with any strides."""
+    sink: Any, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Write one file, and return its size and sha256. Tensors may lie on any device, with any strides."""
     # Widest elements first: every tensor then begins at a multiple of its element size, which readers that map want.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -136,10 +105,10 @@ def write(
                 block = data[begin : begin + _BLOCK_BYTES]
                 digest.update(block)
                 sink.write(block)
-    return Written(len(opening) + position, digest.hexdigest())
+    return len(opening) + position, digest.hexdigest()
 
 
-def read_header(source: ByteSource, num_bytes: int) -> dict[str, Entry]:
+def read_header(source: Any, num_bytes: int) -> dict[str, Entry]:
     """Location of each tensor of a file of `num_bytes`. Refuses entries that point outside of it before anything is allocated."""
     source.seek(0)
     header_bytes = int.from_bytes(source.read(8), "little")
@@ -153,29 +122,48 @@ def read_header(source: ByteSource, num_bytes: int) -> dict[str, Entry]:
         raise ValueError(f"its header cannot be understood ({error})") from None
 
 
-def read_metadata(source: ByteSource) -> dict[str, str]:
-    """The words kept beside the tensors."""
+def read_metadata(source: Any) -> dict[str, str]:
     source.seek(0)
     header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
     return dict(header.get("__metadata__", {}))
 
 
-def read_tensor(source: ByteSource, entry: Entry) -> Tensor:
-    """One tensor, in fresh memory."""
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
-    if tensor.numel():
-        source.seek(entry.begin)
-        left = _bytes(tensor).numpy().data
-        while left:
-            count = source.readinto(left)
-            if not count:
-                raise ValueError(f"it ends {len(left)} bytes before a tensor does")
-            left = left[count:]
+def read_tensor(
+    source: Any, entry: Entry, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+) -> Tensor:
+    """One tensor, or the part of it at `offset`, in fresh memory. Of a part, only the rows it is in are read."""
+    shape = entry.shape if shape is None else tuple(shape)
+    offset = (0,) * len(shape) if offset is None else offset
+    tensor = torch.empty(shape, dtype=entry.dtype)
+    if not tensor.numel():
+        return tensor
+    row_bytes = entry.dtype.itemsize * math.prod(entry.shape[1:])
+    begin = entry.begin + (offset[0] * row_bytes if offset else 0)
+    if shape[1:] == entry.shape[1:]:
+        _fill(tensor, source, begin)
+        return tensor
+    # A few rows at a time, of which the part is kept.
+    num_rows = max(_BLOCK_BYTES // row_bytes, 1)
+    for first in range(0, shape[0], num_rows):
+        rows = torch.empty((min(num_rows, shape[0] - first), *entry.shape[1:]), dtype=entry.dtype)
+        _fill(rows, source, begin + first * row_bytes)
+        for dim, (at, size) in enumerate(zip(offset[1:], shape[1:], strict=True), start=1):
+            rows = rows.narrow(dim, at, size)
+        tensor[first : first + len(rows)] = rows
     return tensor
 
 
+def _fill(tensor: Tensor, source: Any, begin: int) -> None:
+    source.seek(begin)
+    left = _bytes(tensor).numpy().data
+    while left:
+        count = source.readinto(left)
+        if not count:
+            raise ValueError(f"it ends {len(left)} bytes before a tensor does")
+        left = left[count:]
+
+
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.resolve_neg().reshape(-1).view(torch.uint8)

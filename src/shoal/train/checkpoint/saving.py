@@ -1,22 +1,27 @@
 """Trainer state on disk: models, checkpoints, and where a resumed fit goes on.
 
 checkpoint.py knows files, hashes and names; this module decides what has to be
-in them. Saving is collective (state may live in parts on all ranks); rank 0
-writes. A snapshot is only read by the workers that took it, in the same
+in them. Saving is collective. Ranks that hold parts of the state write them, and
+else rank 0 writes all of it; in the background where training goes on. A snapshot is only read by the workers that took it, in the same
 places, so each keeps its rank-local state in the job's scratch directory.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import heapq
+import math
 import shutil
 import sys
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,28 +29,28 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.cluster.worker import session
 from shoal.data.batches import Batches
 from shoal.errors import CheckpointDamaged, CheckpointError, NoCheckpoint, OptimizerMismatch
-from shoal.parallel.hashed_rows import expected_shapes, plain_tensors
-from shoal.parallel.optimizer_state import optimizer_settings
-from shoal.parallel.protocol import Leased, PeriodicSync, Piece, PieceReader
-from shoal.parallel.state import MODEL
+from shoal.parallel.protocol import HoldsParts, Leased, PeriodicSync, Piece, PieceReader
+from shoal.parallel.state import MODEL, expected_shapes, optimizer_settings, plain_tensors
 from shoal.runtime import scratch
 from shoal.runtime.failpoints import failpoint
-from shoal.runtime.serialization import from_plain, to_plain
-from shoal.train.callbacks.model_checkpoint import ModelCheckpoint
+from shoal.runtime.serialization import from_plain, to_plain, unlike
+from shoal.train.checkpoint.background import copied
 from shoal.train.checkpoint.checkpoint import (
     Checkpoint,
+    PartedCheckpoint,
+    Size,
     check_fits,
-    newest_checkpoint,
+    newest_first,
     open_checkpoint,
     set_aside,
     step_path,
     write_checkpoint,
 )
-from shoal.train.progress import FitStart, History
+from shoal.train.checkpoint.storage import Place
+from shoal.train.progress import FitStart, History, Position
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
-
 
 _METRICS = "metrics/"
 
@@ -59,52 +64,144 @@ def save_model(trainer: Trainer, path: str) -> None:
 
 
 def load_model(trainer: Trainer, path: str) -> None:
-    """The weights of a saved model or checkpoint."""
     _load(trainer, open_checkpoint(path), with_optimizer=False)
 
 
-def save_checkpoint(trainer: Trainer, directory: str | None, *, is_snapshot: bool = False) -> str:
-    """Everything needed to go on, at any number of workers. A snapshot goes with the job: nobody is told to go on from it."""
+def save_checkpoint(
+    trainer: Trainer, directory: str | None, *, is_snapshot: bool = False, background: bool = False
+) -> str:
+    """Everything needed to go on, at any number of workers. A snapshot goes with the job: nobody is told to go on from it.
+
+    In the background, training waits for a copy of the state in memory; without room for one, for the disk.
+    """
     home = directory or _homes(trainer)[0]
     path = step_path(home, trainer.step)
-    pieces = [*snapshot_pieces(trainer, path), *_metric_pieces(trainer)]
+    writer, previous = trainer.checkpoints, trainer.progress.newest_checkpoint
+    writer.wait(is_back_pressure=background)
+    write = _writing(trainer, path, previous)
     failpoint("worker: checkpoint not written")
-    if trainer.rank == 0:
-        write_checkpoint(
-            path, pieces, progress=_to_save(trainer), previous=trainer.progress.newest_checkpoint
-        )
-        failpoint("worker: checkpoint written")
-        moved = set_aside(home, after_step=trainer.step)
-        if moved is not None:
-            print(f"checkpoints of an earlier run were moved to {moved}", file=sys.stderr, flush=True)
-        session.saved(path, trainer.step)
+
+    def written() -> None:
+        if trainer.rank == 0:
+            session.saved(path, step)
+
+    step = trainer.step
+    if write is not None:
+        in_background = write(background)
+        tidy = partial(_tidy, home, step) if trainer.rank == 0 else _nothing
+        if in_background is not None:
+            writer.start(in_background, then=tidy, after=written)
+        else:
+            tidy()
+            written()
     if not is_snapshot:
         trainer.progress.newest_checkpoint = path
     return path
+
+
+def _writing(
+    trainer: Trainer, path: str, previous: str | None
+) -> Callable[[bool], Callable[[], None] | None] | None:
+    """Collect what this rank writes. Collective; None on a rank that writes nothing.
+
+    The function it returns writes it, or with `True` copies it and returns what is left to do, for another thread.
+    """
+    strategy = trainer.strategy
+    if _writes_parts(trainer, path):
+        assert isinstance(strategy, HoldsParts)
+        parted = PartedCheckpoint(
+            path, rank=trainer.rank, num_ranks=trainer.job.num_workers, previous=previous
+        )
+        metrics = list(_metric_pieces(trainer))
+        pieces = [*strategy.parts(), *(metrics if trainer.rank == 0 else ())]
+        progress = _to_save(trainer) if trainer.rank == 0 else {}
+        if trainer.rank == 0:
+            parted.begin()
+        strategy.reduce(torch.zeros(1))  # rank 0 has made the directory
+
+        def write(held: list[Piece]) -> None:
+            parted.write(held, progress, trainer.checkpoints.gives_up)
+
+        num_sharers = trainer.job.num_workers
+    else:
+        pieces = [*snapshot_pieces(trainer, path), *_metric_pieces(trainer)]
+        if trainer.rank != 0:
+            return None
+        progress, num_sharers = _to_save(trainer), 1
+
+        def write(held: list[Piece]) -> None:
+            write_checkpoint(path, held, progress=progress, previous=previous)
+
+    def run(background: bool) -> Callable[[], None] | None:
+        held = copied(pieces, trainer.checkpoints.copies, num_sharers=num_sharers) if background else None
+        if held is not None:
+            return lambda: write(held)
+        write(pieces)
+        return None
+
+    return run
+
+
+def _writes_parts(trainer: Trainer, path: str) -> bool:
+    """Whether every rank writes its own parts: where it has some, and all are sure to see the directory."""
+    sees_it = Place.at(path).local is not None and not trainer.job.is_on_several_hosts
+    return sees_it and isinstance(trainer.strategy, HoldsParts)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _tidy(home: str, step: int) -> None:
+    failpoint("worker: checkpoint written")
+    moved = set_aside(home, after_step=step)
+    if moved is not None:
+        print(f"checkpoints of an earlier run were moved to {moved}", file=sys.stderr, flush=True)
 
 
 def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> FitStart | None:
     """Bring the trainer to where a checkpoint stands; None to begin anew."""
     if resume_from is None:
         return None
-    if resume_from == "auto":
-        found = _newest(trainer)
-        if found is None:
-            return None
-    else:
+    if resume_from != "auto":
         found = open_checkpoint(resume_from)
+        if "position" not in found.progress:
+            raise NoCheckpoint(
+                path=found.path,
+                reason="it holds weights only, as Trainer.save writes them; use load() for those",
+            )
+        return _go_on(trainer, batches, found, is_named=True)
+    report, damaged = _report_damage(trainer.rank), None
+    for found in _newest(trainer):
+        try:
+            return _go_on(trainer, batches, found, is_named=False)
+        except CheckpointDamaged as damage:
+            damaged = damage
+            report(damage)
+    if damaged is not None:
+        raise damaged  # the trainer may hold a part of it: it cannot begin anew
+    return None
+
+
+def _go_on(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: bool) -> FitStart | None:
+    """Bring the trainer to where this checkpoint stands; CheckpointDamaged where what it says cannot be."""
+    try:
+        _check_progress(found.progress)
+        return _apply(trainer, batches, found, is_named=is_named)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        problem = f"its progress cannot be used: {error if isinstance(error, ValueError) else repr(error)}"
+        raise CheckpointDamaged(path=found.path, problem=problem) from error
+
+
+def _apply(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: bool) -> FitStart | None:
     saved, progress = found.progress, trainer.progress
-    if "position" not in saved:
-        raise NoCheckpoint(
-            path=found.path, reason="it holds weights only, as Trainer.save writes them; use load() for those"
-        )
     number, saved_number = len(progress.histories), saved["fit"]["number"]
     # Found, a checkpoint says which fit of the script it is of; named, it is meant for this one.
-    if resume_from == "auto" and number < saved_number:
+    if not is_named and number < saved_number:
         finished = History(saved["histories"][number])
         progress.histories.append(finished)
         return FitStart(history=finished, first=(0, 0), began_s=0.0, began_samples=0, is_finished=True)
-    if resume_from == "auto" and number > saved_number:
+    if not is_named and number > saved_number:
         return None  # this fit began after the checkpoint was written: it goes on from the one before it
     _check_data(batches, saved, found.path)
     _load(trainer, found, with_optimizer=True)
@@ -152,23 +249,98 @@ def _leases(trainer: Trainer, saved: dict[str, Any]) -> dict[str, Any] | None:
 
 def _homes(trainer: Trainer) -> list[str]:
     """Directories of this script's checkpoints, the default one for a save without a directory first."""
-    given = [c.directory for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.directory]
+    given = [each.checkpoint_directory for each in trainer.callbacks if each.checkpoint_directory]
     homes = [*given, str(trainer.run_dir / "checkpoints")]
-    if trainer.job.launched and getattr(trainer.strategy, "holds_parts", False):
+    if (
+        trainer.job.launched
+        and trainer.job.shares_run_dir
+        and getattr(trainer.strategy, "holds_parts", False)
+    ):
         homes.append(str(scratch.directory("snapshots")))
     return list(dict.fromkeys(homes))
 
 
-def _newest(trainer: Trainer) -> Checkpoint | None:
-    """The newest whole checkpoint, wherever this script's callbacks write theirs."""
-    found = [newest_checkpoint(home, on_damaged=_report_damage(trainer.rank)) for home in _homes(trainer)]
-    return max((one for one in found if one), key=lambda one: int(one.progress["step"]), default=None)
+def _newest(trainer: Trainer) -> Iterator[Checkpoint]:
+    """The checkpoints of this script, of whatever directory, newest first."""
+    found = [newest_first(home, on_damaged=_report_damage(trainer.rank)) for home in _homes(trainer)]
+    return heapq.merge(*found, key=lambda one: int(one.progress["step"]), reverse=True)
+
+
+class _Fit(msgspec.Struct, forbid_unknown_fields=True):
+    number: Size
+    first_epoch: Size
+    first_step: Size
+
+
+class _Group(msgspec.Struct):
+    params: list[str]
+    settings: dict[str, Any]
+
+
+class _Optimizer(msgspec.Struct):
+    class_: str = msgspec.field(name="class")
+    groups: list[_Group]
+    numbers: dict[str, dict[str, Any]]
+
+
+class _Scheduler(msgspec.Struct):
+    class_: str = msgspec.field(name="class")
+    state: dict[str, Any]
+
+
+class _CallbackState(msgspec.Struct):
+    callback: str
+    state: Any
+
+
+class _Leases(msgspec.Struct):
+    samples_per_lease: Size
+    num_leases: Size
+    done_below: Size
+    counted: list[list[Size]]
+
+
+class _Progress(msgspec.Struct, kw_only=True):
+    """The progress of a checkpoint, as `_to_save` writes it."""
+
+    step: Size
+    epoch: Size
+    position: Position
+    fit: _Fit
+    histories: list[list[dict[str, float]]]
+    skipped_steps: Size
+    optimizer: _Optimizer
+    scheduler: _Scheduler | None
+    callbacks: list[_CallbackState]
+    data: dict[str, Any]
+    seed: Any
+    leases: _Leases | None = None
+    strategy: str
+    num_workers: Size
+
+
+def _check_progress(saved: dict[str, Any]) -> None:
+    """ValueError where a field is missing, of another type, or cannot be meant beside the others."""
+    said = msgspec.convert(saved, _Progress)
+    position, fit = said.position, said.fit
+    counts = (position.next_index, position.samples, position.loss_count)
+    if min(counts) < 0 or max(counts) >= 1 << 62 or not said.num_workers:
+        raise ValueError("it counts less than nothing")
+    if (said.step, said.epoch) != (position.step, position.epoch):
+        raise ValueError(
+            f"it is of step {said.step} and epoch {said.epoch} and stands at {position.step} and {position.epoch}"
+        )
+    num_samples = said.data.get("num_samples")
+    if num_samples is not None and position.next_index > num_samples:
+        raise ValueError(f"it stands at sample {position.next_index} of {num_samples}")
+    if fit.first_epoch > said.epoch or fit.first_step > said.step or fit.number >= len(said.histories):
+        raise ValueError("its fit begins after it")
 
 
 def _to_save(trainer: Trainer) -> dict[str, Any]:
     progress, optimizer, leasing = trainer.progress, trainer.strategy.optimizer, trainer.leasing
     assert optimizer is not None
-    return {
+    saved = {
         "step": trainer.step,
         "epoch": trainer.epoch,
         "position": dataclasses.asdict(trainer.position),
@@ -188,6 +360,7 @@ def _to_save(trainer: Trainer) -> dict[str, Any]:
         "strategy": trainer.job.strategy,
         "num_workers": trainer.num_workers,
     }
+    return copy.deepcopy(saved)  # training goes on while it is written
 
 
 def _metric_pieces(trainer: Trainer) -> Iterator[Piece]:
@@ -249,7 +422,10 @@ def load_scheduler(scheduler: LRScheduler, saved: dict[str, Any], *, path: str =
         raise OptimizerMismatch(
             path=path, problem=f"its scheduler is {saved['class']}, the script builds {kind}"
         )
-    scheduler.load_state_dict(from_plain(saved["state"]))
+    state = from_plain(saved["state"])
+    if problem := unlike(state, scheduler.state_dict(), kind):
+        raise CheckpointDamaged(path=path, problem=problem)
+    scheduler.load_state_dict(state)
 
 
 def snapshot_pieces(trainer: Trainer, path: str) -> Iterable[Piece]:
@@ -264,7 +440,6 @@ def snapshot_pieces(trainer: Trainer, path: str) -> Iterable[Piece]:
 
 
 def with_rank_local_state(trainer: Trainer, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-    """A checkpoint's tensors, and this worker's own beside them."""
     mine = _rank_local_path(trainer, checkpoint.path)
     if mine is None or not mine.exists():
         return checkpoint.pieces
@@ -286,3 +461,77 @@ def _rank_local_path(trainer: Trainer, path: str) -> Path | None:
     if at.parent != scratch.directory("snapshots"):
         return None
     return scratch.directory("own-parts", f"worker-{trainer.rank}") / at.name
+
+
+# ---- snapshots --------------------------------------------------------------------------------------
+
+
+EVERY_STEPS = 50
+"""Steps between two where neither the script nor --snapshot-every says: at most so many are repeated after a death, or a
+multiple of them where snapshots would cost more than SHARE of the time."""
+
+SHARE = 0.02
+
+MOST_STEPS = 2000
+"""Between two, whatever they cost."""
+
+
+def steps_between(*, cost_s: float, step_s: float) -> int:
+    """Interval at which snapshots cost at most SHARE of the time."""
+    wanted = cost_s / (SHARE * max(step_s, 1e-9))
+    return max(min(math.ceil(wanted / EVERY_STEPS) * EVERY_STEPS, MOST_STEPS), EVERY_STEPS)
+
+
+class Snapshots:
+    """Taken after steps that all ranks count alike."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        job = trainer.job
+        holds_parts = getattr(trainer.strategy, "holds_parts", False)
+        self._trainer = trainer
+        said = (
+            trainer.config.snapshot_every if trainer.config.snapshot_every is not None else job.snapshot_every
+        )
+        self._every = (trainer.progress.snapshot_steps or EVERY_STEPS) if said is None else said
+        self._is_told = said is not None
+        # Without a common run directory only rank 0's host would find them.
+        is_of_use = (
+            job.launched and job.can_recover and job.verify is None and holds_parts and job.shares_run_dir
+        )
+        self._is_on = is_of_use and self._every > 0
+        self._taken: list[str] = []
+        self._seen_step = trainer.step
+        self._since = time.monotonic()
+
+    def after_step(self) -> None:
+        """Take one if it is time. Collective."""
+        trainer, step = self._trainer, self._trainer.step
+        if not self._is_on or step // self._every == self._seen_step // self._every:
+            return
+        if getattr(trainer.strategy, "has_diverged", False):
+            return  # when the workers have one model again
+        num_steps, began_at = max(step - self._seen_step, 1), time.monotonic()
+        self._seen_step = step
+        # Ranks with a part of their own beside the checkpoint wait for all of it.
+        background = not isinstance(trainer.strategy, PeriodicSync)
+        self._taken.append(
+            save_checkpoint(
+                trainer, str(scratch.directory("snapshots")), is_snapshot=True, background=background
+            )
+        )
+        if not self._is_told:
+            self._every = self._agreed(time.monotonic() - began_at, (began_at - self._since) / num_steps)
+            trainer.progress.snapshot_steps = self._every
+        self._since = time.monotonic()
+        while len(self._taken) > 2:
+            oldest = self._taken.pop(0)
+            remove_rank_local_state(trainer, oldest)
+            if trainer.rank == 0:
+                shutil.rmtree(oldest, ignore_errors=True)
+
+    def _agreed(self, cost_s: float, step_s: float) -> int:
+        """From what all ranks measured, so that all take the next one at the same step."""
+        cost_of_all, step_of_all = self._trainer.strategy.reduce(
+            torch.tensor([cost_s, step_s], dtype=torch.float64)
+        ).tolist()
+        return steps_between(cost_s=cost_of_all, step_s=step_of_all)

@@ -9,12 +9,11 @@ first. Knows nothing of what is in the files.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -25,10 +24,13 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from shoal.train.checkpoint import manifest
+from shoal.runtime.replace_directory import replace_directory, temporary_name
 
 Open = Callable[[str], AbstractContextManager[Any]]
 """Opens a new file of the directory by its name."""
+
+MANIFEST = "manifest.json"
+"""Written last and removed first: a directory without it is no checkpoint."""
 
 _STEP = re.compile(r"step-(\d{9,})")
 _TEMPORARY = re.compile(r"\.(?P<of>.+)\.tmp-[0-9a-f]{8}")
@@ -44,14 +46,12 @@ class Place:
 
     @classmethod
     def at(cls, url: str | os.PathLike[str]) -> Place:
-        """The place of a local path or an fsspec URL."""
         text = os.fspath(url)
         fs, path = fsspec.core.url_to_fs(text)
         return cls(text, fs, path)
 
     @property
     def local(self) -> Path | None:
-        """The path, where it is a local one."""
         return Path(self.path) if isinstance(self.fs, LocalFileSystem) else None
 
     def child(self, name: str) -> Place:
@@ -68,14 +68,12 @@ class Place:
             return []
 
     def file(self, name: str) -> str:
-        """Path of a file of the directory, for `fs`."""
         return f"{self.path.rstrip('/')}/{name}"
 
     def has(self, name: str) -> bool:
         return bool(self.fs.isfile(self.file(name)))
 
     def open(self, name: str) -> Any:
-        """A file of the directory, to be read."""
         return self.fs.open(self.file(name), "rb")
 
 
@@ -84,7 +82,6 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of such a name, None for any other."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match else None
 
@@ -101,12 +98,12 @@ def writing(place: Place) -> Iterator[Open]:
 def remove(place: Place) -> None:
     """Remove a checkpoint, such that no moment shows half of one."""
     if place.local is not None:
-        temporary = _temporary_name(place.local)
+        temporary = temporary_name(place.local)
         os.rename(place.local, temporary)
         shutil.rmtree(temporary)
     else:
-        if place.has(manifest.NAME):
-            place.fs.rm_file(place.file(manifest.NAME))
+        if place.has(MANIFEST):
+            place.fs.rm_file(place.file(MANIFEST))
         place.fs.rm(place.path, recursive=True)
 
 
@@ -114,7 +111,7 @@ def remove(place: Place) -> None:
 def _writing_local(target: Path) -> Iterator[Open]:
     target.parent.mkdir(parents=True, exist_ok=True)
     _sweep(target)
-    temporary = _temporary_name(target)
+    temporary = temporary_name(target)
     temporary.mkdir()
     # Held until the end: whoever finds the directory and gets this lock knows that its writer is gone.
     lock = os.open(temporary, os.O_RDONLY)
@@ -125,18 +122,54 @@ def _writing_local(target: Path) -> Iterator[Open]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield lambda name: _synced(temporary / name)
         os.fsync(lock)
-        _put(temporary, target)
+        replace_directory(temporary, target)
         _sync_directory(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
 
 
+def shared_temporary(target: Path) -> Path:
+    """The directory in which all ranks of a job write their parts of `target`."""
+    return target.with_name(f".{target.name}.tmp-{hashlib.sha256(str(target).encode()).hexdigest()[:8]}")
+
+
+def begin_together(place: Place) -> int:
+    """Make the directory for the parts of all ranks, empty; return its lock, which whoever ends it closes."""
+    _refuse_foreign(place)
+    target = place.local
+    assert target is not None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(target)
+    temporary = shared_temporary(target)
+    shutil.rmtree(temporary, ignore_errors=True)  # of this job, before it was restarted
+    temporary.mkdir()
+    lock = os.open(temporary, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
+
+
+def write_together(temporary: Path, name: str) -> AbstractContextManager[Any]:
+    return _synced(temporary / name)
+
+
+def end_together(place: Place, lock: int) -> None:
+    """Put the directory in place, once everything is in it."""
+    target = place.local
+    assert target is not None
+    os.fsync(lock)
+    replace_directory(shared_temporary(target), target)
+    _sync_directory(target.parent)
+    # What was there before has changed places with it.
+    shutil.rmtree(shared_temporary(target), ignore_errors=True)
+
+
 @contextlib.contextmanager
 def _writing_elsewhere(place: Place) -> Iterator[Open]:
     place.fs.makedirs(place.path, exist_ok=True)
-    if place.has(manifest.NAME):
-        place.fs.rm_file(place.file(manifest.NAME))
+    if place.has(MANIFEST):
+        place.fs.rm_file(place.file(MANIFEST))
     try:
         yield lambda name: place.fs.open(place.file(name), "wb")
     except BaseException:
@@ -164,39 +197,12 @@ class _Whole:
             left = left[self._handle.write(left) :]
 
 
-def _put(temporary: Path, target: Path) -> None:
-    try:
-        os.rename(temporary, target)  # a new name, or over an empty directory
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        if not _exchange(temporary, target):
-            old = _temporary_name(target)
-            os.rename(target, old)
-            os.rename(temporary, target)
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two names change places at once; False where the filesystem cannot."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    at_cwd, exchange = -100, 2
-    return (
-        renameat2 is not None
-        and renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0
-    )
-
-
 def _sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _temporary_name(target: Path) -> Path:
-    return target.parent / f".{target.name}.tmp-{secrets.token_hex(4)}"
 
 
 def _sweep(target: Path) -> None:
@@ -224,7 +230,7 @@ def _refuse_foreign(place: Place) -> None:
     """A checkpoint replaces a checkpoint, never a directory in which somebody keeps other things."""
     if place.fs.isfile(place.path):
         raise FileExistsError(errno.EEXIST, "there is a file of that name")
-    others = [name for name in place.names() if name != manifest.NAME and not name.endswith(".safetensors")]
+    others = [name for name in place.names() if name != MANIFEST and not name.endswith(".safetensors")]
     if others:
         raise FileExistsError(
             errno.EEXIST,

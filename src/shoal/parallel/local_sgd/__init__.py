@@ -1,1 +1,0 @@
-"""Local SGD: workers step alone and synchronise every k steps (--sync-every, --outer)."""

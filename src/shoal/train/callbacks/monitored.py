@@ -1,0 +1,228 @@
+"""Callbacks that watch values: checkpoints by steps, time, epochs and the best value; early stopping; a last step."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from shoal.errors import ConfigError
+from shoal.train.callbacks.base import Callback, Mode, Monitor, StepLogs
+from shoal.train.checkpoint import saving
+from shoal.train.checkpoint.checkpoint import prune, step_path
+
+if TYPE_CHECKING:
+    from shoal.train.trainer import Trainer
+
+
+class ModelCheckpoint(Callback):
+    """Writes checkpoints from which a run goes on, mid-epoch and at any number of workers.
+
+    Args:
+        every_steps: after every so many steps.
+        every_s: when so many seconds have passed since the last one; decided by rank 0's clock, for all ranks.
+        every_epochs: after every so many epochs; 1 when no other rhythm is given.
+        keep_last: how many of the newest stay.
+        best: a value of the epochs, as "val_loss". The checkpoint of its best epoch stays, too.
+        mode: whether `best` is the lowest ("min") or the highest ("max"); "auto" goes by its name.
+        directory: a path or an fsspec URL; by default `checkpoints` in the run directory.
+
+    `best_path` and `best_value` say where the best one is.
+    """
+
+    # Saving is collective: every rank comes to the same point, or none.
+    ranks: ClassVar[Literal["zero", "every"]] = "every"
+    runs_last: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        every_epochs: int | None = None,
+        keep_last: int = 3,
+        best: str | None = None,
+        mode: Mode = "auto",
+        directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        for name, value in (
+            ("every_steps", every_steps),
+            ("every_epochs", every_epochs),
+            ("keep_last", keep_last),
+        ):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"ModelCheckpoint's {name} must be a positive integer, got {value!r}.")
+        if every_s is not None and not every_s > 0:
+            raise ConfigError(
+                f"ModelCheckpoint's every_s must be a positive number of seconds, got {every_s!r}."
+            )
+        if every_steps is None and every_s is None and every_epochs is None:
+            every_epochs = 1
+        self.checkpoint_directory = os.fspath(directory) if directory is not None else None
+        self.best_path: str | None = None
+        self._every_steps, self._every_s, self._every_epochs = every_steps, every_s, every_epochs
+        self._keep_last = keep_last
+        self._monitor = Monitor(best, mode=mode) if best is not None else None
+        self._saved_path: str | None = None
+        self._saved_at_s = 0.0
+        self._seen_step = 0
+
+    @property
+    def best_value(self) -> float | None:
+        """The best value so far of what `best` names."""
+        return self._monitor.best if self._monitor is not None and self.best_path is not None else None
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        self._saved_at_s = time.monotonic()
+        self._saved_path = None
+        self._seen_step = trainer.step
+
+    def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
+        before, self._seen_step = self._seen_step, trainer.step
+        every = self._every_steps
+        if (
+            every is not None and trainer.step // every > before // every
+        ):  # others' steps may have come between
+            if getattr(trainer.strategy, "has_diverged", False):
+                trainer.wish_checkpoint()  # when the workers have one model again
+            else:
+                self._save(trainer)
+        elif (
+            self._every_s is not None
+            and trainer.rank == 0
+            and time.monotonic() - self._saved_at_s >= self._every_s
+        ):
+            trainer.wish_checkpoint()
+
+    def on_epoch_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
+        best = self._monitor is not None and bool(self._monitor.improved(logs))
+        if best:  # before saving, so that the checkpoint knows that it is the best
+            self.best_path = step_path(self._directory(trainer), trainer.step)
+        if best or (self._every_epochs is not None and trainer.epoch % self._every_epochs == 0):
+            self._save(trainer)
+
+    def on_checkpoint(self, trainer: Trainer, path: str) -> None:
+        self._saved(trainer, path)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "best_path": self.best_path,
+            "monitor": self._monitor.state() if self._monitor is not None else None,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        monitored = state["monitor"]
+        if self._monitor is not None and monitored is not None and monitored["name"] == self._monitor.name:
+            self._monitor.load_state(monitored)
+            self.best_path = state["best_path"]
+
+    def _directory(self, trainer: Trainer) -> str:
+        return self.checkpoint_directory or str(trainer.run_dir / "checkpoints")
+
+    def _save(self, trainer: Trainer) -> None:
+        path = step_path(self._directory(trainer), trainer.step)
+        # Resumed from one that was saved after an epoch's last step, that epoch's end is simply run again.
+        if self._saved_path != path:
+            path = trainer.save_checkpoint(self._directory(trainer), background=True)
+        self._saved(trainer, path)
+
+    def _saved(self, trainer: Trainer, path: str) -> None:
+        self._saved_path = path
+        self._saved_at_s = time.monotonic()
+        if trainer.rank == 0:
+            directory = path.rstrip("/").rpartition("/")[0]
+            protect = {self.best_path} if self.best_path is not None else ()
+            trainer.checkpoints.then(partial(_prune, directory, self._keep_last, protect))
+
+
+def _prune(directory: str, keep_last: int, protect: Collection[str]) -> None:
+    prune(directory, keep_last, protect=protect)
+
+
+class EarlyStopping(Callback):
+    """Stops after `patience` epochs in which `monitor` did not improve.
+
+    Args:
+        monitor: a value of the epochs, as "val_loss".
+        patience: how many epochs in a row may pass without improvement.
+        min_delta: by how much a value must be better to count as better.
+        mode: whether better is lower ("min") or higher ("max"); "auto" goes by the name.
+        restore_best: end with the weights of the best epoch. They are kept in `best` in the run directory, which
+            `trainer.load` can read, too.
+    """
+
+    # The logs are equal on every rank, so that all come to the same decision; restoring is collective.
+    ranks: ClassVar[Literal["zero", "every"]] = "every"
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Mode = "auto",
+        restore_best: bool = False,
+    ) -> None:
+        if not isinstance(patience, int) or patience < 1:
+            raise ConfigError(
+                f"EarlyStopping's patience must be a positive number of epochs, got {patience!r}."
+            )
+        self._monitor = Monitor(monitor, mode=mode, min_delta=min_delta)
+        self._patience, self._restore_best = patience, restore_best
+        self.num_epochs_without = 0
+        self.stopped_at_epoch: int | None = None
+        self._best_step: int | None = None
+
+    @property
+    def best_value(self) -> float:
+        """The best value so far; nan before the first epoch."""
+        return self._monitor.best
+
+    def on_epoch_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
+        improved = self._monitor.improved(logs)
+        if improved:
+            self.num_epochs_without = 0
+            self._best_step = trainer.step
+            if self._restore_best:
+                saving.save_model(trainer, self._path(trainer))
+        elif improved is not None:
+            self.num_epochs_without += 1
+            if self.num_epochs_without >= self._patience:
+                self.stopped_at_epoch = trainer.epoch
+                trainer.stop()
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if self._restore_best and self._best_step not in (None, trainer.step):
+            saving.load_model(trainer, self._path(trainer))
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "monitor": self._monitor.state(),
+            "num_epochs_without": self.num_epochs_without,
+            "best_step": self._best_step,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._monitor.load_state(state["monitor"])
+        self.num_epochs_without = state["num_epochs_without"]
+        self._best_step = state["best_step"]
+
+    def _path(self, trainer: Trainer) -> str:
+        return str(trainer.run_dir / "best")
+
+
+class StopAtStep(Callback):
+    """Stops once the step of that number, counted over all fits of the run, is done.
+
+    Says so beforehand: `trainer.stop()` is decided with the next commit, which
+    would be one step late.
+    """
+
+    ranks: ClassVar[Literal["zero", "every"]] = "every"
+
+    def __init__(self, step: int) -> None:
+        if not isinstance(step, int) or step < 1:
+            raise ConfigError(f"StopAtStep's step must be a positive integer, got {step!r}.")
+        self.last_step = step

@@ -1,1 +1,0 @@
-"""Metrics, exact over all workers."""
