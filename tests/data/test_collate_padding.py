@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shoal.data.collate import Collate, collate
+from shoal.data.tree import Collate, collate
 
 
 class Pair(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.features.ids import bucket_of, hash_ints, hash_text, hash_together
+from shoal.features.columns import bucket_of, hash_ints, hash_text, hash_together
 
 MASK = (1 << 64) - 1
 

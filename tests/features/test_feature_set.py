@@ -15,7 +15,7 @@ from torch import nn
 import shoal
 from shoal.errors import CheckpointError, ConfigError, DataError, EmptyDataset, NoCheckpoint
 from shoal.features import FeatureSet, bag, bucketized, categorical, crossed, embedding, hashed, numeric
-from shoal.features.ids import bucket_of, hash_ints, hash_text, hash_together
+from shoal.features.columns import bucket_of, hash_ints, hash_text, hash_together
 
 CITIES = ["Bern", "Zürich", "Genf", "Basel", "Chur", ""]
 

@@ -104,7 +104,7 @@ def test_a_million_values_keep_their_quantiles_within_a_thousandth() -> None:
         for begin in range(0, len(piece), 8192):
             part.add(piece[begin : begin + 8192])
         parts.append(part.plain())
-    total = Sketch.of(quantiles.merge_sketches(parts))
+    total = Sketch.of(quantiles.merge(("quantiles",), parts))
     shares = np.linspace(0, 1, 101)
     ranks = np.searchsorted(np.sort(values), total.quantiles(shares)) / len(values)
     assert np.abs(ranks - shares).max() < 1e-3

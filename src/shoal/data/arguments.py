@@ -56,7 +56,6 @@ def path(what: str, value: Any) -> str:
 
 
 def paths(what: str, value: Any) -> list[str]:
-    """A path or several, none of them empty."""
     if isinstance(value, (str, os.PathLike)):
         return [path(what, value)]
     if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):

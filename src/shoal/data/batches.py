@@ -16,18 +16,18 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from shoal.config.shard import DRAIN_SLOWER_THAN
+from shoal.config.choices import DRAIN_SLOWER_THAN
 from shoal.data.arguments import flag, function, whole_number
 from shoal.data.feed import Feed, IndexedFeed
-from shoal.data.iterator import DataIterator
 from shoal.data.randomness import PrivateGenerators
+from shoal.data.reader import DataIterator
 from shoal.data.sharding import Loads, Sharding, ShardPlan
 from shoal.data.skipping import Skipped
 from shoal.data.slice import Slice, keep_weights
 from shoal.data.sources.source import blame_batch, name_of
 from shoal.data.tree import Tree, tensors
 from shoal.data.workers.loader import feed_of
-from shoal.data.workers.pooled_feed import HoldsProcesses
+from shoal.data.workers.pool import PooledFeed
 from shoal.data.workers.prefetch import pinned, prefetched, wants_pinning
 from shoal.errors import ConfigError, DataError
 from shoal.runtime.seeds import mix
@@ -200,7 +200,7 @@ class Batches:
                     for inputs, target in batches:
                         ...
         """
-        return self._feed.held() if isinstance(self._feed, HoldsProcesses) else contextlib.nullcontext()
+        return self._feed.held() if isinstance(self._feed, PooledFeed) else contextlib.nullcontext()
 
     def for_device(self, device: torch.device) -> Batches:
         """The same batches, page-locked where they go to a GPU, so that copying them there is no wait.

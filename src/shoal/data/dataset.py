@@ -19,44 +19,46 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.data import arguments, formats
+from shoal.data import arguments, formats, select
 from shoal.data.arguments import above_zero, flag, function, shown, skipping, whole_number
 from shoal.data.batches import Batches
-from shoal.data.collate import Collate
 from shoal.data.feed import IndexedFeed, even_cut
-from shoal.data.iterator import DataIterator
-from shoal.data.order import select
-from shoal.data.order.order import InOrder, Order, Repeated, Shuffled, Window
-from shoal.data.reader import Reader, samples_from
+from shoal.data.order import InOrder, Order, Repeated, Shuffled, Window
+from shoal.data.reader import DataIterator, Reader, samples_from
+from shoal.data.select import By, Values
 from shoal.data.skipping import SkipSamples
-from shoal.data.sources.combined import Interleaved, RepeatedSource, Zipped, as_source
-from shoal.data.sources.leaf import ArraySource, FunctionSource, torch_source
-from shoal.data.sources.mapped import Augmented, WeightedSource, mapped
-from shoal.data.sources.source import Source
+from shoal.data.sources.derived import (
+    Augmented,
+    Interleaved,
+    RepeatedSource,
+    WeightedSource,
+    Zipped,
+    as_source,
+    mapped,
+)
+from shoal.data.sources.source import ArraySource, FunctionSource, Source, torch_source
 from shoal.data.stream import (
-    AugmentStream,
-    FilterStream,
     GeneratorStream,
-    MapStream,
-    RepeatStream,
-    ShuffleStream,
-    SkipStream,
     Stream,
     StreamFeed,
-    TakeStream,
-    WeightStream,
+    augment_stage,
+    filter_stage,
+    map_stage,
+    repeat_stage,
+    shuffle_stage,
+    skip_stage,
     stream_from,
+    take_stage,
+    weight_stage,
 )
-from shoal.data.tree import Tree
-from shoal.data.values import By, Values
+from shoal.data.tree import Collate, Tree
 from shoal.data.workers.loader import feed_of
-from shoal.data.workers.pool import PoolConfig
-from shoal.data.workers.pooled_feed import PooledFeed
+from shoal.data.workers.pool import PoolConfig, PooledFeed
 from shoal.errors import ConfigError, DataError
 from shoal.runtime.user_frames import calling_line
 
 if TYPE_CHECKING:
-    from shoal.data.mapreduce.aggregate import Aggregate
+    from shoal.data.mapreduce.api import Aggregate
 
 STREAM_BUFFER = 10_000
 """Samples among which a stream is shuffled."""
@@ -66,7 +68,7 @@ D = TypeVar("D", bound="Dataset")
 
 
 class FormatConstructor(Generic[Options]):
-    """`Dataset.from_csv` and its like: signature and documentation are those of `open_csv` in formats/csv.py.
+    """`Dataset.from_csv` and its like: signature and documentation are those of `open_csv` in formats/text.py.
 
     Loads the format when it is first asked for. Refusals name the user's line
     that called it: under a launcher no traceback does.
@@ -250,7 +252,7 @@ class Dataset:
                     f"map({'batched=True' if batched else 'workers='}) needs random access, and this is a stream. Map its "
                     "samples one by one, or its batches: data.batch(256).map(fn)."
                 )
-            return self._streamed(MapStream(fn, on_error=on_error, max_skips=max_skips))
+            return self._streamed(map_stage(fn, on_error=on_error, max_skips=max_skips))
         source, order = self._indexed("map")
         made = mapped(source, fn, batched=batched, on_error=on_error, max_skips=max_skips)
         if workers:
@@ -270,7 +272,7 @@ class Dataset:
         """
         seed, fn = whole_number("augment(seed=)", seed), function("augment", fn, of="(sample, generator)")
         if isinstance(self._source, Stream):
-            return self._streamed(AugmentStream(fn, seed))
+            return self._streamed(augment_stage(fn, seed))
         source, order = self._indexed("augment")
         return type(self)(Augmented(source, fn, seed), order)
 
@@ -290,7 +292,7 @@ class Dataset:
                 raise ConfigError(
                     f"with_weights on a stream takes a column's name or a function of a sample, got {shown(weights)}"
                 )
-            return self._streamed(WeightStream(weights))
+            return self._streamed(weight_stage(weights))
         source, order = self._indexed("with_weights")
         if callable(weights) or (isinstance(weights, str) and weights):
             return type(self)(WeightedSource(source, weights), order)
@@ -348,7 +350,7 @@ class Dataset:
                 raise ConfigError(
                     "filter(batched=True) needs random access, and this is a stream: filter sample by sample"
                 )
-            return self._streamed(FilterStream(fn))
+            return self._streamed(filter_stage(fn))
         source, order = self._indexed("filter")
         return type(self)(source, select.filtered(source, order, fn, batched=batched))
 
@@ -359,7 +361,7 @@ class Dataset:
         """
         num_samples = whole_number("take(n)", num_samples, at_least=0)
         if isinstance(self._source, Stream):
-            return self._streamed(TakeStream(num_samples))
+            return self._streamed(take_stage(num_samples))
         source, order = self._indexed("take")
         return type(self)(source, Window(order, num_samples=num_samples))
 
@@ -370,7 +372,7 @@ class Dataset:
         """
         num_samples = whole_number("skip(n)", num_samples, at_least=0)
         if isinstance(self._source, Stream):
-            return self._streamed(SkipStream(num_samples))
+            return self._streamed(skip_stage(num_samples))
         source, order = self._indexed("skip")
         return type(self)(source, Window(order, begin=num_samples))
 
@@ -385,7 +387,7 @@ class Dataset:
         if times is not None:
             times = whole_number("repeat(n)", times, at_least=1)
         if isinstance(self._source, Stream):
-            return self._streamed(RepeatStream(times))
+            return self._streamed(repeat_stage(times))
         source, order = self._indexed("repeat")
         if order.is_endless:
             raise ConfigError("repeat after repeat() would wait for an end that never comes; call it once")
@@ -406,7 +408,7 @@ class Dataset:
         if buffer is not None:
             buffer = whole_number("shuffle(buffer=)", buffer, at_least=1)
         if isinstance(self._source, Stream):
-            return self._streamed(ShuffleStream(seed, buffer or STREAM_BUFFER))
+            return self._streamed(shuffle_stage(seed, buffer or STREAM_BUFFER))
         source, order = self._indexed("shuffle")
         if order.is_endless:
             raise ConfigError("shuffle after repeat() would need all of it first. Shuffle, then repeat.")
@@ -674,7 +676,6 @@ class Dataset:
         return type(self)(self._source.then(stage))
 
     def _indexed(self, what: str) -> tuple[Source, Order]:
-        """Source and order, or a refusal for a stream."""
         if self._access is None:
             raise ConfigError(
                 f"{what} needs random access, and this is a stream: it can only be read from its beginning. Nothing was "
@@ -684,7 +685,6 @@ class Dataset:
         return self._access[0].source, self._access[1]
 
     def _random_access(self, what: str) -> tuple[Reader, Order]:
-        """Reader and order, or a refusal for a stream."""
         self._indexed(what)
         assert self._access is not None
         return self._access

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shoal.config import job as jobs
-from shoal.data.order.order import Indices, Order
+from shoal.data.order import Indices, Order
 from shoal.data.reader import Reader, Reading, ReadRequest
 from shoal.data.sharding import UNSAID, ByCost, Loads, Sharding, ShardPlan
 from shoal.data.skipping import SkipLog
@@ -89,7 +89,6 @@ class BatchShare:
     def of(
         cls, start: int, stop: int, rank: int, num_workers: int, sharding: Sharding = UNSAID, epoch: int = 0
     ) -> BatchShare:
-        """Rank's share of the global batch at [start, stop)."""
         cuts = tuple(sharding.cuts(start, stop, num_workers, epoch))
         first, last = cuts[rank], cuts[rank + 1]
         plan = jobs.current().verify
@@ -315,7 +314,6 @@ def _blocks(shares: Iterable[BatchShare]) -> Iterator[list[BatchShare]]:
 def _requests(
     block: list[BatchShare], indices: Indices, epoch: int
 ) -> Iterator[tuple[BatchShare, ReadRequest]]:
-    """One request for each share of a block."""
     at = 0
     for share in block:
         length = share.end - share.begin
@@ -337,7 +335,6 @@ def make_slice(share: BatchShare, request: ReadRequest, batch: Tree) -> Slice:
 
 
 def check_call(*, start: int, rank: int, num_workers: int, batch_size: int) -> None:
-    """Refuse what no feed can give."""
     if not 0 <= rank < num_workers:
         raise ConfigError(f"rank must be from 0 to {num_workers - 1} with {num_workers} workers, got {rank}")
     if start < 0:

@@ -1,23 +1,33 @@
-"""Files: finding, reading and opening, in one place for all sources.
+"""Files: finding, reading and opening, in one place for all sources, and facts about them that take a pass to find.
 
 `Files` finds, reads and opens; `SharedFiles` does so where every host sees the
 same paths: plain system calls for local ones, fsspec for URLs. A file that is
 not what it was when it was found is refused, so that no epoch mixes two
-versions of it.
+versions of it. Facts (where lines end, how many rows a condition keeps) are
+kept by the identity of the files: in this process, and in a launched job in
+its scratch directory, where the other workers of a host find them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import glob
+import hashlib
 import io
+import json
 import os
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+from shoal.config import job as jobs
 from shoal.data.arguments import paths
 from shoal.errors import ConfigError, FileLost, NoFiles
+from shoal.runtime import scratch
 
 Where = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A path, a directory, a pattern with * or ?, a URL that fsspec knows, or several of them."""
@@ -38,9 +48,10 @@ class FileInfo(NamedTuple):
     """Changes with the content: time of change, ETag or checksum, whatever the file system offers."""
 
 
-class Files(Protocol):
-    """Finding and reading files."""
+class Files(ABC):
+    """Finding and reading files. Without a word on it every host has all of them at hand."""
 
+    @abstractmethod
     def expand(self, where: Where, endings: Sequence[str] = ()) -> list[FileInfo]:
         """The files behind paths, patterns, directories and URLs; never none.
 
@@ -48,30 +59,32 @@ class Files(Protocol):
         one of the `endings`, also further down, and hidden names not.
         """
 
+    @abstractmethod
     def read(self, url: str, begin: int, end: int) -> bytes:
         """Bytes begin..end-1 of a file."""
 
+    @abstractmethod
     def open(self, url: str) -> BinaryIO:
         """A file to read and seek in, buffered."""
 
-    def narrow(self, url: str, ranges: Iterable[tuple[int, int]]) -> None:
+    def narrow(self, url: str, ranges: Iterable[tuple[int, int]]) -> None:  # noqa: B027  may make no difference
         """Only these ranges of a file's bytes will be read from now on."""
 
-    def stage(self) -> None:
+    def stage(self) -> None:  # noqa: B027  may make no difference
         """Copy what will be read to this host, before anything is read."""
 
     def is_here(self, url: str) -> bool:
         """True where this host has the file itself, and others may not."""
+        return True
 
 
-class SharedFiles:
+class SharedFiles(Files):
     """Files that every host sees at the same place. Remembers what it found, to refuse what has changed."""
 
     def __init__(self) -> None:
         self._found: dict[str, FileInfo] = {}
 
     def expand(self, where: Where, endings: Sequence[str] = ()) -> list[FileInfo]:
-        """The files behind paths, patterns, directories and URLs; never none."""
         places = paths("the files to read", where)
         if not places:
             raise NoFiles(where="an empty list", problem="no path was given")
@@ -92,7 +105,6 @@ class SharedFiles:
         self._found[info.url] = info
 
     def read(self, url: str, begin: int, end: int) -> bytes:
-        """Bytes begin..end-1 of a file, which must be as it was found."""
         if _is_url(url):
             data = self._read_remote(url, begin, end)
         else:
@@ -104,7 +116,6 @@ class SharedFiles:
         return data
 
     def open(self, url: str) -> BinaryIO:
-        """A file to read and seek in, which must be as it was found."""
         try:
             if _is_url(url):
                 system, path = _file_system(url)
@@ -120,15 +131,6 @@ class SharedFiles:
             raw.close()
             raise
         return io.BufferedReader(raw, _BUFFER_BYTES)
-
-    def narrow(self, url: str, ranges: Iterable[tuple[int, int]]) -> None:
-        """It makes no difference where all is at hand."""
-
-    def stage(self) -> None:
-        """Every host sees them as they are."""
-
-    def is_here(self, url: str) -> bool:
-        return True
 
     def _read_local(self, url: str, begin: int, end: int) -> bytes:
         try:
@@ -268,7 +270,6 @@ def _with_ending(directory: str, inside: list[str], endings: Sequence[str]) -> l
 
 
 def _nearest(path: str) -> str:
-    """The deepest part of the path that exists, for a message."""
     what = "the pattern matches no file" if glob.has_magic(path) else "there is no such file"
     parent = Path(path).absolute().parent
     while not parent.exists() and parent != parent.parent:
@@ -309,3 +310,43 @@ def _reason(error: OSError) -> str:
     if isinstance(error, PermissionError):
         return "this user may not read it"
     return f"{error.strerror or error} ({type(error).__name__})"
+
+
+_MOST_REMEMBERED = 256
+
+_lock = threading.Lock()
+_known: OrderedDict[str, Any] = OrderedDict()
+
+
+def identity_of(files: Iterable[FileInfo], **options: Any) -> str:
+    """A name that changes when the files do, or the way they are read."""
+    said = json.dumps([[list(info) for info in files], options], sort_keys=True, default=str)
+    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+def remembered(identity: str, find_out: Callable[[], Any]) -> Any:
+    """What `find_out` gives (fit for JSON), or gave before under this identity."""
+    with _lock:
+        if identity in _known:
+            _known.move_to_end(identity)
+            return _known[identity]
+    found = _in_the_job(identity, find_out) if jobs.current().launched else find_out()
+    with _lock:
+        _known[identity] = found
+        while len(_known) > _MOST_REMEMBERED:
+            _known.popitem(last=False)
+    return found
+
+
+def _in_the_job(identity: str, find_out: Callable[[], Any]) -> Any:
+    path = scratch.directory("tables") / f"{identity}.json"
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process, however that ends
+        if path.exists():
+            return json.loads(path.read_text())
+        found = find_out()
+        unfinished = f"{path}.{os.getpid()}"
+        with open(unfinished, "w") as file:
+            json.dump(found, file)
+        os.replace(unfinished, path)
+        return found

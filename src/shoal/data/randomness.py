@@ -156,7 +156,6 @@ def _install(state: tuple[Any, torch.Tensor, np.random.BitGenerator]) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _first_numbers(seed: int) -> tuple[float, float, float]:
-    """The first draws of generators with this seed."""
     generator = torch.Generator().manual_seed(seed)
     number = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item()
     return random.Random(seed).random(), np.random.RandomState(seed & 0xFFFFFFFF).random_sample(), number

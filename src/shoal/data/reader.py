@@ -1,4 +1,4 @@
-"""The reader of samples by index: one worker's share of a batch.
+"""The reader of samples by index, one worker's share of a batch, and resumable iterators.
 
 The place where foreign code runs (datasets, map functions, collate functions),
 in this process or in a DataLoader's. It makes what they draw at random a
@@ -8,19 +8,20 @@ of workers, sees the same samples to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.collate import Collate
-from shoal.data.order.order import Indices, Order
+from shoal.data.order import Indices, Order
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.skipping import SkipLog, Skipped, SkipSamples
 from shoal.data.sources.source import Source
-from shoal.data.tree import Tree
+from shoal.data.tree import Collate, Tree
 from shoal.errors import DataError
 from shoal.runtime.seeds import mix
 
@@ -42,7 +43,6 @@ class ReadRequest:
     """Distance of each sample from the first, where some between them are left out."""
 
     def without(self, bad: dict[int, Any]) -> ReadRequest:
-        """The same, less the samples that are bad."""
         listed = list(self.indices)
         kept = [place for place, index in enumerate(listed) if int(index) not in bad]
         places = np.array(kept, dtype=np.int64)
@@ -50,7 +50,6 @@ class ReadRequest:
         return replace(self, indices=left, places=places if self.places is None else self.places[places])
 
     def place(self, number: int) -> int:
-        """The position of a sample in the epoch."""
         return self.position + (number if self.places is None else int(self.places[number]))
 
 
@@ -181,3 +180,104 @@ def samples_from(reader: Reader, order: Order, *, epoch: int, start: int) -> Ite
                 )
                 continue
             yield sample, position + 1
+
+
+T = TypeVar("T")
+
+
+class DataPosition(TypedDict):
+    """A place in a dataset, fit for JSON."""
+
+    epoch: int
+    next_index: int
+    """Position within the epoch of the first sample not given yet."""
+
+    seed: int
+    """Of the shuffle."""
+
+    data: str
+    """Digest of the dataset: changes with its sources, stages and seeds, not with the size of batches."""
+
+
+class DataIterator(Generic[T]):
+    """Samples or batches, one after the other, epoch after epoch.
+
+    A `for` over it ends with the epoch; the next one goes on with the next
+    epoch. After a saved position it goes on in the middle.
+
+        it = data.shuffle(seed=0).batch(256).iterator()
+        batch = it.next()
+        saved = json.dumps(it.position)
+        ...
+        it = data.shuffle(seed=0).batch(256).iterator(json.loads(saved))
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[int, int], Iterator[tuple[T, int]]],
+        *,
+        description: Any,
+        seed: int,
+        position: Any = None,
+    ) -> None:
+        """`begin(epoch, start)` gives items, each with the position behind it."""
+        self._begin, self._seed = begin, seed
+        text = json.dumps(description, sort_keys=True, default=str)
+        self._data = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self._epoch, self._next_index = (0, 0) if position is None else self._place(position)
+        self._items: Iterator[tuple[T, int]] | None = None
+
+    @property
+    def position(self) -> DataPosition:
+        return {"epoch": self._epoch, "next_index": self._next_index, "seed": self._seed, "data": self._data}
+
+    def next(self) -> T:
+        """The next item; StopIteration at the end of an epoch, and then the first of the next."""
+        return self.__next__()
+
+    def __iter__(self) -> DataIterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._items is None:
+            self._items = self._begin(self._epoch, self._next_index)
+        try:
+            item, self._next_index = next(self._items)
+        except StopIteration:
+            self.close()
+            self._epoch, self._next_index = self._epoch + 1, 0
+            raise
+        except BaseException:
+            self.close()  # a generator that has raised is over: asked again, it begins where it stands
+            raise
+        return item
+
+    def close(self) -> None:
+        """End what reads ahead, if anything does. It can be gone on with."""
+        items, self._items = self._items, None
+        if items is not None and hasattr(items, "close"):
+            items.close()
+
+    def _place(self, position: Any) -> tuple[int, int]:
+        try:
+            epoch, next_index = position["epoch"], position["next_index"]
+            data, seed = position["data"], position["seed"]
+        except (TypeError, KeyError):
+            raise DataError(
+                f"a position is what `iterator().position` gave, a dict with epoch, next_index, seed and data, but got "
+                f"{position!r}"
+            ) from None
+        if not all(type(number) is int and number >= 0 for number in (epoch, next_index)):
+            raise DataError(f"a position has an epoch and a next_index of 0 or more, but got {position!r}")
+        if data != self._data:
+            seeds = (
+                f" (that one was shuffled with seed {seed}, this one with {self._seed})"
+                if seed != self._seed
+                else ""
+            )
+            raise DataError(
+                f"the position was saved for another dataset than this{seeds}: its sources, stages, seeds or sizes differ, and "
+                f"sample {next_index} of epoch {epoch} would be another one. Nothing was read; build the dataset as it was, "
+                "or begin anew without a position."
+            )
+        return epoch, next_index

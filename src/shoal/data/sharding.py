@@ -14,15 +14,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.config import shard as shard_forms
-from shoal.config.shard import DRAIN_SLOWER_THAN, HOWS, MEASURED
-from shoal.data.order.order import Indices, Order
+from shoal.config.choices import DRAIN_SLOWER_THAN, MEASURED, SHARD_KINDS, parse_shard
+from shoal.data.order import Indices, Order
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.skipping import SkipSamples
 from shoal.data.slice import split_target
@@ -104,7 +103,6 @@ def _fits(sums: Costs, num_parts: int, limit: float) -> bool:
 
 
 def _reach(sums: Costs, begin: int, limit: float) -> int:
-    """The furthest end of a part that begins at `begin`."""
     end = int(np.searchsorted(sums, sums[begin] + limit, side="right")) - 1
     # sums[end] - limit, as the check from the right has it, may round to the other side.
     while end + 1 < len(sums) and sums[end + 1] - limit <= sums[begin]:
@@ -152,7 +150,6 @@ class SampleCosts:
         self._block: tuple[int, int, int, Costs] = (-1, 0, 0, np.empty(0))
 
     def at(self, start: int, stop: int, epoch: int) -> Costs:
-        """Of the samples at positions start..stop-1."""
         known_epoch, begin, end, costs = self._block
         if known_epoch != epoch or not begin <= start <= stop <= end:
             begin, end = start, max(stop, min(start + _BLOCK, self._order.length(epoch)))
@@ -272,7 +269,6 @@ def _length(sample: Any) -> float:
 
 
 def _lengths(part: Any) -> Iterator[float]:
-    """Of texts, lists of numbers and arrays."""
     if isinstance(part, dict):
         for value in part.values():
             yield from _lengths(value)
@@ -322,46 +318,36 @@ _NUM_LOOKED_AT = 64
 """Batches by which a fit says how even its cuts are."""
 
 
-class Sharding(Protocol):
-    """One way of cutting batches over workers."""
+class Sharding:
+    """One way of cutting batches over workers: into parts that differ by at most one sample, unless said otherwise."""
 
-    @property
-    def name(self) -> str:
-        """As in `Batches.shard`; "" where nothing was said."""
+    name = ""
+    """As in `Batches.shard`; "" where nothing was said."""
 
     def cuts(self, start: int, stop: int, num_workers: int, epoch: int) -> Sequence[int]:
         """`num_workers` + 1 ascending bounds within [0, stop - start], of the batch at these positions."""
+        return [(stop - start) * part // num_workers for part in range(num_workers + 1)]
 
     def check(self, num_workers: int) -> None:
         """Refuse a number of workers for which there are no cuts."""
 
     def describe(self) -> str:
         """In words; the same on ranks that cut alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class EqualParts:
-    """Parts that differ by at most one sample."""
-
-    name: str = "equal"
-
-    def cuts(self, start: int, stop: int, num_workers: int, epoch: int) -> Sequence[int]:
-        size = stop - start
-        return [size * part // num_workers for part in range(num_workers + 1)]
-
-    def check(self, num_workers: int) -> None:
-        """Any number will do."""
-
-    def describe(self) -> str:
         return "equal"
 
 
-UNSAID = EqualParts("")
+class EqualParts(Sharding):
+    """What `Batches.shard("equal")` asks for, and nothing said does too."""
+
+    name = "equal"
+
+
+UNSAID = Sharding()
 """The default, until `shard` or `--shard` says otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
-class DynamicRanges:
+@dataclass(frozen=True)
+class DynamicRanges(Sharding):
     """Relaxed strategies: ranges of the epoch are handed out while it runs. Evaluation, which is exact, cuts equally."""
 
     drain_slower_than: float | None = DRAIN_SLOWER_THAN
@@ -374,7 +360,7 @@ class DynamicRanges:
     probe_every_s: float = 10.0
     """Seconds between two ranges for a drained worker, which show whether it has recovered."""
 
-    name: str = "dynamic"
+    name = "dynamic"
 
     def __post_init__(self) -> None:
         if self.drain_slower_than is not None and not _is_between(self.drain_slower_than, 1):
@@ -387,22 +373,16 @@ class DynamicRanges:
                 f"probe_every_s must be a positive number of seconds, got {self.probe_every_s!r}."
             )
 
-    def cuts(self, start: int, stop: int, num_workers: int, epoch: int) -> Sequence[int]:
-        return UNSAID.cuts(start, stop, num_workers, epoch)
-
-    def check(self, num_workers: int) -> None:
-        """Any number will do."""
-
     def describe(self) -> str:
         return f"dynamic, drain_slower_than={self.drain_slower_than}, backup={self.backup}"
 
 
-@dataclass(frozen=True, slots=True)
-class ByWeight:
+@dataclass(frozen=True)
+class ByWeight(Sharding):
     """Parts in proportion to given weights."""
 
     weights: tuple[float, ...]
-    name: str = "weighted"
+    name = "weighted"
 
     def __post_init__(self) -> None:
         if not self.weights or not all(math.isfinite(each) and each >= 0 for each in self.weights):
@@ -428,7 +408,7 @@ class ByWeight:
         return f"weighted by {list(self.weights)}"
 
 
-class BySpeed:
+class BySpeed(Sharding):
     """Parts in proportion to how fast workers have been. Whoever measures sets `weights`, on all ranks alike."""
 
     name = "weighted"
@@ -438,13 +418,9 @@ class BySpeed:
         """Of the workers there are; empty: equal, nothing was measured yet."""
 
     def cuts(self, start: int, stop: int, num_workers: int, epoch: int) -> Sequence[int]:
-        """By what is set; equal for another number of workers."""
         if len(self.weights) != num_workers:
-            return UNSAID.cuts(start, stop, num_workers, epoch)
+            return super().cuts(start, stop, num_workers, epoch)
         return weighted_cuts(stop - start, self.weights)
-
-    def check(self, num_workers: int) -> None:
-        """Any number will do."""
 
     def describe(self) -> str:
         """Not the weights: they change."""
@@ -462,32 +438,25 @@ class Loads(NamedTuple):
     """The cuts themselves, for ranks to compare."""
 
 
-class ByCost:
+class ByCost(Sharding):
     """Parts whose heaviest is as light as contiguous cuts can make it."""
 
     name = "balanced"
 
     def __init__(self, costs: SampleCosts) -> None:
         self._costs = costs
+        self.by = costs.name
+        """Name of the costs, for messages."""
 
     def cuts(self, start: int, stop: int, num_workers: int, epoch: int) -> Sequence[int]:
         if num_workers == 1:
             return [0, stop - start]
         return balanced_cuts(self._costs.at(start, stop, epoch), num_workers)
 
-    def check(self, num_workers: int) -> None:
-        """Any number will do."""
-
     def describe(self) -> str:
         return f"balanced by {self._costs.identity}"
 
-    @property
-    def by(self) -> str:
-        """Name of the costs, for messages."""
-        return self._costs.name
-
     def loads(self, batches: Iterable[tuple[int, int]], num_workers: int, epoch: int) -> Loads:
-        """Load of the cuts of the first of these batches."""
         mine, equal = [], []
         for start, stop in itertools.islice(batches, _NUM_LOOKED_AT):
             costs = self._costs.at(start, stop, epoch)
@@ -514,7 +483,7 @@ class ShardPlan:
     """Arguments of `Batches.shard`; a feed makes a Sharding of them."""
 
     how: str
-    """One of HOWS."""
+    """One of SHARD_KINDS."""
 
     cost: Any = None
     """Of `balanced`."""
@@ -532,9 +501,9 @@ class ShardPlan:
     """Of `dynamic`."""
 
     def __post_init__(self) -> None:
-        if self.how not in HOWS:
+        if self.how not in SHARD_KINDS:
             raise ConfigError(
-                f"batches are cut over the workers by one of {', '.join(HOWS)}, got {self.how!r}."
+                f"batches are cut over the workers by one of {', '.join(SHARD_KINDS)}, got {self.how!r}."
             )
         if (self.cost is None) == (self.how == "balanced"):
             raise ConfigError(
@@ -552,8 +521,7 @@ class ShardPlan:
 
     @classmethod
     def parse(cls, text: str) -> ShardPlan:
-        """From the text of `--shard`."""
-        words = shard_forms.parse(text)
+        words = parse_shard(text)
         return cls(
             how=words.how,
             cost=words.cost,
@@ -572,7 +540,6 @@ class ShardPlan:
         return self._by_arithmetic()
 
     def of_source(self, source: Source, order: Order) -> Sharding:
-        """For samples by index."""
         if self.how == "balanced":
             return ByCost(SampleCosts(self.cost, source, order))
         return self._by_arithmetic()
@@ -583,11 +550,7 @@ class ShardPlan:
                 return EqualParts()
             case "dynamic":
                 return DynamicRanges(self.drain_slower_than, self.backup, self.probe_every_s)
-        if isinstance(self.weights, str):
-            if self.weights != MEASURED:
-                raise ConfigError(
-                    f"weights are numbers, one for each worker, or 'measured'; got {self.weights!r}."
-                )
+        if isinstance(self.weights, str) and self.weights == MEASURED:
             return BySpeed()
         try:
             return ByWeight(tuple(float(weight) for weight in self.weights))

@@ -63,7 +63,6 @@ class Skipped:
     max_skips: int | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Place and reason, fit for JSON."""
         told = {
             "epoch": self.epoch,
             "index": self.index,

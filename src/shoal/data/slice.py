@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -133,11 +133,16 @@ class Slice:
         return parts
 
 
+LABELS = ("labels", "targets", "label", "target")
+"""Keys under which a batch that is a mapping has its target."""
+
+
 def split_target(batch: Tree) -> tuple[Tree, Any]:
     """(inputs, target) of a batch.
 
     A pair is (inputs, target); a longer tuple gives all but its last as
-    positional inputs; a tensor, a dict or a tuple of one has no target.
+    positional inputs; a mapping has its target under one of `LABELS`, which
+    stays with the inputs; a tensor or a tuple of one has no target.
     Weights (see `Dataset.with_weights`) are neither.
     """
     if isinstance(batch, Weighted):
@@ -148,11 +153,12 @@ def split_target(batch: Tree) -> tuple[Tree, Any]:
         if len(batch) == 2:
             return batch[0], batch[1]
         return tuple(batch[:-1]), batch[-1]
+    if isinstance(batch, Mapping):
+        return batch, next((batch[key] for key in LABELS if key in batch), None)
     return batch, None
 
 
 def weight_of(batch: Tree) -> torch.Tensor | None:
-    """Weight of each sample of a batch; None where all count alike."""
     return batch.weight if isinstance(batch, Weighted) else None
 
 

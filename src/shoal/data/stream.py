@@ -17,25 +17,24 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.config import job as jobs
-from shoal.data.collate import Collate
 from shoal.data.feed import BatchShare, EvenCut, check_call
-from shoal.data.order.order import Order
+from shoal.data.order import Order
 from shoal.data.randomness import PrivateGenerators
+from shoal.data.select import find_column
 from shoal.data.sharding import UNSAID, Sharding, ShardPlan
 from shoal.data.skipping import SkipLog, Skipped
 from shoal.data.slice import Slice, keep_weights
-from shoal.data.sources.mapped import augment_seed, checked_weight, weighted
+from shoal.data.sources.derived import augment_seed, checked_weight, weighted
 from shoal.data.sources.source import bad_sample, blame, call_user, line_of, name_of
-from shoal.data.tree import Tree, map_tensors, tensors
-from shoal.data.values import find_column
-from shoal.data.workers.loader_options import LoaderOptions, start_pass
+from shoal.data.tree import Collate, Tree, map_tensors, tensors
+from shoal.data.workers.loader_options import open_like, start_pass
 from shoal.errors import ConfigError, DataError, EmptyDataset
 from shoal.runtime import events
 from shoal.runtime.seeds import mix
@@ -47,156 +46,117 @@ _BUFFER = 0x425546464552  # keeps shuffle(seed=0) of a stream apart from other u
 _MANY = 1 << 32  # repetitions between two epochs of an endless stream, which only a take after it can end
 
 
-class StreamStage(Protocol):
+class StreamStage(NamedTuple):
     """One thing done to a stream."""
 
-    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
-        """The samples of an epoch."""
+    run: Callable[[Open, int, SkipLog], Iterator[Any]]
+    """The samples of an epoch."""
 
-    def describe(self) -> dict[str, Any]:
-        """Fit for JSON."""
+    described: dict[str, Any]
+    """Fit for JSON."""
+
+    is_endless: bool | None = None
+    """Whether the stream has an end behind it; None where that is as before."""
 
 
-class MapStream:
-    """A function of each sample."""
-
-    def __init__(
-        self, fn: Callable[[Any], Any], *, on_error: str = "raise", max_skips: int | None = None
-    ) -> None:
-        self._fn, self._on_error, self._max_skips = fn, on_error, max_skips
-
-    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+def map_stage(fn: Callable[[Any], Any], *, on_error: str, max_skips: int | None) -> StreamStage:
+    def run(before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
         for number, sample in enumerate(before(epoch)):
             try:
-                made = keep_weights(sample, self._fn(sample))
+                made = keep_weights(sample, fn(sample))
             except Exception as error:
-                if self._on_error == "raise":
-                    blame("map", self._fn, error, number, epoch)
+                if on_error == "raise":
+                    blame("map", fn, error, number, epoch)
                     raise
-                bad = bad_sample("map", self._fn, error, number)
-                skips.record([Skipped(epoch, number, bad, f"map({name_of(self._fn)})", self._max_skips)])
+                bad = bad_sample("map", fn, error, number)
+                skips.record([Skipped(epoch, number, bad, f"map({name_of(fn)})", max_skips)])
                 continue
             yield made
 
-    def describe(self) -> dict[str, Any]:
-        skips = {"on_error": "skip"} if self._on_error == "skip" else {}
-        return {"stage": "map", "fn": name_of(self._fn), **skips}
+    skips = {"on_error": "skip"} if on_error == "skip" else {}
+    return StreamStage(run, {"stage": "map", "fn": name_of(fn), **skips})
 
 
-class FilterStream:
-    """Only samples for which a function is true."""
-
-    def __init__(self, fn: Callable[[Any], Any]) -> None:
-        self._fn = fn
-
-    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+def filter_stage(fn: Callable[[Any], Any]) -> StreamStage:
+    def run(before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
         for number, sample in enumerate(before(epoch)):
-            if call_user("filter", self._fn, number, epoch, sample):
+            if call_user("filter", fn, number, epoch, sample):
                 yield sample
 
-    def describe(self) -> dict[str, Any]:
-        return {"stage": "filter", "fn": name_of(self._fn)}
+    return StreamStage(run, {"stage": "filter", "fn": name_of(fn)})
 
 
-class AugmentStream:
+def augment_stage(fn: Callable[[Any, torch.Generator], Any], seed: int) -> StreamStage:
     """A function of each sample and a generator seeded by (seed, epoch, its number in the stream)."""
 
-    def __init__(self, fn: Callable[[Any, torch.Generator], Any], seed: int) -> None:
-        self._fn, self._seed = fn, seed
-
-    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+    def run(before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
         generator = torch.Generator()
         for number, sample in enumerate(before(epoch)):
-            generator.manual_seed(augment_seed(self._seed, epoch, number))
+            generator.manual_seed(augment_seed(seed, epoch, number))
             try:
-                made = keep_weights(sample, self._fn(sample, generator))
+                made = keep_weights(sample, fn(sample, generator))
             except Exception as error:
-                blame("augment", self._fn, error, number, epoch)
+                blame("augment", fn, error, number, epoch)
                 raise
             yield made
 
-    def describe(self) -> dict[str, Any]:
-        return {"stage": "augment", "fn": name_of(self._fn), "seed": self._seed}
+    return StreamStage(run, {"stage": "augment", "fn": name_of(fn), "seed": seed})
 
 
-class WeightStream:
-    """A weight for each sample."""
+def weight_stage(by: str | Callable[[Any], Any]) -> StreamStage:
+    column = by if isinstance(by, str) else None
 
-    def __init__(self, by: str | Callable[[Any], Any]) -> None:
-        self._by = by
-
-    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+    def run(before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
         for number, sample in enumerate(before(epoch)):
-            if isinstance(self._by, str):
-                weight = find_column(sample, self._by, None, "with_weights")
+            if isinstance(by, str):
+                weight = find_column(sample, by, None, "with_weights")
             else:
-                weight = call_user("with_weights", self._by, number, epoch, sample)
-            column = self._by if isinstance(self._by, str) else None
+                weight = call_user("with_weights", by, number, epoch, sample)
             yield weighted(sample, checked_weight(weight, number), column=column)
 
-    def describe(self) -> dict[str, Any]:
-        by = self._by if isinstance(self._by, str) else name_of(self._by)
-        return {"stage": "with_weights", "weights": by}
+    return StreamStage(run, {"stage": "with_weights", "weights": column or name_of(by)})
 
 
-class TakeStream:
-    """Only the first samples."""
-
-    def __init__(self, num_samples: int) -> None:
-        self._num_samples = num_samples
-
-    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
-        """So many, and not one more is read."""
-        return itertools.islice(before(epoch), self._num_samples)
-
-    def describe(self) -> dict[str, Any]:
-        return {"stage": "take", "num_samples": self._num_samples}
+def take_stage(num_samples: int) -> StreamStage:
+    """Only the first samples; not one more is read."""
+    return StreamStage(
+        lambda before, epoch, skips: itertools.islice(before(epoch), num_samples),
+        {"stage": "take", "num_samples": num_samples},
+        is_endless=False,
+    )
 
 
-class SkipStream:
+def skip_stage(num_samples: int) -> StreamStage:
     """All but the first samples, which are read and dropped."""
-
-    def __init__(self, num_samples: int) -> None:
-        self._num_samples = num_samples
-
-    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
-        return itertools.islice(before(epoch), self._num_samples, None)
-
-    def describe(self) -> dict[str, Any]:
-        return {"stage": "skip", "num_samples": self._num_samples}
+    return StreamStage(
+        lambda before, epoch, skips: itertools.islice(before(epoch), num_samples, None),
+        {"stage": "skip", "num_samples": num_samples},
+    )
 
 
-class RepeatStream:
+def repeat_stage(times: int | None) -> StreamStage:
     """The stream several times, or without end; each time as an epoch of its own."""
 
-    def __init__(self, times: int | None) -> None:
-        self.times = times
-
-    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
-        for repetition in itertools.count() if self.times is None else range(self.times):
+    def run(before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        for repetition in itertools.count() if times is None else range(times):
             is_empty = True
-            for sample in before(epoch * (self.times or _MANY) + repetition):
+            for sample in before(epoch * (times or _MANY) + repetition):
                 is_empty = False
                 yield sample
             if is_empty:
                 return  # nor would the next one give anything
 
-    def describe(self) -> dict[str, Any]:
-        return {"stage": "repeat", "times": self.times}
+    return StreamStage(run, {"stage": "repeat", "times": times}, is_endless=True if times is None else None)
 
 
-class ShuffleStream:
-    """Samples leave a buffer at random when others come in."""
+def shuffle_stage(seed: int, num_samples: int) -> StreamStage:
+    """Samples leave a buffer at random when others come in; the order is a function of (seed, epoch) and of the stream."""
 
-    def __init__(self, seed: int, num_samples: int) -> None:
-        self._seed, self._num_samples = seed, num_samples
-
-    def run(self, before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
-        """In an order that is a function of (seed, epoch) and of the stream."""
-        drawn = random.Random(mix(_BUFFER, self._seed, epoch))
+    def run(before: Open, epoch: int, skips: SkipLog) -> Iterator[Any]:
+        drawn = random.Random(mix(_BUFFER, seed, epoch))
         buffer: list[Any] = []
         for sample in before(epoch):
-            if len(buffer) < self._num_samples:
+            if len(buffer) < num_samples:
                 buffer.append(sample)
                 continue
             at = drawn.randrange(len(buffer))
@@ -205,8 +165,7 @@ class ShuffleStream:
         drawn.shuffle(buffer)
         yield from buffer
 
-    def describe(self) -> dict[str, Any]:
-        return {"stage": "shuffle", "seed": self._seed, "buffer": self._num_samples}
+    return StreamStage(run, {"stage": "shuffle", "seed": seed, "buffer": num_samples})
 
 
 class OwnStream(IterableDataset[Any]):
@@ -236,13 +195,8 @@ class Stream(IterableDataset[Any]):
 
     @property
     def is_endless(self) -> bool:
-        endless = False
-        for stage in self._stages:
-            if isinstance(stage, RepeatStream):
-                endless = endless or stage.times is None
-            elif isinstance(stage, TakeStream):
-                endless = False
-        return endless
+        said = [stage.is_endless for stage in self._stages if stage.is_endless is not None]
+        return bool(said) and said[-1]
 
     def then(self, stage: StreamStage) -> Stream:
         return Stream(self._dataset, (*self._stages, stage))
@@ -257,7 +211,7 @@ class Stream(IterableDataset[Any]):
         source = {"source": "stream", "dataset": type(self._dataset).__qualname__}
         if isinstance(self._dataset, OwnStream):
             source = self._dataset.describe()
-        return [source, *(stage.describe() for stage in self._stages)]
+        return [source, *(stage.described for stage in self._stages)]
 
     def _open(self, num_stages: int, epoch: int) -> Iterator[Any]:
         """The samples of an epoch after the first so many stages."""
@@ -308,12 +262,12 @@ class StreamFeed:
         collate: Collate,
         seed: int,
         order: Order | None = None,
-        options: LoaderOptions | None = None,
+        loader: DataLoader[Any] | None = None,
         description: list[dict[str, Any]],
     ) -> None:
-        """Without a `cut`, items are batches already; with an `order`, they are read by index."""
+        """Without a `cut`, items are batches already; with an `order`, they are read by index; `loader` is the user's."""
         self._dataset, self._cut, self._collate, self.seed = dataset, cut, collate, seed
-        self._order, self._options = order, options or LoaderOptions()
+        self._order, self._loader = order, loader
         self._description = description
         self.skips: SkipLog = getattr(dataset, "skips", None) or SkipLog()
         self.sharding: Sharding = UNSAID
@@ -348,13 +302,14 @@ class StreamFeed:
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         dataset, position = self._dataset, 0
-        if size and not self._options.num_processes:
+        if size and (self._loader is None or not self._loader.num_workers):
             # Samples come one by one, so the beginning can be left out at any sample and need not be collated.
             dataset, position = _Tail(dataset, start), start
         seed = mix(self.seed, epoch)
         generators = PrivateGenerators(seed)
         with generators:
-            loader = self._options.open(
+            loader = open_like(
+                self._loader,
                 dataset,
                 seed=seed,
                 collate_fn=_CutCollate(
@@ -391,7 +346,7 @@ class StreamFeed:
             if item is None:
                 break
             batch, share = item
-            if self._options.pin_memory:
+            if self._loader is not None and self._loader.pin_memory:
                 batch = self._collate.tidy(batch)  # pinning makes lists of tuples
             begin, position = position, position + share.num_global
             if begin < start < position:

@@ -2,16 +2,13 @@
 
 declared.py      declarations of features
 feature_set.py   a list of them: fit, the map stage, the input layer, saving
-columns.py       columns of a batch: numbers, tokens, what is missing
+columns.py       columns of a batch: numbers, tokens, what is missing; hashes for ever
 statistics.py    moments, quantile sketches and token counts, by map, combine and reduce
-ids.py           hashes for ever; vocabularies, with the unknown
-transform.py     columns to tensors
-input_layer.py   tensors to the input of a model
+transform.py     vocabularies; columns to tensors
 """
 
 from shoal.features.declared import bag, bucketized, categorical, crossed, embedding, hashed, numeric
-from shoal.features.feature_set import FeatureSet
-from shoal.features.input_layer import InputLayer
+from shoal.features.feature_set import FeatureSet, InputLayer
 
 __all__ = [
     "FeatureSet",

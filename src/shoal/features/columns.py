@@ -1,7 +1,9 @@
-"""Columns of a batch as numpy arrays: numbers, or tokens (strings or whole numbers), and which are missing.
+"""Columns of a batch as numpy arrays: numbers, or tokens (strings or whole numbers), and hashes of tokens.
 
 Batches come from tables (tensors, arrays of str), from torch's collate
 (tensors, lists of str) and from whoever serves a model (lists of anything).
+Hashes are 64 bits, the same in every process, on every machine, for ever. A
+test pins them: they are part of every model that was trained on hashed ids.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal.data.order import GOLDEN, splitmix64
 from shoal.errors import ConfigError, DataError, NoSuchColumn
+from shoal.runtime.kernel_cache import kernel, matrix, mixed, types, vector
 
 PADDING = -1
 """Of lists of whole numbers, behind their end."""
@@ -212,3 +216,46 @@ def _kind(array: NDArray[Any]) -> str:
 
 def _example(array: NDArray[Any]) -> str:
     return repr(array.reshape(-1)[:1].tolist()[0]) if array.size else "nothing"
+
+
+Hashes = NDArray[np.uint64]
+
+_START, _STEP = 0xCBF29CE484222325, 0x100000001B3  # FNV-1a's
+
+
+def hash_text(texts: NDArray[np.str_], seed: int) -> Hashes:
+    """Of strings, by their characters; how wide the array is does not matter."""
+    width = texts.dtype.itemsize // 4
+    out = np.empty(texts.size, np.uint64)
+    codes = np.ascontiguousarray(texts).reshape(-1).view(np.uint32).reshape(texts.size, width)
+    _hash_text(codes, np.uint64(seed), out)
+    return out.reshape(texts.shape)
+
+
+def hash_ints(numbers: NDArray[np.int64], seed: int) -> Hashes:
+    return splitmix64(
+        numbers.astype(np.int64).view(np.uint64) + splitmix64(np.array([seed], np.uint64) + GOLDEN)
+    )
+
+
+def hash_together(parts: Sequence[Hashes], seed: int) -> Hashes:
+    total = np.full_like(parts[0], seed)
+    for part in parts:
+        total = splitmix64((total + GOLDEN) ^ part)
+    return total
+
+
+def bucket_of(hashes: Hashes, buckets: int) -> NDArray[np.int64]:
+    return (hashes % np.uint64(buckets)).astype(np.int64)
+
+
+@kernel((matrix(types.uint32), types.uint64, vector(types.uint64, written=True)))
+def _hash_text(codes: Any, seed: Any, out: Any) -> None:
+    for row in range(codes.shape[0]):
+        length = codes.shape[1]
+        while length > 0 and codes[row, length - 1] == 0:
+            length -= 1
+        value = np.uint64(_START) ^ seed
+        for at in range(length):
+            value = (value ^ np.uint64(codes[row, at])) * np.uint64(_STEP)
+        out[row] = mixed(value ^ np.uint64(length))

@@ -1,25 +1,31 @@
 """`FeatureSet`: a declared list of features that becomes a map stage and an input layer.
 
-Its declaration and statistics are also bytes (JSON), to lie among the tensors
-of a model.
+The input layer holds only modules that every strategy knows: under `ps`, rows
+of its embeddings and bags become rows on the servers, as those of any model.
+The feature set itself, with all that fit found out, is a tensor of bytes (JSON)
+in the layer's state_dict: it is saved and loaded with the weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.data.batches import Batches
 from shoal.data.dataset import Dataset
+from shoal.embedding import HashEmbedding
 from shoal.errors import CheckpointError, ConfigError, DataError, EmptyDataset, NoCheckpoint
 from shoal.features.columns import columns_of
 from shoal.features.declared import (
@@ -32,25 +38,136 @@ from shoal.features.declared import (
     Hashed,
     IdFeature,
     Numeric,
-    Table,
+    TableKind,
 )
-from shoal.features.input_layer import STATE, BagOfRows, Dense, EmbeddingRows, InputLayer, InputPart, OneHot
 from shoal.features.statistics import Collect, Scale, Statistics, conclude, merge, needs_fit, parts_of
 from shoal.features.transform import DENSE, WEIGHTS, Transform
 
+STATE = "feature_set"
+"""Name of the bytes in the state_dict."""
+
+
+class InputLayer(nn.Module):
+    """Takes what a FeatureSet makes of a batch, gives [rows, out_features]."""
+
+    feature_set: Tensor
+    _like: Tensor
+
+    def __init__(self, state: bytes, parts: Mapping[str, InputPart]) -> None:
+        super().__init__()
+        self.register_buffer(STATE, torch.frombuffer(bytearray(state), dtype=torch.uint8).clone())
+        self.register_buffer("_like", torch.zeros(0), persistent=False)
+        # A prefix, because a dict of modules has methods that columns may be called like.
+        modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+        self.tables = nn.ModuleDict({f"of_{name.replace('.', '_')}": part for name, part in modules.items()})
+        self._parts = dict(parts)
+        self.out_features = sum(part.width for part in parts.values())
+
+    def forward(self, inputs: Any) -> Tensor:
+        """The input of the next layer, the features' columns in the order of their declaration."""
+        if isinstance(inputs, Tensor) and list(self._parts) in (["input"], ["inputs"]):
+            # A lone column of that name was taken for an argument's.
+            inputs = dict.fromkeys(self._parts, inputs)
+        if not isinstance(inputs, Mapping):
+            raise DataError(
+                f"the input layer takes what its features make of a batch, a dict of tensors, but got a "
+                f"{type(inputs).__name__}. Nothing was computed; put the features in front: data.batch(1024).map(features)."
+            )
+        columns = []
+        for name, part in self._parts.items():
+            try:
+                columns.append(part(inputs, self._like))
+            except KeyError as error:
+                raise DataError(
+                    f"the input layer misses {error} for its feature '{name}'; the batch has {', '.join(map(str, inputs))}. "
+                    "Nothing was computed; put the features in front: data.batch(1024).map(features)."
+                ) from None
+        return torch.cat(columns, dim=1)
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        columns = ", ".join(f"{name}: {part.width}" for name, part in self._parts.items())
+        return f"out_features={self.out_features}, {columns}"
+
+
+class Dense(NamedTuple):
+    """The numbers, as they are."""
+
+    name: str
+    width: int
+
+    def __call__(self, inputs: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        return inputs[self.name].to(like.dtype)
+
+
+class OneHot(NamedTuple):
+    """A column per id."""
+
+    name: str
+    width: int
+
+    def __call__(self, inputs: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        return F.one_hot(inputs[self.name], self.width).to(like.dtype)
+
+
+class EmbeddingRows(nn.Module):
+    """A row of a table per id."""
+
+    def __init__(self, name: str, num_ids: int | None, dim: int, *, sparse: bool) -> None:
+        super().__init__()
+        self._name, self.width = name, dim
+        if num_ids is None:
+            self.rows: nn.Module = _hash_rows(name, dim)
+        else:
+            self.rows = nn.Embedding(num_ids, dim, sparse=sparse)
+            _start(self.rows.weight)
+
+    def forward(self, inputs: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        found: Tensor = self.rows(inputs[self._name])
+        return found
+
+
+class BagOfRows(nn.Module):
+    """A weighted sum of rows per list of ids."""
+
+    def __init__(self, name: str, num_ids: int | None, dim: int, *, sparse: bool) -> None:
+        super().__init__()
+        self._name, self.width = name, dim
+        if num_ids is None:
+            self.rows: nn.Module = _hash_rows(name, dim)
+        else:
+            self.rows = nn.EmbeddingBag(num_ids + 1, dim, mode="sum", sparse=sparse, padding_idx=num_ids)
+            _start(self.rows.weight, padding=num_ids)
+
+    def forward(self, inputs: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        ids, weights = inputs[self._name], inputs[self._name + WEIGHTS].to(like.dtype)
+        found: Tensor
+        if isinstance(self.rows, HashEmbedding):
+            found = (self.rows(ids) * weights.unsqueeze(-1)).sum(1)
+        else:
+            found = self.rows(ids, per_sample_weights=weights)
+        return found
+
+
+InputPart: TypeAlias = Dense | OneHot | EmbeddingRows | BagOfRows
+"""Makes columns [rows, width] of some of the tensors of a batch; `like` has the dtype and device of the layer."""
+
+
+def _hash_rows(name: str, dim: int) -> HashEmbedding:
+    return HashEmbedding(dim, scale=dim**-0.5, seed=zlib.crc32(name.encode()), name=name)
+
+
+def _start(weight: Any, padding: int | None = None) -> None:
+    """Rows of length about 1, whatever their width."""
+    with torch.no_grad():
+        weight.normal_(std=weight.shape[1] ** -0.5)
+        if padding is not None:
+            weight[padding] = 0
+
+
 _FORMAT = 1
 _KINDS = {
-    kind.__name__: kind
-    for kind in (
-        Numeric,
-        Bucketized,
-        Categorical,
-        Hashed,
-        Crossed,
-        Embedding,
-        Bag,
-        Scale,
-    )
+    kind.__name__: kind for kind in (Numeric, Bucketized, Categorical, Hashed, Crossed, Embedding, Bag, Scale)
 }
 
 
@@ -197,27 +314,12 @@ class FeatureSet:
         embedded = {self._ids_of(one).name for one in self.features if isinstance(one, Embedding)}
         for feature in self.features:
             match feature:
-                case Embedding():
-                    ids = self._ids_of(feature)
-                    parts[_free(feature.name, parts)] = self._rows(
-                        ids,
-                        feature.dim,
-                        feature.table,
-                        sparse=feature.sparse,
-                        by=f"embedding('{feature.name}')",
-                    )
-                case Bag():
-                    num_ids = _table_size(
-                        transform.num_ids(feature.ids), feature.table, f"bag('{feature.name}')"
-                    )
-                    parts[feature.name] = BagOfRows(
-                        feature.name,
-                        feature.name + WEIGHTS,
-                        num_ids,
-                        feature.dim,
-                        sparse=feature.sparse,
-                        seed=_seed(feature.name),
-                    )
+                case Embedding(dim=dim, table=table, sparse=sparse):
+                    name, by = _free(feature.name, parts), f"embedding('{feature.name}')"
+                    parts[name] = self._rows(self._ids_of(feature), dim, table, sparse=sparse, by=by)
+                case Bag(name=name, dim=dim, table=table, sparse=sparse):
+                    num_ids = _table_size(transform.num_ids(feature.ids), table, f"bag('{name}')")
+                    parts[name] = BagOfRows(name, num_ids, dim, sparse=sparse)
                 case Numeric():
                     continue
                 case _ if feature.name not in embedded:
@@ -293,9 +395,9 @@ class FeatureSet:
             return feature
         return self._parts[feature.of] if isinstance(feature.of, str) else feature.of
 
-    def _rows(self, ids: IdFeature, dim: int, table: Table, *, sparse: bool, by: str) -> InputPart:
+    def _rows(self, ids: IdFeature, dim: int, table: TableKind, *, sparse: bool, by: str) -> InputPart:
         num_ids = _table_size(self._fitted(by).num_ids(ids), table, by)
-        return EmbeddingRows(ids.name, num_ids, dim, sparse=sparse, seed=_seed(ids.name))
+        return EmbeddingRows(ids.name, num_ids, dim, sparse=sparse)
 
     def _by_default(self, feature: IdFeature) -> InputPart:
         num_ids = self._fitted("input_layer()").num_ids(feature)
@@ -348,7 +450,7 @@ def _check(features: tuple[Feature, ...]) -> None:
             )
 
 
-def _table_size(num_ids: int | None, table: Table, by: str) -> int | None:
+def _table_size(num_ids: int | None, table: TableKind, by: str) -> int | None:
     if table == "hash":
         return None
     if num_ids is None and table == "embedding":
@@ -360,21 +462,12 @@ def _table_size(num_ids: int | None, table: Table, by: str) -> int | None:
 
 
 def _free(name: str, taken: dict[str, InputPart]) -> str:
-    return (
-        name
-        if name not in taken
-        else next(f"{name}_{n}" for n in range(2, 1 << 20) if f"{name}_{n}" not in taken)
-    )
-
-
-def _seed(name: str) -> int:
-    return zlib.crc32(name.encode())
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    return next(each for each in names if each not in taken)
 
 
 def _length(data: Dataset) -> int:
     try:
         return len(data)
-    except TypeError:
-        return 0  # a stream
-    except DataError:
+    except (TypeError, DataError):  # a stream
         return 0

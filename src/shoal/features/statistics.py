@@ -9,6 +9,7 @@ bit.
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import DataError
-from shoal.features.columns import Columns, columns_of
+from shoal.features.columns import Columns, bucket_of, columns_of, hash_ints, hash_text
 from shoal.features.declared import Bag, Bucketized, Categorical, Crossed, Embedding, Feature, Numeric, Token
-from shoal.features.ids import bucket_of, hash_ints, hash_text, most_frequent
 
 Floats = NDArray[np.float64]
 
@@ -160,13 +160,6 @@ class Sketch:
             self._flips.append(0)
 
 
-def merge_sketches(sketches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    total = Sketch.of(sketches[0])
-    for other in sketches[1:]:
-        total.merge(Sketch.of(other))
-    return total.plain()
-
-
 NUM_PARTS = 16
 
 Counts = dict[str, int] | tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -304,7 +297,12 @@ def merge(key: Key, values: Sequence[Any]) -> Any:
     """The combine and reduce function."""
     if key[0] == _MOMENTS:
         return merge_moments(values)
-    return merge_sketches(values) if key[0] == _SKETCH else merge_counts(values)
+    if key[0] == _COUNT:
+        return merge_counts(values)
+    total = Sketch.of(values[0])
+    for other in values[1:]:
+        total.merge(Sketch.of(other))
+    return total.plain()
 
 
 def conclude(features: Sequence[Feature], found: Iterable[tuple[Key, Any]], num_samples: int) -> Statistics:
@@ -335,6 +333,14 @@ def conclude(features: Sequence[Feature], found: Iterable[tuple[Key, Any]], num_
         if isinstance(feature, (Numeric, Bucketized)):
             _conclude_numbers(feature, summaries, statistics)
     return statistics
+
+
+def most_frequent(counts: Iterable[tuple[Token, int]], feature: Categorical) -> tuple[Token, ...]:
+    """The vocabulary of a feature: the most frequent first, of equals the smaller first."""
+    kept = ((-count, token) for token, count in counts if count >= feature.min_count)
+    if feature.max_size is None:
+        return tuple(token for _, token in sorted(kept))
+    return tuple(token for _, token in heapq.nsmallest(feature.max_size, kept))
 
 
 def _conclude_numbers(

@@ -8,7 +8,8 @@ dense              float32 [rows, numbers]: all numeric features, in their order
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,80 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.errors import DataError
-from shoal.features.columns import Columns, Tokens
-from shoal.features.declared import Bag, Bucketized, Categorical, Crossed, Hashed, IdFeature, Numeric
-from shoal.features.ids import Hashes, Vocabulary, bucket_of, hash_ints, hash_text, hash_together
+from shoal.features.columns import Columns, Hashes, Tokens, bucket_of, hash_ints, hash_text, hash_together
+from shoal.features.declared import Bag, Bucketized, Categorical, Crossed, Hashed, IdFeature, Numeric, Token
 from shoal.features.statistics import Statistics, asked
 
 DENSE = "dense"
 WEIGHTS = ".weights"
 
 Ids = NDArray[np.int64]
+
+
+class Vocabulary:
+    """From values to ids: 0 to n - 1 by place, then the unknown, then the missing where they have an id of their own."""
+
+    def __init__(self, feature: Categorical, tokens: Sequence[Token]) -> None:
+        self.feature, self.tokens = feature, tuple(tokens)
+        self._is_text = not tokens or isinstance(tokens[0], str)
+        self._places: dict[Any, int] = {token: place for place, token in enumerate(tokens)}
+        if not self._is_text:
+            known = np.array(tokens, dtype=np.int64)
+            self._order = np.argsort(known, kind="stable")
+            self._sorted = known[self._order]
+
+    @property
+    def num_ids(self) -> int:
+        own = self.feature.missing == "own"
+        return len(self.tokens) + self.feature.num_unknown + own
+
+    def ids(self, tokens: Tokens) -> Ids:
+        """The id of each value, in their shape."""
+        feature = self.feature
+        found = self._looked_up(tokens)
+        missing, unknown = tokens.missing, (found < 0) & ~tokens.missing
+        if missing.any():
+            if feature.missing == "raise":
+                raise DataError(
+                    f"the column '{feature.column}' of the feature '{feature.name}' has {int(missing.sum())} missing values "
+                    "in a batch, and missing='raise' says that there are none. Nothing was computed; mend the data, or say "
+                    "missing='own' or 'unknown'."
+                )
+            found[missing] = self.num_ids - 1 if feature.missing == "own" else len(self.tokens)
+        if unknown.any():
+            found[unknown] = self._unknown(tokens.values[unknown])
+        return found
+
+    def _looked_up(self, tokens: Tokens) -> Ids:
+        flat = tokens.values.reshape(-1)
+        if not self.tokens or not len(flat):
+            return np.full(tokens.values.shape, -1, np.int64)
+        if tokens.is_text != self._is_text:
+            raise DataError(
+                f"the vocabulary of the feature '{self.feature.name}' holds {_kind(self._is_text)}, but the column "
+                f"'{self.feature.column}' holds {_kind(tokens.is_text)} now. Nothing was computed; give the type that fit saw."
+            )
+        if self._is_text:
+            places = map(self._places.get, flat.tolist(), itertools.repeat(-1))
+            return np.fromiter(places, np.int64, len(flat)).reshape(tokens.values.shape)
+        at = np.searchsorted(self._sorted, flat).clip(max=len(self._sorted) - 1)
+        found = np.where(self._sorted[at] == flat, self._order[at], -1)
+        return found.reshape(tokens.values.shape).astype(np.int64)
+
+    def _unknown(self, values: NDArray[Any]) -> Ids:
+        feature = self.feature
+        if feature.num_unknown == 0:
+            shown = ", ".join(repr(value) for value in sorted(set(values.tolist()))[:5])
+            raise DataError(
+                f"the column '{feature.column}' has values that the vocabulary of the feature '{feature.name}' does not know: "
+                f"{shown}. Nothing was computed; num_unknown=1 gives them an id."
+            )
+        hashes = hash_text(values, 0) if values.dtype.kind == "U" else hash_ints(values, 0)
+        return len(self.tokens) + bucket_of(hashes, feature.num_unknown)
+
+
+def _kind(is_text: bool) -> str:
+    return "strings" if is_text else "whole numbers"
 
 
 class Transform:

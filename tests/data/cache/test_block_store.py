@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.cache import BlockStore, Limits, Tier, stats
-from shoal.data.cache.block_store import BlockFiles
-from shoal.data.cache.eviction import POLICIES
+from shoal.data.cache.block_store import POLICIES, BlockFiles, LeastFrequentlyUsed
 from shoal.errors import BlockDamaged, ConfigError, StoreFull
 from waiting import wait_until
 
@@ -372,43 +371,56 @@ def test_a_forked_child_has_its_own_store_and_leaves_the_parents_files(tmp_path:
         assert [number_of(store.get(number)) for number in range(4)] == [0, 1, 2, 3]
 
 
-def test_the_device_is_one_more_tier(tmp_path: Path) -> None:
-    # The CPU stands in for one: what is moved where is the same.
-    limits = Limits(device_bytes=KIB + 500, ram_bytes=KIB + 500)
-    with BlockStore(limits, directory=tmp_path, device="cpu") as store:
-        for number in range(4):
-            store.put(number, block(number))
-        assert [number_of(store.get(number)) for number in range(4)] == [0, 1, 2, 3]
-        used = {tier: figures.num_bytes for tier, figures in store.stats.tiers.items()}
-        assert used[Tier.DEVICE] > 0
-        assert used[Tier.RAM] > 0
-        assert len(files_in(tmp_path)) >= 2
-        assert number_of(store.get(0, tier=Tier.RAM)) == 0
+def test_a_held_block_stays_in_ram(tmp_path: Path) -> None:
+    with store_of(tmp_path, 2 * KIB + 500) as store:
+        store.put("held", block(1))
+        with store.hold("held") as tree:
+            for number in range(4):
+                store.put(number, block(number))
+            assert store.get("held") is tree
+            with store.hold(3), pytest.raises(StoreFull), store.hold(0):
+                pass
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
-def test_without_an_accelerator_the_device_tier_is_empty() -> None:
-    with BlockStore(Limits(device_bytes=1 << 30, ram_bytes=KIB)) as store:
-        store.put("a", block(1, 512))
-        assert store.stats.tiers[Tier.DEVICE].num_bytes == 0
-        assert store.stats.tiers[Tier.RAM].num_bytes > 0
+def test_a_block_written_to_while_it_is_copied_stays_dirty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store_of(tmp_path, 4 * KIB) as store:
+        store.put("a", block(1))
+        write = BlockFiles.write
+
+        def write_slowly(files: BlockFiles, path: Path, tree: Any) -> None:
+            write(files, path, tree)
+            tree["rows"] += 1
+            store.mark_dirty("a")
+
+        with store.hold("a"):
+            monkeypatch.setattr(BlockFiles, "write", write_slowly)
+            store.flush()
+            monkeypatch.undo()
+        assert store.stats.num_dirty == 1
+        store.release("a")
+        assert number_of(store.get("a")) == 2
 
 
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="this machine has no accelerator")
-def test_blocks_move_between_the_accelerator_and_ram(tmp_path: Path) -> None:
-    limits = Limits(device_bytes=2 * KIB + 500, ram_bytes=2 * KIB + 500)
-    with BlockStore(limits, directory=tmp_path) as store:
-        for number in range(6):
-            store.put(number, block(number))
-        for number in (5, 0, 3):
-            tree = store.get(number)
-            assert tree["rows"].device.type != "cpu"
-            assert number_of(tree) == number
-            with store.hold(number) as held:
-                held["rows"] += 10
-                store.mark_dirty(number)
-        assert [number_of(store.get(number)) for number in range(6)] == [10, 1, 2, 13, 4, 15]
-        assert store.get(3, tier=Tier.RAM)["rows"].device.type == "cpu"
+def test_lfu_forgets_how_hot_a_block_was_long_ago() -> None:
+    policy = LeastFrequentlyUsed()
+    for _ in range(50):
+        policy.used("once hot")
+    policy.used("cold")
+    assert list(policy.coldest_first()) == ["cold", "once hot"]
+    for _ in range(300):
+        policy.used("hot now")
+        policy.used("cold")
+    assert next(policy.coldest_first()) == "once hot"
+
+
+@pytest.mark.parametrize("bad", [{"ram_bytes": -1}, {"ram_bytes": 0, "disk_bytes": -1}])
+def test_limits_refuse_what_cannot_be_meant(bad: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="must be 0 or more"):
+        Limits(**bad)
+    with pytest.raises(ConfigError, match="there is no policy 'mru'"):
+        BlockStore(Limits(ram_bytes=0), policy="mru")
 
 
 @settings(max_examples=40)
@@ -421,7 +433,7 @@ def test_blocks_move_between_the_accelerator_and_ram(tmp_path: Path) -> None:
         ),
         max_size=40,
     ),
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from(list(POLICIES)),
     ram=st.integers(100, 900),
     disk=st.sampled_from([None, 2000]),
 )

@@ -65,7 +65,7 @@ def test_amounts_are_readable() -> None:
 
 def test_promises_that_are_not_kept_yet_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Cache:
-        granted_bytes = 400
+        name, granted_bytes = "some", 400
 
         def filled_bytes(self) -> int:
             return 100
@@ -73,7 +73,7 @@ def test_promises_that_are_not_kept_yet_are_counted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(available, "available_bytes", lambda: 1_000_000)
     before = available.for_caches()
     cache = Cache()
-    available.grant(cache)
+    available.register(cache)
     assert available.for_caches() == before - 150
     assert available.for_caches(num_sharers=4) == (before - 150) // 4
     del cache

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.cache import anon_file as nameless
+from shoal.data.cache import row_file as nameless
 from shoal.data.cache import stats
 from shoal.data.cache.row_file import Field, RowLayout
 from shoal.data.cache.row_store import Lists, RowPrefetch, RowSpec, RowStore

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from shoal.data import Dataset
 from shoal.data.cache.sample_cache import Template, cached
-from shoal.data.collate import collate
 from shoal.data.sources.source import Source
+from shoal.data.tree import collate
 from shoal.errors import CacheFull, ConfigError
 from shoal.runtime import events
 

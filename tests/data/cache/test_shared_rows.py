@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shoal.data.cache import anon_file as nameless
-from shoal.data.cache import anon_file as sharing
+from shoal.data.cache import row_file as nameless
+from shoal.data.cache import row_file as sharing
 
 
 def make(content: bytes) -> Callable[[], tuple[list[int], dict[str, Any]]]:

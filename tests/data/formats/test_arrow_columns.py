@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.formats.arrow import Fill, decoded
-from shoal.data.formats.schema import arrow_type, column_of, columns_of
+from shoal.data.formats.arrow import Fill, arrow_type, column_of, columns_of, decoded
 from shoal.data.formats.table import DecodedRows, Ragged
 from shoal.errors import ConfigError, DataError
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shoal.data.dataset import Dataset
 from shoal.data.files import SharedFiles
 from shoal.data.formats import lines
-from shoal.data.formats.csv import open_csv
+from shoal.data.formats.text import open_csv
 from shoal.errors import ConfigError, DataError
 
 
@@ -92,9 +92,6 @@ def test_a_column_that_begins_empty_is_looked_for_further_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "BLOCK_BYTES", 1024)
-    monkeypatch.setattr(
-        lines.LineScanner.__init__, "__kwdefaults__", {"begin": 0, "first_line": 1, "block_bytes": 1024}
-    )
     path = write(tmp_path / "a.csv", "x,y\n" + "1,\n" * 600 + "1,2.5\n" * 600)
     assert Dataset.from_csv(path, fill={"y": 0})[1199]["y"].dtype == torch.float32
     path = write(tmp_path / "b.csv", "x,y\n" + "1,\n" * 9)
@@ -240,9 +237,7 @@ def test_what_is_written_is_read(
 def test_every_row_once_in_any_order_over_many_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        lines.LineScanner.__init__, "__kwdefaults__", {"begin": 0, "first_line": 1, "block_bytes": 2048}
-    )
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 2048)
     drawn = random.Random(0)
     rows = [(number, "x" * drawn.randrange(40)) for number in range(2000)]
     for name, part in (("1.csv", rows[:900]), ("2.csv", rows[900:])):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.data.dataset import Dataset
-from shoal.data.formats.csv import open_csv
+from shoal.data.formats.text import open_csv
 from shoal.data.skipping import SkipSamples
 from shoal.errors import (
     BadSample,

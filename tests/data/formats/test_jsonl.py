@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.dataset import Dataset
-from shoal.data.formats.jsonl import open_jsonl
+from shoal.data.formats.text import open_jsonl
 from shoal.data.skipping import SkipSamples
 from shoal.errors import BadSample, DataError, FileLost, NoFiles, NoSuchColumn
 

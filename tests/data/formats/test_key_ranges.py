@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shoal.data.formats.databases import SqliteDatabase
 from shoal.data.formats.sql import KeyRange, cuts_query, ranges_between, rows_per_range
-from shoal.data.formats.sqlite import SqliteDatabase
 
 keys = st.one_of(
     st.lists(st.none() | st.integers(-(2**63), 2**63 - 1) | st.integers(0, 3), max_size=40),

@@ -16,7 +16,7 @@ import torch
 
 from postgres_server import PASSWORD, PostgresServer
 from shoal.data import Dataset
-from shoal.data.formats.postgres import PostgresDatabase
+from shoal.data.formats.databases import PostgresDatabase
 from shoal.errors import (
     BadSample,
     ConfigError,

@@ -14,7 +14,7 @@ from tensorflow_wrote import PLAIN
 from shoal.data.files import FileInfo, SharedFiles
 from shoal.data.formats import tfrecord as record_files
 from shoal.data.formats.example import frame, masked_crc
-from shoal.data.formats.tfrecord import RecordFile, read_stretch, scan_file
+from shoal.data.formats.tfrecord import RecordSpan, Scan, Tail, read_stretch, scan_file
 from shoal.errors import FileDamaged, FileLost
 
 
@@ -29,16 +29,21 @@ class InMemory:
         return self.data[begin:end]
 
 
-def scanned(data: bytes, stretch_bytes: int = 1 << 22) -> tuple[InMemory, RecordFile]:
-    files, info = InMemory(data), FileInfo("f.tfrecord", len(data), "")
+INFO = FileInfo("f.tfrecord", 0, "")
+
+
+def scanned(data: bytes, stretch_bytes: int = 1 << 22) -> tuple[InMemory, Scan]:
+    """What a scan finds, as it comes back from JSON."""
+    files, info = InMemory(data), INFO._replace(num_bytes=len(data))
     scan = scan_file(files, info, stretch_bytes=stretch_bytes)  # type: ignore[arg-type]  # reads and no more
-    return files, RecordFile.of(info, json.loads(json.dumps(scan)))
+    stretches, tail = json.loads(json.dumps(scan))
+    return files, Scan([RecordSpan(*stretch) for stretch in stretches], tail and Tail(*tail))
 
 
-def contents(files: InMemory, file: RecordFile) -> list[bytes]:
+def contents(files: InMemory, file: Scan) -> list[bytes]:
     found = []
     for stretch in file.stretches:
-        records = read_stretch(files, file, stretch)  # type: ignore[arg-type]
+        records = read_stretch(files, INFO, stretch)  # type: ignore[arg-type]
         assert not records.wrong.any()
         found += [records.data[a:b].tobytes() for a, b in zip(records.begins, records.ends, strict=True)]
     return found
@@ -112,7 +117,7 @@ def test_a_file_of_something_else_is_told() -> None:
     _, file = scanned(b"a,b,c\n1,2,3\n4,5,6\n")
     assert file.tail is not None
     assert "record 1, at byte 0, does not match its checksum (or it is no TFRecord file)" in file.tail.problem
-    assert file.stretches == ()
+    assert file.stretches == []
 
 
 @pytest.mark.parametrize("size", [5, 5000])
@@ -120,7 +125,7 @@ def test_damaged_data_is_its_own_record_alone(size: int) -> None:
     data = bytearray(b"".join(frame(bytes([number]) * size) for number in range(3)))
     data[16 + size + 12] ^= 1
     files, file = scanned(bytes(data))
-    records = read_stretch(files, file, file.stretches[0])  # type: ignore[arg-type]
+    records = read_stretch(files, INFO, file.stretches[0])  # type: ignore[arg-type]
     assert records.wrong.tolist() == [0, 1, 0]
 
 
@@ -129,10 +134,10 @@ def test_a_file_that_changed_since_the_scan_is_refused(tmp_path: Path) -> None:
     path.write_bytes(frame(b"first") + frame(b"second"))
     files = SharedFiles()
     [info] = files.expand(path)
-    file = RecordFile.of(info, scan_file(files, info))
+    file = scan_file(files, info)
     path.write_bytes(frame(b"first") + frame(b"other"))
     with pytest.raises(FileLost, match="43 bytes then, 42 now"):
-        read_stretch(files, file, file.stretches[0])
+        read_stretch(files, info, file.stretches[0])
     other = InMemory(frame(b"first") + b"x" * 22)
     with pytest.raises(FileDamaged, match="record 2 is not where it was when the file was scanned"):
-        read_stretch(other, file, file.stretches[0])  # type: ignore[arg-type]
+        read_stretch(other, info, file.stretches[0])  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from shoal.data.formats import sql as databases
-from shoal.data.formats.sql import ConnectionGone, ReconnectConfig, Sessions
+from shoal.data.formats.databases import ConnectionGone
+from shoal.data.formats.sql import Sessions
 from shoal.errors import DatabaseLost, DatabaseRefused, QueryRefused
 from shoal.runtime import events
 
@@ -50,7 +51,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sessions(database: FakeDatabase, timeout_s: float = 10.0) -> Sessions:
-    return Sessions(database, ReconnectConfig(timeout_s=timeout_s))  # type: ignore[arg-type]  # what is asked of it is there
+    return Sessions(database, timeout_s)  # type: ignore[arg-type]  # what is asked of it is there
 
 
 def breaking(*numbers: int) -> Callable[[Any], str]:

@@ -262,7 +262,7 @@ def test_names_with_quotes_and_schemas_are_names(make: Make) -> None:
 
 
 def test_a_lock_that_lasts_is_waited_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.data.formats.sqlite._BUSY_S", 0.01)
+    monkeypatch.setattr("shoal.data.formats.databases._BUSY_S", 0.01)
     path = make(PEOPLE, rows=people(3))
     writer = sqlite3.connect(path, isolation_level=None)
     writer.execute("BEGIN EXCLUSIVE")

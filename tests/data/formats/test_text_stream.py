@@ -41,9 +41,7 @@ def packed(path: Path, text: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        lines.LineScanner.__init__, "__kwdefaults__", {"begin": 0, "first_line": 1, "block_bytes": 2048}
-    )
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 2048)
     monkeypatch.setattr("shoal.data.formats.lines._UNPACKED_BYTES", 777)
 
 

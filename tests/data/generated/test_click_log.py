@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchmetrics.functional.classification import binary_auroc
 
-from shoal.data.generated import best_auc, click_arrays, clicks
-from shoal.data.generated.click_log import ClickConfig, ClickLog, column_sizes
+from shoal.data.generated import ClickLog, best_auc, click_arrays, clicks, column_sizes
 from shoal.errors import ConfigError
 
-LOG = ClickLog(ClickConfig())
+LOG = ClickLog()
 INPUTS, LABELS = LOG.samples(np.arange(50_000))
 
 
@@ -112,7 +111,7 @@ def test_columns_share_all_ids_and_none_is_empty(num_ids: int) -> None:
 @settings(max_examples=20)
 @given(num_ids=st.integers(78, 3000), zipf=st.floats(0, 3), seed=st.integers(0, 2**31))
 def test_each_column_keeps_to_its_own_rows(num_ids: int, zipf: float, seed: int) -> None:
-    inputs, _ = ClickLog(ClickConfig(seed=seed, num_ids=num_ids, zipf=zipf)).samples(np.arange(500))
+    inputs, _ = ClickLog(seed=seed, num_ids=num_ids, zipf=zipf).samples(np.arange(500))
     ends = np.cumsum(column_sizes(num_ids))
     starts = ends - column_sizes(num_ids)
     assert (inputs["ids"].numpy() >= starts).all()

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.generated.draws import bell, bits, uniform
+from shoal.data.generated import bell, bits, uniform
 
 MANY = np.arange(200_000)
 

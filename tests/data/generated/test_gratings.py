@@ -6,38 +6,36 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.generated import images
-from shoal.data.generated.gratings import ImageConfig, pictures
+from shoal.data.generated import images, pictures
 from shoal.errors import ConfigError
 
-CONFIG = ImageConfig()
-PIXELS, LABELS = pictures(CONFIG, np.arange(1000))
+PIXELS, LABELS = pictures(np.arange(1000))
 
 
 @settings(max_examples=30)
 @given(indices=st.lists(st.integers(0, 999), min_size=1, max_size=70))
 def test_a_picture_is_the_same_to_the_bit_whatever_is_read_with_it(indices: list[int]) -> None:
-    pixels, labels = pictures(CONFIG, np.array(indices))
+    pixels, labels = pictures(np.array(indices))
     assert torch.equal(pixels, PIXELS[indices])
     assert torch.equal(labels, LABELS[indices])
 
 
 def test_the_dataset_holds_the_pictures() -> None:
     piece = next(images(8, size=16).batch(8).slices(epoch=0, start=0, rank=0, num_workers=1))
-    pixels, labels = pictures(ImageConfig(size=16), np.arange(8))
+    pixels, labels = pictures(np.arange(8), size=16)
     assert torch.equal(piece.inputs, pixels)
     assert torch.equal(piece.target, labels)
 
 
 @pytest.mark.parametrize("size", [8, 17, 32])
 def test_shapes_and_types_are_those_of_the_interface(size: int) -> None:
-    pixels, labels = pictures(ImageConfig(size=size), np.arange(5))
+    pixels, labels = pictures(np.arange(5), size=size)
     assert (pixels.shape, pixels.dtype) == ((5, 3, size, size), torch.float32)
     assert (labels.shape, labels.dtype) == ((5,), torch.int64)
 
 
 def test_another_seed_gives_other_pictures() -> None:
-    other, labels = pictures(ImageConfig(seed=1), np.arange(1000))
+    other, labels = pictures(np.arange(1000), seed=1)
     assert not torch.equal(other, PIXELS)
     assert (labels == LABELS).float().mean() < 0.2
 
@@ -49,14 +47,14 @@ def test_classes_are_about_equally_frequent() -> None:
 
 
 def test_noise_has_the_standard_deviation_that_was_asked_for() -> None:
-    clean, _ = pictures(ImageConfig(noise=0.0), np.arange(50))
-    noisy, _ = pictures(ImageConfig(noise=0.5), np.arange(50))
+    clean, _ = pictures(np.arange(50), noise=0.0)
+    noisy, _ = pictures(np.arange(50), noise=0.5)
     assert abs((noisy - clean).std().item() - 0.5) < 0.01
     assert abs((noisy - clean).mean().item()) < 0.01
 
 
 def test_the_class_is_the_direction_of_the_stripes() -> None:
-    pixels, labels = pictures(ImageConfig(noise=0.0), np.arange(400))
+    pixels, labels = pictures(np.arange(400), noise=0.0)
     # The gradient of stripes points across them, whatever their phase and colour: average it with doubled angle.
     down, across = np.gradient(pixels.numpy().sum(axis=1), axis=(1, 2))
     doubled = np.arctan2((2 * across * down).sum(axis=(1, 2)), (across**2 - down**2).sum(axis=(1, 2)))

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.generated import ALPHABET, best_loss, decode, text
-from shoal.data.generated.markov_text import MarkovRule
+from shoal.data.generated import ALPHABET, MarkovRule, best_loss, decode, text
 from shoal.errors import ConfigError
 
 RULE = MarkovRule(0)

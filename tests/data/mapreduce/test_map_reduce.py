@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 import shoal
 from shoal.data.mapreduce import tasks
-from shoal.data.mapreduce.claims import Claims
+from shoal.data.mapreduce.tasks import Claims
 from shoal.errors import ConfigError, DataError, MapReduceFailed, MapReduceStalled
 from shoal.runtime import events
 

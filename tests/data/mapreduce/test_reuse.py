@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import shoal
-from shoal.config import job as jobs
 from shoal.data import generated
 from shoal.data.mapreduce import api as places
 from shoal.runtime import scratch
@@ -192,28 +191,3 @@ def test_an_open_result_can_be_read_when_its_files_are_gone(cache: Path) -> None
     for file in found.directory.glob("part-*"):
         file.unlink()
     assert found.all_gather() == {rest: 2 * sum(range(rest, 100, 3)) for rest in range(3)}
-
-
-def test_hosts_share_the_tasks_and_each_keeps_its_own_copy(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One machine treated as two hosts with a run directory that both see."""
-
-    def on(rank: int) -> Any:
-        job = jobs.Job(
-            name="j", run_dir=tmp_path / "run", rank=rank, num_workers=2, num_hosts=2, launched=True
-        )
-        monkeypatch.setattr(jobs, "_current", job)
-        places._num_calls.clear()
-        return arrays().map_reduce(scaled, add)
-
-    first, second = on(0), on(1)
-    assert (first.was_reused, second.was_reused) == (False, True)
-    assert first.directory == second.directory
-    gathered = second.all_gather()
-    assert gathered == dict(first)
-    assert second.directory != first.directory
-    assert second.directory.is_relative_to(cache.with_name("map_reduce-host-1"))
-    assert dict(second) == gathered
-    (tmp_path / "run" / "scratch").rename(tmp_path / "gone")
-    assert on(1).directory == second.directory, "a later job finds it in the host's cache"

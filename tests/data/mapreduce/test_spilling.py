@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.mapreduce import keys
 from shoal.data.mapreduce import spill as combining
 from shoal.data.mapreduce import spill as records
 from shoal.data.mapreduce.spill import RunFile, RunWriter, SpillBuffer, merged
@@ -39,10 +38,10 @@ def written(
         for partition in range(partitions):
             run = list(file.records(partition, check=True))
             assert [key for key, _ in run] == sorted(key for key, _ in run)
-            assert all(keys.partition_of(key, partitions) == partition for key, _ in run)
+            assert all(records.partition_of(key, partitions) == partition for key, _ in run)
             assert len(run) == file.stretches[partition].num_records
             for key, value in run:
-                decoded = keys.decode(key)
+                decoded = records.decode_key(key)
                 found[type(decoded), decoded].append(decode(value))
         file.close()
         return dict(found), buffer.num_spills
@@ -73,9 +72,17 @@ def test_combining_leaves_one_value_per_key(pairs: Any, max_bytes: int, partitio
 
 def test_more_spills_than_files_may_be_open_are_merged_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(combining, "_MAX_RUNS", 3)
+    at_once: list[int] = []
+
+    def counted(runs: list[Any]) -> Any:
+        at_once.append(len(runs))
+        return merged(runs)
+
+    monkeypatch.setattr(combining, "merged", counted)
     pairs = [(number % 7, number) for number in range(100)]
     found, num_spills = written(pairs, max_bytes=1, partitions=2, combine=None)
-    assert num_spills > 100
+    assert num_spills == 100
+    assert max(at_once) == 4, "three files, and what is in memory"
     assert found == {(int, key): [number for number in range(100) if number % 7 == key] for key in range(7)}
 
 
@@ -92,10 +99,9 @@ def test_memory_stays_within_the_buffer_while_keys_are_few(tmp_path: Path) -> No
 
 def test_a_file_that_was_cut_or_changed_is_not_believed(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    writer = RunWriter(path, 1)
-    for number in range(100):
-        writer.add(0, b"%03d" % number, b"x" * 50)
-    writer.commit()
+    with RunWriter(path, 1) as writer:
+        for number in range(100):
+            writer.add(0, b"%03d" % number, b"x" * 50)
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
     with pytest.raises(DataError, match="is damaged"):
@@ -111,10 +117,9 @@ def test_a_record_may_be_longer_than_what_is_read_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "_BUFFER_BYTES", 16)
-    writer = RunWriter(tmp_path / "run", 2)
-    writer.add(1, b"key", b"v" * 1000)
-    writer.add(1, b"kez", b"")
-    writer.commit()
+    with RunWriter(tmp_path / "run", 2) as writer:
+        writer.add(1, b"key", b"v" * 1000)
+        writer.add(1, b"kez", b"")
     file = RunFile(tmp_path / "run")
     assert list(file.records(0)) == []
     assert list(file.records(1, check=True)) == [(b"key", b"v" * 1000), (b"kez", b"")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.remote import block_server as electing
-from shoal.data.remote import block_server as keeper
-from shoal.data.remote import blocks, located_files
-from shoal.data.remote.block_client import Hosts
+from shoal.cluster.hosts.authority import Authority
+from shoal.data.remote import block_server, blocks, located_files
+from shoal.data.remote.block_server import BlockServer
 from shoal.data.remote.located_files import LocatedFiles, LocationConfig, files_at
-from shoal.errors import ConfigError, DataError, FileLost, NoFiles
+from shoal.data.remote.peers import BlockConnection, Hosts, ServerAddress
+from shoal.errors import ConfigError, DataError, FileLost, NoFiles, WireError
+from shoal.runtime.transport.messages.blocks import (
+    AskBlock,
+    AskFiles,
+    BlockRefused,
+    BlocksNoted,
+    FilesAre,
+    ShareFiles,
+    TakeBlock,
+    UseCache,
+    WhichBlocks,
+)
 from waiting import wait_until
 
 BLOCK = 1000
@@ -25,12 +37,11 @@ BLOCK = 1000
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (blocks, keeper):
-        monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(keeper, "FETCH_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(block_server, "FETCH_TIMEOUT_S", 2.0)
     monkeypatch.setattr(located_files, "_STALLED_S", 20.0)
     yield
-    electing.close_block_servers()
+    block_server.close_block_servers()
 
 
 def contents(name: str, num_bytes: int) -> bytes:
@@ -44,13 +55,36 @@ def write(folder: Path, name: str, num_bytes: int) -> bytes:
     return data
 
 
+class Book(dict[str, str]):
+    """The coordinator's address book."""
+
+    def publish(self, name: str, address: str) -> None:
+        self[name] = address
+
+    def lookup(self, name: str) -> str | None:
+        return self.get(name)
+
+
 class Cluster:
     """Several hosts' files, opened at the same time as their scripts would."""
 
-    def __init__(self, tmp_path: Path, num_hosts: int, **options: Any) -> None:
+    def __init__(
+        self, tmp_path: Path, num_hosts: int, authority: Authority, book: Book, **options: Any
+    ) -> None:
         config = LocationConfig(**{"kind": "central", "timeout_s": 5.0, **options})
+        self.authority = authority
         self.files = [
-            LocatedFiles(config, Hosts(tmp_path / "hosts", mine=host, num_hosts=num_hosts))
+            LocatedFiles(
+                config,
+                Hosts(
+                    tmp_path / "hosts",
+                    rank=host,
+                    homes=range(num_hosts),
+                    bind="127.0.0.1",
+                    credentials=self.authority.issue(f"worker-{host}", 1),
+                    book=book,
+                ),
+            )
             for host in range(num_hosts)
         ]
 
@@ -67,16 +101,22 @@ class Cluster:
         for files in self.files:
             files.close()
 
-    def keeper(self, host: int) -> keeper.BlockServer:
-        return electing._servers[self.files[host]._hosts.folder()][0]
+    def keeper(self, host: int) -> BlockServer:
+        return block_server._servers[self.files[host]._hosts.folder()][0]
+
+    def address(self, host: int) -> ServerAddress:
+        address = self.files[host]._hosts.server_of(host)
+        assert address is not None
+        return address
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Any]:
     made: list[Cluster] = []
+    authority, book = Authority("job"), Book()
 
     def make(num_hosts: int, **options: Any) -> Cluster:
-        made.append(Cluster(tmp_path, num_hosts, **options))
+        made.append(Cluster(tmp_path, num_hosts, authority, book, **options))
         return made[-1]
 
     yield make
@@ -195,7 +235,7 @@ def test_a_dead_link_of_the_chain_is_passed_over(
     hosts = cluster(4, spread="chain")
     where = str(tmp_path / "data" / "a.bin")
     hosts.expand(where)
-    electing.close_block_server(hosts.files[2]._hosts.folder())
+    block_server.close_block_server(hosts.files[2]._hosts.folder())
     monkeypatch.setattr(located_files, "_STALLED_S", 0.1)
     hosts.stage()
     for files in hosts.files:
@@ -208,12 +248,12 @@ def test_a_keeper_that_dies_is_followed_by_the_next_who_needs_it(cluster: Any, t
     where = str(tmp_path / "data" / "a.bin")
     hosts.expand(where)
     hosts.files[1].read(where, 0, 1000)
-    electing.close_block_servers()  # both hosts'
+    block_server.close_block_servers()  # both hosts'
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(hosts.files[1].read, where, 0, 5000)
         hosts.files[0].expand(where)  # the replacement's script comes to the same line
         hosts.files[0].close()
-        hosts.files[0]._ask(next(iter(hosts.files[0]._introductions.values())))
+        hosts.files[0]._server.ensure_connected()
         assert reading.result(10.0) == data
     assert hosts.files[1].origins["source"] == 5
 
@@ -299,3 +339,90 @@ def test_every_host_gets_what_it_wants_once(how: str, wanted: dict[int, set[int]
             for host in way:
                 got[host].append(number)
     assert got == {host: sorted(numbers) for host, numbers in wanted.items()}
+
+
+# ---- callers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "incarnation"), [("worker-1", 0), ("worker-2", 1), ("server-0", 0), ("host-1", 0), ("head", 0)]
+)
+def test_a_caller_that_is_no_worker_of_the_job_or_was_replaced_is_not_answered(
+    cluster: Any, tmp_path: Path, name: str, incarnation: int
+) -> None:
+    where = str(tmp_path / "data" / "a.bin")
+    write(tmp_path / "data", "a.bin", 3000)
+    hosts = cluster(2)
+    hosts.expand(where)  # worker-1 speaks in incarnation 1
+    line = BlockConnection(hosts.address(0), hosts.authority.issue(name, incarnation))
+    with pytest.raises(ConnectionError):
+        line.ask(AskFiles(f"central: {where} ()"))
+    line.close()
+    assert hosts.files[1].read(where, 0, 3000)
+
+
+def test_a_certificate_of_another_job_reaches_no_block_server(cluster: Any, tmp_path: Path) -> None:
+    write(tmp_path / "data", "a.bin", 3000)
+    hosts = cluster(2)
+    hosts.expand(str(tmp_path / "data" / "a.bin"))
+    with pytest.raises(WireError, match="no certificate of this job"):
+        BlockConnection(hosts.address(0), Authority("another").issue("worker-1", 1))
+
+
+def test_only_files_of_the_dataset_are_served_and_only_a_hosts_own_workers_say_which(
+    cluster: Any, tmp_path: Path
+) -> None:
+    where = str(tmp_path / "data" / "a.bin")
+    write(tmp_path / "data", "a.bin", 3000)
+    write(tmp_path / "data", "secret", 100)
+    hosts = cluster(3)
+    [[info], *_] = hosts.expand(where)
+    line = BlockConnection(hosts.address(0), hosts.authority.issue("worker-1", 1))
+    assert isinstance(line.ask(AskFiles(f"central: {where} ()"))[0], FilesAre)
+    secret = str(tmp_path / "data" / "secret")
+    for refused in (
+        AskBlock(secret, "", 0),
+        ShareFiles("central: mine", [(secret, 100, "")]),
+        UseCache(str(tmp_path / "elsewhere"), None),
+        TakeBlock(where, info.stamp, 0, []),
+    ):
+        assert isinstance(line.ask(refused, b"x")[0], BlockRefused), refused
+    assert isinstance(line.ask(AskBlock(secret, "", 0))[0], BlockRefused)
+    assert isinstance(line.ask(AskBlock(where, info.stamp, 2**62))[0], BlockRefused)
+    line.close()
+
+
+def test_a_block_is_taken_once_from_whoever_was_told_to_send_it(cluster: Any, tmp_path: Path) -> None:
+    write(tmp_path / "data", "a.bin", 3000)
+    hosts = cluster(2)
+    hosts.expand(str(tmp_path / "data" / "a.bin"))
+    line = BlockConnection(hosts.address(1), hosts.authority.issue("worker-0", 1))
+    assert len(line.ask(WhichBlocks("new", "1", 0, 2**62))[0].numbers) == block_server.WINDOW
+    take = TakeBlock("new", "1", 3, [0, 0, 7])
+    assert line.ask(take, b"x")[0] == BlocksNoted()
+    assert isinstance(line.ask(take, b"x")[0], BlockRefused)
+    line.close()
+
+
+def test_silent_connections_keep_no_worker_out(cluster: Any, tmp_path: Path) -> None:
+    where = str(tmp_path / "data" / "a.bin")
+    data = write(tmp_path / "data", "a.bin", 3000)
+    hosts = cluster(2)
+    hosts.expand(where)
+    host, _, port = hosts.address(0).address.removeprefix("tls://").partition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(3 * block_server.MAX_STRANGERS)]
+    assert hosts.files[1].read(where, 0, 3000) == data
+    assert len(hosts.keeper(0)._strangers) <= block_server.MAX_STRANGERS
+    for each in silent:
+        each.close()
+
+
+def test_a_second_dataset_with_another_cache_is_refused(cluster: Any, tmp_path: Path) -> None:
+    where = str(tmp_path / "data" / "a.bin")
+    write(tmp_path / "data", "a.bin", 3000)
+    hosts = cluster(2)
+    hosts.expand(where)
+    other = LocatedFiles(LocationConfig(kind="central", cache_bytes=10), hosts.files[1]._hosts)
+    with pytest.raises(DataError, match="the same cache_directory"):
+        other.expand(where)
+    other.close()

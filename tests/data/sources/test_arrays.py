@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.sources.leaf import ArraySource
+from shoal.data.sources.source import ArraySource
 from shoal.errors import ConfigError
 
 

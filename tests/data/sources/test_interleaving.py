@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipelines import epoch_of, numbers
 from shoal.data import Dataset
-from shoal.data.sources.combined import Interleaving
+from shoal.data.sources.derived import Interleaving
 from shoal.errors import DataError
 
 

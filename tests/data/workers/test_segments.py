@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.workers.segments import Receiver, Sender
+from shoal.data.workers.reader_process import Receiver, Sender
 from shoal.errors import DataError
 
 

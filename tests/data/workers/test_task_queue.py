@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from shoal.data.workers.task_queue import TaskQueue
+from shoal.data.workers.pool import TaskQueue
 
 
 def queue_of(*tasks: str, processes: int = 2, ahead: int = 2) -> TaskQueue[str, str]:

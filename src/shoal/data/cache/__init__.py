@@ -1,16 +1,13 @@
-"""Caches of data over device memory, RAM and disk, within limits in bytes; `shoal.memory` is their public face.
+"""Caches of data over RAM and disk, within limits in bytes; `shoal.memory` is their public face.
 
-block_store.py    blocks by key, promoted and demoted between tiers; decisions are in tiering.py (pure) and eviction.py
+block_store.py    blocks by key, evicted from RAM to disk
 row_store.py      rows by number, the first part in RAM and the rest on disk, shared by the processes of a host
+row_file.py       rows and heaps in anonymous files
 table_cache.py    decoded rows of tables; sample_cache.py: samples of `Dataset.cache`
-cache_plan.py     memory budget, and the split between RAM and disk
-statistics.py     hit rates and bytes moved
-disk_cache.py     facts about files, such as line offsets, kept for all workers of a job
+cache_plan.py     memory budget, the split between RAM and disk, figures
 """
 
-from shoal.data.cache.block_store import BlockStore
-from shoal.data.cache.cache_plan import CacheConfig
-from shoal.data.cache.statistics import stats
-from shoal.data.cache.tiering import Limits, Tier
+from shoal.data.cache.block_store import BlockStore, Limits, Tier
+from shoal.data.cache.cache_plan import CacheConfig, stats
 
 __all__ = ["BlockStore", "CacheConfig", "Limits", "Tier", "stats"]

@@ -23,7 +23,6 @@ class BackgroundJobs:
         self._begin()
 
     def __call__(self, job: Callable[[], None]) -> None:
-        """Run a job after those that wait."""
         if self._pid != os.getpid():
             self._begin()
         with self._lock:
@@ -34,7 +33,6 @@ class BackgroundJobs:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
         return self._thread is None or self._pid != os.getpid()
 
     def finish(self) -> None:

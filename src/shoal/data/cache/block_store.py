@@ -1,10 +1,9 @@
-"""The block store: blocks by key over device memory, RAM and disk.
+"""The block store: blocks by key over RAM and disk, within limits in bytes.
 
-Bytes, files, threads and waiting; `tiering.py` decides what goes where. Slow
-work happens outside the lock, so that a block in RAM is handed out while
-another is written to disk. On disk a block is a file, whole or not there at
-all, and checked when it is read; the directory goes with the store, or at the
-latest with the process.
+Loading, reading and writing happen outside the lock, so that a block in RAM is
+handed out while another is written to disk. On disk a block is a file, whole or
+not there at all, and checked when it is read; the directory goes with the
+store, or at the latest with the process.
 """
 
 from __future__ import annotations
@@ -16,61 +15,192 @@ import struct
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-
-from shoal.data.cache import statistics
+from shoal.data.cache import cache_plan
 from shoal.data.cache.background import BackgroundJobs
-from shoal.data.cache.eviction import Key
-from shoal.data.cache.statistics import Stats, TierStats
-from shoal.data.cache.tiering import (
-    ActionFailed,
-    ActionFinished,
-    Changed,
-    Discard,
-    DropCopy,
-    Enough,
-    Event,
-    Flush,
-    Full,
-    Limits,
-    LoadBlock,
-    Move,
-    NotKept,
-    Offer,
-    Read,
-    Release,
-    Request,
-    Settled,
-    Slow,
-    Store,
-    Tier,
-    Tiering,
-    Wait,
-    Want,
-)
-from shoal.data.tree import Tree, map_tensors
+from shoal.data.tree import Tree
 from shoal.errors import BlockDamaged, ConfigError, StoreFull
 from shoal.runtime import scratch, serialization
 from shoal.runtime.serialization import NotSerializable
 
+Key = Hashable
 Loader = Callable[[Any], Tree]
 """Gives the block of a key: from a file, a computation, another host."""
 
 
+class Tier(IntEnum):
+    """Where a block lies; from fast to slow."""
+
+    RAM = 0
+    DISK = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How many bytes of blocks each tier holds at most."""
+
+    ram_bytes: int
+    """Of RAM. What is handed out stays the caller's and is not counted."""
+
+    disk_bytes: int | None = None
+    """Of disk: 0 for none, None for as much as the disk takes."""
+
+    def __post_init__(self) -> None:
+        if self.ram_bytes < 0:
+            raise ConfigError(f"ram_bytes must be 0 or more, got {self.ram_bytes}")
+        if self.disk_bytes is not None and self.disk_bytes < 0:
+            raise ConfigError(f"disk_bytes must be 0 or more, or None for no limit, got {self.disk_bytes}")
+
+    def of(self, tier: Tier) -> int | None:
+        return self.ram_bytes if tier == Tier.RAM else self.disk_bytes
+
+
+# ---- eviction ------------------------------------------------------------------------------------------
+
+
+class Policy(Protocol):
+    """The order of eviction in one tier. Sees keys come, being used and go; moves nothing."""
+
+    def used(self, key: Key) -> None:
+        """The block came into the tier, or was asked for while there."""
+
+    def left(self, key: Key) -> None:
+        """The block is not in the tier any more."""
+
+    def coldest_first(self) -> Iterator[Key]:
+        """The tier's blocks, those to be evicted first in front."""
+
+
+class LeastRecentlyUsed:
+    """What was not used for longest goes first."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[Key, None] = OrderedDict()
+
+    def used(self, key: Key) -> None:
+        self._order[key] = None
+        self._order.move_to_end(key)
+
+    def left(self, key: Key) -> None:
+        self._order.pop(key, None)
+
+    def coldest_first(self) -> Iterator[Key]:
+        return iter(self._order)
+
+
+class LeastFrequentlyUsed:
+    """What was used least often since it came goes first; of equals, what was not used for longest.
+
+    Counts are halved now and then, so that a block that was hot long ago is
+    not kept for ever.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[Key, int] = {}
+        self._buckets: dict[int, OrderedDict[Key, None]] = {}
+        self._num_uses = 0
+
+    def used(self, key: Key) -> None:
+        count = self._counts.get(key, 0)
+        self.left(key)
+        self._put(key, count + 1)
+        self._num_uses += 1
+        if self._num_uses > 16 * len(self._counts) + 64:
+            cold_to_hot = list(self.coldest_first())
+            counts, self._buckets, self._num_uses = self._counts, {}, 0
+            for each in cold_to_hot:
+                self._put(each, counts[each] // 2)
+
+    def left(self, key: Key) -> None:
+        count = self._counts.pop(key, None)
+        if count is not None:
+            del self._buckets[count][key]
+            if not self._buckets[count]:
+                del self._buckets[count]
+
+    def coldest_first(self) -> Iterator[Key]:
+        for count in sorted(self._buckets):
+            yield from self._buckets[count]
+
+    def _put(self, key: Key, count: int) -> None:
+        self._counts[key] = count
+        self._buckets.setdefault(count, OrderedDict())[key] = None
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {"lru": LeastRecentlyUsed, "lfu": LeastFrequentlyUsed}
+"""The names that `BlockStore(policy=)` takes."""
+
+
+# ---- the store -----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Of one tier since the store was made."""
+
+    num_bytes: int = 0
+    """There now."""
+
+    limit_bytes: int | None = None
+    num_hits: int = 0
+    """Requests that were answered from here, without waiting for a slower place."""
+
+    num_misses: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    """Copied to another tier; what is dropped because it is elsewhere too costs nothing and is not counted."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """Of one store."""
+
+    tiers: dict[Tier, TierStats]
+    num_blocks: int = 0
+    num_dirty: int = 0
+    """Blocks that neither the disk has nor anybody could load again."""
+
+    num_loads: int = 0
+    bytes_loaded: int = 0
+    num_ahead: int = 0
+    """Requests for blocks that were there because they had been read ahead."""
+
+
+@dataclass(slots=True)
+class _Block:
+    in_ram: bool = False
+    tree: Tree = None
+    path: Path | None = None
+    """On disk, where that has the newest content."""
+
+    num_bytes: int = 0
+    version: int = 0
+    can_load: bool = True
+    """Somebody can make it again, so that it may be dropped."""
+
+    num_holds: int = 0
+    is_busy: bool = False
+    """A thread loads, reads, writes or replaces it; others wait, but for reading what is in RAM."""
+
+    is_ahead: bool = False
+    """Was read ahead, and nobody asked for it yet."""
+
+
 class BlockStore:
-    """Blocks by key: trees of tensors and arrays, or bytes, as much of them in fast tiers as the limits allow.
+    """Blocks by key: trees of tensors and arrays, or bytes, as much of them in RAM as the limits allow.
 
     What `get` returns is the store's own and shared: read it. To change a
     block, `put` a new one, or `hold` it, write to it and `mark_dirty`.
-    Changes reach a slower tier before a block leaves a faster one. Safe to
-    use from several threads; a forked child has a store of its own that
-    begins with the same content.
+    Changes reach the disk before a block leaves RAM. Safe to use from several
+    threads; a forked child has a store of its own that begins with the same
+    content.
 
         store = BlockStore(Limits(ram_bytes=1 << 30), policy="lru")
         block = store.get("rows-7", load=lambda key: read_rows(7))
@@ -83,126 +213,136 @@ class BlockStore:
         policy: str = "lru",
         directory: str | os.PathLike[str] | None = None,
         name: str = "blocks",
-        device: torch.device | str | None = None,
     ) -> None:
-        """The disk tier is a new folder of `directory`, or of the job's scratch directory; it goes with the store."""
-        self.name = name
-        self._contents = TierContents(directory, device)
-        if self._contents.device is None:
-            limits = Limits(ram_bytes=limits.ram_bytes, disk_bytes=limits.disk_bytes)
-        self._limits, self._policy = limits, policy
-        self._tiering = Tiering(limits, policy)
+        """Files lie in a new folder of `directory`, or of the job's scratch directory, which goes with the store."""
+        if policy not in POLICIES:
+            raise ConfigError(f"there is no policy '{policy}' for memory; there are: {', '.join(POLICIES)}")
+        self.name, self.granted_bytes = name, 0
+        self._limits = limits
+        self._policy, self._files = policy, BlockFiles(directory)
         self._stats = Stats({tier: TierStats(limit_bytes=limits.of(tier)) for tier in Tier})
-        self._changed = threading.Condition(threading.Lock())
-        self._ahead: list[tuple[Key, Loader | None, Tier]] = []
+        self._changed, self._pid = threading.Condition(threading.Lock()), os.getpid()
+        self._ahead: list[tuple[Key, Loader | None]] = []
         self._background = BackgroundJobs("shoal-read-ahead")
-        self._pid = os.getpid()
-        statistics.watch(self)
+        self._failure: OSError | None = None
+        self._empty()
+        cache_plan.register(self)
+
+    def _empty(self) -> None:
+        self._blocks: dict[Key, _Block] = {}
+        self._used = dict.fromkeys(Tier, 0)  # bytes, with those being written to disk
+        self._policies = {tier: POLICIES[self._policy]() for tier in Tier}
+        self._num_evicting = 0
 
     # ---- reading -----------------------------------------------------------------------------------
 
-    def get(self, key: Key, load: Loader | None = None, *, tier: Tier | None = None) -> Tree:
-        """The block, brought into the fastest tier, or into `tier`; loaded where no tier has it.
-
-        KeyError where there is none and no `load`.
-        """
+    def get(self, key: Key, load: Loader | None = None) -> Tree:
+        """The block, brought into RAM where it fits; loaded where the store lacks it. KeyError where nothing has it."""
         with self._entered():
-            tree = self._bring(key, load, tier, is_held=False)
+            tree = self._bring(key, load)
         self._go_on_reading_ahead()
         return tree
 
     @contextlib.contextmanager
-    def hold(self, key: Key, load: Loader | None = None, *, tier: Tier | None = None) -> Iterator[Tree]:
-        """The block, which stays where it is until the end of the `with`: the way to change one.
+    def hold(self, key: Key, load: Loader | None = None) -> Iterator[Tree]:
+        """The block, which stays in RAM until the end of the `with`: the way to change one.
 
         with store.hold("weights") as block:
             block["rows"] += 1
             store.mark_dirty("weights")
         """
         with self._entered():
-            tree = self._bring(key, load, tier, is_held=True)
+            tree = self._bring(key, load, is_held=True)
         try:
             yield tree
         finally:
             with self._entered():
-                self._tiering.let_go(key)
+                if key in self._blocks:
+                    self._blocks[key].num_holds -= 1
                 self._changed.notify_all()
 
-    def prefetch(self, keys: Iterable[Key], load: Loader | None = None, *, tier: Tier | None = None) -> None:
+    def prefetch(self, keys: Iterable[Key], load: Loader | None = None) -> None:
         """These blocks will be wanted soon, in this order: bring them in the background.
 
-        At most half of the tier is filled ahead; as blocks are used, more
+        At most half of the RAM is filled ahead; as blocks are used, more
         follow. What was announced before and not read yet is forgotten. An
         error waits for whoever gets the block.
         """
         with self._entered():
-            self._ahead = [(key, load, self._tier(tier)) for key in reversed(list(keys))]
+            self._ahead = [(key, load) for key in reversed(list(keys))]
         self._go_on_reading_ahead()
 
     def __contains__(self, key: Key) -> bool:
         with self._entered():
-            block = self._tiering.blocks.get(key)
-            return block is not None and bool(block.copies)
+            block = self._blocks.get(key)
+            return block is not None and _is_there(block)
 
     def __len__(self) -> int:
         with self._entered():
-            return sum(1 for block in self._tiering.blocks.values() if block.copies)
+            return sum(map(_is_there, self._blocks.values()))
 
     # ---- writing -----------------------------------------------------------------------------------
 
-    def put(self, key: Key, tree: Tree, *, can_load: bool = False, tier: Tier | None = None) -> None:
+    def put(self, key: Key, tree: Tree, *, can_load: bool = False) -> None:
         """Keep this as the block's content. It is the store's from now on.
 
         With `can_load` it may be lost under pressure: somebody can make it
-        again. StoreFull where no tier can take it; then the block is what it
-        was before. ConfigError where the store has a disk and this could
+        again. StoreFull where there is no room for it; then the block is what
+        it was before. ConfigError where the store has a disk and this could
         never be written there.
         """
-        tier = self._tier(tier)
         self._check(tree)
-        tree = self._contents.as_in(tier, tree)
-        with self._entered():
-            while can_load and isinstance(self._ask(Discard(key)), Wait):
-                self._changed.wait()
-            self._offer(key, tree, tier, is_new=not can_load)
+        num_bytes = serialization.num_bytes(tree)
+        with self._entered(), self._claimed(key) as block:
+            self._failure = None
+            replaced = block.num_bytes if block.in_ram else 0
+            if num_bytes <= self._limits.ram_bytes and self._make_room(num_bytes - replaced):
+                self._drop(key, block)
+                self._keep_in_ram(key, block, tree, num_bytes)
+            elif (path := self._written(tree, num_bytes)) is not None:
+                self._drop(key, block)
+                block.path, block.num_bytes = path, num_bytes
+                self._policies[Tier.DISK].used(key)
+            elif can_load:
+                self._drop(key, block)
+            else:
+                raise self._full(key, num_bytes)
+            block.version += 1
+            block.can_load, block.is_ahead = can_load, False
 
-    def mark_dirty(self, key: Key, *, tier: Tier | None = None) -> None:
+    def mark_dirty(self, key: Key) -> None:
         """The block that the caller holds was written to."""
         with self._entered():
-            block = self._tiering.blocks.get(key)
-            there = [] if block is None else [each for each in block.copies if each != Tier.DISK]
-            if tier is not None:
-                there = [each for each in there if each == tier]
-            if block is None or not there or not block.num_holds:
+            block = self._blocks.get(key)
+            if block is None or not block.in_ram or not block.num_holds:
                 raise ConfigError(
                     f"mark_dirty({key!r}) says that the block was written to, but nobody holds it in memory: it may have "
                     "left with its old content. Change a block inside `with store.hold(key) as block:`."
                 )
-            self._report(Changed(key, min(there)))
+            self._drop_file(key, block)
+            block.version += 1
+            block.can_load = False
 
     def flush(self) -> None:
-        """Copy every change to the slowest tier. StoreFull where it cannot take one; nothing is lost then."""
+        """Copy every change to disk. StoreFull where it cannot take one; nothing is lost then."""
         with self._entered():
-            self._tiering.try_again()
-            for key in list(self._tiering.blocks):
-                while not isinstance(answer := self._ask(Flush(key)), Settled):
-                    if isinstance(answer, (Full, OSError)):
-                        raise self._full(key, answer if isinstance(answer, OSError) else None)
-                    if isinstance(answer, Wait):
-                        self._changed.wait()
+            self._failure = None
+            for key in list(self._blocks):
+                with self._claimed(key) as block:
+                    if self._is_dirty(block) and not self._write_out(key, block, is_flush=True):
+                        raise self._full(key, block.num_bytes)
 
     def release(self, key: Key) -> None:
-        """Nobody needs the block at the moment: it leaves memory, or with policy="delayed" may leave it later."""
-        with self._entered():
-            while not isinstance(answer := self._ask(Release(key)), (Settled, Full)):
-                if isinstance(answer, Wait):
-                    self._changed.wait()
+        """Nobody needs the block at the moment: it leaves RAM, if the disk takes it or it can be loaded again."""
+        with self._entered(), self._claimed(key) as block:
+            block.is_ahead, self._failure = False, None
+            if block.in_ram and not block.num_holds:
+                self._evict(key, block)
 
     def discard(self, key: Key) -> None:
         """Forget the block and its content, everywhere."""
-        with self._entered():
-            while isinstance(self._ask(Discard(key)), Wait):
-                self._changed.wait()
+        with self._entered(), self._claimed(key) as block:
+            self._drop(key, block)
 
     def close(self) -> None:
         """Forget everything and remove what is on disk. The store may be used again, and begins empty."""
@@ -210,8 +350,8 @@ class BlockStore:
             self._ahead = []
         self._background.finish()
         with self._entered():
-            self._tiering = Tiering(self._limits, self._policy)
-            self._contents.close()
+            self._empty()
+            self._files.close()
 
     def __enter__(self) -> BlockStore:
         return self
@@ -228,145 +368,195 @@ class BlockStore:
         """Hit rates and bytes moved, as of now."""
         with self._entered():
             now = self._stats
-            now.num_blocks = sum(1 for block in self._tiering.blocks.values() if block.copies)
-            now.num_dirty = sum(1 for key in self._tiering.blocks if self._tiering.is_dirty(key))
+            now.num_blocks = sum(map(_is_there, self._blocks.values()))
+            now.num_dirty = sum(map(self._is_dirty, self._blocks.values()))
             for tier, tier_figures in now.tiers.items():
-                tier_figures.num_bytes = self._tiering.used[tier]
+                tier_figures.num_bytes = self._used[tier]
             return now
 
+    def filled_bytes(self) -> int:
+        """Nothing was promised to it."""
+        return 0
+
     def figures(self) -> dict[str, Any]:
-        """The same, fit for JSON."""
-        return {"kind": "blocks", "policy": self._policy, **self.stats.as_dict()}
+        listed = asdict(self.stats)
+        for tier, tier_figures in listed.pop("tiers").items():
+            rate = cache_plan.hit_rate(tier_figures["num_hits"], tier_figures["num_misses"])
+            listed[tier.name.lower()] = {**tier_figures, "hit_rate": rate}
+        return {"kind": "blocks", "policy": self._policy, **listed}
 
-    # ---- the doing, with the lock held -------------------------------------------------------------
+    # ---- with the lock held ------------------------------------------------------------------------
 
-    def _bring(self, key: Key, load: Loader | None, tier: Tier | None, *, is_held: bool) -> Tree:
-        tier = self._tier(tier)
-        self._count_request(key, tier)
-        failure: OSError | None = None
-        while True:
-            outcome = self._next(Want(key, tier, must_stay=is_held))
-            match outcome:
-                case Settled():
+    def _bring(self, key: Key, load: Loader | None, *, is_held: bool = False, is_ahead: bool = False) -> Tree:
+        block = self._blocks.get(key)
+        if not is_ahead:
+            self._count_request(block)
+        if block is not None and block.in_ram and not is_held:  # readable, also while it is written out
+            self._policies[Tier.RAM].used(key)
+            block.is_ahead = False
+            return block.tree
+        with self._claimed(key) as block:
+            if not block.in_ram:
+                self._failure = None
+                tree, source = self._read(key, block, load)
+                num_bytes = serialization.num_bytes(tree) if source is None else block.num_bytes
+                if num_bytes > self._limits.ram_bytes or not self._make_room(num_bytes):
                     if is_held:
-                        self._tiering.hold(key)
-                    version = self._tiering.blocks[key].copies[tier].version
-                    return self._contents.read(key, tier, version, self._outside)
-                case Wait():
-                    self._changed.wait()
-                case LoadBlock():
-                    kept, tree = self._load(outcome, load, tier, must_stay=is_held)
-                    if not is_held:
-                        return tree
-                    if not kept:
-                        raise self._full(key, None)
-                case Read() | Move():
-                    try:
-                        tree = self._carry_out(outcome)
-                    except OSError as error:
-                        failure = error
-                        continue  # there is another way: the tiering knows by now that this one is closed
-                    if isinstance(outcome, Read):
-                        if is_held and failure is None and self._tiering.try_again():
-                            continue  # somebody may have made room on the disk since
-                        if is_held:
-                            raise self._full(key, failure)
-                        return self._contents.as_in(tier, tree)
+                        raise self._full(key, num_bytes)
+                    if source is None and (path := self._written(tree, num_bytes)) is not None:
+                        block.path, block.num_bytes = path, num_bytes
+                        self._policies[Tier.DISK].used(key)
+                    return tree
+                if source is not None:
+                    source.bytes_out += num_bytes
+                self._keep_in_ram(key, block, tree, num_bytes)
+            self._policies[Tier.RAM].used(key)
+            block.is_ahead = is_ahead
+            block.num_holds += is_held
+            return block.tree
 
-    def _load(
-        self, action: LoadBlock, load: Loader | None, tier: Tier, *, must_stay: bool = False
-    ) -> tuple[bool, Tree]:
-        try:
-            if load is None:
-                raise KeyError(action.key)
-            with self._outside():
-                tree = load(action.key)
-                self._check(tree)
-                tree = self._contents.as_in(tier, tree)
-        except BaseException:
-            self._report(ActionFailed(action))
-            raise
+    def _read(self, key: Key, block: _Block, load: Loader | None) -> tuple[Tree, TierStats | None]:
+        if block.path is not None:
+            try:
+                with self._outside():
+                    tree = self._files.read(block.path)
+                self._policies[Tier.DISK].used(key)
+                return tree, self._stats.tiers[Tier.DISK]
+            except BlockDamaged:
+                self._drop_file(key, block)
+                if not block.can_load:
+                    raise
+        if load is None:
+            raise KeyError(key)
+        with self._outside():
+            tree = load(key)
+            self._check(tree)
         self._stats.num_loads += 1
         self._stats.bytes_loaded += serialization.num_bytes(tree)
-        return self._offer(action.key, tree, tier, is_new=False, must_stay=must_stay), tree
+        block.can_load = True
+        return tree, None
 
-    def _offer(self, key: Key, tree: Tree, tier: Tier, *, is_new: bool, must_stay: bool = False) -> bool:
-        num_bytes, failure = serialization.num_bytes(tree), None
-        while True:
-            outcome = self._next(Offer(key, num_bytes, tier, is_new, must_stay))
-            match outcome:
-                case Wait():
-                    self._changed.wait()
-                case Settled():
-                    return True  # somebody put it meanwhile
-                case NotKept():
-                    self._changed.notify_all()
-                    return False
-                case Full():
-                    if failure is None and self._tiering.try_again():
-                        continue  # somebody may have made room on the disk since
-                    raise self._full(key, failure, num_bytes)
-                case Store() | Move():
-                    try:
-                        self._carry_out(outcome, tree)
-                    except OSError as error:
-                        failure = error
-                    else:
-                        if isinstance(outcome, Store):
-                            return True
-
-    def _ask(self, request: Request) -> Any:
-        """The next answer to a request, with one action carried out on the way; an OSError where that failed."""
-        outcome = self._next(request)
-        if isinstance(outcome, (LoadBlock, Store, Move, Read)):
-            try:
-                self._carry_out(outcome)
-            except OSError as error:
-                return error
-        return outcome
-
-    def _next(self, request: Request) -> Any:
-        """The last of what must be done; drops before it are done."""
-        last = None
-        for last in self._tiering.handle(request):
-            if isinstance(last, DropCopy):
-                self._contents.drop(last.key, last.tier, last.version)
-        return last
-
-    def _carry_out(self, action: Slow, offered: Tree = None) -> Tree:
-        """Do it and report; what was read or written. OSError where a tier did not take it."""
+    @contextlib.contextmanager
+    def _claimed(self, key: Key) -> Iterator[_Block]:
+        """The block, made where it is missing, for this thread alone to move; gone afterwards if it has no content."""
+        while (block := self._blocks.get(key)) is not None and block.is_busy:
+            self._changed.wait()
+        if block is None:
+            block = self._blocks[key] = _Block()
+        block.is_busy = True
         try:
-            match action:
-                case Store(key, tier, version, num_bytes):
-                    tree = self._contents.write(key, tier, version, offered, self._outside)
-                    self._stats.tiers[tier].bytes_in += num_bytes
-                case Move(key, source, tier, version, num_bytes):
-                    tree = self._contents.read(key, source, version, self._outside)
-                    tree = self._contents.write(key, tier, version, tree, self._outside)
-                    self._stats.tiers[source].bytes_out += num_bytes
-                    self._stats.tiers[tier].bytes_in += num_bytes
-                case Read(key, source, _, version):
-                    tree = self._contents.read(key, source, version, self._outside)
-        except torch.OutOfMemoryError as error:
-            self._report(ActionFailed(action))
-            raise OSError(str(error)) from error
-        except BlockDamaged as error:
-            can_load = self._tiering.blocks[action.key].can_load
-            self._report(ActionFailed(action, source_is_bad=True))
-            if not can_load:
-                raise
-            raise OSError(str(error)) from error
-        except BaseException:
-            self._report(ActionFailed(action))
-            raise
-        self._report(ActionFinished(action))
-        return tree
+            yield block
+        finally:
+            block.is_busy = False
+            if not _is_there(block) and self._blocks.get(key) is block:
+                del self._blocks[key]
+            self._changed.notify_all()
 
-    def _report(self, event: Event) -> None:
-        for drop in self._tiering.handle(event):
-            if isinstance(drop, DropCopy):
-                self._contents.drop(drop.key, drop.tier, drop.version)
-        self._changed.notify_all()
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict cold blocks until so many bytes more fit into RAM; False where that cannot be."""
+        stuck: set[Key] = set()
+        while self._used[Tier.RAM] + num_bytes > self._limits.ram_bytes:
+            victim = self._coldest(stuck)
+            if victim is not None:
+                with self._claimed(victim) as block:
+                    if not self._evict(victim, block):
+                        stuck.add(victim)
+            elif self._num_evicting:  # by other threads, who wait for nobody meanwhile
+                self._changed.wait()
+            else:
+                return False
+        return True
+
+    def _coldest(self, stuck: set[Key]) -> Key | None:
+        """The block to leave RAM next; what will be wanted soon goes last, however long it has been there."""
+        ahead = None
+        for key in self._policies[Tier.RAM].coldest_first():
+            block = self._blocks[key]
+            if key in stuck or block.is_busy or block.num_holds:
+                continue
+            if not block.is_ahead:
+                return key
+            ahead = key if ahead is None else ahead
+        return ahead
+
+    def _evict(self, key: Key, block: _Block) -> bool:
+        """Let a claimed block leave RAM; False where that would lose its content."""
+        if block.path is None:
+            self._num_evicting += 1
+            try:
+                is_written = self._failure is None and self._write_out(key, block)
+            finally:
+                self._num_evicting -= 1
+            if not is_written and not block.can_load:
+                return False
+        self._drop_from_ram(key, block)
+        return True
+
+    def _write_out(self, key: Key, block: _Block, *, is_flush: bool = False) -> bool:
+        """Write a claimed block from RAM to disk; False where the disk does not take it."""
+        version = block.version
+        path = self._written(block.tree, block.num_bytes, is_flush=is_flush)
+        if path is None:
+            return False
+        if block.version != version:  # written to by whoever holds it: it is dirty again
+            self._files.remove(path)
+            self._used[Tier.DISK] -= block.num_bytes
+            return True
+        block.path = path
+        self._policies[Tier.DISK].used(key)
+        self._stats.tiers[Tier.RAM].bytes_out += block.num_bytes
+        return True
+
+    def _written(self, tree: Tree, num_bytes: int, *, is_flush: bool = False) -> Path | None:
+        """A new file with this content, its bytes counted; None where the limit or the disk does not allow it."""
+        limit = self._limits.disk_bytes
+        if limit is not None:
+            for key in list(self._policies[Tier.DISK].coldest_first()):
+                if self._used[Tier.DISK] + num_bytes <= limit:
+                    break
+                block = self._blocks[key]
+                if not block.is_busy and (block.can_load or (block.in_ram and not is_flush)):
+                    self._drop_file(key, block)
+                    if not _is_there(block):
+                        del self._blocks[key]
+            if self._used[Tier.DISK] + num_bytes > limit:
+                return None
+        self._used[Tier.DISK] += num_bytes
+        try:
+            path = self._files.new_path()
+            with self._outside():
+                self._files.write(path, tree)
+        except BaseException as error:
+            self._used[Tier.DISK] -= num_bytes
+            if not isinstance(error, OSError):
+                raise
+            self._failure = error
+            return None
+        self._stats.tiers[Tier.DISK].bytes_in += num_bytes
+        return path
+
+    def _keep_in_ram(self, key: Key, block: _Block, tree: Tree, num_bytes: int) -> None:
+        block.in_ram, block.tree, block.num_bytes = True, tree, num_bytes
+        self._used[Tier.RAM] += num_bytes
+        self._policies[Tier.RAM].used(key)
+        self._stats.tiers[Tier.RAM].bytes_in += num_bytes
+
+    def _drop(self, key: Key, block: _Block) -> None:
+        self._drop_file(key, block)
+        self._drop_from_ram(key, block)
+
+    def _drop_from_ram(self, key: Key, block: _Block) -> None:
+        if block.in_ram:
+            block.in_ram, block.tree = False, None
+            self._used[Tier.RAM] -= block.num_bytes
+            self._policies[Tier.RAM].left(key)
+
+    def _drop_file(self, key: Key, block: _Block) -> None:
+        if block.path is not None:
+            self._files.remove(block.path)
+            block.path = None
+            self._used[Tier.DISK] -= block.num_bytes
+            self._policies[Tier.DISK].left(key)
 
     # ---- reading ahead -----------------------------------------------------------------------------
 
@@ -379,58 +569,52 @@ class BlockStore:
             with self._entered():
                 if not self._ahead:
                     return
-                key, load, tier = self._ahead[-1]
-                outcome = self._next(Want(key, tier, ahead=True))
-                if isinstance(outcome, (Enough, Wait)):
-                    return  # the next `get` sends us again
-                try:
-                    if isinstance(outcome, LoadBlock):
-                        self._load(outcome, load, tier)
-                    elif isinstance(outcome, Move):
-                        self._carry_out(outcome)
-                except Exception:
-                    # Whoever gets the block meets the same error, with somebody there to see it.
-                    outcome = Settled()
-                is_there = isinstance(outcome, (Settled, LoadBlock)) or (
-                    isinstance(outcome, Move) and outcome.key == key
-                )
-                if is_there and self._ahead and self._ahead[-1][0] == key:
+                key, load = self._ahead[-1]
+                block = self._blocks.get(key)
+                if block is None or not block.in_ram:
+                    there = sum(each.num_bytes for each in self._blocks.values() if each.is_ahead)
+                    size = 1 if block is None else block.num_bytes
+                    if (block is not None and block.is_busy) or there + size > self._limits.ram_bytes // 2:
+                        return  # the next `get` sends us again
+                    with contextlib.suppress(Exception):  # whoever gets the block meets the same error
+                        self._bring(key, load, is_ahead=True)
+                if self._ahead and self._ahead[-1][0] == key:
                     self._ahead.pop()
 
-    def _count_request(self, key: Key, tier: Tier) -> None:
-        block = self._tiering.blocks.get(key)
-        if block is not None and block.is_ahead and tier in block.copies:
-            self._stats.num_ahead += 1
-        for each, counted in self._stats.tiers.items():
-            if each < tier or self._limits.of(each) == 0:
-                continue
-            if block is not None and each in block.copies:
-                counted.num_hits += 1
-                return
-            counted.num_misses += 1
+    def _count_request(self, block: _Block | None) -> None:
+        ram, disk = self._stats.tiers.values()
+        if block is not None and block.in_ram:
+            ram.num_hits += 1
+            self._stats.num_ahead += block.is_ahead
+            return
+        ram.num_misses += 1
+        if self._limits.disk_bytes != 0:
+            is_hit = block is not None and block.path is not None
+            disk.num_hits += is_hit
+            disk.num_misses += not is_hit
 
     # ---- the rest ----------------------------------------------------------------------------------
 
+    def _is_dirty(self, block: _Block) -> bool:
+        return block.in_ram and block.path is None and not block.can_load and self._limits.disk_bytes != 0
+
     def _check(self, tree: Tree) -> None:
         """Refuse now what a disk would refuse in somebody else's call, when room is made for another block."""
-        if self._limits.of(Tier.DISK) != 0:
+        if self._limits.disk_bytes != 0:
             try:
                 serialization.pack(tree)
             except NotSerializable as error:
                 raise cannot_keep(error) from None
-
-    def _tier(self, tier: Tier | None) -> Tier:
-        return self._tiering.fastest if tier is None else tier
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         if self._pid != os.getpid():
             # A lock that another thread of the parent held stays held in a child for ever, and what it did is not done.
             self._changed, self._pid = threading.Condition(threading.Lock()), os.getpid()
-            for block in list(self._tiering.blocks.values()):
-                if block.busy is not None:
-                    self._tiering.handle(ActionFailed(block.busy))
-            self._tiering.try_again()
+            self._num_evicting = 0
+            self._blocks = {key: block for key, block in self._blocks.items() if _is_there(block)}
+            for block in self._blocks.values():
+                block.is_busy = False
         with self._changed:
             yield
 
@@ -443,173 +627,89 @@ class BlockStore:
         finally:
             self._changed.acquire()
 
-    def _full(self, key: Key, failure: OSError | None, num_bytes: int | None = None) -> StoreFull:
-        used = {tier.name.lower(): self._tiering.used[tier] for tier in Tier if self._limits.of(tier) != 0}
+    def _full(self, key: Key, num_bytes: int) -> StoreFull:
+        limits = {tier: self._limits.of(tier) for tier in Tier if self._limits.of(tier) != 0}
+        directory, failure = self._files.directory, self._failure
         return StoreFull(
             store=self.name,
             key=repr(key),
             num_bytes=num_bytes,
-            used=used,
-            limits={tier.name.lower(): self._limits.of(tier) for tier in Tier if self._limits.of(tier) != 0},
-            directory=None if self._contents.directory is None else str(self._contents.directory),
+            used={tier.name.lower(): self._used[tier] for tier in limits},
+            limits={tier.name.lower(): limit for tier, limit in limits.items()},
+            directory=None if directory is None else str(directory),
             reason=None if failure is None else failure.strerror or str(failure),
         )
 
 
-Outside = Callable[[], AbstractContextManager[None]]
+def _is_there(block: _Block) -> bool:
+    return block.in_ram or block.path is not None
 
 
-class TierContents:
-    """Trees on the device and in RAM, and files. Of a block there may be two versions on disk for a moment."""
-
-    def __init__(self, directory: str | os.PathLike[str] | None, device: torch.device | str | None) -> None:
-        self.device = torch.device(device) if device is not None else _accelerator()
-        self._files = BlockFiles(directory)
-        self._num_files = 0
-        self._in_memory: dict[Tier, dict[Key, Tree]] = {Tier.DEVICE: {}, Tier.RAM: {}}
-        self._on_disk: dict[tuple[Key, int], Path] = {}
-
-    def read(self, key: Key, tier: Tier, version: int, outside: Outside) -> Tree:
-        """A block as it lies in a tier; BlockDamaged where its file is."""
-        if tier != Tier.DISK:
-            return self._in_memory[tier][key]
-        path = self._on_disk[key, version]
-        with outside():
-            return self._files.read(path)
-
-    def write(self, key: Key, tier: Tier, version: int, tree: Tree, outside: Outside) -> Tree:
-        """Put a block into a tier, and give it back as it lies there; OSError where the tier does not take it."""
-        if tier == Tier.DISK:
-            self._num_files += 1
-            number = self._num_files
-            with outside():
-                path = self._files.write(number, tree)
-            self._on_disk[key, version] = path
-            return tree
-        with outside():
-            tree = self.as_in(tier, tree)
-        self._in_memory[tier][key] = tree
-        return tree
-
-    def drop(self, key: Key, tier: Tier, version: int) -> None:
-        """Forget a copy."""
-        if tier == Tier.DISK:
-            self._files.remove(self._on_disk.pop((key, version)))
-        else:
-            del self._in_memory[tier][key]
-
-    def as_in(self, tier: Tier, tree: Tree) -> Tree:
-        """The tree with its tensors where the tier has them. To disk they go as they are."""
-        if tier == Tier.DEVICE:
-            return map_tensors(lambda tensor: tensor.to(self.device), tree)
-        if tier == Tier.RAM:
-            return map_tensors(lambda tensor: tensor.cpu(), tree)
-        return tree
-
-    @property
-    def directory(self) -> Path | None:
-        """Of the files; None before the first."""
-        return self._files.directory
-
-    def close(self) -> None:
-        """Forget everything, and remove the files."""
-        self._in_memory = {Tier.DEVICE: {}, Tier.RAM: {}}
-        self._on_disk = {}
-        self._files.close()
-
-
-def _accelerator() -> torch.device | None:
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-
-
+_PREAMBLE = struct.Struct("<8sQQ")  # magic, bytes that follow, their checksum
 _MAGIC = b"shoalblk"
-_PREAMBLE = struct.Struct(
-    "<8sQQII"
-)  # magic, header bytes, body bytes, checksum of the header and of the body
 
 
 class BlockFiles:
-    """Blocks in a directory of their own, by number.
+    """Blocks in a directory of their own.
 
     A forked child reads what its parent wrote, and writes and removes only
     what is its own.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
-        """In a new folder of `directory`, or of the job's scratch directory."""
         self._parent = directory
         self._made: tuple[int, Path] | None = None
         self._finalizer: weakref.finalize[..., BlockFiles] | None = None
+        self._num_files = 0
 
-    def write(self, number: int, tree: Tree) -> Path:
-        """Write a block; OSError where the disk does not take it, and then nothing is left of it."""
-        header, arrays = serialization.pack_bytes(tree)
-        checksum, num_bytes = 0, 0
-        for array in arrays:
-            gap = bytes(serialization.padding(len(array)))
-            checksum = zlib.crc32(gap, zlib.crc32(array, checksum))
-            num_bytes += len(array) + len(gap)
-        preamble = _PREAMBLE.pack(_MAGIC, len(header), num_bytes, zlib.crc32(header), checksum)
-        path = self._directory() / f"{number}.block"
+    def write(self, path: Path, tree: Tree) -> None:
+        """Write a block to a new path; OSError where the disk does not take it, and then nothing is left of it."""
+        content = memoryview(serialization.dumps(tree))
+        preamble = _PREAMBLE.pack(_MAGIC, len(content), zlib.crc32(content))
         partial = path.with_suffix(".partial")
         try:
             with open(partial, "wb", buffering=0) as file:
-                begin = _PREAMBLE.size + len(header)
-                _write_all(file.fileno(), preamble + header + bytes(serialization.padding(begin)))
-                for array in arrays:
-                    _write_all(file.fileno(), array)
-                    _write_all(file.fileno(), bytes(serialization.padding(len(array))))
+                os.write(file.fileno(), preamble)
+                while content:
+                    content = content[os.write(file.fileno(), content) :]
             os.replace(partial, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
             raise
-        return path
 
     def read(self, path: Path) -> Tree:
         """The block of a file; BlockDamaged where it is not what was written."""
         try:
-            with open(path, "rb", buffering=0) as file:
-                content = bytearray(os.fstat(file.fileno()).st_size)
-                length = file.readinto(content) or 0
-                while 0 < length < len(content):
-                    more = file.readinto(memoryview(content)[length:]) or 0
-                    length = length + more if more else -1
+            content = memoryview(path.read_bytes())
         except OSError as error:
             raise BlockDamaged(path=str(path), problem=f"it cannot be read ({error.strerror})") from None
-        if len(content) < _PREAMBLE.size or length != len(content):
+        if len(content) < _PREAMBLE.size:
             raise BlockDamaged(path=str(path), problem=f"it has only {len(content)} bytes")
-        magic, header_bytes, body_bytes, header_sum, body_sum = _PREAMBLE.unpack_from(content)
-        begin = _PREAMBLE.size + header_bytes
-        begin += serialization.padding(begin)
-        if magic != _MAGIC or begin + body_bytes != len(content):
+        magic, num_bytes, checksum = _PREAMBLE.unpack_from(content)
+        content = content[_PREAMBLE.size :]
+        if magic != _MAGIC or num_bytes != len(content):
             raise BlockDamaged(path=str(path), problem="it is no block, or was cut off")
-        view = memoryview(content)
-        header = view[_PREAMBLE.size : _PREAMBLE.size + header_bytes]
-        body = view[begin:]
-        if zlib.crc32(header) != header_sum or zlib.crc32(body) != body_sum:
+        if zlib.crc32(content) != checksum:
             raise BlockDamaged(path=str(path), problem="its checksum is wrong")
-        return serialization.unpack_bytes(header, body)
+        return serialization.loads(content)
 
     def remove(self, path: Path) -> None:
         """Take a file away, if this process wrote it."""
-        if self._made is not None and self._made[0] == os.getpid() and path.parent == self._made[1]:
+        if self._made is not None and self._made == (os.getpid(), path.parent):
             path.unlink(missing_ok=True)
 
     @property
     def directory(self) -> Path | None:
-        """Where the files are; None before the first."""
         return None if self._made is None else self._made[1]
 
     def close(self) -> None:
-        """Take everything away."""
-        if self._made is not None:
-            _remove(*self._made)
         if self._finalizer is not None:
-            self._finalizer.detach()
+            self._finalizer()
         self._made = self._finalizer = None
 
-    def _directory(self) -> Path:
+    def new_path(self) -> Path:
+        """Of a file not written yet. Not for two threads at once."""
         if self._made is None or self._made[0] != os.getpid():
             parent = scratch.directory("blocks") if self._parent is None else Path(self._parent)
             parent.mkdir(parents=True, exist_ok=True)
@@ -617,19 +717,14 @@ class BlockFiles:
             path.mkdir(mode=0o700)
             self._made = os.getpid(), path
             self._finalizer = weakref.finalize(self, _remove, *self._made)  # also runs at exit
-        return self._made[1]
+        self._num_files += 1
+        return self._made[1] / f"{self._num_files}.block"
 
 
 def _remove(pid: int, path: Path) -> None:
     # A forked child inherits the finalizer, not the directory.
     if pid == os.getpid():
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _write_all(fd: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def cannot_keep(error: NotSerializable) -> ConfigError:

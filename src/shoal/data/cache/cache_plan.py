@@ -1,4 +1,4 @@
-"""Cache placement: the memory budget of caches, and which part of a data set lies in RAM and which on disk.
+"""Cache placement: the memory budget of caches, the split between RAM and disk, and the figures of all caches.
 
 Reports each decision with its reason. Holds no data.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,6 @@ class CacheConfig:
 
     @classmethod
     def of(cls, cache: Any) -> CacheConfig:
-        """From what people write: a word, or one of these."""
         return cache if isinstance(cache, cls) else cls(where=cache)
 
 
@@ -99,7 +99,6 @@ def place(
 
 
 def piece_bytes(limit: int) -> int:
-    """How much is read ahead at a time by a cache with this limit."""
     return min(32 << 20, limit // 16)
 
 
@@ -124,7 +123,6 @@ def say_where(what: str, placed: CachePlacement, directory: Any) -> None:
 
 
 def amount(num_bytes: float) -> str:
-    """Bytes as people read them."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.3g} {unit}"
@@ -136,27 +134,39 @@ SHARE = 0.5
 """Of the memory that is free, what caches take: the rest is the model's, the user's and the kernel's."""
 
 
-class Borrower(Protocol):
-    """Whoever was granted memory."""
+class Cache(Protocol):
+    """A store or cache of this process."""
 
+    name: str
     granted_bytes: int
+    """Of RAM, promised to it."""
 
     def filled_bytes(self) -> int:
-        """How much of it is in use, and so not free any more."""
+        """How much of that is in use, and so not free any more."""
+
+    def figures(self) -> dict[str, Any]:
+        """Hit rates and bytes moved, fit for JSON."""
 
 
-_borrowers: weakref.WeakSet[Any] = weakref.WeakSet()
+_caches: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def register(cache: Cache) -> None:
+    """Remember its promise, and count its figures in, for as long as it lives."""
+    with _lock:
+        _caches.add(cache)
+
+
+def _living() -> list[Any]:
+    with _lock:
+        return sorted(_caches, key=lambda cache: str(cache.name))
 
 
 def for_caches(*, num_sharers: int = 1) -> int:
     """Bytes that one more cache may take: a share of what is free and not promised, divided by those who ask alike."""
-    promised = sum(max(0, each.granted_bytes - each.filled_bytes()) for each in list(_borrowers))
+    promised = sum(max(0, each.granted_bytes - each.filled_bytes()) for each in _living())
     return max(0, int((available_bytes() - promised) * SHARE) // num_sharers)
-
-
-def grant(borrower: Borrower) -> None:
-    """Remember a promise, for as long as its borrower lives."""
-    _borrowers.add(borrower)
 
 
 def free_disk_bytes(directory: str | os.PathLike[str]) -> int:
@@ -165,3 +175,24 @@ def free_disk_bytes(directory: str | os.PathLike[str]) -> int:
     while not path.exists():
         path = path.parent
     return int(psutil.disk_usage(str(path)).free)
+
+
+def emit_figures(**about: Any) -> None:
+    """Write hit rates and bytes moved so far to the events, where there are any stores or caches."""
+    stores = stats()
+    if stores:
+        events.emit("memory figures", stores=stores, **about)
+
+
+def stats() -> list[dict[str, Any]]:
+    """Hit rates and bytes moved of every store and cache of this process.
+
+    for store in shoal.memory.stats():
+        print(store["name"], store["ram"]["hit_rate"])
+    """
+    return [{"name": cache.name, **cache.figures()} for cache in _living()]
+
+
+def hit_rate(num_hits: int, num_misses: int) -> float:
+    total = num_hits + num_misses
+    return round(num_hits / total, 4) if total else 1.0

@@ -1,4 +1,9 @@
-"""Rows of one length in an anonymous file, in RAM or on disk, read in any order.
+"""Rows of one length in an anonymous file, in RAM or on disk, read in any order and shared by the processes of a host.
+
+A file has no name: when the last process that has it open ends, by whatever
+means, it is gone. The first process that needs some rows makes the files and
+writes its pid and descriptors down in a directory that all of them see; the
+next ones open them through /proc/PID/fd and register too.
 
 All columns of a row lie together, so that a row is one stretch of memory or of
 a file. In RAM the rows are a matrix. From disk each row is read by a system
@@ -9,21 +14,144 @@ fault each, and touched pages stay until they are released.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import json
 import math
 import mmap
 import os
+import socket
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.data.cache import anon_file
+
+def in_memory(name: str, num_bytes: int) -> int:
+    """A file in RAM, of zeros that take no memory until they are written. Its pages are counted as this process's."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    return _sized(fd, num_bytes)
+
+
+def on_disk(directory: str | os.PathLike[str], num_bytes: int) -> int:
+    """A file on the disk of a directory, of zeros that take no room until they are written."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        fd = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except OSError:  # some file systems have no such thing
+        fd, path = tempfile.mkstemp(dir=directory)
+        os.unlink(path)
+    return _sized(fd, num_bytes)
+
+
+def open_of(pid: int, fd: int, inode: int) -> int | None:
+    """The file that another process has open as `fd`, opened here; None where it is not there any more."""
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if os.fstat(opened).st_ino == inode:
+        return opened
+    os.close(opened)  # the number is somebody else's by now
+    return None
+
+
+def write_at(fd: int, offset: int, data: Any) -> None:
+    """All of `data` at an offset; OSError where the disk is full."""
+    view = memoryview(data).cast("B")
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def read_at(fd: int, offset: int, into: Any) -> None:
+    view = memoryview(into).cast("B")
+    while view:
+        length = os.preadv(fd, [view], offset)
+        if not length:
+            raise OSError(f"a file ends at byte {offset}, where {len(view)} more were expected")
+        view, offset = view[length:], offset + length
+
+
+def bytes_on_disk(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def close_all(fds: list[int]) -> None:
+    """Close descriptors; those that are closed already are left alone."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def _sized(fd: int, num_bytes: int) -> int:
+    try:
+        os.ftruncate(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def share(
+    directory: Path, identity: Any, make: Callable[[], tuple[list[int], dict[str, Any]]]
+) -> tuple[list[int], dict[str, Any], bool]:
+    """The descriptors and facts that the first process made of `identity`; and whether that was this one.
+
+    `identity` and facts are fit for JSON.
+    """
+    text = json.dumps(identity, sort_keys=True)
+    name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    # A run directory may be shared by hosts, and a process number means nothing on another.
+    path = directory / f"{name}-{socket.gethostname()}.json"
+    with open(path, "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        known = _read(file.read(), text)
+        fds = _open_any(known["holders"])
+        is_first = fds is None
+        if fds is None:
+            fds, known["facts"] = make()
+            known["holders"] = []
+        inodes = [os.fstat(fd).st_ino for fd in fds]
+        known["holders"].append({"pid": os.getpid(), "fds": fds, "inodes": inodes})
+        file.seek(0)
+        file.truncate()
+        json.dump({**known, "identity": text}, file)
+    return fds, known["facts"], is_first
+
+
+def _read(text: str, identity: str) -> dict[str, Any]:
+    try:
+        known: dict[str, Any] = json.loads(text)
+    except ValueError:  # empty, or left half written by a process that was killed
+        return {"holders": [], "facts": {}}
+    return known if known["identity"] == identity else {"holders": [], "facts": {}}
+
+
+def _open_any(holders: list[dict[str, Any]]) -> list[int] | None:
+    for holder in reversed(holders):
+        opened: list[int] = []
+        for fd, inode in zip(holder["fds"], holder["inodes"], strict=True):
+            found = open_of(holder["pid"], fd, inode)
+            if found is None:
+                break
+            opened.append(found)
+        if len(opened) == len(holder["fds"]):
+            return opened
+        close_all(opened)
+    return None
+
 
 _WORD = 8
 _TILE_BYTES = 1 << 20  # packed at once: what stays in a core's cache
@@ -40,7 +168,6 @@ class Field(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of one row."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     @classmethod
@@ -153,12 +280,11 @@ class RowFile:
 
     def write(self, begin: int, rows: NDArray[np.uint8]) -> None:
         """Rows that follow each other; OSError where the disk takes no more."""
-        anon_file.write_at(self._fd, self._offset + begin * self.row_bytes, rows)
+        write_at(self._fd, self._offset + begin * self.row_bytes, rows)
 
     def put(self, numbers: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
-        """Rows here and there."""
         for number, row in zip(numbers.tolist(), rows, strict=True):
-            anon_file.write_at(self._fd, self._offset + number * self.row_bytes, row)
+            write_at(self._fd, self._offset + number * self.row_bytes, row)
 
     def take(self, numbers: NDArray[np.int64]) -> torch.Tensor:
         """Copies of these rows, in this order: int64, [n, words]. In RAM."""
@@ -169,7 +295,6 @@ class RowFile:
     def take_into(
         self, numbers: NDArray[np.int64], found: NDArray[np.int64], places: NDArray[np.int64]
     ) -> None:
-        """Copy these rows to their places among others."""
         if self._is_on_disk:
             self._read_into(numbers, found, places)
             return
@@ -178,11 +303,10 @@ class RowFile:
             found[places[chosen]] = self._array.take(numbers[chosen], axis=0)
 
     def take_range(self, begin: int, end: int) -> torch.Tensor:
-        """Copies of rows that follow each other."""
         if not self._is_on_disk:
             return self._rows[begin:end].clone()
         found = buffer(end - begin, self.row_bytes)
-        anon_file.read_at(self._fd, self._offset + begin * self.row_bytes, found)
+        read_at(self._fd, self._offset + begin * self.row_bytes, found)
         return torch.from_numpy(found)
 
     def _read_into(
@@ -230,8 +354,7 @@ class Heap:
         self._lock = threading.Lock()
 
     def write(self, at: int, data: Any) -> None:
-        """Put bytes at a place that was asked for before."""
-        anon_file.write_at(self._fd, at, data)
+        write_at(self._fd, at, data)
 
     def read(self, at: int, length: int) -> bytes | memoryview:
         """The bytes at a place; in RAM without a copy."""

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.data.cache import anon_file, cache_plan, statistics
+from shoal.data.cache import cache_plan, row_file
 from shoal.data.cache.background import BackgroundJobs
 from shoal.data.cache.cache_plan import NUM_AHEAD
 from shoal.data.cache.row_file import Field, Heap, RowFile, RowLayout, buffer
@@ -98,7 +98,7 @@ class RowStore:
         self._layout = RowLayout({**spec.fields, **hidden})
         self._control_bytes = -(-(_COUNTERS * 8 + spec.num_parts) // _PAGE) * _PAGE
         self._fds, self.is_first = self._open(shared_as, files)
-        self._finalizer = weakref.finalize(self, anon_file.close_all, self._fds)
+        self._finalizer = weakref.finalize(self, row_file.close_all, self._fds)
         control = mmap.mmap(self._fds[0], self._control_bytes)
         self._counters = np.frombuffer(control, np.int64, _COUNTERS)
         self.flags = np.frombuffer(control, np.uint8, spec.num_parts, _COUNTERS * 8)
@@ -110,12 +110,10 @@ class RowStore:
         self._counts = {"ram": 0, "disk": 0, "ahead": 0}
         self._written = np.zeros(2, np.int64)  # rows, to RAM and to disk, by this process
         self.granted_bytes = granted_bytes
-        cache_plan.grant(self)
-        statistics.watch(self)
+        cache_plan.register(self)
 
     @property
     def row_bytes(self) -> int:
-        """Of one row, without its lists."""
         return self._layout.row_bytes
 
     @property
@@ -207,7 +205,6 @@ class RowStore:
         return torch.from_numpy(found)
 
     def unpack(self, taken: torch.Tensor) -> dict[str, Any]:
-        """The columns of what `take` gave."""
         found = self._layout.unpack(taken)
         if not self.spec.lists:
             return found
@@ -225,12 +222,10 @@ class RowStore:
     # ---- figures -----------------------------------------------------------------------------------
 
     def filled_bytes(self) -> int:
-        """In RAM."""
-        return anon_file.bytes_on_disk(self._fds[0]) + int(self._counters[0])
+        return row_file.bytes_on_disk(self._fds[0]) + int(self._counters[0])
 
     def disk_bytes(self) -> int:
-        """On disk."""
-        return sum(anon_file.bytes_on_disk(fd) for fd in (self._fds[1], self._fds[3]))
+        return sum(row_file.bytes_on_disk(fd) for fd in (self._fds[1], self._fds[3]))
 
     def count_ahead(self, num_rows: int) -> None:
         """So many rows of those on disk had been read before they were asked for."""
@@ -238,7 +233,6 @@ class RowStore:
 
     def figures(self) -> dict[str, Any]:
         """Rows asked for, by where they were; fit for JSON."""
-        total = self._counts["ram"] + self._counts["disk"]
         return {
             "kind": "rows",
             "ram": {
@@ -246,7 +240,7 @@ class RowStore:
                 "limit_bytes": self.granted_bytes,
                 "num_hits": self._counts["ram"],
                 "num_misses": self._counts["disk"],
-                "hit_rate": round(self._counts["ram"] / total, 4) if total else 1.0,
+                "hit_rate": cache_plan.hit_rate(self._counts["ram"], self._counts["disk"]),
                 "bytes_in": int(self._written[0]) * self.row_bytes,
             },
             "disk": {
@@ -266,14 +260,14 @@ class RowStore:
         fds: list[int] = []
         try:
             for name in ("shoal-rows", "shoal-lists"):
-                fds.append(anon_file.in_memory(name, 0))
+                fds.append(row_file.in_memory(name, 0))
                 fds.append(
-                    anon_file.in_memory("shoal-nothing", 0)
+                    row_file.in_memory("shoal-nothing", 0)
                     if directory is None
-                    else anon_file.on_disk(directory, 0)
+                    else row_file.on_disk(directory, 0)
                 )
         except BaseException:
-            anon_file.close_all(fds)
+            row_file.close_all(fds)
             raise
         return fds
 
@@ -283,7 +277,7 @@ class RowStore:
             return self._sized(files or self._reserved()), True
         identity = [shared_as, self._layout.describe(), spec.num_rows, spec.num_parts]
         facts = {"num_ram_rows": spec.num_ram_rows, "heap_ram_bytes": spec.heap_ram_bytes}
-        fds, known, is_first = anon_file.share(
+        fds, known, is_first = row_file.share(
             scratch.directory("rows"), identity, lambda: (self._sized(self._reserved()), facts)
         )
         # Whoever came first has decided what lies where.
@@ -305,7 +299,6 @@ class RowStore:
 
     @property
     def directory(self) -> Path:
-        """Of what is on disk."""
         return scratch.directory("rows") if self._directory is None else Path(self._directory)
 
     def _rows(self, which: int, offset: int, num_rows: int) -> RowFile:

@@ -19,17 +19,16 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.config import job as jobs
-from shoal.data.cache import CacheConfig, anon_file, cache_plan
+from shoal.data.cache import CacheConfig, cache_plan, row_file
 from shoal.data.cache.block_store import cannot_keep
 from shoal.data.cache.cache_plan import piece_bytes, place, say_where
 from shoal.data.cache.row_file import Field, RowLayout
 from shoal.data.cache.row_store import UNLIMITED, Lists, RowPrefetch, RowSpec, RowStore
-from shoal.data.collate import collate, to_tensor
-from shoal.data.order.order import Indices, integers
+from shoal.data.order import Indices, integers
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.slice import Weighted
 from shoal.data.sources.source import DerivedSource, Source
-from shoal.data.tree import Tree
+from shoal.data.tree import Tree, collate, to_tensor
 from shoal.errors import ConfigError
 from shoal.runtime import scratch, serialization
 from shoal.runtime.serialization import NotSerializable
@@ -41,7 +40,6 @@ def cached(
     ram_bytes: int | None = None,
     directory: str | os.PathLike[str] | None = None,
 ) -> Cached:
-    """The source, with its samples kept."""
     folder = None if directory is None else os.fspath(directory)
     return Cached(source, CacheConfig(where=where, ram_bytes=ram_bytes, directory=folder))  # type: ignore[arg-type]  # checked there
 
@@ -61,18 +59,15 @@ class Cached(DerivedSource):
         self._generators = PrivateGenerators(0)
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
-        """From the cache; what is not there yet is made."""
         numbers = integers(indices)
         return self._filled(numbers).samples(numbers)
 
     def batch(self, indices: Indices, epoch: int = 0) -> Tree:
-        """From the cache; what is not there yet is made."""
         numbers = integers(indices)
         return self._filled(numbers).batch(numbers)
 
     @property
     def looks_ahead(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute
-        """Whether something may be on disk, of the cache or of what it is made of."""
         return (self._store is not None and self._store.looks_ahead) or self._source.looks_ahead
 
     def will_need(self, indices: Indices, epoch: int = 0) -> None:
@@ -90,7 +85,6 @@ class Cached(DerivedSource):
         self._opened()
 
     def describe(self) -> list[dict[str, Any]]:
-        """The source's own: the samples are the same."""
         return self._source.describe()
 
     def _opened(self) -> SampleStore:
@@ -101,7 +95,6 @@ class Cached(DerivedSource):
             return self._store
 
     def _filled(self, numbers: NDArray[np.int64]) -> SampleStore:
-        """The store, with these samples in it."""
         store = self._opened()
         missing = np.unique(numbers[store.flags[numbers] == MISSING])
         if len(missing):
@@ -141,7 +134,7 @@ class SampleStore:
         self._directory = (
             None if config.where == "ram" else config.directory or str(scratch.directory("rows"))
         )
-        budget = cache_plan.for_caches(num_sharers=jobs.current().num_workers)
+        budget = cache_plan.for_caches(num_sharers=jobs.current().num_sharers)
         self._budget = budget if config.ram_bytes is None else config.ram_bytes
         heap = {"ram": UNLIMITED, "disk": 0, "auto": self._budget}[config.where]
         if config.where == "ram" and config.ram_bytes is not None:
@@ -161,9 +154,9 @@ class SampleStore:
             files=RowStore.reserve(self._directory),
         )
         self._regular_files = RowStore.reserve(self._directory)
-        self._plan_file = anon_file.in_memory("shoal-template", 0)
+        self._plan_file = row_file.in_memory("shoal-template", 0)
         self._owned = [self._plan_file, *self._regular_files]
-        self._finalizer = weakref.finalize(self, anon_file.close_all, self._owned)
+        self._finalizer = weakref.finalize(self, row_file.close_all, self._owned)
         self._plan: _Plan | None = None
         self._regular: RowStore | None = None
         self._ahead: RowPrefetch | None = None
@@ -172,7 +165,6 @@ class SampleStore:
         """MISSING, REGULAR or ODD, by index."""
 
     def keep(self, numbers: NDArray[np.int64], samples: list[Any]) -> None:
-        """Put samples into their places."""
         templates = [Template.of(sample) for sample in samples]
         plan = self._plan_of(templates[0])
         fits = np.array([plan.template is not None and each == plan.template for each in templates])
@@ -191,14 +183,12 @@ class SampleStore:
             self.flags[numbers[~fits]] = ODD
 
     def batch(self, numbers: NDArray[np.int64]) -> Tree:
-        """Samples that are there, as one batch."""
         plan = self._known_plan()
         if plan is None or plan.template is None or not (self.flags[numbers] == REGULAR).all():
             return collate(self.samples(numbers))
         return plan.template.batch(self._columns(numbers))
 
     def samples(self, numbers: NDArray[np.int64]) -> list[Any]:
-        """Samples that are there, one by one."""
         plan, found = self._known_plan(), [None] * len(numbers)
         are_odd = self.flags[numbers] == ODD
         for rows, made in (
@@ -211,7 +201,6 @@ class SampleStore:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether some of it may be on disk."""
         return self._config.where != "ram" and (self._regular is None or not self._regular.is_all_in_ram)
 
     def will_need(self, numbers: NDArray[np.int64]) -> None:
@@ -223,7 +212,6 @@ class SampleStore:
     # ---- how regular samples lie -------------------------------------------------------------------
 
     def _plan_of(self, template: Template | None) -> _Plan:
-        """What was decided; by us, if nobody has yet."""
         plan = self._known_plan()
         if plan is not None:
             return plan
@@ -231,7 +219,7 @@ class SampleStore:
             if not self._odd.note:
                 plan = self._decide(template)
                 content = msgspec.msgpack.encode(plan)
-                anon_file.write_at(self._plan_file, 0, content)
+                row_file.write_at(self._plan_file, 0, content)
                 self._odd.note = len(content)
         plan = self._known_plan()
         assert plan is not None
@@ -246,7 +234,7 @@ class SampleStore:
             row_bytes,
             self._config,
             budget_bytes=self._budget,
-            num_sharers=jobs.current().num_workers,
+            num_sharers=jobs.current().num_sharers,
         )
         say_where(self._name, placed, self._directory)
         return _Plan(template, placed.num_ram_rows)
@@ -372,7 +360,6 @@ class Template(msgspec.Struct, frozen=True):
         return cls(kind, names, tuple(part for part in made if part is not None))
 
     def fields(self) -> dict[str, Field]:
-        """One for each leaf, in the order in which they stand."""
         return {
             str(number): Field(_DTYPES[leaf.dtype], leaf.shape) for number, leaf in enumerate(self._leaves())
         }

@@ -83,7 +83,6 @@ class PassingBlocks:
         self._bad: dict[int, Mapping[int, BadSample]] = {}
 
     def gather(self, rows: range | NDArray[np.int64]) -> Gathered:
-        """Block by block, then put into the order asked for."""
         wanted = np.asarray(rows, dtype=np.int64)
         of_block = np.searchsorted(self._bounds, wanted, side="right") - 1
         order = np.argsort(of_block, kind="stable")
@@ -106,7 +105,6 @@ class PassingBlocks:
         """Nothing is read ahead: a shuffled table would be decoded as a whole for one batch."""
 
     def describe(self) -> dict[str, Any]:
-        """Nothing is kept."""
         return {"cache": None, **self._blocks.figures()}
 
     def _decode(self, block: int) -> dict[str, Any]:
@@ -177,11 +175,9 @@ class StoredRows:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether some of the rows are on disk."""
         return not self._store.is_all_in_ram
 
     def gather(self, rows: range | NDArray[np.int64]) -> Gathered:
-        """Copies of these rows, of blocks that are decoded now if they were not before."""
         taken = None
         if self.looks_ahead and not isinstance(rows, range):
             taken = self._ahead.take(rows)
@@ -193,12 +189,10 @@ class StoredRows:
         return Gathered(columns, self._bad_among(rows) if self._bad else {})
 
     def will_need(self, rows: NDArray[np.int64]) -> None:
-        """Read them ahead, where they are on disk."""
         if self.looks_ahead and len(rows):
             self._ahead.announce(rows)
 
     def describe(self) -> dict[str, Any]:
-        """What is kept where, and why."""
         placed = self._placement
         return {
             "cache": self._config.where,
@@ -244,7 +238,7 @@ class StoredRows:
 
     def _decode(self, blocks: Sequence[int]) -> None:
         largest = max(self._table.blocks[block].num_bytes for block in blocks)
-        cores = len(os.sched_getaffinity(0)) // jobs.current().num_workers
+        cores = len(os.sched_getaffinity(0)) // jobs.current().num_sharers
         room = self._limit // (_DECODING_NEEDS * max(largest, 1))
         num_threads = max(1, min(_MAX_DECODERS, cores, room, len(blocks)))
         try:

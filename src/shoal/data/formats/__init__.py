@@ -1,6 +1,6 @@
-"""Table formats: one file each, whose function `open_<format>` is the constructor `Dataset.from_<format>`.
+"""Table formats: a function `open_<format>` each, the constructor `Dataset.from_<format>`.
 
-A new format is a file here, a line below, and its name in `Dataset`.
+A new format is a function, its lines below, and its name in `Dataset`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.data.formats.csv import open_csv as open_csv
     from shoal.data.formats.huggingface import open_huggingface as open_huggingface
-    from shoal.data.formats.jsonl import open_jsonl as open_jsonl
     from shoal.data.formats.parquet import open_parquet as open_parquet
     from shoal.data.formats.sql import open_sql as open_sql
+    from shoal.data.formats.text import open_csv as open_csv
+    from shoal.data.formats.text import open_jsonl as open_jsonl
     from shoal.data.formats.tfrecord import open_tfrecord as open_tfrecord
 
 
@@ -21,4 +21,5 @@ def __getattr__(name: str) -> Any:
     # Formats import compiled kernels: only the ones that are used are loaded.
     if not name.startswith("open_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{name.removeprefix('open_')}"), name)
+    module = {"open_csv": "text", "open_jsonl": "text"}.get(name, name.removeprefix("open_"))
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -1,12 +1,24 @@
-"""Arrow columns as rows in memory, without a copy where the types allow it; files as Arrow reads them.
+"""Arrow types and columns as rows in memory, without a copy where the types allow it.
 
-Values that are missing, or that do not fit their type, make their row a bad
-one; `fill` says what stands for a missing value instead.
+    in a file                       in a sample
+    whole numbers, bool, floats     the same; unsigned ones of 16 bits and more as the next wider signed type
+    decimal                         float64
+    timestamp, date                 int64, nanoseconds since 1970 (UTC)
+    time of day, duration           int64, nanoseconds
+    string, dictionary of strings   text
+    binary                          bytes
+    list of numbers                 ragged; of a fixed size k: shape (k,)
+    list of strings or binary       text or bytes, a list per row
+
+Anything else (structs, maps, lists of lists) is refused by name. Values that are
+missing, or that do not fit their type, make their row a bad one; `fill` says
+what stands for a missing value instead.
 """
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.files import FileInfo, Files
-from shoal.data.formats.schema import storage_type
 from shoal.data.formats.table import Column, DecodedRows, Ragged, pack_lists
-from shoal.errors import BadSample, ConfigError
+from shoal.errors import BadSample, ConfigError, DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,6 +37,175 @@ ArrowArray = Any
 
 Address = Callable[[int], dict[str, Any]]
 """Row of a block to the arguments of BadSample that say where it is."""
+
+_NAMES = {
+    "float": "float32",  # as torch means it
+    "double": "float64",
+    "half": "float16",
+    "int": "int64",
+    "long": "int64",
+    "boolean": "bool",
+    "text": "str",
+    "string": "str",
+    "binary": "bytes",
+    "datetime": "timestamp",
+}
+_SIMPLE = (
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "bool", "str", "bytes", "timestamp", "date"),
+)
+_WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
+_LIST = re.compile(r"list\[(?P<item>\w+)\]|(?P<of>\w+)\[(?P<size>\d+)\]")
+
+
+def arrow_type(name: str, wanted: Any) -> pa.DataType:
+    """The type that `schema={name: wanted}` asks for: a name, a Python, numpy, torch or Arrow type."""
+    import pyarrow as pa
+
+    if isinstance(wanted, pa.DataType):
+        return wanted
+    said = _spelled(wanted)
+    if found := _LIST.fullmatch(said):
+        item = arrow_type(name, found["item"] or found["of"])
+        return pa.list_(item, int(found["size"])) if found["size"] else pa.list_(item)
+    said = _NAMES.get(said, said)
+    if said not in _SIMPLE:
+        raise ConfigError(
+            f"schema= names the type {wanted!r} for the column '{name}', which there is not. Use one of "
+            f"{', '.join(_SIMPLE)}, 'list[int64]' for lists, or 'float32[8]' for lists of 8."
+        )
+    if said == "timestamp":
+        return pa.timestamp("ns")
+    if said == "date":
+        return pa.date32()
+    if said in ("str", "bytes"):
+        return pa.string() if said == "str" else pa.binary()
+    return pa.bool_() if said == "bool" else pa.from_numpy_dtype(np.dtype(said))
+
+
+def _spelled(wanted: Any) -> str:
+    if isinstance(wanted, str):
+        return wanted.strip().lower().replace(" ", "")
+    if isinstance(wanted, np.dtype):
+        return wanted.name
+    if isinstance(wanted, type):
+        return wanted.__name__.removesuffix("_")
+    return str(wanted).removeprefix("torch.")
+
+
+def column_of(name: str, kind: pa.DataType, where: str) -> Column:
+    """The column that holds values of an Arrow type."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    inside = _item_of(kind)
+    is_list, inner = inside is not None, inside or kind
+    if _is_text(inner):
+        return Column.text(name, is_list=is_list)
+    if pa.types.is_binary(inner) or pa.types.is_large_binary(inner) or _is_fixed_or_view_binary(inner):
+        return Column.binary(name, is_list=is_list)
+    shape: tuple[int, ...] = ()
+    item = kind
+    while pa.types.is_fixed_size_list(item):
+        shape, item = (*shape, item.list_size), item.value_type
+    if not shape and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        number = _number(kind.value_type)
+        if number is not None:
+            # -1 must fit, which stands behind the end of a shorter list.
+            return Column.ragged(name, np.int16 if number == np.uint8 else number)
+    number = _number(item)
+    if number is None:
+        cure = (
+            f"it is empty in all rows that were looked at; say what it holds: schema={{'{name}': 'float32'}}"
+            if is_unknown(kind)
+            else "numbers, strings and lists of them can; leave it out with columns=[...], or write it as those"
+        )
+        raise DataError(
+            f"the column '{name}' of {where} is of type {kind}, which cannot be read into tensors: {cure}. Nothing was read."
+        )
+    return Column(name, number, shape)
+
+
+def as_torch_means(found: pa.DataType, given: pa.DataType | None = None) -> pa.DataType:
+    """A type that was found in text, where nobody says how precise it is meant."""
+    import pyarrow as pa
+
+    if given is not None:  # a timestamp, with a zone where the text has one
+        return pa.timestamp("ns", tz=found.tz) if pa.types.is_timestamp(found) else given
+    if pa.types.is_list(found):
+        return pa.list_(as_torch_means(found.value_type))
+    return pa.float32() if pa.types.is_float64(found) else found
+
+
+def readable_type(kind: pa.DataType) -> pa.DataType:
+    """The nearest type that Arrow reads from text; the rest is done in decoding."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind):
+        return pa.list_(readable_type(kind.value_type))
+    return pa.float32() if pa.types.is_float16(kind) else kind
+
+
+def is_unknown(kind: pa.DataType) -> bool:
+    """A type of which only missing values, or only empty lists, were seen."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_null(kind) or (pa.types.is_list(kind) and is_unknown(kind.value_type)))
+
+
+def columns_of(schema: pa.Schema, where: str, names: Sequence[str] | None = None) -> tuple[Column, ...]:
+    """The columns of a schema, all or those with these names."""
+    wanted = schema.names if names is None else names
+    return tuple(column_of(name, schema.field(name).type, where) for name in wanted)
+
+
+def storage_type(column: Column) -> pa.DataType:
+    """The Arrow type whose buffers are what the column has in memory, of one element."""
+    import pyarrow as pa
+
+    if column.kind == "number":
+        return pa.bool_() if column.dtype == np.bool_ else pa.from_numpy_dtype(column.dtype)
+    return pa.large_string() if column.kind == "text" else pa.large_binary()
+
+
+def _item_of(kind: Any) -> pa.DataType | None:
+    """Type of the items of a list; None where it is no list."""
+    import pyarrow as pa
+
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        return None
+    item: pa.DataType = kind.value_type
+    return item.value_type if pa.types.is_dictionary(item) else item
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _is_fixed_or_view_binary(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_fixed_size_binary(kind) or pa.types.is_binary_view(kind))
+
+
+def _number(kind: pa.DataType) -> np.dtype[Any] | None:
+    import pyarrow as pa
+
+    if pa.types.is_boolean(kind):
+        return np.dtype(np.bool_)
+    if pa.types.is_decimal(kind):
+        return np.dtype(np.float64)
+    if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
+        return np.dtype(np.int64)
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return np.dtype(_WIDER.get(str(kind), kind.to_pandas_dtype()))
+    return None
+
 
 _SHOWN = 60  # characters of a row or a value in a message
 MISSING = "the value is missing, and fill={'%s': ...} does not say what stands for it"
@@ -114,17 +294,17 @@ def decode_column(array: ArrowArray, column: Column, fill: Fill, bad: BadRows) -
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if column.is_list:
-        return _text_lists(array, column, fill, bad)
+        return _lists(array, column, fill, bad)
     if pa.types.is_fixed_size_list(array.type):
         return _fixed_lists(array, column, fill, bad)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         ragged = _lists(array, column, fill, bad)
         return _of_one_size(ragged, column, bad) if column.shape else ragged
     if array.null_count and fill.get(column.name) is None:
-        for row in _null_rows(array):
+        for row in np.flatnonzero(_missing(array)).tolist():
             bad.add(row, column.name, MISSING % column.name)
     array = _without_nulls(_cast(array, column, bad, of_row=None), fill.get(column.name))
-    return _numbers(array, column) if column.kind == "number" else _bytes(array)
+    return as_numpy(array, column.dtype) if column.kind == "number" else _bytes(array)
 
 
 def _in_one_piece(array: ArrowArray) -> ArrowArray:
@@ -141,9 +321,8 @@ def _in_one_piece(array: ArrowArray) -> ArrowArray:
     return pa.concat_arrays(whole.chunks) if isinstance(whole, pa.ChunkedArray) else whole
 
 
-def _null_rows(array: ArrowArray) -> list[int]:
-    rows: list[int] = np.flatnonzero(as_numpy(array.is_null(), np.bool_)).tolist()
-    return rows
+def _missing(array: ArrowArray) -> NDArray[np.bool_]:
+    return as_numpy(array.is_null(), np.bool_) if array.null_count else np.zeros(len(array), bool)
 
 
 def _without_nulls(array: ArrowArray, scalar: Any) -> ArrowArray:
@@ -175,7 +354,7 @@ def _cast(array: ArrowArray, column: Column, bad: BadRows, of_row: NDArray[np.in
     except pa.ArrowInvalid:
         pass
     good = np.ones(len(array), dtype=bool)
-    for at in _failing(array, through or wanted, 0, len(array)):
+    for at in failing(array, lambda part: part.cast(through or wanted)):
         good[at] = False
         reason = f"{array[at].as_py()!r} does not fit into {_target(column, array.type)}"
         bad.add(int(of_row[at]) if of_row is not None else at, column.name, reason)
@@ -198,23 +377,21 @@ def _target(column: Column, kind: pa.DataType) -> str:
     return f"int64 nanoseconds (it is a {kind})" if _through(kind) else column.type_name
 
 
-def _failing(array: ArrowArray, kind: pa.DataType, begin: int, end: int) -> Iterator[int]:
-    """Values that cannot be cast, found by halving: a few among many take few casts."""
+def failing(array: ArrowArray, convert: Callable[[ArrowArray], Any], begin: int = 0) -> Iterator[int]:
+    """Values that cannot be converted, found by halving: a few among many take few conversions."""
     import pyarrow as pa
 
+    if not len(array):
+        return
     try:
-        array.slice(begin, end - begin).cast(kind)
+        convert(array)
     except pa.ArrowInvalid:
-        if end - begin == 1:
+        if len(array) == 1:
             yield begin
             return
-        middle = (begin + end) // 2
-        yield from _failing(array, kind, begin, middle)
-        yield from _failing(array, kind, middle, end)
-
-
-def _numbers(array: ArrowArray, column: Column) -> NDArray[Any]:
-    return as_numpy(array, column.dtype)
+        middle = len(array) // 2
+        yield from failing(array.slice(0, middle), convert, begin)
+        yield from failing(array.slice(middle), convert, begin + middle)
 
 
 def as_numpy(array: ArrowArray, dtype: Any) -> NDArray[Any]:
@@ -243,12 +420,6 @@ def as_indices(rows: NDArray[np.int64], is_there: NDArray[np.bool_] | None = Non
     return pa.Array.from_buffers(pa.int64(), len(rows), buffers)
 
 
-def _offsets(array: ArrowArray) -> NDArray[np.int64]:
-    import pyarrow as pa
-
-    return as_numpy(array, np.int64 if pa.types.is_int64(array.type) else np.int32).astype(np.int64)
-
-
 def _bytes(array: ArrowArray) -> Ragged:
     import pyarrow as pa
 
@@ -267,15 +438,14 @@ def _bytes(array: ArrowArray) -> Ragged:
 def _fixed_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> NDArray[Any]:
     import pyarrow as pa
 
-    num_rows, scalar = len(array), fill.get(column.name)
-    missing = as_numpy(array.is_null(), np.bool_) if array.null_count else np.zeros(num_rows, bool)
+    num_rows, scalar, missing = len(array), fill.get(column.name), _missing(array)
     values = array
     while pa.types.is_fixed_size_list(values.type):
         size, begin = values.type.list_size, values.offset
         # Not flatten(), which leaves out what belongs to missing lists.
         values = values.values.slice(begin * size, len(values) * size)
     of_row = np.repeat(np.arange(num_rows), int(np.prod(column.shape)))
-    numbers = _numbers(_elements(values, column, scalar, bad, of_row, is_known=missing), column)
+    numbers = as_numpy(_elements(values, column, scalar, bad, of_row, is_known=missing), column.dtype)
     numbers = numbers.reshape(num_rows, *column.shape)
     if missing.any() and scalar is not None:
         numbers = numbers.copy()
@@ -286,52 +456,32 @@ def _fixed_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> NDArra
 
 
 def _lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> Ragged:
-    offsets, missing = _list_bounds(array, column, fill, bad)
-    values = array.values.slice(offsets[0], offsets[-1] - offsets[0])
-    offsets = offsets - offsets[0]
-    scalar = fill.get(column.name)
-    of_row = np.repeat(np.arange(len(array)), np.diff(offsets))
-    per_element = None if isinstance(scalar, np.ndarray) else scalar
-    numbers = _numbers(_elements(values, column, per_element, bad, of_row, is_known=missing), column)
-    return _with_whole_lists(Ragged(numbers, offsets), missing, scalar, column)
-
-
-def _text_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> Ragged:
     import pyarrow as pa
 
     if pa.types.is_fixed_size_list(array.type):
         array = array.cast(pa.list_(array.type.value_type))
-    offsets, missing = _list_bounds(array, column, fill, bad)
+    scalar = fill.get(column.name)
+    missing = _missing(array)
+    if scalar is None:
+        for row in np.flatnonzero(missing).tolist():
+            bad.add(row, column.name, MISSING % column.name)
+    kind = np.int64 if pa.types.is_int64(array.offsets.type) else np.int32
+    offsets = as_numpy(array.offsets, kind).astype(np.int64)
     values = array.values.slice(offsets[0], offsets[-1] - offsets[0])
     values = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
     offsets = offsets - offsets[0]
-    scalar = fill.get(column.name)
     of_row = np.repeat(np.arange(len(array)), np.diff(offsets))
     per_element = None if isinstance(scalar, np.ndarray) else scalar
-    texts = _bytes(_elements(values, column, per_element, bad, of_row, is_known=missing))
-    return _with_whole_lists(pack_lists(texts, offsets), missing, scalar, column)
-
-
-def _list_bounds(
-    array: Any, column: Column, fill: Fill, bad: BadRows
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Bounds of the lists in the array's values, and which are missing: bad ones, unless there is a fill."""
-    missing = as_numpy(array.is_null(), np.bool_) if array.null_count else np.zeros(len(array), bool)
-    if fill.get(column.name) is None:
-        for row in np.flatnonzero(missing).tolist():
-            bad.add(row, column.name, MISSING % column.name)
-    return _offsets(array.offsets), missing
-
-
-def _with_whole_lists(lists: Ragged, missing: NDArray[np.bool_], scalar: Any, column: Column) -> Ragged:
-    """With what `fill` says where a list is missing: a whole list, or where it says an element, none of them."""
+    elements = _elements(values, column, per_element, bad, of_row, is_known=missing)
+    if column.is_list:
+        lists = pack_lists(_bytes(elements), offsets)
+    else:
+        lists = Ragged(as_numpy(elements, column.dtype), offsets)
     if scalar is None or not missing.any():
         return lists
+    # Where a list is missing: the whole list that `fill` says, or where it says an element, none of them.
     whole = scalar if isinstance(scalar, np.ndarray) else np.zeros(0, dtype=column.dtype)
-    rows = [
-        whole if missing[row] else lists.values[lists.offsets[row] : lists.offsets[row + 1]]
-        for row in range(lists.num_rows)
-    ]
+    rows = [whole if missing[row] else lists.row(row) for row in range(lists.num_rows)]
     return Ragged.of(rows, column.dtype)
 
 
@@ -368,13 +518,10 @@ def _elements(
 ) -> ArrowArray:
     """Elements of lists in the column's type, none missing; element i belongs to row of_row[i]."""
     if values.null_count and scalar is None:
-        for row in np.unique(of_row[_null_rows(values)]).tolist():
+        for row in np.unique(of_row[_missing(values)]).tolist():
             if not is_known[row]:
-                bad.add(
-                    row,
-                    column.name,
-                    "its list has a missing value, and fill= does not say what stands for it",
-                )
+                reason = "its list has a missing value, and fill= does not say what stands for it"
+                bad.add(row, column.name, reason)
     return _without_nulls(_cast(values, column, bad, of_row), scalar)
 
 

@@ -92,7 +92,9 @@ def wanted_features(schema: Mapping[str, Any]) -> tuple[Wanted, ...]:
 
 def _wanted(name: str, feature: Feature) -> Wanted:
     shape = feature.shape
-    if shape is not None and not _is_shape(shape):
+    if shape is not None and not (
+        isinstance(shape, tuple) and all(isinstance(size, int) and size >= 1 for size in shape)
+    ):
         raise _refused(name, f"shape={shape!r} is no shape; () is one value, (4,) four, None any number")
     key = name if feature.key is None else feature.key
     kind = _text_kind(feature.dtype)
@@ -104,22 +106,16 @@ def _wanted(name: str, feature: Feature) -> Wanted:
                 f"shape={feature.shape!r}, raw={feature.raw} asks for something else",
             )
         column = (Column.text if kind == "str" else Column.binary)(name, is_list=shape != ())
-        if column.is_list:
-            num_strings = None if shape is None else shape[0]
-            return Wanted(
-                column, key, "bytes", num_strings, False, _texts_default(name, kind, feature.default, shape)
-            )
-        return Wanted(column, key, "bytes", 1, False, _text_default(name, kind, feature.default))
+        if not column.is_list:
+            return Wanted(column, key, "bytes", 1, False, _text_default(name, kind, feature.default))
+        default = _texts_default(name, kind, feature.default, shape)
+        return Wanted(column, key, "bytes", shape[0] if shape else None, False, default)
     dtype = _number_type(name, feature.dtype)
     column = Column.ragged(name, dtype) if shape is None else Column(name, dtype, shape)
     num_values = None if shape is None else math.prod(shape)
     list_kind: ListKind = "bytes" if feature.raw else "float" if dtype.kind == "f" else "int64"
-    default = _number_default(name, feature.default, dtype, shape)
-    return Wanted(column, key, list_kind, num_values, feature.raw, default)
-
-
-def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, tuple) and all(isinstance(size, int) and size >= 1 for size in shape)
+    values = _number_default(name, feature.default, dtype, shape)
+    return Wanted(column, key, list_kind, num_values, feature.raw, values)
 
 
 def _text_kind(dtype: Any) -> Literal["str", "bytes"] | None:
@@ -169,13 +165,9 @@ def _texts_default(
     """A list of strings as a row of its column."""
     if default is None:
         return np.zeros(0, np.uint8) if shape is None else None  # no strings at all are a list too
-    listed = (
-        [_text_default(name, kind, each) for each in default]
-        if isinstance(default, (list, tuple))
-        else [None]
-    )
-    strings = [each for each in listed if each is not None]
-    if len(strings) < len(listed) or (shape is not None and len(strings) != shape[0]):
+    is_listed = isinstance(default, (list, tuple)) and None not in default
+    strings = [_text_default(name, kind, each) or b"" for each in default] if is_listed else []
+    if not is_listed or (shape is not None and len(strings) != shape[0]):
         raise _refused(name, f"default={default!r} is no list of {kind} of shape {shape}")
     return pack_lists(Ragged.of_bytes(strings), np.array([0, len(strings)])).values
 
@@ -214,10 +206,8 @@ def _feature(name: str, value: Any) -> bytes:
     match values.dtype.kind:
         case "f":
             return _field(2, _packed(values.astype("<f4").tobytes()))
-        case "i" | "b":
-            return _field(3, _packed(b"".join(_varint(int(number)) for number in values.ravel().tolist())))
-        case "u":
-            if values.size and int(values.max()) >= 1 << 63:
+        case "i" | "b" | "u":
+            if values.dtype.kind == "u" and values.size and int(values.max()) >= 1 << 63:
                 raise ConfigError(
                     f"the feature '{name}' holds {values.max()}, which is no int64; write it as bytes"
                 )
@@ -336,9 +326,7 @@ Compression = Literal["auto", "gzip"] | None
 def frame(data: bytes) -> bytes:
     """A record around its data."""
     length = struct.pack("<Q", len(data))
-    return b"".join(
-        (length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data)))
-    )
+    return length + struct.pack("<I", masked_crc(length)) + data + struct.pack("<I", masked_crc(data))
 
 
 def masked_crc(data: bytes) -> int:

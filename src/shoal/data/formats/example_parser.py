@@ -19,14 +19,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from shoal.data.formats.arrow import BadRows
 from shoal.data.formats.example import Wanted, feature_in, list_features
 from shoal.data.formats.table import Ragged, pack_lists
 from shoal.errors import ConfigError
-from shoal.runtime.kernel_cache import inlined, kernel, matrix, vector
+from shoal.runtime.kernel_cache import inlined, kernel, matrix, types, vector
 
 ABSENT, BYTES, FLOATS, INTS = 0, 1, 2, 3
 """Kinds of a list; the last three are the numbers of their fields."""
@@ -366,13 +365,7 @@ def locate(
                     )  # fmt: skip
 
 
-_LISTS = (
-    vector(types.uint8),
-    vector(types.int64),
-    vector(types.int64),
-    vector(types.int64),
-    vector(types.int64),
-)
+_LISTS = (vector(types.uint8), *[vector(types.int64)] * 4)
 
 
 @kernel((*_LISTS, vector(types.uint32, written=True)))
@@ -406,9 +399,7 @@ def fill_spans(data: Any, begins: Any, ends: Any, counts: Any, starts: Any, firs
                 at = _skip(data, tag, at, end)
 
 
-@kernel(
-    (vector(types.uint8), vector(types.int64), vector(types.int64), vector(types.int64), vector(types.uint8, written=True))
-)  # fmt: skip
+@kernel((vector(types.uint8), *[vector(types.int64)] * 3, vector(types.uint8, written=True)))
 def copy_spans(data: Any, firsts: Any, lasts: Any, starts: Any, out: Any) -> None:
     """Write data[firsts[row]:lasts[row]] from out[starts[row]] on."""
     for row in range(len(firsts)):
@@ -460,13 +451,7 @@ class ExampleParser:
         self._names = np.frombuffer(b"".join(keys), np.uint8)
         self._name_ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
         self._name_places = np.empty(1 << (4 * len(keys)).bit_length(), np.int32)
-        for each in (
-            locate,
-            fill_floats,
-            fill_ints,
-            fill_spans,
-            copy_spans,
-        ):
+        for each in (locate, fill_floats, fill_ints, fill_spans, copy_spans):
             each.prepare()  # here, so that processes forked from this one need not
         place_names(self._names, self._name_ends, self._name_places)
         self._kinds = np.array([_KINDS[feature.list_kind] for feature in features], np.int64)
@@ -640,7 +625,7 @@ def _texts_column(feature: Wanted, read: _Read) -> _Found:
         texts = _blanked(texts, wrong)
     lists, default = pack_lists(texts, offsets), feature.default
     if isinstance(default, np.ndarray) and len(default) and read.is_absent.any():
-        rows = [default if read.is_absent[row] else _row_values(lists, row) for row in range(lists.num_rows)]
+        rows = [default if read.is_absent[row] else lists.row(row) for row in range(lists.num_rows)]
         lists = Ragged.of(rows, np.uint8)
     return _Found(lists, reasons)
 
@@ -690,7 +675,7 @@ def _not_utf8(texts: Ragged) -> list[int]:
     # Whole together, they are whole apart where none begins in the middle of a character.
     if _is_utf8(texts.values.tobytes()) and not ((texts.values[starts] & 0xC0) == 0x80).any():
         return []
-    return [row for row in range(texts.num_rows) if not _is_utf8(_row(texts, row))]
+    return [row for row in range(texts.num_rows) if not _is_utf8(texts.row(row).tobytes())]
 
 
 def _is_utf8(text: bytes) -> bool:
@@ -706,12 +691,6 @@ def _blanked(texts: Ragged, wrong: list[int]) -> Ragged:
     if not wrong:
         return texts
     rows = set(wrong)
-    return Ragged.of_bytes([b"" if row in rows else _row(texts, row) for row in range(texts.num_rows)])
-
-
-def _row(texts: Ragged, row: int) -> bytes:
-    return _row_values(texts, row).tobytes()
-
-
-def _row_values(texts: Ragged, row: int) -> NDArray[Any]:
-    return texts.values[texts.offsets[row] : texts.offsets[row + 1]]
+    return Ragged.of_bytes(
+        [b"" if row in rows else texts.row(row).tobytes() for row in range(texts.num_rows)]
+    )

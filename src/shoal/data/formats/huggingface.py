@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.data.arguments import OnError, skipping
-from shoal.data.cache.disk_cache import identity_of
-from shoal.data.formats.arrow import Fill, decoded
-from shoal.data.formats.schema import check_names, chosen, columns_of, label_names, split_label
+from shoal.data.files import identity_of
+from shoal.data.formats.arrow import Fill, columns_of, decoded
 from shoal.data.formats.table import Column, DecodedRows, TableBlock
-from shoal.data.formats.table_source import TableSource
-from shoal.data.order.order import Indices
+from shoal.data.formats.table_source import TableSource, check_names, chosen, label_names, split_label
+from shoal.data.order import Indices
 from shoal.data.sources.source import Source
 from shoal.data.stream import OwnStream, Stream
 from shoal.errors import ConfigError, DataError, NoSuchColumn
@@ -84,7 +83,7 @@ class HuggingfaceTable:
 
     def __init__(self, dataset: Any, names: Sequence[str], fill: Mapping[str, Any] | None) -> None:
         self._dataset = dataset.select_columns(list(names)).with_format("arrow")
-        self.columns: tuple[Column, ...] = columns_of(_schema(dataset, names), "the data set")
+        self.columns: tuple[Column, ...] = columns_of(dataset.features.arrow_schema, "the data set", names)
         self._fill = Fill(fill, self.columns)
         self._length = len(dataset)
         # The fingerprint follows from the files and everything done since; without one, nothing is ever the same.
@@ -187,19 +186,8 @@ def _stream(
         )
     there = dataset.column_names  # None where only reading can tell
     if columns is not None or there is not None:
-        names = chosen(
-            there or [*(columns or ()), *label_names(label)],
-            columns,
-            "the data set",
-            needed=label_names(label),
-        )
+        labels = label_names(label)
+        names = chosen(there or [*(columns or ()), *labels], columns, "the data set", needed=labels)
         dataset = dataset.select_columns(names) if columns is not None else dataset
     formatted = getattr(getattr(dataset, "_formatting", None), "format_type", None)
     return Stream(HuggingfaceStream(dataset if formatted else dataset.with_format("torch"), label))
-
-
-def _schema(dataset: Any, names: Sequence[str]) -> pa.Schema:
-    import pyarrow as pa
-
-    schema = dataset.features.arrow_schema
-    return pa.schema([schema.field(name) for name in names])

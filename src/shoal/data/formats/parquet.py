@@ -14,12 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.arguments import OnError, skipping
-from shoal.data.cache.disk_cache import identity_of, remembered
-from shoal.data.files import FileInfo, Files, SharedFiles, Where, in_threads
-from shoal.data.formats.arrow import BadRows, Fill, as_indices, as_numpy, decoded, file_of
-from shoal.data.formats.schema import check_names, chosen, columns_of, label_names
+from shoal.data.files import FileInfo, Files, SharedFiles, Where, identity_of, in_threads, remembered
+from shoal.data.formats.arrow import BadRows, Fill, as_indices, as_numpy, columns_of, decoded, file_of
 from shoal.data.formats.table import Column, DecodedRows, TableBlock, empty_rows, joined_rows
-from shoal.data.formats.table_source import TableSource
+from shoal.data.formats.table_source import TableSource, check_names, chosen, label_names
 from shoal.data.remote.copies import CopiedFiles
 from shoal.data.remote.located_files import files_at
 from shoal.errors import ConfigError, FileDamaged, NoSuchColumn, SchemasDiffer
@@ -62,37 +60,28 @@ class Condition(NamedTuple):
         """True where all rows fulfil it, False where none does, None where only reading them tells."""
         if known is None:
             return None
-        low, high = known.smallest, known.largest
+        low, high, value = known.smallest, known.largest, self.value
         try:
-            if self.operation in ("in", "not in"):
-                all_in = self.is_exact and low == high and low in self.value
-                none_in = all(value < low or value > high for value in self.value)
-                holds, fails = (all_in, none_in) if self.operation == "in" else (none_in, all_in)
-            else:
-                holds, fails = self._compare(low, high)
+            match self.operation:
+                case "<":
+                    holds, fails = high < value, low >= value
+                case "<=":
+                    holds, fails = high <= value, low > value
+                case ">":
+                    holds, fails = low > value, high <= value
+                case ">=":
+                    holds, fails = low >= value, high < value
+                case _:
+                    values = value if self.operation in ("in", "not in") else [value]
+                    holds = self.is_exact and low == high and low in values
+                    fails = all(one < low or one > high for one in values)
+                    if self.operation in ("!=", "not in"):
+                        holds, fails = fails, holds
         except TypeError:
             return None
         if fails:
             return False
         return True if holds and self.is_exact and not known.has_nulls else None
-
-    def _compare(self, low: Any, high: Any) -> tuple[bool, bool]:
-        value = self.value
-        one_value = self.is_exact and bool(low == high == value)
-        outside = bool(value < low or value > high)
-        match self.operation:
-            case "==":
-                return one_value, outside
-            case "!=":
-                return outside, one_value
-            case "<":
-                return bool(high < value), bool(low >= value)
-            case "<=":
-                return bool(high <= value), bool(low > value)
-            case ">":
-                return bool(low > value), bool(high <= value)
-            case _:
-                return bool(low >= value), bool(high < value)
 
     def mask(self, table: pa.Table) -> NDArray[np.bool_]:
         """The rows that fulfil it."""
@@ -280,9 +269,10 @@ class ParquetTable:
         self._predicate: Predicate | None = None
         if where is not None:
             self._predicate = Predicate(where, {field.name: field.type for field in schema}, first)
-        self._read_names = [*self._names, *self._only_for_rows()]
+        compared = self._predicate.columns if self._predicate else ()
+        self._read_names = [*self._names, *(name for name in compared if name not in self._names)]
         self._check_schemas(schema)
-        self.columns: tuple[Column, ...] = columns_of(pa_subset(schema, self._names), first)
+        self.columns: tuple[Column, ...] = columns_of(schema, first, self._names)
         self._fill = Fill(fill, self.columns)
         kept = self._predicate.describe() if self._predicate else None
         self.identity = identity_of(self._infos, format="parquet", columns=self._names, where=kept, fill=fill)
@@ -306,9 +296,7 @@ class ParquetTable:
     def _wanted_ranges(self, file: int) -> list[tuple[int, int]]:
         """The bytes of the chosen columns, and the footer: where files come from elsewhere, no others do."""
         footer = self._footers[file]
-        tail = footer.serialized_size + (
-            64 << 10
-        )  # it is read from the end, some of what stands before it too
+        tail = footer.serialized_size + (64 << 10)  # some of what stands before it is read with it
         ranges = [(max(self._infos[file].num_bytes - tail, 0), self._infos[file].num_bytes)]
         wanted = set(self._read_names)
         for group in range(footer.num_row_groups):
@@ -381,11 +369,6 @@ class ParquetTable:
             page_checksum_verification=True,
         )
 
-    def _only_for_rows(self) -> list[str]:
-        return (
-            [name for name in self._predicate.columns if name not in self._names] if self._predicate else []
-        )
-
     def _check_schemas(self, first: pa.Schema) -> None:
         for info, footer in zip(self._infos[1:], self._footers[1:], strict=True):
             other = footer.schema.to_arrow_schema()
@@ -397,9 +380,8 @@ class ParquetTable:
                     kinds = f"{other.field(name).type}, not {first.field(name).type}"
                     differences.append(f"its column '{name}' is of type {kinds}")
             if len(self._names) == len(first.names):
-                differences += [
-                    f"it has a column '{name}' more" for name in other.names if name not in first.names
-                ]
+                more = [name for name in other.names if name not in first.names]
+                differences += [f"it has a column '{name}' more" for name in more]
             if differences:
                 raise SchemasDiffer(first=self._infos[0].url, other=info.url, differences=differences)
 
@@ -492,13 +474,6 @@ def runs(counts: Sequence[int], sizes: Sequence[int], most_bytes: int) -> list[t
             found.append([number])
             total = size
     return [tuple(run) for run in found]
-
-
-def pa_subset(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
-    """The fields with these names, in their order."""
-    import pyarrow as pa
-
-    return pa.schema([schema.field(name) for name in names])
 
 
 def _statistics(group: Any, names: Sequence[str]) -> dict[str, ColumnBounds]:

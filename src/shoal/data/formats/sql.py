@@ -2,8 +2,8 @@
 
 The row counts found at opening are checked when a range is read: a range with
 another number of rows is refused, rows whose values change while their number
-stays are not noticed. Connections are opened, kept and replaced here; dialects
-are `sqlite.py` and `postgres.py`, which keep passwords out of messages.
+stays are not noticed. Connections are kept and replaced here; the dialects are
+in `databases.py`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shoal.data.arguments import OnError, above_zero, by_name, skipping, whole_number
-from shoal.data.cache.disk_cache import identity_of, remembered
-from shoal.data.formats.arrow import BadRows, Fill, decoded
-from shoal.data.formats.schema import arrow_type, check_names, chosen, column_of, label_names
+from shoal.data.files import identity_of, remembered
+from shoal.data.formats.arrow import BadRows, Fill, arrow_type, column_of, decoded
+from shoal.data.formats.databases import (
+    ConnectionGone,
+    Database,
+    Session,
+    SqlColumn,
+    SqlKey,
+    database_of,
+    quoted,
+)
 from shoal.data.formats.table import Column, DecodedRows, TableBlock
-from shoal.data.formats.table_source import TableSource
+from shoal.data.formats.table_source import TableSource, check_names, chosen, label_names
 from shoal.errors import (
     ConfigError,
     DatabaseLost,
@@ -36,108 +43,10 @@ from shoal.errors import (
 )
 from shoal.runtime import events
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 Result = TypeVar("Result")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _MOST_AT_ONCE, _MOST_IDLE = 2, 1  # of one process: a server lets a hundred in, and jobs have many workers
-
-
-class SqlColumn(NamedTuple):
-    """A column that a query gives."""
-
-    name: str
-    kind: pa.DataType
-    """As it arrives."""
-
-    expression: str
-    """SQL for it: its name, quoted, perhaps in a cast."""
-
-    as_text: str = ""
-    """SQL for it as text, where its values may be of several types and only text is common to all."""
-
-
-class SqlKey(NamedTuple):
-    """The column whose ranges are read apart."""
-
-    expression: str
-    is_unique: bool
-    """No two rows share a value, so their order is certain."""
-
-    shown: str
-    """For people."""
-
-
-class BadValue(NamedTuple):
-    """A value that is not of its column's type."""
-
-    row: int
-    column: str
-    reason: str
-
-
-class Session(Protocol):
-    """One connection, in one transaction that only reads and sees one state of the data."""
-
-    def columns(self, relation: str) -> list[SqlColumn]:
-        """Columns of `SELECT * FROM relation`, in order."""
-
-    def default_key(self, table: str) -> SqlKey | None:
-        """The primary key of a table; None where there is none of one column."""
-
-    def values(self, sql: str) -> list[tuple[Any, ...]]:
-        """A few rows, as Python has them."""
-
-    def rows(self, sql: str, columns: Sequence[SqlColumn]) -> tuple[pa.Table, list[BadValue]]:
-        """Many rows, of these columns."""
-
-    def end(self) -> None:
-        """End the transaction; the next question begins another."""
-
-    def close(self) -> None:
-        """Let go of the connection. Never raises."""
-
-
-class Database(Protocol):
-    """A dialect: opens sessions, whose methods raise `ConnectionGone` or `QueryRefused`."""
-
-    place: str
-    """For people: a URL without its password."""
-
-    def connect(self) -> Session:
-        """A new session, or `ConnectionGone` with the reason."""
-
-    def stamp(self) -> str:
-        """Changes with the data, as far as that can be told without reading it."""
-
-    def literal_of(self, expression: str) -> str:
-        """SQL that gives, as text, SQL for the value of an expression, exactly."""
-
-
-def quoted(name: str) -> str:
-    """A name as SQL has it, in both dialects."""
-    doubled = name.replace('"', '""')
-    return f'"{doubled}"'
-
-
-def short_query(text: str) -> str:
-    """A query on one line, cut short where it is long."""
-    flat = " ".join(text.split())
-    return flat if len(flat) <= 200 else f"{flat[:197]}..."
-
-
-class ConnectionGone(Exception):
-    """Not an error yet: the connection ended, or never came to be. The reason is for people, without a password."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReconnectConfig:
-    """Retries of a database that went away."""
-
-    timeout_s: float = 30.0
-    """From the first failure on, until a read of one range succeeds."""
 
 
 class Sessions:
@@ -146,8 +55,8 @@ class Sessions:
     A forked child leaves its parent's alone and opens its own.
     """
 
-    def __init__(self, database: Database, config: ReconnectConfig) -> None:
-        self.database, self._config = database, config
+    def __init__(self, database: Database, timeout_s: float = 30.0) -> None:
+        self.database, self._timeout_s = database, timeout_s
         self._lock = threading.Lock()
         self._free = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._idle: list[Session] = []
@@ -180,7 +89,7 @@ class Sessions:
                     reason=str(gone),
                     attempt=num_attempts,
                 )
-                left_s = first_failed_at + self._config.timeout_s - now
+                left_s = first_failed_at + self._timeout_s - now
                 if left_s <= 0:
                     raise DatabaseLost(
                         place=self.database.place,
@@ -203,7 +112,9 @@ class Sessions:
     def _once(self, read: Callable[[Session], Result]) -> Result:
         self._own()
         with self._free:
-            session = self._take()
+            with self._lock:
+                session = self._idle.pop() if self._idle else None
+            session = session or self.database.connect()
             is_whole = False
             try:
                 result = read(session)
@@ -219,7 +130,11 @@ class Sessions:
                     pass
                 raise
             finally:
-                if not (is_whole and self._keep(session)):
+                with self._lock:
+                    is_kept = is_whole and len(self._idle) < _MOST_IDLE
+                    if is_kept:
+                        self._idle.append(session)
+                if not is_kept:
                     session.close()
 
     def _own(self) -> None:
@@ -231,19 +146,6 @@ class Sessions:
         self._close.detach()
         self._idle, self._owner = [], os.getpid()
         self._close = weakref.finalize(self, _close_all, self._idle, self._owner)
-
-    def _keep(self, session: Session) -> bool:
-        with self._lock:
-            if len(self._idle) >= _MOST_IDLE:
-                return False
-            self._idle.append(session)
-            return True
-
-    def _take(self) -> Session:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return self.database.connect()
 
 
 _LEFT_TO_THE_PARENT: list[Session] = []
@@ -329,6 +231,11 @@ def _short(literal: str | None) -> str | None:
 _NAME = re.compile(r'[^\s();"]+|"[^"]+"(\."[^"]+")?')
 _TEXT_BYTES = 32  # about, of a string or a list nobody has looked at
 
+
+def _row_bytes(columns: Sequence[Column]) -> int:
+    return sum(_TEXT_BYTES if column.is_ragged else column.row_bytes for column in columns)
+
+
 _asking = threading.Lock()
 _times_asked: Counter[str] = Counter()
 
@@ -369,40 +276,10 @@ def open_sql(
     if partitions is not None:
         partitions = whole_number("from_sql(partitions=)", partitions, at_least=1)
     timeout_s = above_zero("from_sql(timeout_s=)", timeout_s, "seconds")
-    sessions = Sessions(database_of(connection), ReconnectConfig(timeout_s=timeout_s))
+    sessions = Sessions(database_of(connection), timeout_s)
     wish = _Wish(key, partitions, columns, tuple(label_names(label)), by_name("schema=", schema), fill)
     table = SqlTable(sessions, relation_of(query), wish)
     return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
-
-
-def database_of(connection: str | os.PathLike[str]) -> Database:
-    """The database behind a URL, or a path of a file of SQLite."""
-    from shoal.data.formats.postgres import PostgresDatabase  # dialects implement the protocols of this file
-    from shoal.data.formats.sqlite import SqliteDatabase
-
-    if not isinstance(connection, (str, os.PathLike)):
-        raise ConfigError(
-            f"from_sql takes the address of a database, got a {type(connection).__name__}: every worker opens its own "
-            "connection. Give 'postgresql://user:password@host/name', 'sqlite:///file.db', or the path of a file of SQLite."
-        )
-    address = os.fspath(connection)
-    scheme = address.partition("://")[0].lower() if "://" in address else ""
-    if scheme in ("postgresql", "postgres"):
-        return PostgresDatabase(address)
-    if scheme == "sqlite":
-        path = address[len("sqlite://") :]
-        if not path.startswith("/"):
-            raise ConfigError(
-                f"the address {address} is no URL of SQLite: it has three slashes before a path, sqlite:///file.db, and four "
-                "before one from the root, sqlite:////data/file.db. Nothing was read."
-            )
-        return SqliteDatabase(path[1:])
-    if scheme:
-        raise ConfigError(
-            f"from_sql reads PostgreSQL (postgresql://...) and SQLite (sqlite:///...), and the address begins with "
-            f"{scheme}://. Nothing was read."
-        )
-    return SqliteDatabase(address)
 
 
 class Relation(NamedTuple):
@@ -441,14 +318,6 @@ class _Wish(NamedTuple):
     fill: Mapping[str, Any] | None
 
 
-class _Opened(NamedTuple):
-    """Schema, key and ranges, found in one transaction."""
-
-    columns: list[SqlColumn]
-    key: SqlKey | None
-    ranges: list[KeyRange]
-
-
 class SqlTable:
     """Rows of a relation in the order of a key, in ranges of it.
 
@@ -466,12 +335,11 @@ class SqlTable:
             raise QueryRefused(place=place, what=relation.shown, reason=refused.reason) from None
         self.columns: tuple[Column, ...] = self._columns(self._asked)
         self._fill = Fill(wish.fill, self.columns)
-        row_bytes = sum(_TEXT_BYTES if column.is_ragged else column.row_bytes for column in self.columns)
+        row_bytes = _row_bytes(self.columns)
         blocks, first_row = [], 0
         for part in self._ranges:
-            blocks.append(
-                TableBlock(part.num_rows, part.num_rows * row_bytes, self._address(part), first_row)
-            )
+            num_bytes = part.num_rows * row_bytes
+            blocks.append(TableBlock(part.num_rows, num_bytes, self._address(part), first_row))
             first_row += part.num_rows
         self.blocks: tuple[TableBlock, ...] = tuple(blocks)
         self._unread = set(range(len(blocks)))
@@ -487,11 +355,9 @@ class SqlTable:
     def read(self, block: int) -> DecodedRows:
         part = self._ranges[block]
         sql = self._select(part)
-
-        def rows(session: Session) -> tuple[pa.Table, list[BadValue]]:
-            return session.rows(sql, self._asked)
-
-        table, bad_values = self._sessions.again(rows, what=self._address(part))
+        table, bad_values = self._sessions.again(
+            lambda session: session.rows(sql, self._asked), what=self._address(part)
+        )
         self._was_read(block)
         if table.num_rows != part.num_rows:
             raise TableChanged(
@@ -510,17 +376,11 @@ class SqlTable:
                 return {"where": self._where, "row": first_row + row + 1}
             return {"where": f"{self._where}, {keys} = {table.column(keys)[row].as_py()!r}"}
 
-        decoded_rows = decoded(table, self.columns, self._fill, address)
-        if not bad_values:
-            return decoded_rows
-        # Their values came as null; the reason that is told is the real one.
+        # Bad values came as null; the first reason told of a row is the real one.
         bad = BadRows(address)
-        for value in bad_values:
-            bad.add(value.row, value.column, value.reason)
-        for row in decoded_rows.bad:
-            found = decoded_rows.bad[row]
-            bad.add(row, found.column, found.reason)
-        return DecodedRows(decoded_rows.num_rows, decoded_rows.columns, bad)
+        for bad_value in bad_values:
+            bad.add(*bad_value)
+        return decoded(table, self.columns, self._fill, bad)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -539,7 +399,8 @@ class SqlTable:
             self._unread = set(range(len(self.blocks)))
             self._sessions.close()
 
-    def _open(self, session: Session) -> _Opened:
+    def _open(self, session: Session) -> tuple[list[SqlColumn], SqlKey | None, list[KeyRange]]:
+        """Schema, key and ranges, found in one transaction."""
         there = session.columns(self._relation.sql)
         names = [column.name for column in there]
         wanted = chosen(names, self._wish.columns, self._where, needed=self._wish.labels)
@@ -548,11 +409,9 @@ class SqlTable:
         by_name = {column.name: column for column in there}
         asked = [self._as_said(by_name[name]) for name in wanted]
         key = self._find_key(session, names)
-        row_bytes = sum(
-            _TEXT_BYTES if column.is_ragged else column.row_bytes for column in self._columns(asked)
-        )
+        row_bytes = _row_bytes(self._columns(asked))
         ranges = remembered(self._question(key, asked), lambda: self._count(session, key, row_bytes))
-        return _Opened(asked, key, [KeyRange(*part) for part in ranges])
+        return asked, key, [KeyRange(*part) for part in ranges]
 
     def _as_said(self, column: SqlColumn) -> SqlColumn:
         """As `schema=` says it, where text is asked for and values may be of several types."""
@@ -569,14 +428,10 @@ class SqlTable:
         The script asks the same in the same order on every rank and after a
         restart, so the number of times it was asked here is part of the name.
         """
-        said = [
-            self._sessions.database.place,
-            self._relation,
-            key,
-            self._wish,
-            [str(column) for column in asked],
-        ]
-        text = json.dumps(said, default=str)
+        types = [str(column) for column in asked]
+        text = json.dumps(
+            [self._sessions.database.place, self._relation, key, self._wish, types], default=str
+        )
         with _asking:
             _times_asked[text] += 1
             return identity_of([], format="sql", asked=text, number=_times_asked[text])

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.collate import as_objects
+from shoal.data.tree import as_objects
 from shoal.errors import BadSample
 
 
@@ -93,6 +93,9 @@ class Ragged(NamedTuple):
     def of_bytes(cls, rows: list[bytes]) -> Ragged:
         """Text as UTF-8, or bytes, from one object per row."""
         return cls.of([np.frombuffer(row, dtype=np.uint8) for row in rows], np.uint8)
+
+    def row(self, number: int) -> NDArray[Any]:
+        return self.values[self.offsets[number] : self.offsets[number + 1]]
 
     def take(self, rows: NDArray[np.int64]) -> Ragged:
         begins = self.offsets[rows]

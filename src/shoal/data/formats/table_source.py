@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,20 +19,65 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.config import job as jobs
-from shoal.data.arguments import OnError, skipping
+from shoal.data.arguments import OnError, by_name, skipping
+from shoal.data.arguments import names as list_of_names
 from shoal.data.cache.table_cache import open_storage
-from shoal.data.collate import as_objects
 from shoal.data.files import FileInfo
-from shoal.data.formats.schema import label_names, split_label
 from shoal.data.formats.table import Column, DecodedRows, Ragged, StagedTable, Table, unpack_list
-from shoal.data.order.order import Indices
+from shoal.data.order import Indices
 from shoal.data.skipping import SkipLog, Skipped, SkipSamples
 from shoal.data.sources.source import Source
-from shoal.data.stream import Open, OwnStream, Stream
-from shoal.data.tree import Tree
+from shoal.data.stream import Open, OwnStream, Stream, StreamStage
+from shoal.data.tree import Tree, as_objects
 from shoal.errors import ConfigError, DataError, NoSuchColumn
 from shoal.runtime import events
 from shoal.runtime.user_frames import UserLine, calling_line
+
+
+def chosen(
+    there: Sequence[str], columns: Sequence[str] | None, where: str, *, needed: Sequence[str] = ()
+) -> list[str]:
+    """The names to read: `columns=` and what else is needed, in the order asked for, or all there are."""
+    if isinstance(columns, (list, tuple)) and not columns:
+        raise ConfigError(f"columns=[] leaves nothing to read; {where} has {', '.join(there)}")
+    names = list(there) if columns is None else list_of_names("columns=", columns)
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        asked_by = "columns= names" if columns is not None else f"{where} names"
+        raise ConfigError(
+            f"{asked_by} {', '.join(doubled)} twice, and a sample is a dict. Give each column its own name."
+        )
+    names += [name for name in needed if name not in names]
+    missing = [name for name in names if name not in there]
+    if missing:
+        by_columns = columns is not None and any(name in columns for name in missing)
+        asked_by = "columns=" if by_columns else "label="
+        raise NoSuchColumn(asked=missing, there=there, where=where, asked_by=asked_by)
+    return names
+
+
+def label_names(label: str | Sequence[str] | None) -> list[str]:
+    """The columns that are the label."""
+    if label is None or (isinstance(label, str) and label):
+        return [] if label is None else [label]
+    if not isinstance(label, Sequence) or isinstance(label, str):
+        raise ConfigError(f"label= takes the name of a column, or a list of names, got {label!r}")
+    return list_of_names("label=", label)
+
+
+def split_label(columns: dict[str, Any], label: str | Sequence[str] | None) -> Any:
+    """The columns as they are, or (inputs, label)."""
+    if label is None:
+        return columns
+    target = columns.pop(label) if isinstance(label, str) else {name: columns.pop(name) for name in label}
+    return columns, target
+
+
+def check_names(asked_by: str, asked: Mapping[str, Any] | None, there: Sequence[str], where: str) -> None:
+    """Refuse keys of `schema=` or `fill=` that are no columns."""
+    missing = [name for name in by_name(asked_by, asked) if name not in there]
+    if missing:
+        raise NoSuchColumn(asked=missing, there=there, where=where, asked_by=asked_by)
 
 
 class TableSource(Source):
@@ -226,7 +271,9 @@ def open_row_stream(
             "Parquet, it can be shuffled, split and resumed anywhere",
             file=sys.stderr,
         )
-    return Stream(rows, (_Samples(rows.columns, label, on_error, max_skips, calling_line()),))
+    samples = _Samples(rows.columns, label, on_error, max_skips, calling_line())
+    described = {"stage": "samples", "label": label_names(label)}
+    return Stream(rows, (StreamStage(samples.run, described),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +306,6 @@ class _Samples:
                     continue
                 yield split_label({name: values[row] for name, values in columns.items()}, self.label)
             number += rows.num_rows
-
-    def describe(self) -> dict[str, Any]:
-        return {"stage": "samples", "label": label_names(self.label)}
 
     def _values(self, column: Column, rows: DecodedRows) -> Sequence[Any]:
         values = rows.columns[column.name]

@@ -14,19 +14,16 @@ library call each (measured: 123 ns against 304 for 200 bytes, equal at about
 from __future__ import annotations
 
 import gzip
+import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from shoal.data.arguments import OnError, skipping
-from shoal.data.cache.disk_cache import identity_of, remembered
-from shoal.data.files import FileInfo, Files, Where
+from shoal.data.files import FileInfo, Files, Where, identity_of, remembered
 from shoal.data.formats.arrow import BadRows
 from shoal.data.formats.example import Wanted, masked_crc, wanted_features
 from shoal.data.formats.example_parser import ExampleParser
@@ -37,7 +34,7 @@ from shoal.data.remote.located_files import files_at
 from shoal.data.sources.source import Source
 from shoal.data.stream import Stream
 from shoal.errors import FileDamaged
-from shoal.runtime.kernel_cache import INT, inlined, kernel, vector
+from shoal.runtime.kernel_cache import INT, inlined, kernel, types, vector
 
 HEAD = 12
 """Bytes before the data: length and its checksum."""
@@ -135,15 +132,10 @@ def scan(data: Any, at: int, offsets: Any) -> tuple[int, int, bool]:
     return count, at, False
 
 
-@kernel(
-    (
-        vector(types.uint8),
-        INT,
-        vector(types.int64, written=True),
-        vector(types.int64, written=True),
-        vector(types.uint8, written=True),
-    )
-)
+_WRITTEN = (*[vector(types.int64, written=True)] * 2, vector(types.uint8, written=True))
+
+
+@kernel((vector(types.uint8), INT, *_WRITTEN))
 def frames(data: Any, longest: int, begins: Any, ends: Any, state: Any) -> int:
     """Write where the data of each of len(begins) records begins and ends, and whether its checksum is right.
 
@@ -203,21 +195,6 @@ class Scan(NamedTuple):
     tail: Tail | None
 
 
-@dataclass(frozen=True, slots=True)
-class RecordFile:
-    """One file, scanned."""
-
-    info: FileInfo
-    stretches: tuple[RecordSpan, ...]
-    tail: Tail | None
-
-    @classmethod
-    def of(cls, info: FileInfo, scan: Sequence[Any]) -> RecordFile:
-        """From a scan, which may have been through JSON."""
-        stretches, tail = scan
-        return cls(info, tuple(RecordSpan(*stretch) for stretch in stretches), Tail(*tail) if tail else None)
-
-
 class Records(NamedTuple):
     """The records of a stretch: record i is data[begins[i]:ends[i]]."""
 
@@ -226,12 +203,6 @@ class Records(NamedTuple):
     ends: NDArray[np.int64]
     wrong: NDArray[np.uint8]
     """1 where the data does not match its checksum."""
-
-
-def prepare() -> None:
-    """Load what is compiled: processes that are forked from this one need not."""
-    scan.prepare()
-    frames.prepare()
 
 
 def is_gzip(files: Files, info: FileInfo) -> bool:
@@ -269,7 +240,8 @@ def scan_file(files: Files, info: FileInfo, *, stretch_bytes: int = _STRETCH_BYT
         needed, at = at - last_begin, last_begin
         tail = Tail(at, num_records, _cut_short(num_records, at, needed, info.num_bytes))
     elif is_damaged:
-        tail = Tail(at, num_records, _damaged_head(num_records, at))
+        perhaps = " (or it is no TFRecord file)" if num_records == 0 else ""
+        tail = Tail(at, num_records, _damaged_head(num_records, f"{at:,}", perhaps))
     elif at < info.num_bytes:
         tail = Tail(at, num_records, _cut_short(num_records, at, None, info.num_bytes))
     if num_records > first_record:
@@ -282,24 +254,35 @@ def _cut_short(record: int, begin: int, needed: int | None, num_bytes: int) -> s
     return f"it is cut short: record {record + 1:,} begins at byte {begin:,}{needs}, and the file ends at byte {num_bytes:,}"
 
 
-def _damaged_head(record: int, begin: int) -> str:
-    perhaps = " (or it is no TFRecord file)" if record == 0 else ""
+def _damaged_head(record: int, begin: str, perhaps: str = "") -> str:
     return (
-        f"the length of record {record + 1:,}, at byte {begin:,}, does not match its checksum{perhaps}, so neither that "
+        f"the length of record {record + 1:,}, at byte {begin}, does not match its checksum{perhaps}, so neither that "
         "record nor any behind it can be found"
     )
 
 
-def read_stretch(files: Files, file: RecordFile, stretch: RecordSpan) -> Records:
+def read_stretch(files: Files, info: FileInfo, stretch: RecordSpan) -> Records:
     """The records of a stretch, each checked."""
-    raw = files.read(file.info.url, stretch.begin, stretch.end)
+    raw = files.read(info.url, stretch.begin, stretch.end)
     records, num_whole = split_records(raw, stretch.num_records)
     if num_whole < stretch.num_records:
-        raise FileDamaged(
-            url=file.info.url,
-            problem=f"record {stretch.first_record + num_whole + 1:,} is not where it was when the file was scanned",
-        )
+        number = stretch.first_record + num_whole + 1
+        problem = f"record {number:,} is not where it was when the file was scanned"
+        raise FileDamaged(url=info.url, problem=problem)
     return records
+
+
+def parsed(parser: ExampleParser, url: str, records: Records, first_record: int, offset: int) -> DecodedRows:
+    """The rows of records that lie from byte `offset` of a file on."""
+
+    def address(row: int) -> dict[str, Any]:
+        begin = offset + int(records.begins[row]) - HEAD
+        return {"where": url, "row": first_record + row + 1, "offset": begin}
+
+    bad = BadRows(address)
+    for row in np.flatnonzero(records.wrong).tolist():
+        bad.add(row, None, checksum_reason(records, row))
+    return DecodedRows(len(records.begins), parser.parse(*records, bad), bad)
 
 
 def checksum_reason(records: Records, number: int) -> str:
@@ -356,7 +339,15 @@ def open_tfrecord(
     on_error, max_skips = skipping("", on_error, max_skips)
     found = files.expand(where, ENDINGS)
     if any(is_gzip(files, info) for info in found):
-        return open_stream(files, found, features, label=label, on_error=on_error, max_skips=max_skips)
+        return open_row_stream(
+            RecordStream(files, tuple(found), features),
+            format="tfrecord",
+            files=found,
+            is_compressed=lambda info: is_gzip(files, info),
+            label=label,
+            on_error=on_error,
+            max_skips=max_skips,
+        )
     table = TFRecordTable(files, found, features, keeps_damaged_tail=on_error == "skip")
     return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
 
@@ -378,42 +369,42 @@ class TFRecordTable:
     ) -> None:
         self._files, self._features = files, features
         self._parser = ExampleParser(features)
-        prepare()
+        for each in (scan, frames):
+            each.prepare()  # here, so that processes forked from this one need not
         self.columns: tuple[Column, ...] = tuple(feature.column for feature in features)
         scans = remembered(
             identity_of(found, format="tfrecord scan"), lambda: [scan_file(files, info) for info in found]
         )
-        self._scanned = [RecordFile.of(info, scan) for info, scan in zip(found, scans, strict=True)]
         described = [feature.describe() for feature in features]
         self.identity = identity_of(found, format="tfrecord", features=described, tail=keeps_damaged_tail)
-        self._places: list[tuple[RecordFile, RecordSpan | None]] = []
+        self._num_files = len(found)
+        self._places: list[tuple[FileInfo, RecordSpan | Tail]] = []
         blocks = []
         # Values of ragged columns are counted by what they take in the file.
         row_bytes = sum(8 if column.is_ragged else column.row_bytes for column in self.columns)
-        for file in self._scanned:
-            for stretch in file.stretches:
-                self._places.append((file, stretch))
+        for info, (stretches, tail) in zip(found, scans, strict=True):
+            for stretch in itertools.starmap(RecordSpan, stretches):
+                self._places.append((info, stretch))
                 num_bytes = row_bytes * stretch.num_records + stretch.end - stretch.begin
-                blocks.append(TableBlock(stretch.num_records, num_bytes, file.info.url, stretch.first_record))
-            if file.tail is not None:
+                blocks.append(TableBlock(stretch.num_records, num_bytes, info.url, stretch.first_record))
+            if tail is not None:
                 if not keeps_damaged_tail:
-                    raise FileDamaged(url=file.info.url, problem=file.tail.problem)
-                self._places.append((file, None))
-                blocks.append(TableBlock(1, row_bytes, file.info.url, file.tail.record))
+                    raise FileDamaged(url=info.url, problem=Tail(*tail).problem)
+                self._places.append((info, Tail(*tail)))
+                blocks.append(TableBlock(1, row_bytes, info.url, Tail(*tail).record))
         self.blocks: tuple[TableBlock, ...] = tuple(blocks)
 
     def read(self, block: int) -> DecodedRows:
-        file, stretch = self._places[block]
-        if stretch is None:
-            return self._damaged_tail(file)
-        records = read_stretch(self._files, file, stretch)
-        bad = BadRows(partial(_address, file.info.url, stretch, records.begins))
-        for row in np.flatnonzero(records.wrong).tolist():
-            bad.add(row, None, checksum_reason(records, row))
-        return DecodedRows(stretch.num_records, self._parser.parse(*records, bad), bad)
+        info, part = self._places[block]
+        if isinstance(part, RecordSpan):
+            records = read_stretch(self._files, info, part)
+            return parsed(self._parser, info.url, records, part.first_record, part.begin)
+        bad = BadRows(lambda row: {"where": info.url, "row": part.record + 1, "offset": part.begin})
+        bad.add(0, None, part.problem)
+        return empty_rows(self.columns, 1, bad)
 
     def is_here(self, block: int) -> bool:
-        return self._files.is_here(self._places[block][0].info.url)
+        return self._files.is_here(self._places[block][0].url)
 
     def stage(self) -> None:
         self._files.stage()
@@ -421,45 +412,12 @@ class TFRecordTable:
     def describe(self) -> dict[str, Any]:
         return {
             "format": "tfrecord",
-            "num_files": len(self._scanned),
+            "num_files": self._num_files,
             "features": [feature.describe() for feature in self._features],
         }
 
-    def _damaged_tail(self, file: RecordFile) -> DecodedRows:
-        tail = file.tail
-        assert tail is not None
-        bad = BadRows(lambda row: {"where": file.info.url, "row": tail.record + 1, "offset": tail.begin})
-        bad.add(0, None, tail.problem)
-        return empty_rows(self.columns, 1, bad)
-
-
-def _address(url: str, stretch: RecordSpan, begins: NDArray[np.int64], row: int) -> dict[str, Any]:
-    """Address of a record: its number, and the byte at which its frame begins."""
-    offset = stretch.begin + int(begins[row]) - 12
-    return {"where": url, "row": stretch.first_record + row + 1, "offset": offset}
-
 
 _CHUNK_BYTES = 1 << 20
-
-
-def open_stream(
-    files: Files,
-    found: Sequence[FileInfo],
-    features: tuple[Wanted, ...],
-    *,
-    label: str | Sequence[str] | None,
-    on_error: str,
-    max_skips: int | None,
-) -> Stream:
-    return open_row_stream(
-        RecordStream(files, tuple(found), features),
-        format="tfrecord",
-        files=found,
-        is_compressed=lambda info: is_gzip(files, info),
-        label=label,
-        on_error=on_error,
-        max_skips=max_skips,
-    )
 
 
 class RecordStream(RowStream):
@@ -480,13 +438,9 @@ class RecordStream(RowStream):
                     yield from self._rows(info, raw)
 
     def describe(self) -> dict[str, Any]:
-        described = [feature.describe() for feature in self._features]
-        return {
-            "source": "stream",
-            "format": "tfrecord",
-            "num_files": len(self._found),
-            "features": described,
-        }
+        features = [feature.describe() for feature in self._features]
+        num_files = len(self._found)
+        return {"source": "stream", "format": "tfrecord", "num_files": num_files, "features": features}
 
     def _rows(self, info: FileInfo, file: BinaryIO) -> Iterator[DecodedRows]:
         """Stretches of whole records, as they come."""
@@ -500,13 +454,11 @@ class RecordStream(RowStream):
             if next_at > len(data):  # the last one is not all there yet
                 count, next_at = count - 1, int(begins[count - 1])
             if count:
-                yield self._parsed(info, data[:next_at], count, first_record, offset)
+                records, _ = split_records(data[:next_at], count)
+                yield parsed(self._parser, info.url, records, first_record, offset)
             data, first_record, offset = data[next_at:], first_record + count, offset + next_at
             if is_damaged:
-                problem = (
-                    f"the length of record {first_record + 1:,}, at byte {offset:,} of what is unpacked, does not match its "
-                    "checksum, so neither that record nor any behind it can be found"
-                )
+                problem = _damaged_head(first_record, f"{offset:,} of what is unpacked")
                 raise FileDamaged(url=info.url, problem=problem)
         if data:
             raise FileDamaged(
@@ -514,18 +466,6 @@ class RecordStream(RowStream):
                 problem=f"it is cut short: record {first_record + 1:,} begins at byte {offset:,} of what is unpacked, which "
                 f"ends at byte {offset + len(data):,}",
             )
-
-    def _parsed(self, info: FileInfo, data: bytes, count: int, first_record: int, offset: int) -> DecodedRows:
-        records, _ = split_records(data, count)
-
-        def address(row: int) -> dict[str, Any]:
-            begin = offset + int(records.begins[row]) - HEAD
-            return {"where": info.url, "row": first_record + row + 1, "offset": begin}
-
-        bad = BadRows(address)
-        for row in np.flatnonzero(records.wrong).tolist():
-            bad.add(row, None, checksum_reason(records, row))
-        return DecodedRows(count, self._parser.parse(*records, bad), bad)
 
 
 def _next_chunk(info: FileInfo, file: BinaryIO, num_bytes: int) -> bytes:

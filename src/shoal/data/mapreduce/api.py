@@ -10,6 +10,8 @@ of the job or process and goes with it.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import hashlib
 import itertools
 import json
@@ -17,25 +19,130 @@ import os
 import shutil
 import time
 import uuid
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from shoal.config import job as jobs
 from shoal.data import arguments
 from shoal.data.arguments import whole_number
-from shoal.data.mapreduce.aggregate import Aggregate
 from shoal.data.mapreduce.identity import identity_of
-from shoal.data.mapreduce.processes import finish_in_processes
-from shoal.data.mapreduce.spill import Combine
-from shoal.data.mapreduce.tasks import MAX_MAP_TASKS, AggregatePlan, Indexed, Streamed, Tasks
-from shoal.data.order.order import Order
+from shoal.data.mapreduce.shuffle import Shuffle
+from shoal.data.mapreduce.spill import (
+    Combine,
+    Key,
+    RunFile,
+    decode_key,
+    encode_key,
+    merged,
+    partition_of,
+    plain_key,
+    record_bytes,
+)
+from shoal.data.mapreduce.tasks import (
+    MAX_MAP_TASKS,
+    AggregatePlan,
+    Indexed,
+    Streamed,
+    Tasks,
+    finish_in_processes,
+)
+from shoal.data.order import Order
 from shoal.data.reader import Reader
+from shoal.data.remote.peers import Hosts
 from shoal.data.sources.source import Source, name_of
 from shoal.data.stream import Stream
 from shoal.errors import ConfigError
 from shoal.runtime import scratch
+from shoal.runtime.serialization import decode
+
+_INDEX_EVERY = 64
+
+
+class Aggregate(Mapping[Any, Any]):
+    """Results by key, by increasing key. Nothing but a few keys per file is kept in memory.
+
+    counts = data.map_reduce(words, add, add)
+    counts["the"], len(counts)
+    for word, count in counts.items(): ...
+    table = counts.all_gather()          # a dict, on every host
+    """
+
+    def __init__(self, directory: Path, num_partitions: int, *, was_reused: bool) -> None:
+        self.directory = directory
+        self.was_reused = was_reused
+        """Nothing had to be computed: it was there, by its key."""
+        self._files = [RunFile(directory / f"part-{number:05d}") for number in range(num_partitions)]
+        self._indices: dict[int, tuple[list[bytes], list[int]]] = {}
+        weakref.finalize(self, _close, self._files)
+
+    def __len__(self) -> int:
+        return sum(file.stretches[0].num_records for file in self._files)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (key for key, _ in self._decoded())
+
+    def items(self) -> ItemsView[Any, Any]:
+        return _Items(self)
+
+    def __getitem__(self, key: Any) -> Any:
+        encoded = encode_key(plain_key(key))
+        number = partition_of(encoded, len(self._files))
+        for found, value in self._files[number].records_from(self._start(number, encoded)):
+            if found == encoded:
+                return decode(value)
+            if found > encoded:
+                break
+        raise KeyError(key)
+
+    def all_gather(self) -> dict[Any, Any]:
+        """Everything as a dict, by increasing key, on every rank that calls it.
+
+        Workers of one host read the same files; each host has a copy of them.
+        """
+        for file in self._files:
+            for _ in file.records(0, check=True):
+                pass
+        return dict(self._decoded())
+
+    def __repr__(self) -> str:
+        return f"Aggregate({len(self)} keys in {self.directory})"
+
+    def _decoded(self) -> Iterator[tuple[Key, Any]]:
+        for key, value in merged([file.records(0) for file in self._files]):
+            yield decode_key(key), decode(value)
+
+    def _start(self, number: int, encoded: bytes) -> int:
+        if number not in self._indices:
+            sampled: tuple[list[bytes], list[int]] = ([], [])
+            offset = 0
+            for place, (key, value) in enumerate(self._files[number].records(0)):
+                if place % _INDEX_EVERY == 0:
+                    sampled[0].append(key)
+                    sampled[1].append(offset)
+                offset += record_bytes(key, value)
+            self._indices[number] = sampled
+        found, offsets = self._indices[number]
+        at = bisect.bisect_right(found, encoded) - 1
+        return offsets[at] if at >= 0 else 0
+
+
+class _Items(ItemsView[Any, Any]):
+    """Pairs in one pass; the mapping's own would look every key up."""
+
+    _mapping: Aggregate
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return self._mapping._decoded()
+
+
+def _close(files: list[RunFile]) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.close()
+
 
 _BATCH_SIZE = 1024
 
@@ -78,33 +185,42 @@ def map_reduce(
     )
     root = Path(arguments.directory("map_reduce(directory=)", directory)) if directory is not None else None
     own = cached(identity, root) if identity is not None else None
-    is_in_cache = jobs.share().num_hosts == 1 and own is not None
-    if own is not None and is_in_cache:
-        shared = own
-    elif identity is not None:
-        shared = in_scratch(identity)
+    job = jobs.share()
+    parts = [part for part in (source, access[1] if access else None) if part is not None]
+    called = [name_of(fn) for fn in (map, combine, reduce) if fn is not None]
+    description = _digest([[part.describe() for part in parts], called, sizes])
+    shuffle: Shuffle | None = None
+    if job.is_on_several_hosts:
+        # Known to all hosts by its description: the identity of their files may differ.
+        name = numbered(description)
+        place = own or in_scratch(f"{name}-host-{job.host}")
+        shuffle = Shuffle(
+            name, place, Hosts.of_job(), num_partitions=num_partitions, timeout_s=float(timeout_s)
+        )
+        shuffle.share()
+    elif own is not None:
+        place = own
     else:
-        parts = [part for part in (source, access[1] if access else None) if part is not None]
-        called = [name_of(fn) for fn in (map, combine, reduce) if fn is not None]
-        shared = numbered(_digest([[part.describe() for part in parts], called, sizes]))
-    own = own or _host_directory(shared)
-
+        place = in_scratch(identity if identity is not None else numbered(description))
     run = f"job {jobs.current().run_dir}" if jobs.current().launched else uuid.uuid4().hex
 
     def tasks(number: int) -> Tasks:
         first = jobs.rank() * plan.num_map_tasks // max(1, jobs.num_workers()) + number
-        return Tasks(plan, data, shared, run=run, timeout_s=timeout_s, first=first)
+        return Tasks(plan, data, place, run=run, timeout_s=timeout_s, first=first, shuffle=shuffle)
 
-    for place in (own, shared):
+    try:
         if is_complete(place, num_partitions):
-            return Aggregate(place, num_partitions, own_directory=own, was_reused=True)
-    if num_workers == 1:
-        tasks(0).finish()
-    else:
-        finish_in_processes(tasks, num_workers)
-    if is_in_cache:
+            return Aggregate(place, num_partitions, was_reused=True)
+        if num_workers == 1:
+            tasks(0).finish()
+        else:
+            finish_in_processes(tasks, num_workers)
+    finally:
+        if shuffle is not None:
+            shuffle.close()
+    if own is not None:
         sweep(own.parent, keep=own)
-    return Aggregate(shared, num_partitions, own_directory=own, was_reused=False)
+    return Aggregate(place, num_partitions, was_reused=False)
 
 
 def _given(key: str, sizes: tuple[Any, ...]) -> str:
@@ -114,15 +230,6 @@ def _given(key: str, sizes: tuple[Any, ...]) -> str:
 
 def _digest(parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=16).hexdigest()
-
-
-def _host_directory(shared: Path) -> Path:
-    job = jobs.current()
-    if job.num_hosts == 1:
-        return shared
-    own = shared.with_name(f"{shared.name}-host-{job.host}")
-    own.mkdir(mode=0o700, exist_ok=True)
-    return own
 
 
 def _batch_size(batched: bool | int) -> int | None:
@@ -156,7 +263,7 @@ def cache_root() -> Path | None:
     """This host's cache of aggregates; None where there can be none."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     job = jobs.current()
-    host = f"-host-{job.host}" if job.num_hosts > 1 else ""  # one machine may be treated as several hosts
+    host = f"-host-{job.host}" if job.is_on_several_hosts else ""  # they may share a home directory
     root = Path(home) / "shoal" / f"map_reduce{host}"
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -181,14 +288,14 @@ def in_scratch(name: str) -> Path:
     return scratch.directory("map_reduce", name)
 
 
-def numbered(description: str) -> Path:
-    """The same, for a call of the script that has no key: every rank finds the one of its own call.
+def numbered(description: str) -> str:
+    """Name of a call of the script: every rank finds the one of its own call.
 
     Calls that look alike are numbered; so a rank that makes calls of its own
     besides does not come upon another's.
     """
     _num_calls[description] += 1
-    return in_scratch(f"{description}-{_num_calls[description]}")
+    return f"{description}-{_num_calls[description]}"
 
 
 def sweep(root: Path, *, keep: Path, max_bytes: int = _MAX_BYTES, max_idle_s: float = _MAX_IDLE_S) -> None:
@@ -213,5 +320,4 @@ def _num_bytes(entry: Path) -> int:
 
 
 def is_complete(directory: Path, num_partitions: int) -> bool:
-    """Is the whole result there?"""
     return all((directory / f"part-{number:05d}").exists() for number in range(num_partitions))

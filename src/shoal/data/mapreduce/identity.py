@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.data.order.order import Order, Shuffled
+from shoal.data.order import Order, Shuffled
 from shoal.data.sources.source import Source
 from shoal.data.stream import Stream
 
@@ -66,7 +66,6 @@ class _Walk:
         self._alive: list[Any] = []  # so that no id is used twice meanwhile
 
     def of(self, thing: Any) -> str:
-        """Its identity; raises _Unknown."""
         if type(thing) in _PLAIN:
             return _hashed("plain", type(thing).__qualname__, repr(thing))
         if id(thing) in self._seen:

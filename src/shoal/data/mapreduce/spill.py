@@ -1,31 +1,147 @@
 """Sorted runs of (key, value) records in files, and the buffer of a map task that spills them.
 
-A file appears under its name only when it is whole: it is written beside it
-and renamed. Its end says where each partition begins, how many records it has
-and their checksum. Values of a key keep the order in which they were given,
-through every spill and merge, so the input of a combine or reduce function
-does not depend on the process that ran the task.
+Keys are bytes that sort as the keys do, so that runs are merged by comparing
+bytes, and a key's partition is the same in every process. A file appears under
+its name only when it is whole: it is written beside it and renamed. Its end
+says where each partition begins, how many records it has and their checksum.
+Values of a key keep the order in which they were given, through every spill and
+merge, so the input of a combine or reduce function does not depend on the
+process that ran the task.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
+import math
 import operator
 import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import TracebackType
+from typing import Any, BinaryIO, TypeAlias
 
 import msgspec
+import numpy as np
+import torch
 
-from shoal.data.mapreduce import keys
-from shoal.data.mapreduce.keys import Key
 from shoal.data.sources.source import name_of
 from shoal.errors import DataError
 from shoal.runtime.serialization import NotSerializable, decode, encode, num_bytes
+
+Key: TypeAlias = "int | float | str | bytes | tuple[Any, ...] | None"
+
+_NONE, _BELOW, _INT, _ABOVE, _FLOAT, _STR, _BYTES, _TUPLE = range(1, 9)
+_SMALLEST, _LARGEST = -(1 << 63), (1 << 63) - 1
+_WORD = struct.Struct(">BQ")
+_LENGTH = struct.Struct(">BI")
+_BITS = struct.Struct(">Q")
+_DOUBLE = struct.Struct(">d")
+_SIGN = 1 << 63
+_ALL = (1 << 64) - 1
+# The end of a text sorts before anything that could follow; a zero within it is marked, so that it does not.
+_END, _ZERO = b"\x00\x01", b"\x00\xff"
+
+
+def plain_key(key: Any) -> Key:
+    """The key as one of Python's own: numpy's and torch's numbers become those, True and False 1 and 0."""
+    kind = type(key)
+    if kind is int or kind is str or kind is bytes or kind is float or key is None:
+        return key  # type: ignore[no-any-return]
+    if kind is tuple:
+        return tuple(plain_key(part) for part in key)
+    if isinstance(key, (bool, np.bool_)):
+        return int(key)
+    if isinstance(key, (np.integer, np.floating)) or (isinstance(key, torch.Tensor) and key.dim() == 0):
+        return plain_key(key.item())
+    for known in (str, bytes, int, float):
+        if isinstance(key, known):
+            own: Key = known(key)  # type: ignore[arg-type]  # np.str_ and the like
+            return own
+    raise DataError(
+        f"the map function gave the key {_shown(key)}, a {kind.__name__}: keys are whole numbers, floats, strings, bytes, "
+        "None, or tuples of them, because they are sorted and written to disk. Nothing was computed; yield such a key."
+    )
+
+
+def encode_key(key: Key) -> bytes:
+    kind = type(key)
+    if kind is int:
+        return _int(key)  # type: ignore[arg-type]
+    if kind is str:
+        raw = key.encode("utf-8", "surrogatepass")  # type: ignore[union-attr]
+        return b"\x06" + (raw.replace(b"\x00", _ZERO) if b"\x00" in raw else raw) + _END
+    if kind is bytes:
+        return b"\x07" + key.replace(b"\x00", _ZERO) + _END  # type: ignore[union-attr, arg-type, operator]
+    if kind is float:
+        return _float(key)  # type: ignore[arg-type]
+    if key is None:
+        return b"\x01"
+    return b"\x08" + b"".join(map(encode_key, key)) + b"\x00"  # type: ignore[arg-type]
+
+
+def decode_key(data: bytes) -> Key:
+    return _decode(data, 0)[0]
+
+
+def partition_of(encoded: bytes, num_partitions: int) -> int:
+    """Where a key is reduced: the same in every process and on every host."""
+    return zlib.crc32(encoded) % num_partitions
+
+
+def _int(key: int) -> bytes:
+    if _SMALLEST <= key <= _LARGEST:
+        return _WORD.pack(_INT, key - _SMALLEST)
+    # Wider ones by their number of bytes and then those; below zero both turned around.
+    size = (key.bit_length() + 8) // 8
+    if key > 0:
+        return _LENGTH.pack(_ABOVE, size) + key.to_bytes(size, "big")
+    return _LENGTH.pack(_BELOW, 0xFFFFFFFF - size) + key.to_bytes(size, "big", signed=True)
+
+
+def _float(key: float) -> bytes:
+    if key == 0.0:
+        key = 0.0  # -0.0 is the same key
+    elif math.isnan(key):
+        key = math.nan  # there is one of it, and it sorts last
+    (bits,) = _BITS.unpack(_DOUBLE.pack(key))
+    return _WORD.pack(_FLOAT, bits ^ _ALL if bits & _SIGN else bits | _SIGN)
+
+
+def _decode(data: bytes, at: int) -> tuple[Key, int]:
+    tag = data[at]
+    if tag == _NONE:
+        return None, at + 1
+    if tag == _INT:
+        return _WORD.unpack_from(data, at)[1] + _SMALLEST, at + 9
+    if tag == _FLOAT:
+        bits = _WORD.unpack_from(data, at)[1]
+        bits = bits ^ _SIGN if bits & _SIGN else bits ^ _ALL
+        return _DOUBLE.unpack(_BITS.pack(bits))[0], at + 9
+    if tag in (_ABOVE, _BELOW):
+        size = _LENGTH.unpack_from(data, at)[1]
+        size = size if tag == _ABOVE else 0xFFFFFFFF - size
+        end = at + 5 + size
+        return int.from_bytes(data[at + 5 : end], "big", signed=tag == _BELOW), end
+    if tag in (_STR, _BYTES):
+        end = data.index(_END, at + 1)  # a zero within is followed by 255
+        raw = data[at + 1 : end].replace(_ZERO, b"\x00")
+        return raw.decode("utf-8", "surrogatepass") if tag == _STR else raw, end + 2
+    parts = []
+    at += 1
+    while data[at]:
+        part, at = _decode(data, at)
+        parts.append(part)
+    return tuple(parts), at + 1
+
+
+def _shown(key: Any) -> str:
+    text = repr(key)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
 
 _LENGTHS = struct.Struct("<II")
 _TAIL = struct.Struct("<Q")
@@ -73,7 +189,6 @@ class RunFile:
         return self._records(stretch.begin, stretch.end, stretch.checksum if check else None)
 
     def load(self, partition: int) -> list[Record]:
-        """All of them at once, checked."""
         stretch = self.stretches[partition]
         data = os.pread(self._file.fileno(), stretch.end - stretch.begin, stretch.begin)
         if zlib.crc32(data) != stretch.checksum:
@@ -116,25 +231,42 @@ class RunFile:
         if expected is not None and checksum != expected:
             raise _damaged(self.path, "its records are not those that were written")
 
+    def read(self, begin: int, num_bytes: int) -> bytes:
+        return os.pread(self._file.fileno(), num_bytes, begin)
+
     def close(self) -> None:
-        """Let go of the file."""
         self._file.close()
 
 
+def partition_as_file(path: Path, partition: int, offset: int, num_bytes: int) -> tuple[bytes, int]:
+    """Bytes of a file with one partition of another file, and how many it has in all. It need not be written."""
+    with contextlib.closing(RunFile(path)) as file:
+        if not 0 <= partition < len(file.stretches):
+            raise _damaged(
+                path, f"it has {len(file.stretches)} partitions, and number {partition} was asked for"
+            )
+        stretch = file.stretches[partition]
+        length = stretch.end - stretch.begin
+        tail = msgspec.msgpack.encode([Stretch(0, length, stretch.num_records, stretch.checksum)])
+        tail += _TAIL.pack(len(tail))
+        body = file.read(stretch.begin + offset, min(num_bytes, max(length - offset, 0)))
+        rest = tail[max(offset - length, 0) :] if offset + len(body) >= length else b""
+        return body + rest[: num_bytes - len(body)], length + len(tail)
+
+
 class RunWriter:
-    """Writes a file of runs: `add` by increasing partition and key, then `commit`; `abandon` leaves nothing."""
+    """Writes a file of runs: `add` by increasing partition and key. It has its name at the end of the `with`, or none."""
 
     def __init__(self, path: Path, num_partitions: int) -> None:
         self._path = path
         self._beside = path.with_name(f".{path.name}.{os.getpid()}")
-        self._file: BinaryIO = open(self._beside, "wb", buffering=0)  # noqa: SIM115  closed by commit, abandon
+        self._file: BinaryIO = open(self._beside, "wb", buffering=0)  # noqa: SIM115  closed in __exit__
         self._num_partitions = num_partitions
         self._stretches: list[Stretch] = []
         self._waiting = bytearray()
         self._begin = self._at = self._num_records = self._checksum = 0
 
     def add(self, partition: int, key: bytes, value: bytes) -> None:
-        """One record more."""
         while partition > len(self._stretches):
             self._end_stretch()
         waiting = self._waiting
@@ -145,19 +277,20 @@ class RunWriter:
         if len(waiting) > _WRITE_BYTES:
             self._flush()
 
-    def commit(self) -> None:
-        """The file is whole and has its name."""
-        while len(self._stretches) < self._num_partitions:
-            self._end_stretch()
-        tail = msgspec.msgpack.encode(self._stretches)
-        self._write(tail + _TAIL.pack(len(tail)))
-        self._file.close()
-        os.replace(self._beside, self._path)
+    def __enter__(self) -> RunWriter:
+        return self
 
-    def abandon(self) -> None:
-        """Nothing is left of it."""
-        self._file.close()
-        self._beside.unlink(missing_ok=True)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._file, contextlib.ExitStack() as unfinished:
+            unfinished.callback(self._beside.unlink, missing_ok=True)
+            if error is None:
+                while len(self._stretches) < self._num_partitions:
+                    self._end_stretch()
+                tail = msgspec.msgpack.encode(self._stretches)
+                self._write(tail + _TAIL.pack(len(tail)))
+                os.replace(self._beside, self._path)
 
     def _end_stretch(self) -> None:
         self._flush()
@@ -193,7 +326,6 @@ def _numbered(number: int, run: Iterable[Record]) -> Iterator[tuple[bytes, int, 
 
 
 def record_bytes(key: bytes, value: bytes) -> int:
-    """What a record takes in a file."""
     return _LENGTHS.size + len(key) + len(value)
 
 
@@ -227,7 +359,6 @@ class SpillBuffer:
         self.num_spills = 0
 
     def add(self, key: Any, value: Any) -> None:
-        """One pair of the map function's."""
         kind = type(key)
         found: list[Any] | None
         if kind is str or kind is int:
@@ -236,7 +367,7 @@ class SpillBuffer:
                 found = self._plain[key] = []
                 self._num_bytes += _KEY_BYTES + (len(key) if kind is str else 8)
         else:
-            encoded = keys.encode(keys.plain(key))
+            encoded = encode_key(plain_key(key))
             found = self._encoded.get(encoded)
             if found is None:
                 found = self._encoded[encoded] = []
@@ -248,27 +379,12 @@ class SpillBuffer:
 
     def write(self, path: Path) -> None:
         """Everything that was added, as one file of runs; the spilled files are gone."""
-        opened: list[RunFile] = []
-        writer = RunWriter(path, self._num_partitions)
         try:
-            opened = [RunFile(run) for run in self._runs]
-            rest = self._sorted()
-            for partition in range(self._num_partitions):
-                runs = [file.records(partition) for file in opened]
-                merging = merged([*runs, rest[partition]]) if opened else rest[partition]
-                for key, value in self._combined(merging) if opened else merging:
-                    writer.add(partition, key, value)
-            writer.commit()
-        except BaseException:
-            writer.abandon()
-            raise
+            self._write(path, self._runs)
         finally:
-            for file in opened:
-                file.close()
             self.discard()
 
     def discard(self) -> None:
-        """Remove what was spilled."""
         for run in self._runs:
             run.unlink(missing_ok=True)
         self._runs = []
@@ -280,7 +396,7 @@ class SpillBuffer:
                     listed[:] = [combined(self._combine, key, listed)]
             for encoded, listed in self._encoded.items():
                 if len(listed) > 1:
-                    listed[:] = [combined(self._combine, keys.decode(encoded), listed)]
+                    listed[:] = [combined(self._combine, decode_key(encoded), listed)]
             self._num_bytes = self._measured()
             if self._num_bytes <= self._max_bytes // 2:
                 return
@@ -294,58 +410,41 @@ class SpillBuffer:
         return total
 
     def _spill(self) -> None:
-        if len(self._runs) == _MAX_RUNS:
-            self._merge_runs()
+        merging = self._runs if len(self._runs) == _MAX_RUNS else []
         self.num_spills += 1
         path = self._directory / f".{self._name}-spill-{self.num_spills}"
-        writer = RunWriter(path, self._num_partitions)
-        try:
-            for partition, records in enumerate(self._sorted()):
-                for key, value in records:
-                    writer.add(partition, key, value)
-            writer.commit()
-        except BaseException:
-            writer.abandon()
-            raise
+        self._write(path, merging)
+        if merging:
+            self.discard()
         self._runs.append(path)
 
-    def _merge_runs(self) -> None:
-        """All spilled files as one."""
-        before, self._runs = self._runs, []
-        opened = [RunFile(run) for run in before]
-        self.num_spills += 1
-        path = self._directory / f".{self._name}-spill-{self.num_spills}"
-        writer = RunWriter(path, self._num_partitions)
-        try:
-            for partition in range(self._num_partitions):
-                for key, value in self._combined(merged([file.records(partition) for file in opened])):
+    def _write(self, path: Path, spilled: list[Path]) -> None:
+        """What is in memory, and these spilled files before it, as one file of runs."""
+        with contextlib.ExitStack() as opened:
+            files = [opened.enter_context(contextlib.closing(RunFile(run))) for run in spilled]
+            writer = opened.enter_context(RunWriter(path, self._num_partitions))
+            for partition, records in enumerate(self._sorted()):
+                if files:
+                    runs = [file.records(partition) for file in files]
+                    records = self._combined(merged([*runs, records]))
+                for key, value in records:
                     writer.add(partition, key, value)
-            writer.commit()
-        except BaseException:
-            writer.abandon()
-            raise
-        finally:
-            for file in opened:
-                file.close()
-            for run in before:
-                run.unlink(missing_ok=True)
-        self._runs = [path]
 
     def _sorted(self) -> list[Iterator[Record]]:
         """What is in memory, out of it: a run per partition."""
-        entries = [(keys.encode(key), listed) for key, listed in self._plain.items()]
+        entries = [(encode_key(key), listed) for key, listed in self._plain.items()]
         entries += self._encoded.items()
         self._plain, self._encoded, self._num_bytes = {}, {}, 0
         entries.sort(key=operator.itemgetter(0))
         parts: list[list[tuple[bytes, list[Any]]]] = [[] for _ in range(self._num_partitions)]
         for entry in entries:
-            parts[keys.partition_of(entry[0], self._num_partitions)].append(entry)
+            parts[partition_of(entry[0], self._num_partitions)].append(entry)
         return [self._records(part) for part in parts]
 
     def _records(self, entries: list[tuple[bytes, list[Any]]]) -> Iterator[Record]:
         for encoded, listed in entries:
             if self._combine is not None and len(listed) > 1:
-                listed = [combined(self._combine, keys.decode(encoded), listed)]
+                listed = [combined(self._combine, decode_key(encoded), listed)]
             for value in listed:
                 yield encoded, encode_value(value)
 
@@ -359,7 +458,7 @@ class SpillBuffer:
                 yield encoded, listed[0]
             else:
                 decoded = [decode(value) for value in listed]
-                yield encoded, encode_value(combined(self._combine, keys.decode(encoded), decoded))
+                yield encoded, encode_value(combined(self._combine, decode_key(encoded), decoded))
 
 
 def combined(combine: Combine, key: Key, listed: Any, *, what: str = "combine") -> Any:
@@ -372,7 +471,6 @@ def combined(combine: Combine, key: Key, listed: Any, *, what: str = "combine") 
 
 
 def encode_value(value: Any) -> bytes:
-    """The bytes of a value that a user's function gave."""
     try:
         return encode(value)
     except NotSerializable as error:

@@ -1,31 +1,39 @@
 """The tasks of one aggregate: map tasks over stretches of the data, reduce tasks over partitions of the keys.
 
     <directory>/
-        claims/map-00003      who runs it (claims.py)
+        claims/map-00003      who runs it: a line per attempt, under a file lock
         map-00003             what it gave: sorted runs, a stretch per partition
         part-00001            a reduced partition: the keys in order, each with its result
 
 A task's output exists or it does not; there is nothing else to know about it.
 So any number of processes may run `finish` at the same time, whenever they
-come, and whoever dies is nobody's loss but the task's it was at.
+come, and whoever dies is nobody's loss but the task's it was at. The process
+that has the lock of a task's claim runs it; the kernel releases the lock when
+that process ends, however it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import operator
 import os
+import struct
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from shoal.data.collate import Collate, collate
-from shoal.data.mapreduce import keys
-from shoal.data.mapreduce.claims import Claim, Claims
+import msgspec
+
+from shoal.config import job as jobs
+from shoal.data.mapreduce.shuffle import Shuffle
 from shoal.data.mapreduce.spill import (
     Combine,
     Record,
@@ -33,18 +41,150 @@ from shoal.data.mapreduce.spill import (
     RunWriter,
     SpillBuffer,
     combined,
+    decode_key,
     encode_value,
     merged,
     merged_in_memory,
 )
-from shoal.data.order.order import Order, Shuffled
+from shoal.data.order import Order, Shuffled
 from shoal.data.reader import Reader, ReadRequest
 from shoal.data.skipping import SkipLog
 from shoal.data.sources.source import name_of
 from shoal.data.stream import Stream
-from shoal.errors import DataError, MapReduceStalled, TaskKeepsDying
+from shoal.data.tree import Collate, collate
+from shoal.errors import DataError, MapReduceFailed, MapReduceStalled, ShoalError, TaskKeepsDying
 from shoal.runtime import events
+from shoal.runtime.forkserver.client import ForkedServer, ForkRefused, ForkServerGone
+from shoal.runtime.forkserver.server import is_readable
 from shoal.runtime.serialization import decode
+
+_BEAT_S = 1.0
+_FLOCK = struct.Struct("hhqqi")  # Linux's struct flock on 64 bits: type, whence, start, length, pid
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One line of a task's file: somebody began to run it and has not finished."""
+
+    who: str
+    run: str
+    """Which start of the program this was; attempts of others say nothing about ours."""
+
+
+class Claim:
+    """A task that is ours until `release`. `beat` shows that it goes on."""
+
+    def __init__(self, path: Path, fd: int, attempts: list[Attempt], num_bytes: int) -> None:
+        self._path, self._fd, self._begin = path, fd, num_bytes
+        self.attempts = attempts
+        """Those before this one."""
+        self._next_beat = 0.0
+
+    def beat(self) -> None:
+        """Let whoever waits see that the task goes on; cheap enough for every sample."""
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + _BEAT_S
+            os.utime(self._fd)
+
+    def release(self) -> None:
+        """The task is done, or was given up in order: the attempt is not held against it."""
+        os.ftruncate(self._fd, self._begin)
+        _forget(self._path)
+        os.close(self._fd)
+
+
+class Claims:
+    """The claims on the tasks of one directory."""
+
+    def __init__(self, directory: Path, *, run: str) -> None:
+        self._directory, self._run = directory, run
+        self._directory.mkdir(parents=True, exist_ok=True)
+
+    def take(self, name: str) -> Claim | None:
+        path = self._directory / name
+        if not _remember(path):
+            return None
+        fd = -1
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            _forget(path)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return None
+            raise
+        text = os.pread(fd, 1 << 20, 0)
+        whole = text[: text.rfind(b"\n") + 1]  # a process may die within a line
+        mine = msgspec.json.encode(Attempt(_who(), self._run)) + b"\n"
+        os.pwrite(fd, mine, len(whole))
+        return Claim(path, fd, [one for one in _attempts(whole) if one.run == self._run], len(whole))
+
+    def standing(self, names: list[str]) -> dict[str, int]:
+        """When each of these tasks last showed a sign of life; a change is what counts."""
+        found = {}
+        for name in names:
+            try:
+                found[name] = (self._directory / name).stat().st_mtime_ns
+            except FileNotFoundError:
+                found[name] = 0
+        return found
+
+    def holder(self, name: str) -> str:
+        path = self._directory / name
+        if path in _held[1]:
+            return "this process"  # opening and closing the file would let go of its lock
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return "nobody"
+        try:
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+            if kind == fcntl.F_UNLCK:
+                return "nobody"
+            attempts = _attempts(os.pread(fd, 1 << 20, 0))
+            return attempts[-1].who if attempts else f"process {pid}"
+        finally:
+            os.close(fd)
+
+
+def _who() -> str:
+    job = jobs.current()
+    return f"rank {job.rank} (process {os.getpid()})" if job.launched else f"process {os.getpid()}"
+
+
+def _attempts(text: bytes) -> list[Attempt]:
+    attempts = []
+    for line in text.splitlines():
+        try:
+            attempts.append(msgspec.json.decode(line, type=Attempt))
+        except msgspec.MsgspecError:
+            continue
+    return attempts
+
+
+# A POSIX lock does not keep a process from itself, so what this one has is remembered, per process.
+_held: tuple[int, set[Path]] = (os.getpid(), set())
+_guard = threading.Lock()
+
+
+def _remember(path: Path) -> bool:
+    global _held
+    with _guard:
+        if _held[0] != os.getpid():
+            _held = (os.getpid(), set())
+        if path in _held[1]:
+            return False
+        _held[1].add(path)
+        return True
+
+
+def _forget(path: Path) -> None:
+    with _guard:
+        _held[1].discard(path)
+
 
 MAX_MAP_TASKS = 32
 """A reduce task holds the output of each of them open."""
@@ -53,16 +193,6 @@ _MAX_ATTEMPTS = 3
 _RETRY_AFTER_S = (0.1, 1.0)
 _BEAT_EVERY = 64  # pairs
 _POLL_S = (0.005, 0.1)
-
-
-class Readable(Protocol):
-    """A dataset that can be read in stretches."""
-
-    num_samples: int
-    at_once: int
-
-    def pieces(self, begin: int, end: int) -> Iterator[MapInput]:
-        """What to map, of the samples at positions begin..end-1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,17 +224,21 @@ class Tasks:
     def __init__(
         self,
         plan: AggregatePlan,
-        data: Readable,
+        data: Indexed | Streamed,
         directory: Path,
         *,
         run: str,
         timeout_s: float,
         first: int = 0,
+        shuffle: Shuffle | None = None,
     ) -> None:
-        """`first` is where this process begins to look for a free task: each somewhere else."""
+        """`first` is where this process begins to look for a free task: each somewhere else.
+
+        `shuffle`: other hosts run some of the tasks.
+        """
         self.plan, self._data, self.directory = plan, data, directory
         self._claims = Claims(directory / "claims", run=run)
-        self._timeout_s, self._first = timeout_s, first
+        self._timeout_s, self._first, self._shuffle = timeout_s, first, shuffle
         self.map_names = [f"map-{number:05d}" for number in range(plan.num_map_tasks)]
         self.part_names = [f"part-{number:05d}" for number in range(plan.num_partitions)]
         self.current = ""
@@ -112,13 +246,18 @@ class Tasks:
 
     @property
     def is_complete(self) -> bool:
-        """Is every partition reduced?"""
         return not self._missing(self.part_names)
 
     def finish(self) -> None:
         """Run tasks until there are none left, and wait for those of others. Raises what a user's function raises."""
-        self._run_all(self.map_names, self._map)
-        self._run_all(self.part_names, self._reduce)
+        shuffle = self._shuffle
+        if shuffle is None:
+            self._run_all(self.map_names, self._map)
+            self._run_all(self.part_names, self._reduce)
+        elif not shuffle.has_result(self.part_names):
+            self._run_all(shuffle.own(self.map_names), self._map)
+            self._run_all(shuffle.own(self.part_names), self._reduce)
+            self._run_all(self.part_names, self._bring)
         for path in (
             self.directory.iterdir()
         ):  # what was sorted, and what the killed have left; nobody writes any more
@@ -126,20 +265,19 @@ class Tasks:
                 path.unlink(missing_ok=True)
 
     def watch(self) -> StallWatch:
-        """A look at the tasks that are left, from outside."""
         return StallWatch(self._claims, self._timeout_s)
 
     def left(self) -> list[str]:
-        """Tasks whose output is missing."""
         parts = self._missing(self.part_names)
-        return (self._missing(self.map_names) or parts) if parts else []
+        maps = self.map_names if self._shuffle is None else self._shuffle.own(self.map_names)
+        return (self._missing(maps) or parts) if parts else []
 
     def _missing(self, names: list[str]) -> list[str]:
         there = set(os.listdir(self.directory))
         return [name for name in names if name not in there]
 
     def _run_all(self, names: list[str], run: Callable[[int, Claim], None]) -> None:
-        at = self._first % len(names)
+        at = self._first % max(1, len(names))
         turned = names[at:] + names[:at]
         pauses, watch = _growing(), self.watch()
         while True:
@@ -156,7 +294,7 @@ class Tasks:
                     continue
                 try:
                     if not self.is_complete and self._missing([name]):
-                        self._attempt(name, names.index(name), claim, run)
+                        self._attempt(name, int(name[-5:]), claim, run)
                         has_run = True
                 finally:
                     claim.release()
@@ -227,27 +365,34 @@ class Tasks:
         finally:
             buffer.discard()
 
+    def _bring(self, number: int, claim: Claim) -> None:
+        assert self._shuffle is not None
+        self._shuffle.bring_part(self.part_names[number], len(self.part_names), claim.beat)
+
+    def _inputs(self, number: int, claim: Claim) -> list[tuple[Path, int]] | None:
+        """Files with this partition of what the map tasks gave; None where another host had it reduced already."""
+        if self._shuffle is None:
+            return [(self.directory / name, number) for name in self.map_names]
+        return self._shuffle.inputs(self.map_names, self.part_names[number], claim.beat)
+
     def _reduce(self, number: int, claim: Claim) -> None:
+        inputs = self._inputs(number, claim)
+        if inputs is None:
+            return
         with contextlib.ExitStack() as opened:
-            files = [RunFile(self.directory / name) for name in self.map_names]
-            for file in files:
-                opened.callback(file.close)
-            writer = RunWriter(self.directory / self.part_names[number], 1)
-            try:
-                records: Iterable[Record]
-                if (
-                    sum(file.stretches[number].num_bytes_in_memory for file in files)
-                    <= self.plan.buffer_bytes
-                ):
-                    records = merged_in_memory([file.load(number) for file in files])
-                else:
-                    records = merged([file.records(number, check=True) for file in files])
-                for encoded, result in self._results(records, claim):
-                    writer.add(0, encoded, encode_value(result))
-                writer.commit()
-            except BaseException:
-                writer.abandon()
-                raise
+            files = [
+                (opened.enter_context(contextlib.closing(RunFile(path))), partition)
+                for path, partition in inputs
+            ]
+            writer = opened.enter_context(RunWriter(self.directory / self.part_names[number], 1))
+            records: Iterable[Record]
+            num_bytes = sum(file.stretches[partition].num_bytes_in_memory for file, partition in files)
+            if num_bytes <= self.plan.buffer_bytes:
+                records = merged_in_memory([file.load(partition) for file, partition in files])
+            else:
+                records = merged([file.records(partition, check=True) for file, partition in files])
+            for encoded, result in self._results(records, claim):
+                writer.add(0, encoded, encode_value(result))
 
     def _results(self, records: Iterable[Record], claim: Claim) -> Iterator[tuple[bytes, Any]]:
         reduce = self.plan.reduce
@@ -259,7 +404,7 @@ class Tasks:
             if reduce is None:
                 yield encoded, list(found)
                 continue
-            result = combined(reduce, keys.decode(encoded), found, what="map_reduce's reduce")
+            result = combined(reduce, decode_key(encoded), found, what="map_reduce's reduce")
             if result is not None:
                 yield encoded, result
 
@@ -283,7 +428,6 @@ class StallWatch:
 
 
 def _pairs(given: Any) -> Iterator[Any]:
-    """What the map function gave, one by one."""
     try:
         return iter(given.items() if isinstance(given, Mapping) else given)
     except TypeError:
@@ -335,7 +479,6 @@ class Indexed:
         self.at_once = batch_size or _AT_ONCE
 
     def pieces(self, begin: int, end: int) -> Iterator[MapInput]:
-        """What to map, of the samples at positions begin..end-1."""
         for first in range(begin, end, self.at_once):
             last = min(first + self.at_once, end)
             reading = self._reader.read(ReadRequest(self._order.indices(range(first, last), 0), 0, first))
@@ -363,7 +506,6 @@ class Streamed:
         self.at_once = 1
 
     def pieces(self, begin: int, end: int) -> Iterator[MapInput]:
-        """What to map: everything."""
         if self._batch_size is None:
             for number, sample in enumerate(self._stream):
                 yield MapInput(f"sample {number} of the stream", sample)
@@ -372,3 +514,97 @@ class Streamed:
         while batch := list(itertools.islice(samples, self._batch_size)):
             yield MapInput(f"samples {first} to {first + len(batch) - 1} of the stream", collate(batch))
             first += len(batch)
+
+
+_MAX_REPORT = 32_000  # bytes that a pipe holds before anybody reads
+_LOOK_EVERY_S = 1.0
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """How a process failed."""
+
+    task: str
+    traceback: str
+    is_ours: bool
+    """It is an error that shoal raised, and its text says everything."""
+
+
+def finish_in_processes(make_tasks: Callable[[int], Tasks], num_workers: int) -> None:
+    """Run all tasks in `num_workers` processes; `make_tasks(number)` is what each of them works on."""
+    tasks = make_tasks(0)
+    watch = tasks.watch()
+    server = ForkedServer(partial(_work, make_tasks), title="shoal map-reduce")
+    reports: dict[int, int] = {}  # pid -> the pipe its report comes through
+    try:
+        for number in range(num_workers):
+            reports.update([_start(server, number)])
+        while reports:
+            is_readable(server.fileno(), 0.0 if server.has_exits else _LOOK_EVERY_S)
+            for exited in server.exits():
+                fd = reports.pop(exited.pid)
+                text = os.read(fd, 2 * _MAX_REPORT)
+                os.close(fd)
+                if text:
+                    raise _error(msgspec.msgpack.decode(text, type=_Report))
+                if exited.code != 0 and not tasks.is_complete:
+                    # Killed: its task is free again, and hands are missing.
+                    reports.update([_start(server, exited.pid)])
+            if left := tasks.left():
+                watch.look(left)
+    except ForkServerGone:
+        raise DataError(
+            "the process that forks the workers of map_reduce was killed, and they with it. Finished tasks are kept; start "
+            "again to go on from there, with fewer workers= if memory was short."
+        ) from None
+    finally:
+        server.close()
+        for fd in reports.values():
+            os.close(fd)
+
+
+def _start(server: ForkedServer, number: int) -> tuple[int, int]:
+    reader, writer = os.pipe()
+    try:
+        child = server.fork(str(number), title="shoal map-reduce worker", fds={"report": writer})
+    except ForkRefused as refused:
+        os.close(reader)
+        raise DataError(
+            f"the system refused a process for map_reduce: {refused}. Finished tasks are kept; give fewer workers=, or raise "
+            "the limit on processes (ulimit -u)."
+        ) from None
+    finally:
+        os.close(writer)
+    os.close(child.pidfd)
+    return child.pid, reader
+
+
+def _work(make_tasks: Callable[[int], Tasks], number: str, fds: dict[str, int]) -> int:
+    """In a child: run tasks until none is left; a failure is reported."""
+    task = ""
+    try:
+        tasks = make_tasks(int(number))
+        try:
+            tasks.finish()
+        finally:
+            task = tasks.current
+    except Exception as error:
+        is_ours = isinstance(error, ShoalError)
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])]) if is_ours else _shown(error)
+        os.write(fds["report"], msgspec.msgpack.encode(_Report(task, text[-_MAX_REPORT // 2 :], is_ours)))
+        return 1
+    return 0
+
+
+def _shown(error: Exception) -> str:
+    """The traceback from the user's first line on."""
+    own = os.path.dirname(__file__)
+    frames = traceback.TracebackException.from_exception(error)
+    while frames.stack and os.path.dirname(frames.stack[0].filename) == own:
+        frames.stack.pop(0)
+    return "".join(frames.format())
+
+
+def _error(report: _Report) -> Exception:
+    if report.is_ours:
+        return DataError(report.traceback)
+    return MapReduceFailed(traceback=report.traceback, task=report.task)

@@ -1,9 +1,13 @@
-"""The block server of a host: serves blocks of files that lie here and fetches those that lie elsewhere.
+"""Block server: serves the files of one host to the others, and fills its host's cache from theirs.
 
-One per host, in whichever of its workers took the leader lock first; when that
-worker dies the lock is free, and the next process that needs a block takes it.
-It holds nothing that cannot be told again: the cache is on disk, and workers
-introduce their files anew over each new connection.
+There is one per host, in whichever of its workers took the lock first; when
+that worker dies the lock is free, and the next worker that needs a block takes
+it. It holds nothing that cannot be told again: the cache is on disk, and
+workers introduce their files anew over each new connection.
+
+Only workers of the job are answered, by their certificates. What a host has to
+give is said by its own workers; a worker of another host may ask for blocks of
+those files, and for the outputs of map-reduce tasks, and for nothing else.
 """
 
 from __future__ import annotations
@@ -16,35 +20,43 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 from shoal.data.files import FileInfo, SharedFiles
-from shoal.data.remote.block_client import LIMITS, BlockConnection, ConnectionPool, Hosts
-from shoal.data.remote.blocks import BLOCK_BYTES, FileBlock, HostCache, num_blocks, routes
+from shoal.data.remote import blocks
+from shoal.data.remote.blocks import FileBlock, HostCache, num_blocks, routes
+from shoal.data.remote.peers import LIMITS, BlockConnection, ConnectionPool, Hosts
+from shoal.data.remote.runs import SharedRuns
 from shoal.errors import DataError, FileLost, ShoalError, WireError
 from shoal.runtime import events
-from shoal.runtime.transport import framing, tcp
+from shoal.runtime.transport import framing
 from shoal.runtime.transport.framing import Bytes
 from shoal.runtime.transport.messages.blocks import (
     AskBlock,
     AskFiles,
+    AskRun,
     BlockAt,
     BlockIs,
     BlockKept,
     BlockRefused,
     BlocksNoted,
     FetchBlock,
+    FetchRun,
     FilesAre,
     NeedBlocks,
     ShareFiles,
+    ShareRun,
     SpreadFiles,
     TakeBlock,
+    UseCache,
     WantBlocks,
     WhichBlocks,
 )
 from shoal.runtime.transport.messages.message import Message
+from shoal.runtime.transport.tls import Identity, PlainStream, TlsStream
 
 FETCH_TIMEOUT_S = 60.0
 """How long a block is asked for anywhere before the reader is told that it cannot be had."""
@@ -55,30 +67,48 @@ WINDOW = 16
 _COMING_TIMEOUT_S = 10.0  # two hosts that send each other for one block end it here, and ask its source
 _RELAYS = 8  # blocks that wait to be given on; more make the sender wait
 
+INTRODUCTION_TIMEOUT_S = 10.0
+"""For the handshake and the first message of a connection."""
+
+MAX_STRANGERS = 64
+"""Connections that have not said who they are; of more the oldest is closed."""
+
+MAX_AWAITED = 1 << 14
+"""Blocks that others were told to send; of more all are forgotten, and fetched when they are needed."""
+
+_OF_OWN_HOST = (UseCache, ShareFiles, NeedBlocks, FetchBlock, SpreadFiles, ShareRun, FetchRun)
+_OF_ANY_HOST = (AskFiles, AskBlock, WhichBlocks, TakeBlock, AskRun)
+
 
 class BlockServer:
     """Serves until it is closed. All methods but `close` run in its own threads."""
 
-    def __init__(self, hosts: Hosts, cache: HostCache) -> None:
-        self._hosts, self._cache = hosts, cache
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._cache = HostCache(hosts.folder() / "blocks")
+        self._cache_use: UseCache | None = None
         self._files = SharedFiles()
+        self._runs = SharedRuns()
         self._shared: dict[str, list[FileInfo]] = {}
         self._own: dict[tuple[str, str], FileInfo] = {}  # by url and stamp: what may be read from here
         self._needed: dict[tuple[str, str], set[int]] = {}
+        self._awaited: set[FileBlock] = set()  # that others were told to send
         self._given: dict[FileBlock, list[int]] = {}  # to which hosts, the newest last
         self._coming: dict[FileBlock, Future[str]] = {}
         self._spread: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
-        self._lines = ConnectionPool()
+        self._lines = ConnectionPool(hosts.credentials)
+        self._incarnations: dict[int, int] = {}  # by rank: the newest that spoke
         self._relays: queue.Queue[tuple[FileBlock, Bytes, list[int]] | None] = queue.Queue(_RELAYS)
         self._is_closed = False
-        self._connections: set[socket.socket] = set()
+        self._connections: set[TlsStream | PlainStream] = set()
+        self._strangers: deque[TlsStream | PlainStream] = deque()
         self._threads: list[threading.Thread] = []
         self.sent_bytes = 0
-        self._listener = tcp.listen()
+        self._listener = hosts.listen()
         self._start(self._accept)
         self._start(self._relay)
-        hosts.publish(self._listener.getsockname()[:2])
+        hosts.publish(self._listener)
 
     def close(self) -> None:
         """Stop serving; returns when all threads are gone."""
@@ -87,8 +117,7 @@ class BlockServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for connection in list(self._connections):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _hang_up(connection)
         with contextlib.suppress(queue.Full):
             self._relays.put(None, timeout=1.0)
         for thread in self._threads:
@@ -108,59 +137,111 @@ class BlockServer:
         thread.start()
 
     def _accept(self) -> None:
-        while not self._is_closed:
+        while True:
             try:
-                connection = tcp.accept(self._listener, timeout_s=5.0)
-            except WireError:
-                continue  # a stranger
+                connection = self._hosts.credentials.accept(self._listener)
             except OSError:
-                return
-            self._connections.add(connection)
+                if self._is_closed:
+                    return
+                time.sleep(0.01)  # out of descriptors, or the connection is gone already
+                continue
+            with self._lock:
+                self._connections.add(connection)
+                self._strangers.append(connection)
+                if len(self._strangers) > MAX_STRANGERS:
+                    _hang_up(self._strangers.popleft())
             self._start(self._serve, connection)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: TlsStream | PlainStream) -> None:
         with connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(None)
             try:
+                received = framing.read_message(connection, limits=LIMITS, timeout_s=INTRODUCTION_TIMEOUT_S)
+                caller = connection.identity
+                self._admit(caller)
+                with self._lock, contextlib.suppress(ValueError):
+                    self._strangers.remove(connection)
+                connection.settimeout(None)
                 while True:
-                    message, frames = framing.read_message(connection, limits=LIMITS)
-                    answer, frame = self._answer(message, frames[0] if frames else b"")
+                    message, frames = received
+                    answer, frame = self.answer(caller, message, frames[0] if frames else b"")
                     framing.send_message(connection, answer, () if frame is None else (frame,), limits=LIMITS)
                     self.sent_bytes += 0 if frame is None else len(frame)
+                    received = framing.read_message(connection, limits=LIMITS)
             except (EOFError, WireError, OSError):
-                pass  # whoever asked is gone, or makes no sense
+                pass  # whoever asked is gone, makes no sense, or is a stranger
             finally:
-                self._connections.discard(connection)
+                with self._lock, contextlib.suppress(ValueError):
+                    self._connections.discard(connection)
+                    self._strangers.remove(connection)
 
-    def _answer(self, message: Message, frame: Bytes) -> tuple[Message, Bytes | None]:
+    def _admit(self, caller: Identity) -> None:
+        """Refuse, by WireError, what is no worker of this job, and one that was replaced."""
+        self._hosts.home_of(caller)
+        with self._lock:
+            newest = max(self._incarnations.get(caller.number, 0), caller.incarnation)
+            self._incarnations[caller.number] = newest
+        if caller.incarnation < newest:
+            raise WireError(f"{caller.name} was replaced: incarnation {newest} has spoken")
+
+    def answer(self, caller: Identity, message: Message, frame: Bytes) -> tuple[Message, Bytes | None]:
+        """Answer one request. A host's own workers may say more than others'."""
+        home = self._hosts.home_of(caller)
         try:
-            match message:
-                case ShareFiles(where, files):
-                    self._share(where, [FileInfo(*each) for each in files])
-                    return BlocksNoted(), None
-                case AskFiles(where):
-                    if where not in self._shared:
-                        return BlockRefused("nobody at this host has opened them yet"), None
-                    return FilesAre([(*info,) for info in self._shared[where]]), None
-                case NeedBlocks(url, stamp, numbers):
-                    self._needed[url, stamp] = set(numbers)
-                    return BlocksNoted(), None
-                case FetchBlock(url, stamp, number, sources):
-                    return BlockKept(self._fetch(FileBlock(url, stamp, number), sources)), None
-                case AskBlock():
-                    return self._give(message)
-                case WhichBlocks(url, stamp, first, last):
-                    return WantBlocks(self._wanted(url, stamp, first, last)), None
-                case TakeBlock(url, stamp, number, route):
-                    self._take(FileBlock(url, stamp, number), frame, list(route))
-                    return BlocksNoted(), None
-                case SpreadFiles(how, where):
-                    self._begin_spreading(how, where)
-                    return BlocksNoted(), None
+            if isinstance(message, _OF_OWN_HOST) and home == self._hosts.mine:
+                return self._answer_own(message), None
+            if isinstance(message, _OF_ANY_HOST):
+                return self._answer_any(home, message, frame)
         except (ShoalError, OSError) as error:
-            return BlockRefused(str(error)), None
-        return BlockRefused(f"a block server does not answer {type(message).__name__}"), None
+            return BlockRefused(str(error)[:4000]), None
+        return BlockRefused(
+            f"the block server of host {self._hosts.mine} does not answer {type(message).__name__} of {caller.name}"
+        ), None
+
+    def _answer_own(self, message: Message) -> Message:
+        match message:
+            case UseCache():
+                self._use_cache(message)
+            case ShareFiles(where, files):
+                self._share(where, [FileInfo(*each) for each in files])
+            case NeedBlocks(url, stamp, numbers):
+                self._needed[url, stamp] = set(numbers)
+            case FetchBlock(url, stamp, number, sources):
+                return BlockKept(self._fetch(FileBlock(url, stamp, number), sources))
+            case SpreadFiles(how, where):
+                self._begin_spreading(how, where)
+            case ShareRun():
+                self._runs.share(message)
+            case FetchRun(_, host):
+                return self._runs.fetch(message, lambda asked: self._ask(host, asked))
+        return BlocksNoted()
+
+    def _answer_any(self, home: int, message: Message, frame: Bytes) -> tuple[Message, Bytes | None]:
+        match message:
+            case AskFiles(where):
+                if where not in self._shared:
+                    return BlockRefused("nobody at this host has opened them yet"), None
+                return FilesAre([(*info,) for info in self._shared[where]]), None
+            case AskBlock():
+                return self._give(home, message)
+            case WhichBlocks(url, stamp, first, last):
+                return WantBlocks(self._wanted(url, stamp, first, min(last, first + WINDOW - 1))), None
+            case TakeBlock(url, stamp, number, route):
+                self._take(FileBlock(url, stamp, number), frame, list(route))
+            case AskRun():
+                return self._runs.give(message)
+        return BlocksNoted(), None
+
+    def _use_cache(self, asked: UseCache) -> None:
+        with self._lock:
+            if self._cache_use is None:
+                self._cache = HostCache(Path(asked.directory), max_bytes=asked.max_bytes)
+                self._cache_use = asked
+        if asked != self._cache_use:
+            raise DataError(
+                f"blocks of this host are kept in {self._cache_use.directory}, and a second dataset wants them in "
+                f"{asked.directory}, or another limit. Nothing was read; give all datasets of a job the same cache_directory= "
+                "and cache_bytes=."
+            )
 
     def _share(self, where: str, files: list[FileInfo]) -> None:
         with self._lock:
@@ -170,18 +251,20 @@ class BlockServer:
             for info in files:
                 self._files.remember(info)
 
-    def _give(self, ask: AskBlock) -> tuple[Message, Bytes | None]:
+    def _give(self, home: int, ask: AskBlock) -> tuple[Message, Bytes | None]:
         block = FileBlock(ask.url, ask.stamp, ask.number)
         with self._lock:
-            given = self._given.setdefault(block, [])
-            others = [host for host in given if host != ask.asker]
-            is_own = (ask.url, ask.stamp) in self._own
-            if is_own and others and not ask.insist:
-                # It has left here once; whoever has it gives it on.
-                given.append(ask.asker)
-                return BlockAt(others[-1]), None
+            info = self._own.get((ask.url, ask.stamp))
+            is_own = info is not None and ask.number < num_blocks(info.num_bytes)
             if is_own:
-                given.append(ask.asker)
+                given = self._given.setdefault(block, [])
+                others = [host for host in given if host != home]
+                if home in given:
+                    given.remove(home)
+                given.append(home)
+                if others and not ask.insist:
+                    # It has left here once; whoever has it gives it on.
+                    return BlockAt(others[-1]), None
             coming = None if is_own else self._coming.get(block)
         if coming is not None:
             # On its way to us: whoever was sent here came a moment too early.
@@ -198,8 +281,8 @@ class BlockServer:
 
     def _read(self, block: FileBlock) -> bytes:
         info = self._own[block.url, block.stamp]
-        begin = block.number * BLOCK_BYTES
-        return self._files.read(block.url, begin, min(begin + BLOCK_BYTES, info.num_bytes))
+        begin = block.number * blocks.BLOCK_BYTES
+        return self._files.read(block.url, begin, min(begin + blocks.BLOCK_BYTES, info.num_bytes))
 
     def _fetch(self, block: FileBlock, sources: Sequence[int]) -> str:
         """Have the block in the cache; returns where it was. Several who ask at once wait for one answer."""
@@ -242,42 +325,54 @@ class BlockServer:
 
     def _get_from(self, source: int, block: FileBlock) -> tuple[Bytes | None, str]:
         """The block and who gave it; or None and why not."""
-        answer, data = self._ask(source, AskBlock(self._hosts.mine, *block))
+        answer, data = self._ask(source, AskBlock(*block))
         match answer:
             case BlockIs():
                 return data, "source"
             case BlockAt(host):
-                answer, data = self._ask(host, AskBlock(self._hosts.mine, *block))
+                answer, data = self._ask(host, AskBlock(*block))
                 if isinstance(answer, BlockIs):
                     return data, f"host {host}"
-                answer, data = self._ask(source, AskBlock(self._hosts.mine, *block, insist=True))
+                answer, data = self._ask(source, AskBlock(*block, insist=True))
                 if isinstance(answer, BlockIs):
                     return data, "source"
         return None, answer.reason if isinstance(answer, BlockRefused) else str(answer)
 
     def _ask(self, host: int, message: Message, frame: Bytes | None = None) -> tuple[Message, Bytes]:
-        address = self._hosts.address(host)
-        if address is None:
-            return BlockRefused("its block server is not there yet"), b""
         try:
-            return self._lines.ask(address, message, frame)
-        except (OSError, WireError) as error:
+            server = self._hosts.server_of(host)
+            if server is None:
+                return BlockRefused("its block server is not there yet"), b""
+            return self._lines.ask(server, message, frame)
+        except (OSError, ShoalError) as error:
+            self._hosts.forget(host)
             return BlockRefused(f"its block server does not answer ({error})"), b""
 
     def _wanted(self, url: str, stamp: str, first: int, last: int) -> list[int]:
         if (url, stamp) in self._own:
             return []
         needed = self._needed.get((url, stamp))
-        return [
+        wanted = [
             number
             for number in range(first, last + 1)
             if (needed is None or number in needed) and not self._cache.has(FileBlock(url, stamp, number))
         ]
+        with self._lock:
+            if len(self._awaited) > MAX_AWAITED:
+                self._awaited.clear()
+            self._awaited |= {FileBlock(url, stamp, number) for number in wanted}
+        return wanted
 
     def _take(self, block: FileBlock, data: Bytes, route: list[int]) -> None:
+        with self._lock:
+            if block not in self._awaited:
+                raise DataError(
+                    f"host {self._hosts.mine} has not asked for block {block.number} of {block.url}"
+                )
+            self._awaited.remove(block)
         if not self._cache.has(block):
             self._cache.keep(block, data)
-        if route:
+        if route := [host for host in dict.fromkeys(route) if host in self._hosts.others]:
             self._relays.put((block, data, route))
 
     def _relay(self) -> None:
@@ -331,17 +426,17 @@ _servers: dict[
 ] = {}  # of this process, by their host's folder: the block server and its lock
 
 
-def connect_block_server(hosts: Hosts, cache: HostCache, *, timeout_s: float) -> BlockConnection:
+def connect_block_server(hosts: Hosts, *, timeout_s: float) -> BlockConnection:
     """A line to my host's block server, which may become this process."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.001
     while True:
-        address = hosts.address(hosts.mine)
-        if address is not None:
+        server = hosts.server_of(hosts.mine)
+        if server is not None:
             try:
-                return BlockConnection(address)
+                return BlockConnection(server, hosts.credentials)
             except (OSError, WireError):
                 pass  # it died; its lock is free
-        if not _become_block_server(hosts, cache):
+        if not (hosts.may_serve and _become_block_server(hosts)):
             if time.monotonic() > deadline:
                 raise DataError(
                     f"host {hosts.mine} has a block server of its data that has not listened for {timeout_s:g} s, and nobody can "
@@ -350,6 +445,65 @@ def connect_block_server(hosts: Hosts, cache: HostCache, *, timeout_s: float) ->
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
+
+
+class OwnBlockServer:
+    """The block server of this host, as its workers and their children ask it. For several threads.
+
+    What was told is told again to one that took over.
+    """
+
+    def __init__(self, hosts: Hosts, *, timeout_s: float) -> None:
+        self._hosts, self._timeout_s = hosts, timeout_s
+        self._told: dict[tuple[str, str], Message] = {}
+        self._line: tuple[int, BlockConnection] | None = None  # with the process that made it
+        self._lock = threading.Lock()
+
+    def introduce(self, what: tuple[str, str], message: Message) -> None:
+        """Say this before anything else, on every new connection."""
+        self._told[what] = message
+
+    def tell(self, what: tuple[str, str], message: Message) -> None:
+        """Say something new."""
+        if self._told.get(what) != message:
+            self._told[what] = message
+            answer = self.ask(message)
+            if isinstance(answer, BlockRefused):
+                raise DataError(answer.reason)
+
+    def has_told(self, what: tuple[str, str]) -> bool:
+        return what in self._told
+
+    def ask(self, message: Message) -> Message:
+        """Its answer, or that of the one that comes after it; OSError where none gives one in time."""
+        deadline = time.monotonic() + self._timeout_s
+        with self._lock:
+            while True:
+                try:
+                    return self._connected().ask(message, timeout_s=self._timeout_s + 10.0)[0]
+                except OSError:
+                    self.close()
+                    if time.monotonic() > deadline:
+                        raise
+
+    def ensure_connected(self) -> None:
+        with self._lock:
+            self._connected()
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line[1].close()
+            self._line = None
+
+    def _connected(self) -> BlockConnection:
+        if self._line is None or self._line[0] != os.getpid():
+            line = connect_block_server(self._hosts, timeout_s=self._timeout_s)
+            self._line = os.getpid(), line
+            for message in list(self._told.values()):
+                answer, _ = line.ask(message)
+                if isinstance(answer, BlockRefused):
+                    raise DataError(answer.reason)
+        return self._line[1]
 
 
 def close_block_servers() -> None:
@@ -365,7 +519,7 @@ def close_block_server(folder: Path) -> None:
     os.close(lock)
 
 
-def _become_block_server(hosts: Hosts, cache: HostCache) -> bool:
+def _become_block_server(hosts: Hosts) -> bool:
     folder = hosts.folder()
     if folder in _servers:
         return False  # it is starting, or closing
@@ -375,8 +529,13 @@ def _become_block_server(hosts: Hosts, cache: HostCache) -> bool:
     except BlockingIOError:
         os.close(lock)
         return False
-    _servers[folder] = BlockServer(hosts, cache), lock
+    _servers[folder] = BlockServer(hosts), lock
     return True
+
+
+def _hang_up(connection: TlsStream | PlainStream) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS's own would drop its state under a reader
 
 
 def _close_in_child() -> None:

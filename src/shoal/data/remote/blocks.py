@@ -1,8 +1,6 @@
-"""Blocks of files: how files are cut, routes between hosts, a host's cache of them, and a file over them.
+"""Files in blocks: their names and ranges, the ways they are sent, and the cache of a host.
 
-All workers of a host read its cache; only the host's block server writes. A
-block appears by renaming, so there is never half of one. Least recently read
-blocks are evicted past the limit.
+All workers of a host read its cache; only the host's block server writes.
 """
 
 from __future__ import annotations
@@ -46,12 +44,10 @@ class BlockRange(NamedTuple):
 
 
 def num_blocks(num_bytes: int) -> int:
-    """Blocks of a file."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
 def pieces(begin: int, end: int) -> Iterator[BlockRange]:
-    """What makes up bytes begin..end-1 of a file, in order."""
     while begin < end:
         number = begin // BLOCK_BYTES
         first = number * BLOCK_BYTES
@@ -61,7 +57,6 @@ def pieces(begin: int, end: int) -> Iterator[BlockRange]:
 
 
 def numbers_of(ranges: Iterable[tuple[int, int]]) -> list[int]:
-    """The blocks that hold these byte ranges."""
     return sorted({piece.number for begin, end in ranges for piece in pieces(begin, end)})
 
 
@@ -84,25 +79,17 @@ class BlockReader(io.RawIOBase):
         self._read, self._url, self._num_bytes, self._at = read, url, num_bytes, 0
 
     def readable(self) -> bool:
-        """It can be read."""
         return True
 
     def seekable(self) -> bool:
-        """It has a position."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go there."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
         self._at = max(start + offset, 0)
         return self._at
 
-    def tell(self) -> int:
-        """Where we are."""
-        return self._at
-
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # any buffer is one
-        """Read as much as fits, or to the end."""
         end = min(self._at + len(buffer), self._num_bytes)
         if end <= self._at:
             return 0
@@ -127,7 +114,6 @@ class HostCache:
         self._lock = threading.Lock()
 
     def has(self, block: FileBlock) -> bool:
-        """Whether it is here now."""
         return (self._directory / block.name).exists()
 
     def read(self, block: FileBlock, begin: int, end: int) -> bytes | None:

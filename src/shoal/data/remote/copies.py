@@ -14,14 +14,14 @@ import hashlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from shoal.data.arguments import directory, paths
-from shoal.data.files import FileInfo, SharedFiles, Where
+from shoal.data.files import FileInfo, Files, SharedFiles, Where
 from shoal.data.remote import blocks
 from shoal.data.remote.blocks import BlockReader
 from shoal.errors import ConfigError, FileLost, NoFiles
@@ -74,8 +74,8 @@ def copies(
     return CopiedFiles(where, places)
 
 
-class CopiedFiles:
-    """`Files` that have copies. Usable from several threads, and in forked children."""
+class CopiedFiles(Files):
+    """Files that have copies. Usable from several threads, and in forked children."""
 
     def __init__(self, where: Where, places: Sequence[Path]) -> None:
         self.where = where
@@ -104,7 +104,6 @@ class CopiedFiles:
         return sorted([*found, *(FileInfo(each.url, each.num_bytes, each.stamp) for each in gone)])
 
     def _copied_before(self, where: Where, endings: Sequence[str]) -> list[_Hashes]:
-        """Files that `where` stands for, by the copies there are."""
         places = [where] if isinstance(where, (str, os.PathLike)) else where
         wanted = [os.path.abspath(os.fspath(place)) for place in places]
         found: dict[str, _Hashes] = {}
@@ -122,7 +121,6 @@ class CopiedFiles:
         return list(found.values())
 
     def read(self, url: str, begin: int, end: int) -> bytes:
-        """Bytes begin..end-1, from the first copy that has them as they were."""
         reasons: list[str] = []
         for path in self._paths(url):
             if path in self._lost:
@@ -139,19 +137,8 @@ class CopiedFiles:
         )
 
     def open(self, url: str) -> BinaryIO:
-        """A file to read and seek in."""
         num_bytes = self._hashes[url].num_bytes if url in self._hashes else os.stat(url).st_size
         return io.BufferedReader(BlockReader(self.read, url, num_bytes), blocks.BLOCK_BYTES)
-
-    def narrow(self, url: str, ranges: Iterable[tuple[int, int]]) -> None:
-        """A copy is whole, whatever is read of it."""
-
-    def is_here(self, url: str) -> bool:
-        """Everywhere."""
-        return True
-
-    def stage(self) -> None:
-        """The copies are made when the files are found."""
 
     def _paths(self, url: str) -> list[str]:
         return [url, *(str(_copy_of(url, place)) for place in self._places)]
@@ -202,18 +189,13 @@ class CopiedFiles:
     def _copied(self, info: FileInfo, place: Path) -> _Hashes:
         """Have a whole copy of this version of the file there; returns its hashes."""
         copy = _copy_of(info.url, place)
-        known = _hashes_beside(copy)
-        if _matches(known, info):
-            assert known is not None
+        known = _hashes_of(copy, info)
+        if known is not None:
             return known
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
             with _locked(copy):
-                known = _hashes_beside(copy)
-                if not _matches(known, info):
-                    known = self._copy(info, copy)
-                assert known is not None
-                return known
+                return _hashes_of(copy, info) or self._copy(info, copy)
         except OSError as error:
             raise ConfigError(
                 f"{info.url} could not be copied to {place}: {error.strerror or error}. The file itself is as it was; give "
@@ -259,8 +241,10 @@ def _hashes_beside(copy: Path) -> _Hashes | None:
         return None
 
 
-def _matches(hashes: _Hashes | None, info: FileInfo) -> bool:
-    return hashes is not None and (hashes.url, hashes.num_bytes, hashes.stamp) == tuple(info)
+def _hashes_of(copy: Path, info: FileInfo) -> _Hashes | None:
+    """Of a copy of just this version of a file."""
+    hashes = _hashes_beside(copy)
+    return hashes if hashes is not None and (hashes.url, hashes.num_bytes, hashes.stamp) == info else None
 
 
 def _hash(block: bytes) -> str:

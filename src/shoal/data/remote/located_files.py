@@ -6,10 +6,10 @@ read: on demand by the first reader, or spread before anybody asks.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,12 +20,11 @@ from typing import BinaryIO, Literal
 from shoal.config import job as jobs
 from shoal.data.files import FileInfo, Files, SharedFiles, Where
 from shoal.data.remote import blocks
-from shoal.data.remote.block_client import BlockConnection, Hosts
-from shoal.data.remote.block_server import connect_block_server
+from shoal.data.remote.block_server import OwnBlockServer
 from shoal.data.remote.blocks import BlockReader, FileBlock, HostCache
 from shoal.data.remote.copies import CopiedFiles
-from shoal.errors import ConfigError, DataError, FileLost, NoFiles
-from shoal.runtime.transport.framing import Bytes
+from shoal.data.remote.peers import BlockConnection, Hosts
+from shoal.errors import ConfigError, DataError, FileLost, NoFiles, WireError
 from shoal.runtime.transport.messages.blocks import (
     AskFiles,
     BlockKept,
@@ -35,11 +34,8 @@ from shoal.runtime.transport.messages.blocks import (
     NeedBlocks,
     ShareFiles,
     SpreadFiles,
+    UseCache,
 )
-from shoal.runtime.transport.messages.message import Message
-
-CENTRAL = 0
-"""The host that serves files of `location="central"`: rank 0's."""
 
 _STALLED_S = 1.0  # nothing came for so long: whoever passes blocks on may be dead, so they are asked for
 
@@ -64,8 +60,8 @@ class LocationConfig:
     """How long other hosts are waited for."""
 
 
-class LocatedFiles:
-    """`Files` over several hosts. Usable from several threads, and in forked children."""
+class LocatedFiles(Files):
+    """Files over several hosts. Usable from several threads, and in forked children."""
 
     def __init__(self, config: LocationConfig, hosts: Hosts | None = None) -> None:
         self._config = config
@@ -80,19 +76,16 @@ class LocatedFiles:
         self._infos: dict[str, FileInfo] = {}
         self._holders: dict[str, list[int]] = {}
         self._wheres: list[str] = []
-        self._introductions: dict[
-            tuple[str, str], Message
-        ] = {}  # told again to a block server that took over
+        self._server = OwnBlockServer(self._hosts, timeout_s=config.timeout_s)
+        self._server.introduce(("cache", ""), UseCache(str(directory), config.cache_bytes))
         self._needed: dict[str, list[int]] = {}
-        self._line: tuple[int, BlockConnection] | None = None  # with the process that made it
-        self._lock = threading.Lock()
         self.origins: Counter[str] = Counter()
         """Where the blocks that this process asked for came from: the cache, another host, the source."""
 
     def expand(self, where: Where, endings: Sequence[str] = ()) -> list[FileInfo]:
         """The files behind `where`: as the central host sees them, or of all hosts together."""
         key = f"{self._config.kind}: {_as_text(where)} {tuple(endings)}"
-        hosts = [CENTRAL] if self._config.kind == "central" else list(range(self._hosts.num_hosts))
+        hosts = [self._hosts.central] if self._config.kind == "central" else self._hosts.all
         found: dict[str, FileInfo] = {}
         for host in hosts:
             mine = self._find(where, endings, key) if host == self._hosts.mine else self._ask_files(host, key)
@@ -113,26 +106,22 @@ class LocatedFiles:
         if key not in self._wheres:
             self._wheres.append(key)
             self._begin_spreading(key)
-        if self._hosts.num_hosts > 1:
-            with self._lock:
-                self._connection()  # it must be there to be sent anything
+        if self._hosts.others:
+            self._server.ensure_connected()  # it must be there to be sent anything
         return sorted(found.values())
 
     def read(self, url: str, begin: int, end: int) -> bytes:
-        """Bytes begin..end-1 of a file, from this host where it has them."""
         if self.is_here(url):
             return self._local.read(url, begin, end)
         parts = [self._read_piece(url, *piece) for piece in blocks.pieces(begin, end)]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def open(self, url: str) -> BinaryIO:
-        """A file to read and seek in."""
         if self.is_here(url):
             return self._local.open(url)
         return io.BufferedReader(BlockReader(self.read, url, self._infos[url].num_bytes), blocks.BLOCK_BYTES)
 
     def is_here(self, url: str) -> bool:
-        """Whether this host has the file itself."""
         return self._hosts.mine in self._holders.get(url, ())
 
     def narrow(self, url: str, ranges: Iterable[tuple[int, int]]) -> None:
@@ -140,7 +129,7 @@ class LocatedFiles:
         if self.is_here(url):
             return
         numbers = self._needed[url] = blocks.numbers_of(ranges)
-        self._introduce(("need", url), NeedBlocks(url, self._infos[url].stamp, numbers))
+        self._server.tell(("need", url), NeedBlocks(url, self._infos[url].stamp, numbers))
 
     def stage(self) -> None:
         """Have everything here that will be read, before anything is."""
@@ -160,12 +149,9 @@ class LocatedFiles:
 
     def close(self) -> None:
         """Hang up. The host's block server stays as long as its process."""
-        if self._line is not None:
-            self._line[1].close()
-            self._line = None
+        self._server.close()
 
     def _find(self, where: Where, endings: Sequence[str], key: str) -> list[FileInfo]:
-        """What is here, and let the others know."""
         try:
             found = self._local.expand(where, endings)
         except NoFiles:
@@ -175,8 +161,8 @@ class LocatedFiles:
         if self._config.kind == "resident":
             # Times of change differ between hosts that hold the same file; its ends and length hardly do by accident.
             found = [info._replace(stamp=self._fingerprint(info)) for info in found]
-        if self._hosts.num_hosts > 1:
-            self._introduce(("share", key), ShareFiles(key, [(*info,) for info in found]))
+        if self._hosts.others:
+            self._server.tell(("share", key), ShareFiles(key, [(*info,) for info in found]))
         return found
 
     def _fingerprint(self, info: FileInfo) -> str:
@@ -188,18 +174,21 @@ class LocatedFiles:
 
     def _ask_files(self, host: int, key: str) -> list[FileInfo]:
         deadline, reason = time.monotonic() + self._config.timeout_s, "its block server is not there"
+        pause_s = 0.01
         while time.monotonic() < deadline:
-            address = self._hosts.address(host)
-            if address is not None:
+            server = self._hosts.server_of(host)
+            if server is not None:
                 try:
-                    with BlockConnection(address) as line:
+                    with contextlib.closing(BlockConnection(server, self._hosts.credentials)) as line:
                         answer, _ = line.ask(AskFiles(key))
-                except OSError as error:
+                except (OSError, WireError) as error:
+                    self._hosts.forget(host)
                     answer = BlockRefused(str(error))
                 if isinstance(answer, FilesAre):
                     return [FileInfo(*each) for each in answer.files]
                 reason = answer.reason if isinstance(answer, BlockRefused) else reason
-            time.sleep(0.01)  # all ranks run the same script: it will come to the same line
+            time.sleep(pause_s)  # all ranks run the same script: it will come to the same line
+            pause_s = min(2 * pause_s, 0.2)
         raise DataError(
             f"host {host} has not opened the files of {key} within {self._config.timeout_s:g} s ({reason}). Nothing was "
             "read; every host must open the same dataset, so look for one that is slow, or does not come to that line."
@@ -208,10 +197,10 @@ class LocatedFiles:
     def _begin_spreading(self, key: str) -> None:
         if (
             self._config.spread != "on-demand"
-            and self._hosts.num_hosts > 1
-            and ("share", key) in self._introductions
+            and self._hosts.others
+            and self._server.has_told(("share", key))
         ):
-            self._introduce(("spread", key), SpreadFiles(self._config.spread, key))
+            self._server.tell(("spread", key), SpreadFiles(self._config.spread, key))
 
     def _blocks(self, url: str) -> list[FileBlock]:
         info = self._infos[url]
@@ -231,39 +220,16 @@ class LocatedFiles:
         )
 
     def _fetch(self, block: FileBlock) -> None:
-        answer, _ = self._ask(FetchBlock(*block, self._holders[block.url]))
+        try:
+            answer = self._server.ask(FetchBlock(*block, self._holders[block.url]))
+        except OSError as error:
+            raise FileLost(
+                url=block.url, reason=f"the block server of this host does not answer: {error}"
+            ) from error
         if not isinstance(answer, BlockKept):
             reason = answer.reason if isinstance(answer, BlockRefused) else f"its block server said {answer}"
             raise FileLost(url=block.url, reason=reason)
         self.origins[answer.origin] += 1
-
-    def _introduce(self, what: tuple[str, str], message: Message) -> None:
-        if self._introductions.get(what) != message:
-            self._introductions[what] = message
-            self._ask(message)
-
-    def _ask(self, message: Message) -> tuple[Message, Bytes]:
-        """Ask my host's block server, or the one that comes after it."""
-        deadline = time.monotonic() + self._config.timeout_s
-        with self._lock:
-            while True:
-                try:
-                    return self._connection().ask(message, timeout_s=self._config.timeout_s + 10.0)
-                except OSError as error:
-                    self.close()
-                    if time.monotonic() > deadline:
-                        raise FileLost(
-                            url=getattr(message, "url", "the data"),
-                            reason=f"the block server of this host does not answer: {error}",
-                        ) from error
-
-    def _connection(self) -> BlockConnection:
-        if self._line is None or self._line[0] != os.getpid():
-            line = connect_block_server(self._hosts, self._cache, timeout_s=self._config.timeout_s)
-            self._line = os.getpid(), line
-            for message in self._introductions.values():
-                line.ask(message)
-        return self._line[1]
 
 
 def files_at(

@@ -1,14 +1,17 @@
-"""The reader pool: processes that read data beside the one that trains, and their restarts.
+"""The reader pool: processes that read data beside the one that trains, their restarts, and the feed that reads in them.
 
-Carries out what `task_queue.py` decides: sends tasks, receives results in
-shared memory, notices at once when a process has died, forks another and sends
-its tasks again. A result is a function of its task alone, so a retry leaves no
-trace. Processes are forked by the pool's own fork server.
+`TaskQueue` decides which process reads what; `ProcessPool` sends tasks,
+receives results in shared memory, notices at once when a process has died,
+forks another and sends its tasks again. A result is a function of its task
+alone, so a retry leaves no trace. Processes are forked by the pool's own fork
+server. `PooledFeed` (`map(fn, workers=4)`) runs the whole of the reading in
+them, source and functions alike, a share of a batch at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 import os
 import select
@@ -16,29 +19,163 @@ import signal
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
 
 from shoal.config import job as jobs
+from shoal.data.feed import BatchCut, BatchShare, IndexedFeed
+from shoal.data.order import Order
+from shoal.data.reader import Reader, Reading, ReadRequest
+from shoal.data.sharding import ShardPlan
+from shoal.data.slice import Slice
+from shoal.data.tree import Tree
 from shoal.data.workers.reader_process import (
     ASKS_FOR_STACK,
     AT,
     Delivery,
     ReadOutcome,
     ReadTask,
+    Receiver,
     serve,
     task_packet,
 )
-from shoal.data.workers.segments import Receiver
-from shoal.data.workers.task_queue import TaskQueue
 from shoal.errors import ClusterError, ConfigError, ReadersLost, ReaderStuck, SampleEndsReader
 from shoal.runtime import events
 from shoal.runtime.forkserver.client import ForkedServer, ForkRefused
 from shoal.runtime.forkserver.messages import receive_packet, send_packet
 from shoal.runtime.signal_names import signal_name
 from shoal.runtime.user_frames import is_ours
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+class Ticket(NamedTuple, Generic[Task]):
+    """One task for one process."""
+
+    process: int
+    number: int
+    """The place of its result. Counts through, over all queues of a pool."""
+
+    task: Task
+
+
+class SuspectTask(NamedTuple, Generic[Task]):
+    """What a process was at when it died."""
+
+    task: Task
+    num_deaths: int
+    """Processes that died at it, this one among them."""
+
+
+class TaskQueue(Generic[Task, Result]):
+    """Hands tasks to processes and their results back in the order of the tasks.
+
+    Every task is finished once, however many processes die at it: what a dead
+    one held is handed out again, before anything new.
+    """
+
+    def __init__(self, tasks: Iterator[Task], *, ahead: int, first_number: int = 0) -> None:
+        """`ahead`: tasks that a process holds at a time. So many per process are under way or wait to be taken."""
+        self._tasks, self._ahead = tasks, ahead
+        self._is_drained = False
+        self._broken: Exception | None = None
+        self._open: dict[int, Task] = {}  # handed out, not finished
+        self._held: dict[int, deque[int]] = {}
+        self._returned: list[int] = []
+        self._deaths: dict[int, int] = {}
+        self._results: dict[int, Result] = {}
+        self._next_taken = self.next_number = first_number
+
+    def join(self, process: int) -> None:
+        self._held[process] = deque()
+
+    def hand_out(self) -> list[Ticket[Task]]:
+        """What to send now, in order. A process that holds little is served first."""
+        tickets = []
+        while free := [process for process, held in self._held.items() if len(held) < self._ahead]:
+            process = min(free, key=lambda process: len(self._held[process]))
+            number = heapq.heappop(self._returned) if self._returned else self._draw()
+            if number is None:
+                break
+            self._held[process].append(number)
+            tickets.append(Ticket(process, number, self._open[number]))
+        return tickets
+
+    def finish(self, process: int, number: int, result: Result) -> bool:
+        held = self._held.get(process)
+        if held is None or number not in held:
+            return False
+        held.remove(number)
+        del self._open[number]
+        self._deaths.pop(number, None)
+        self._results[number] = result
+        return True
+
+    def lose(self, process: int, *, at: int | None = None) -> SuspectTask[Task] | None:
+        """A process is gone and its tasks are to be handed out again; the one it was `at` may have ended it."""
+        held = self._held.pop(process, deque())
+        for number in held:
+            heapq.heappush(self._returned, number)
+        if at is None or at not in held:  # it had not begun, or it was through with it
+            return None
+        self._deaths[at] = self._deaths.get(at, 0) + 1
+        return SuspectTask(self._open[at], self._deaths[at])
+
+    def settle(self, number: int, result: Result) -> None:
+        """A task that nobody holds is not handed out again; this stands in the place of its result."""
+        self._returned.remove(number)
+        heapq.heapify(self._returned)
+        del self._open[number]
+        self._results[number] = result
+
+    @property
+    def has_result(self) -> bool:
+        return self._next_taken in self._results
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every result has been taken. An error of the tasks' own iterator is raised here, at its place."""
+        if self._next_taken < self.next_number or not self._is_drained:
+            return False
+        if self._broken is not None:
+            raise self._broken
+        return True
+
+    @property
+    def waits_for(self) -> tuple[int, Task] | None:
+        """The process that holds the next task in order, and the task it is at: that one, or one before it."""
+        for process, held in self._held.items():
+            if self._next_taken in held:
+                return process, self._open[held[0]]
+        return None
+
+    def take(self) -> Result:
+        result = self._results.pop(self._next_taken)
+        self._next_taken += 1
+        return result
+
+    def _draw(self) -> int | None:
+        if self._is_drained or self.next_number - self._next_taken >= self._ahead * len(self._held):
+            return None
+        try:
+            task = next(self._tasks)
+        except StopIteration:
+            self._is_drained = True
+            return None
+        except Exception as error:
+            self._is_drained, self._broken = True, error
+            return None
+        number, self.next_number = self.next_number, self.next_number + 1
+        self._open[number] = task
+        return number
+
 
 _MAX_LOST_PER_PROCESS = 10  # in a row, without a result between them
 _STACK_WITHIN_S = 0.5
@@ -153,7 +290,6 @@ class ProcessPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that read, by number."""
         return [child.pid for _, child in sorted(self._processes.readers.items())]
 
     def run(self, tasks: Iterator[Any]) -> Iterator[Any]:
@@ -251,7 +387,7 @@ class ProcessPool:
             except (EOFError, OSError):  # it is dead, or the user's code closed what was not its own
                 self._processes.readers[process].send_signal(signal.SIGKILL)
                 return
-            delivery = Delivery.unpacked(data)
+            delivery: Delivery = ForkingPickler.loads(data)
             try:
                 outcome = receiver.receive(delivery.parcel, fds[0] if fds else None)
             finally:
@@ -290,7 +426,7 @@ class ProcessPool:
 
     def _start(self) -> None:
         try:
-            server = ForkedServer(partial(_read, self._work), title=f"shoal readers {_of_worker()}")
+            server = ForkedServer(partial(_run_reader, self._work), title=f"shoal readers {_of_worker()}")
         except OSError as error:
             raise _refused(error) from None
         self._processes.server = server
@@ -361,7 +497,7 @@ class ProcessPool:
 _OVER = object()
 
 
-def _read(work: Callable[[Any], Any], role: str, fds: dict[str, int]) -> int:
+def _run_reader(work: Callable[[Any], Any], role: str, fds: dict[str, int]) -> int:
     serve(work, socket.socket(fileno=fds["line"]), fds["notes"])
     return 0
 
@@ -400,3 +536,122 @@ def _how(code: int | None) -> str:
         return f"was killed by {signal_name(-code)}"
     except ValueError:
         return f"was killed by signal {-code}"
+
+
+class PooledFeed(IndexedFeed):
+    """Reads in a pool of processes; what is read stays the same."""
+
+    _announces = False
+
+    def __init__(self, reader: Reader, order: Order, cut: BatchCut, config: PoolConfig) -> None:
+        super().__init__(reader, order, cut)
+        self._config = config
+        self._idle: ProcessPool | None = None
+        self._num_holders = 0
+
+    def sharded(self, plan: ShardPlan) -> PooledFeed:
+        feed = super().sharded(plan)
+        assert isinstance(feed, PooledFeed)
+        feed._idle, feed._num_holders = None, 0
+        return feed
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While entered, what a pass has started is there for the next one."""
+        self._num_holders += 1
+        try:
+            yield
+        finally:
+            self._num_holders -= 1
+            if not self._num_holders and self._idle is not None:
+                pool, self._idle = self._idle, None
+                pool.close()
+
+    def give_back(self, pool: ProcessPool) -> None:
+        """A pass is over. Two at a time have a pool each, of which one is kept."""
+        if self._num_holders and self._idle is None:
+            pool.call_off()
+            self._idle = pool
+        else:
+            pool.close()
+
+    def _read(self, requests: Iterable[tuple[BatchShare, ReadRequest]]) -> Iterator[Slice]:
+        pool, self._idle = self._idle, None
+        return _Pass(self, pool or self._open(), requests)
+
+    def _open(self) -> ProcessPool:
+        self._reader.source.share()
+        return ProcessPool(partial(_read, self._reader), self._config, describe=self._describe_request)
+
+    def _describe_request(self, request: ReadRequest) -> tuple[str, list[Any]]:
+        indices = (
+            request.indices.tolist() if isinstance(request.indices, np.ndarray) else list(request.indices)
+        )
+        stages = [
+            f"{stage.get('stage', stage.get('source'))}({stage['fn']})"
+            for stage in self._reader.source.describe()
+            if "fn" in stage
+        ]
+        return ", ".join(stages) or "reading", indices
+
+
+class _Pass:
+    """One pass over a pool. Not a generator: one that was never started would not give the pool back."""
+
+    def __init__(
+        self, feed: PooledFeed, pool: ProcessPool, requests: Iterable[tuple[BatchShare, ReadRequest]]
+    ) -> None:
+        self._feed = feed
+        self._pool: ProcessPool | None = pool
+        self._asked: deque[tuple[BatchShare, ReadRequest]] = deque()
+        try:
+            self._read: Iterator[Reading | Tree] = pool.run(_tasks(requests, self._asked))
+        except BaseException:
+            self._end()
+            raise
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Slice:
+        if self._pool is None:
+            raise StopIteration
+        try:
+            read = next(self._read)
+            share, request = self._asked.popleft()
+            return self._feed._slice(share, read if isinstance(read, Reading) else Reading(read, request))
+        except StopIteration:
+            self.close()
+            raise
+        except BaseException:
+            self._end()
+            raise
+
+    def close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            self._feed.give_back(pool)
+
+    def _end(self) -> None:
+        """Whatever was on the way when an error came must not be met by the next pass."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _tasks(
+    requests: Iterable[tuple[BatchShare, ReadRequest]], asked: deque[tuple[BatchShare, ReadRequest]]
+) -> Iterator[ReadRequest]:
+    """The requests alone; what they are for waits. Not a method: the pool must not keep the pass alive."""
+    for share, request in requests:
+        asked.append((share, request))
+        yield request
+
+
+def _read(reader: Reader, request: ReadRequest) -> Reading | Tree:
+    """In a process: what was read; the batch alone where that is all there is to say."""
+    reading = reader.read(request)
+    return reading if reading.skipped else reading.batch

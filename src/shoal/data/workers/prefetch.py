@@ -120,7 +120,6 @@ def wants_pinning(device: torch.device) -> bool:
 
 
 def pinned(slices: Iterator[Slice]) -> Iterator[Slice]:
-    """The same slices with their tensors in page-locked memory."""
     for part in slices:
         yield replace(part, batch=pin(part.batch))
 

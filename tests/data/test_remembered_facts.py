@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from shoal.data.cache import disk_cache as remembering
-from shoal.data.cache.disk_cache import identity_of, remembered
-from shoal.data.files import FileInfo
+from shoal.data import files
+from shoal.data.files import FileInfo, identity_of, remembered
 
 
 @pytest.fixture
 def in_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(remembering.jobs, "current", lambda: types.SimpleNamespace(launched=True))
-    monkeypatch.setattr(remembering.scratch, "directory", lambda *parts: tmp_path)
+    monkeypatch.setattr(files.jobs, "current", lambda: types.SimpleNamespace(launched=True))
+    monkeypatch.setattr(files.scratch, "directory", lambda *parts: tmp_path)
     return tmp_path
 
 
@@ -52,7 +51,7 @@ def test_what_fails_is_not_remembered() -> None:
 
 
 def test_old_things_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembering, "_MOST_REMEMBERED", 2)
+    monkeypatch.setattr(files, "_MOST_REMEMBERED", 2)
     for name in "abc":
         remembered(f"old-{name}", lambda name=name: name)
     assert remembered("old-c", never) == "c"

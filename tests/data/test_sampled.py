@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipelines import epoch_of, numbers
 from shoal.data import Dataset
-from shoal.data.order.select import uniform
+from shoal.data.select import uniform
 from shoal.errors import ConfigError, NoSuchColumn
 
 

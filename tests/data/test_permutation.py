@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.order.permutation import Permutation
+from shoal.data.order import Permutation
 
 seeds = st.integers(0, 2**63 - 1)
 epochs = st.integers(0, 10_000)

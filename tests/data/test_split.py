@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data import Dataset
-from shoal.data.order.select import part_sizes
+from shoal.data.select import part_sizes
 from shoal.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipelines import epoch_of, numbers
 from shoal.data import Dataset
-from shoal.data.order.select import part_sizes
+from shoal.data.select import part_sizes
 from shoal.errors import ConfigError
 
 labelled = st.lists(st.integers(0, 4), min_size=1, max_size=80)

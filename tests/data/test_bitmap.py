@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.order.order import Bitmap
+from shoal.data.order import Bitmap
 
 
 @given(

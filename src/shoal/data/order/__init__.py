@@ -1,1 +1,0 @@
-"""Sample order: shuffles, splits, filters and repetitions as functions from position to index."""
