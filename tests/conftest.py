@@ -49,7 +49,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 _STARTS_PROCESSES = re.compile(
-    r"\bsubprocess\b|\bos\.fork\b|\bmultiprocessing\b|\bpostgres\w*|\bForkServer\b|\binvoking\b|\bcompile=True\b|\bon_hosts\b|workers=[1-9]"
+    r"\bsubprocess\b|\bos\.fork\b|\bmultiprocessing\b|\bpostgres\w*|\bForkServer\b|\betcd_members\b|\binvoking\b|\bcompile=True\b|\bstart_cluster\b|\bon_hosts\b|workers=[1-9]"
 )
 
 

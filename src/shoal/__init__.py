@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from shoal.config.job import rank as rank
     from shoal.data import Dataset as Dataset
     from shoal.errors import ShoalError as ShoalError
+    from shoal.parallel.gathering import gather as gather
+    from shoal.train.custom import clip_grad_norm_ as clip_grad_norm_
+    from shoal.train.custom import log as log
     from shoal.train.custom import mean as mean
     from shoal.train.custom import reduce as reduce
     from shoal.train.custom import setup as setup
     from shoal.train.custom import should_stop as should_stop
     from shoal.train.custom import sum_gradients as sum_gradients
-    from shoal.train.gradient_sums import clip_grad_norm_ as clip_grad_norm_
+    from shoal.train.custom_checkpoint import checkpoint as checkpoint
+    from shoal.train.custom_checkpoint import resume as resume
     from shoal.train.progress import History as History
     from shoal.train.trainer import Trainer as Trainer
 
@@ -42,10 +46,13 @@ _HOMES = {
     "ShoalError": "shoal.errors",
     "Trainer": "shoal.train.trainer",
     "callbacks": "shoal.callbacks",
-    "clip_grad_norm_": "shoal.train.gradient_sums",
+    "checkpoint": "shoal.train.custom_checkpoint",
+    "clip_grad_norm_": "shoal.train.custom",
     "collectives": "shoal.collectives",
     "data": "shoal.data",
     "features": "shoal.features",
+    "gather": "shoal.parallel.gathering",
+    "log": "shoal.train.custom",
     "mean": "shoal.train.custom",
     "memory": "shoal.memory",
     "nn": "shoal.nn",
@@ -53,36 +60,14 @@ _HOMES = {
     "ps": "shoal.ps",
     "rank": "shoal.config.job",
     "reduce": "shoal.train.custom",
+    "resume": "shoal.train.custom_checkpoint",
     "run": "shoal.cluster.launch.api",
     "setup": "shoal.train.custom",
     "should_stop": "shoal.train.custom",
     "sum_gradients": "shoal.train.custom",
 }
 
-__all__ = [
-    "Dataset",
-    "Faults",
-    "History",
-    "RunResult",
-    "ShoalError",
-    "Trainer",
-    "callbacks",
-    "clip_grad_norm_",
-    "collectives",
-    "data",
-    "features",
-    "mean",
-    "memory",
-    "nn",
-    "num_workers",
-    "ps",
-    "rank",
-    "reduce",
-    "run",
-    "setup",
-    "should_stop",
-    "sum_gradients",
-]
+__all__ = list(_HOMES)
 
 importlib.import_module("shoal.runtime.user_frames").hide_ours_from_plain_python()
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from shoal.train.callbacks.base import Callback
-from shoal.train.callbacks.logs import CSVLog, JSONLog, LearningRateMonitor
-from shoal.train.callbacks.model_checkpoint import ModelCheckpoint
-from shoal.train.callbacks.stopping import EarlyStopping, StopAtStep
-from shoal.train.callbacks.tensorboard import TensorBoard
+from shoal.train.callbacks.logs import CSVLog, JSONLog, LearningRateMonitor, TensorBoard
+from shoal.train.callbacks.monitored import EarlyStopping, ModelCheckpoint, StopAtStep
 
 __all__ = [
     "CSVLog",

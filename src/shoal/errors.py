@@ -3,6 +3,7 @@
     ShoalError
     ├── ConfigError                an option, a strategy, a run directory            exit 2
     │   ├── DeviceMissing          no such device for a worker
+    │   ├── HostNotAdmitted        a machine that may not join a job
     │   ├── UnknownStrategy
     │   ├── RunDirectoryError
     │   ├── NotDistributed         several workers for a script that divides nothing among them
@@ -50,12 +51,15 @@
     ├── ClusterError               a process or a wait                               exit 3
     │   ├── WorkerDied
     │   ├── PeerLost
+    │   ├── StrangerInGroup        somebody else connects to the workers' group
     │   ├── CallsDiffer
     │   ├── CollectiveLeftOut
     │   ├── WaitTimedOut
-    │   │   └── StoreWaitTimedOut  (recovery/store.py: it is torch's DistStoreError too)
+    │   │   └── StoreWaitTimedOut  (recovery/rendezvous.py: it is torch's DistStoreError too)
     │   ├── CoordinatorLost
     │   ├── JournalFailed
+    │   ├── JournalUnreachable
+    │   ├── HeadFenced
     │   ├── WireError
     │   └── PsError                what a parameter server refuses, or cannot do
     │       ├── ServerRefused
@@ -135,12 +139,12 @@ class NotDistributed(ConfigError):
 class OtherLauncher(ConfigError):
     """This process is one of several that another launcher started."""
 
-    def __init__(self, *, launcher: str, num_processes: int) -> None:
+    def __init__(self, *, launcher: str, num_processes: int, engine: str) -> None:
         self.launcher, self.num_processes = launcher, num_processes
         super().__init__(
             f"{launcher} started this script as one of {num_processes} processes, and shoal starts its workers by itself: "
             f"{num_processes} separate trainings would write to the same places. Nothing was trained; start it once, with "
-            f"`shoal run -n {num_processes} SCRIPT`."
+            f"`shoal run -n {num_processes} SCRIPT`, or with `shoal run --on {engine} SCRIPT` in each of them."
         )
 
 
@@ -223,9 +227,7 @@ class NonFiniteLoss(TrainingError):
     ) -> None:
         self.rank, self.step, self.value = rank, step, value
         self.samples, self.checkpoint = list(samples), checkpoint
-        shown = ", ".join(str(index) for index in self.samples[:8]) + (
-            ", ..." if len(self.samples) > 8 else ""
-        )
+        shown = ", ".join(map(str, self.samples[:8])) + (", ..." if len(self.samples) > 8 else "")
         safe = f"the newest checkpoint is {checkpoint}" if checkpoint else "no checkpoint was written yet"
         super().__init__(
             f"the loss became {value} on rank {rank} at step {step}, in a slice of {len(self.samples)} samples of the "
@@ -238,15 +240,17 @@ class LossDoesNotRecombine(TrainingError):
     """A loss whose value over a batch is not made of those of its parts."""
 
     def __init__(
-        self, *, whole: float, recombined: float, name: str, is_pair: bool = False, what: str = ""
+        self,
+        *,
+        whole: float,
+        recombined: float,
+        name: str,
+        is_pair: bool = False,
+        what: str = "",
+        in_forward: bool = False,
     ) -> None:
-        self.whole, self.recombined, self.name, self.is_pair, self.what = (
-            whole,
-            recombined,
-            name,
-            is_pair,
-            what,
-        )
+        self.whole, self.recombined, self.name = whole, recombined, name
+        self.is_pair, self.what, self.in_forward = is_pair, what, in_forward
         subject = f"the {what} " if what else ("its sum " if is_pair else "it ")
         how = "added" if is_pair else "weighted by their samples"
         cure = "Let it return a pair (sum, count) instead of a mean: the sum over what it counts, and how much that was."
@@ -254,6 +258,11 @@ class LossDoesNotRecombine(TrainingError):
             cure = (
                 "Both numbers of its pair (sum, count) must add up over parts of a batch: sum over what is counted (not a mean "
                 "times the samples), and let a penalty on parameters count for each sample, (sum + count * penalty, count)."
+            )
+        if in_forward:
+            cure = (
+                "Its forward compares samples of a batch with each other (in-batch negatives, say), and a worker has those of its "
+                "own slice alone: let forward take the rows of all workers, shoal.gather(rows), before it computes the loss."
             )
         super().__init__(
             f"the loss '{name}' does not recombine: over a slice {subject}is {whole:.6g}, but its two halves "
@@ -325,12 +334,8 @@ class CheckpointMismatch(CheckpointError):
     def __init__(
         self, *, path: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]
     ) -> None:
-        self.path, self.missing, self.unexpected, self.shapes = (
-            path,
-            list(missing),
-            list(unexpected),
-            list(shapes),
-        )
+        self.path, self.missing = path, list(missing)
+        self.unexpected, self.shapes = list(unexpected), list(shapes)
         parts = []
         if missing:
             parts.append(f"the model has {_some(missing)}, the checkpoint has not")
@@ -401,6 +406,19 @@ class PeerLost(ClusterError):
         super().__init__(f"rank {rank} could not finish {operation}: {reason}")
 
 
+class StrangerInGroup(ClusterError):
+    """Processes that are no rank of the job keep connecting to its groups."""
+
+    def __init__(self, *, rank: int, stranger: str, num_attempts: int) -> None:
+        self.rank, self.stranger, self.num_attempts = rank, stranger, num_attempts
+        super().__init__(
+            f"the workers could not connect to each other alone: {num_attempts} times a process that is no worker of this job "
+            f"was in their group, the last time on rank {rank}, where {stranger}. Nothing that it sent was used, and "
+            "checkpoints are whole; end that process, or run where others cannot reach the ports of this machine, and go on "
+            "with `shoal resume`."
+        )
+
+
 class CallsDiffer(ClusterError):
     """Ranks call shoal in different order."""
 
@@ -414,16 +432,22 @@ class CallsDiffer(ClusterError):
         )
 
 
+class HostNotAdmitted(ConfigError):
+    """A machine that may not join a job."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(
+            f"this host was not admitted: {reason}. Nothing was started here; the job goes on waiting."
+        )
+
+
 class WaitTimedOut(ClusterError):
     """A wait that reached its deadline, and who was missing."""
 
     def __init__(self, *, operation: str, waited_s: float, missing: Sequence[str], setting: str) -> None:
-        self.operation, self.waited_s, self.missing, self.setting = (
-            operation,
-            waited_s,
-            list(missing),
-            setting,
-        )
+        self.operation, self.waited_s, self.setting = operation, waited_s, setting
+        self.missing = list(missing)
         super().__init__(
             f"{operation} waited {waited_s:.1f} s for {', '.join(self.missing) or 'nobody it knows of'}. "
             f"If that is only slow, raise {setting}."
@@ -449,6 +473,34 @@ class JournalFailed(ClusterError):
         super().__init__(
             f"the coordinator cannot go on with its journal {path}: {problem}. Checkpoints written so far are whole; make "
             "room, or move a damaged journal away, then go on with `shoal resume`."
+        )
+
+
+class JournalUnreachable(ClusterError):
+    """No member of the etcd in which a job's head is recorded gives an answer."""
+
+    def __init__(self, *, tried: Mapping[str, str], is_refused: bool = False) -> None:
+        """`is_refused`: members answer, and this user may not do what was asked."""
+        self.tried, self.is_refused = dict(tried), is_refused
+        self.told = ", ".join(f"{member} ({reason})" for member, reason in tried.items())
+        super().__init__(
+            f"etcd refuses this user: {self.told}. ETCDCTL_USER=NAME:PASSWORD, or NAME:PASSWORD@ in the URL, names one that may "
+            "read and write keys under /shoal/."
+            if is_refused
+            else f"etcd does not answer; tried were {self.told}."
+        )
+
+
+class HeadFenced(ClusterError):
+    """The head of a job over several hosts may have been followed by another."""
+
+    def __init__(self, *, job: str, why: str, journal: str, record: str) -> None:
+        self.job, self.why = job, why
+        super().__init__(
+            f"this host is no longer the head of {job}: {why}, and another host may go on with the run. All processes of the job "
+            f"on this host were ended, and checkpoints written so far are whole. `shoal join` makes this host part of the job "
+            f"again; `etcdctl get {record}` at {journal} names its head. Where no host has taken over, `shoal resume {job}` goes "
+            "on."
         )
 
 
@@ -507,8 +559,8 @@ class Interrupted(ShoalError):
         super().__init__(f"stopped by {signal_name}{at}{saved}.{resume}")
 
 
-def _some(names: Sequence[str], limit: int = 6) -> str:
-    listed = ", ".join(names[:limit])
+def _some(names: Sequence[object], limit: int = 6) -> str:
+    listed = ", ".join(map(str, names[:limit]))
     return f"{listed} and {len(names) - limit} more" if len(names) > limit else listed
 
 
@@ -529,10 +581,8 @@ class BadSample(DataError):
         """`where` is a file, a table or a function; `row` and `line` count from 1, `offset` is in bytes."""
         self.where, self.reason, self.row, self.line = where, reason, row, line
         self.offset, self.column, self.index = offset, column, index
-        address = [where]
-        address += [] if row is None else [f"row {row:,}"]
-        address += [] if line is None else [f"line {line:,}"]
-        address += [] if offset is None else [f"byte {offset:,}"]
+        counted = {"row": row, "line": line, "byte": offset}
+        address = [where, *(f"{what} {number:,}" for what, number in counted.items() if number is not None)]
         address += [] if column is None else [f"column '{column}'"]
         sample = "" if index is None else f" This is sample {index} of the dataset."
         super().__init__(
@@ -542,15 +592,8 @@ class BadSample(DataError):
 
     def at_index(self, index: int) -> Self:
         """The same, as the sample with this index of a dataset."""
-        return type(self)(
-            where=self.where,
-            reason=self.reason,
-            row=self.row,
-            line=self.line,
-            offset=self.offset,
-            column=self.column,
-            index=index,
-        )
+        names = ("where", "reason", "row", "line", "offset", "column")
+        return type(self)(**{name: getattr(self, name) for name in names}, index=index)
 
 
 class TooManySkipped(DataError):
@@ -630,7 +673,7 @@ class SampleEndsReader(DataError):
         self.what, self.indices, self.how, self.num_deaths = what, list(indices), how, num_deaths
         super().__init__(
             f"{num_deaths} processes in turn were lost over the same {len(self.indices)} samples, the last one of them "
-            f"{how}: {what}, the samples with indices {_first(self.indices)}. No sample was left out and nothing of this "
+            f"{how}: {what}, the samples with indices {_some(self.indices, 8)}. No sample was left out and nothing of this "
             "batch was trained. SIGKILL is mostly the system's answer to a lack of memory, so try fewer workers; else run "
             "the function on those samples in one process, with workers=0, to see where it crashes."
         )
@@ -655,7 +698,7 @@ class ReaderStuck(DataError):
         where = f" It stands at {', called from '.join(shown)}." if shown else ""
         super().__init__(
             f"reader {reader} of worker {rank} has been at {len(self.indices)} samples for {waited_s:g} s: {what}, the "
-            f"samples with indices {_first(self.indices)}.{where} It was ended, no sample was left out, and nothing of "
+            f"samples with indices {_some(self.indices, 8)}.{where} It was ended, no sample was left out, and nothing of "
             "this batch was trained. Mend what it waits for; if it is only slow, raise timeout_s in map(..., timeout_s=...)."
         )
 
@@ -670,11 +713,6 @@ class ReadersLost(DataError):
             "sample was left out; find out who ends them (a limit on memory or on processes, perhaps), or take workers= out "
             "of map."
         )
-
-
-def _first(indices: Sequence[object], limit: int = 8) -> str:
-    listed = ", ".join(str(index) for index in indices[:limit])
-    return f"{listed} and {len(indices) - limit} more" if len(indices) > limit else listed
 
 
 class DatabaseRefused(DataError):
@@ -818,13 +856,8 @@ class CacheFull(DataError):
     def __init__(
         self, *, what: str, directory: str, needed_bytes: int, free_bytes: int | None, reason: str
     ) -> None:
-        self.what, self.directory, self.needed_bytes, self.free_bytes = (
-            what,
-            directory,
-            needed_bytes,
-            free_bytes,
-        )
-        self.reason = reason
+        self.what, self.directory, self.reason = what, directory, reason
+        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
         free = "" if free_bytes is None else f", where {free_bytes:,} are free"
         super().__init__(
             f"the cache of {what} needs {needed_bytes:,} bytes more in {directory}{free}: {reason}. Nothing was lost: the "

@@ -1,4 +1,4 @@
-"""`shoal.memory`: stores of blocks and rows over device memory, RAM and disk, within limits in bytes."""
+"""`shoal.memory`: stores of blocks and rows over RAM and disk, within limits in bytes."""
 
 from shoal.data.cache import BlockStore, CacheConfig, Limits, Tier, stats
 

@@ -12,7 +12,7 @@ from invoking import Shoal
 
 from shoal.cli import runs
 from shoal.cluster.launch.run_directory import RunDirectory
-from shoal.config.launch import RunConfig, Versions
+from shoal.config.launch import HostFacts, RunConfig, Versions
 
 MakeRun = Callable[..., RunDirectory]
 
@@ -116,6 +116,39 @@ def test_status_of_one_run_tells_what_its_directory_tells(shoal: Shoal, make_run
     assert told["events"][-1]["event"] == "worker-exited"
     # Its supervisor is gone, and no worker outlives it.
     assert json.loads(shoal("status", "click", "--json").stdout)["processes"][0]["state"] == "gone"
+
+
+def test_status_shows_the_hosts_with_their_processes(shoal: Shoal, make_run: MakeRun) -> None:
+    hosts = [
+        HostFacts(
+            number=number,
+            name=f"node{number}",
+            address=f"10.0.0.{number + 1}",
+            cores=8,
+            workers=[2 * number, 2 * number + 1],
+            servers=[number, number + 3],
+            shares_run_dir=True,
+        )
+        for number in range(3)
+    ]
+    with make_run("click", workers=6, servers=2, strategy="ps", hosts=hosts) as run:
+        for rank in range(6):
+            run.event("worker-started", rank=rank, pid=40 + rank, host=rank // 2)
+        run.event("host-lost", host=2, reason="nothing was heard of it for 3 s", ranks=[4, 5])
+        run.event("worker-replaced", rank=4, pid=51, incarnation=1, host=0)
+        told = json.loads(shoal("status", "click", "--json").stdout)
+        shown = shoal("status", "click").stdout
+    assert [(host["state"], host["workers"], host["servers"]) for host in told["hosts"]] == [
+        ("here", [0, 1, 4], [0]),
+        ("here", [2, 3], [1]),
+        ("lost", [5], []),
+    ]
+    lines = [line.strip() for line in shown.splitlines()]
+    assert "hosts       host 0, node0 (10.0.0.1), the head: here; workers 0-1, 4; server 0" in lines
+    assert "host 1, node1 (10.0.0.2): here; workers 2-3; server 1" in lines
+    assert "host 2, node2 (10.0.0.3): lost; worker 5; nothing was heard of" in shown
+    assert "workers     rank 0, process 40: running" in lines
+    assert "rank 2, process 42 on host 1: running" in lines
 
 
 def test_a_replaced_worker_is_shown_as_the_process_that_took_its_place(

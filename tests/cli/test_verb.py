@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
+import typer
 from invoking import Shoal
 from typer.testing import CliRunner
 
@@ -112,3 +116,34 @@ def test_version_is_shown() -> None:
     result = CliRunner().invoke(app, ["--version"], prog_name="shoal")
     assert result.exit_code == 0
     assert result.stdout == f"shoal {shoal.__version__}\n"
+
+
+def split(*args: str) -> tuple[list[str], list[str]]:
+    verb: Any = typer.main.get_command(app).commands["verify"]  # type: ignore[attr-defined]
+    return verb._split(typer.Context(verb), list(args))
+
+
+@pytest.mark.parametrize(
+    ("args", "ours", "scripts"),
+    [
+        (["-n", "3", "--tls", "x.py", "--lr", "0.1"], ["-n", "3", "--tls"], ["x.py", "--lr", "0.1"]),
+        (
+            ["x.py", "-n", "3", "--lr=0.1", "--strategy=ddp"],
+            ["-n", "3", "--strategy=ddp"],
+            ["x.py", "--lr=0.1"],
+        ),
+        (["-n", "3", "x.py", "--", "-n", "4"], ["-n", "3"], ["x.py", "-n", "4"]),
+        (["x.py", "--stratgy", "ddp"], ["--stratgy"], ["x.py", "ddp"]),
+        (["--stratgy", "x.py"], ["--stratgy"], ["x.py"]),
+    ],
+)
+def test_what_follows_a_script_is_its_own_but_for_options_of_shoal(
+    args: list[str], ours: list[str], scripts: list[str]
+) -> None:
+    assert split(*args) == (ours, scripts)
+
+
+def test_help_of_run_is_in_groups(shoal: Shoal) -> None:
+    lines = shoal("run", "--help").stdout.splitlines()
+    headings = [line.rstrip(":") for line in lines if re.fullmatch(r"[A-Z][a-z]+:", line)]
+    assert headings == ["Arguments", "Launch", "Strategy", "Data", "Recovery", "Hosts", "Testing"]

@@ -19,7 +19,7 @@ LAYERS = (
     {"cluster"},
     {"features"},
     {"collectives", "data", "embedding"},
-    {"runtime"},
+    {"runtime", "engines"},
     {"config"},
     {"errors"},
 )
@@ -35,12 +35,11 @@ FACADES = {
 }
 
 TORCH = ("torch", "torchmetrics", "safetensors.torch")
-WITHOUT_TORCH = {"errors", "config", "runtime", "cluster", "cli"}
+WITHOUT_TORCH = {"errors", "config", "engines", "runtime", "cluster", "cli"}
 RUN_IN_WORKERS = {
     "shoal.cluster.worker.process",
-    "shoal.recovery.store",
-    "shoal.recovery.device_group",
     "shoal.recovery.rendezvous",
+    "shoal.recovery.device_group",
 }
 
 

@@ -125,3 +125,9 @@ def _pins(root: Path) -> dict[str, Version]:
         assert equals, f"constraints.txt pins exactly, with `==`: {line!r}"
         pins[canonicalize_name(name)] = Version(version)
     return pins
+
+
+def test_no_two_test_files_have_one_name(root: Path) -> None:
+    """Without packages pytest imports a test file by its name alone, and refuses the second."""
+    names = [path.name for path in (root / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

@@ -64,7 +64,7 @@ def _own_sockets() -> Iterator[None]:
 def warm_parent(_own_sockets: None) -> Iterator[WarmParent]:
     # For any script: with torch's sharding, and with numba and the kernels of servers.
     with WarmParent(
-        "tests", preload=["shoal.train.metrics.metrics", PRELOAD_WITH_MESH, *PRELOAD_WITH_SERVERS]
+        "tests", preload=["shoal.train.metrics", PRELOAD_WITH_MESH, *PRELOAD_WITH_SERVERS]
     ) as warm:
         warm.wait_ready()
         yield warm

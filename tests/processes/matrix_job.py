@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from matrix_models import CASES
+from matrix_models import CASES, Scored
 from safetensors.torch import save_file
 from torch import Tensor
 
 import shoal
+from shoal.data.tree import leaves
 from shoal.errors import ShoalError
 from shoal.parallel import fsdp as fsdp_cut
 from shoal.parallel.single import Single
@@ -78,7 +79,8 @@ def train(
     evaluated = trainer.evaluate(data.batch(BATCH))
     predicted = trainer.predict(data.batch(BATCH))
     tensors = {piece.name: piece.tensor.detach().to("cpu", copy=True) for piece in trainer.strategy.state()}
-    for number, tensor in enumerate(predicted if isinstance(predicted, tuple) else (predicted,)):
+    assert name != "own loss" or (type(predicted) is Scored and list(predicted) == ["logits"])
+    for number, tensor in enumerate(leaves(predicted)):
         tensors[f"predicted/{number}"] = tensor.to("cpu", copy=True)
     if keep is not None:
         trainer.save_checkpoint(str(keep))

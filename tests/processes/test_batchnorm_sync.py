@@ -15,10 +15,10 @@ import json, torch, shoal
 from torch import nn
 from safetensors.torch import load_file
 from shoal.parallel import fsdp as fsdp_cut
-from shoal.train.checkpoint import snapshots
+from shoal.train.checkpoint import saving
 
 fsdp_cut.UNIT_BYTES = 100
-snapshots.EVERY_STEPS = 2
+saving.EVERY_STEPS = 2
 generator = torch.Generator().manual_seed(0)
 x = torch.randn(38, 3, 4, 4, generator=generator, dtype=torch.float64) * 2 + 5
 y = (x[:, 0, 0, 0] > 5).long()
@@ -62,7 +62,7 @@ def known(launch_script: Callable[..., Any], strategy: str, workers: int, **opti
     [
         ("ddp", 3, {}),
         ("ddp", 2, {"shard": "weighted=3,1"}),
-        ("ddp", 4, {"exchange": "ring", "pretend_hosts": 2}),
+        ("ddp", 4, {"exchange": "ring"}),
         ("fsdp", 3, {}),
         ("pp", 2, {}),
         ("dp=2,pp=2", 4, {}),
@@ -103,7 +103,7 @@ def test_a_rank_killed_while_others_wait_for_it_within_the_model_leaves_no_trace
 
 FALSE_ALARM = """
 from shoal.errors import PeerLost
-from shoal.parallel.batchnorm_ranks import BatchNormRanks
+from shoal.collectives.sync_batchnorm import BatchNormRanks
 
 enter = BatchNormRanks.enter
 

@@ -66,7 +66,7 @@ def test_killed_between_writing_and_renaming_the_previous_one_is_used(tmp_path: 
         def stuck(temporary, target):
             print("written", flush=True)
             time.sleep(600)
-        checkpoint_storage._put = stuck
+        checkpoint_storage.replace_directory = stuck
         write(2)
         """,
     )

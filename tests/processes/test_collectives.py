@@ -17,7 +17,7 @@ def test_gathers_sums_and_gradients_over_gloo(launch_script: Callable[..., Launc
         from shoal.recovery.rendezvous import group
         from shoal.collectives.reducer import gather_any, sum_in_rank_order
         from shoal.collectives.gradients import GradientExchange
-        from shoal.collectives.native import Native
+        from shoal.collectives.reducer import Native
         from torch import nn
 
         group()

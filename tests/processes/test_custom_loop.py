@@ -13,7 +13,7 @@ import torch
 from launched import Launched
 from safetensors.torch import load_file
 
-from shoal.cli import ledger_view
+from shoal.cli import runs
 
 Launch = Callable[..., Launched]
 AtFile = Callable[[Path, Callable[[], object]], None]
@@ -106,7 +106,7 @@ def test_loops_over_several_workers_end_with_the_weights_of_one_process(
         (tmp_path / str(workers)).mkdir()
         done = launch_script(LOOPS, workers=workers, args=(str(tmp_path / str(workers)),))
         assert done.exit_code == 0, done.error
-        epochs = ledger_view.read(done.run_dir, is_alive=False)["epochs"]
+        epochs = runs.read_ledger(done.run_dir, is_alive=False)["epochs"]
         # Two of the first loop, and one of the second; from the last data batches were taken and nothing was made of them.
         assert [(epoch["trained"], epoch["is_exact"]) for epoch in epochs] == [(33, True)] * 3
         assert len(epochs[0]["workers"]) == workers
@@ -159,7 +159,8 @@ def test_should_stop_turns_true_on_all_ranks_after_the_same_step(
     )
     assert done.exit_code == code
     assert len({(tmp_path / f"stopped-{rank}").read_text() for rank in range(3)}) == 1
-    assert "a loop of your own is not saved by shoal" in done.stderr
+    assert "nothing is saved, since the loop calls no shoal.checkpoint" in done.stderr
+    assert "Nothing was asked to be saved" in str(done.error)
     assert "and saving" not in done.stderr
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from shoal.config.choices import EXCHANGES
 from shoal.config.faults import Faults
+from shoal.config.parallel_options import ParallelOptions, check
+from shoal.errors import ConfigError
 
 SCRIPT = """
 import torch, shoal
@@ -44,7 +46,7 @@ def alone() -> list[list[float]]:
     ("exchange", "workers"),
     [
         *((exchange, 3) for exchange in sorted(set(EXCHANGES) - {"auto"})),
-        *((exchange, 4) for exchange in ("shm", "ring", "hierarchical", "halving")),
+        *((exchange, 4) for exchange in ("shm", "ring", "halving")),
     ],
 )
 def test_training_is_that_of_one_process_and_a_kill_leaves_no_trace(
@@ -53,8 +55,6 @@ def test_training_is_that_of_one_process_and_a_kill_leaves_no_trace(
     if not alone:
         alone.append(weights(launch_script(SCRIPT)))
     options = {"workers": workers, "exchange": exchange}
-    if exchange == "hierarchical":
-        options["pretend_hosts"] = 2
     undisturbed = weights(launch_script(SCRIPT, **options))
     assert undisturbed == pytest.approx(alone[0], rel=1e-9)
     if exchange not in ("native", "shm", "ring", "hierarchical", "tree"):
@@ -70,6 +70,6 @@ def test_an_unknown_exchange_is_refused_with_a_guess(launch_script: Callable[...
         launch_script(SCRIPT, workers=2, exchange="rnig")
 
 
-def test_shared_memory_does_not_reach_other_hosts(launch_script: Callable[..., Any]) -> None:
-    with pytest.raises(Exception, match="they are on 2 hosts"):
-        launch_script(SCRIPT, workers=2, exchange="shm", pretend_hosts=2)
+def test_shared_memory_does_not_reach_other_hosts() -> None:
+    with pytest.raises(ConfigError, match="they are on 2 hosts"):
+        check(ParallelOptions(exchange="shm"), strategy="ddp", num_workers=2, num_hosts=2)

@@ -15,7 +15,7 @@ from launched import Launched
 from typer.testing import CliRunner
 
 from shoal import Faults
-from shoal.cli import app, ledger_view
+from shoal.cli import app, runs
 from shoal.cluster.launch.api import launch, resume_config
 from shoal.cluster.supervisor.warm_parent import WarmParent
 from waiting import wait_until
@@ -26,7 +26,7 @@ Launch = Callable[..., Launched]
 
 
 def ledger(run: Path) -> dict[str, Any]:
-    return ledger_view.read(run, is_alive=False)
+    return runs.read_ledger(run, is_alive=False)
 
 
 def times(out: Path) -> Counter[float]:
@@ -106,7 +106,7 @@ def test_leases_are_theirs_who_trained_them_and_what_was_lost_with_a_job_is_coun
     assert sum(lost.values()) + sum(kept[1, rank] for rank in "012") == cut["trained"]
     assert 0 < sum(lost.values()) <= cut["trained"] - 30 * batch + 3 * batch
     said = CliRunner().invoke(app, ["status", "killed", "--run-dir", str(tmp_path / "runs")]).output
-    assert f"{sum(lost.values())} trained again after a job had died" in " ".join(said.split())
+    assert f"{sum(lost.values())} trained again from a checkpoint before them" in " ".join(said.split())
     assert (
         f"launch 1, before: rank 0 {kept[1, '0'] // batch} batches, {kept[1, '0']} samples; rank 1 " in said
     )
@@ -128,7 +128,7 @@ def test_a_run_that_is_killed_and_resumed_at_another_number_of_workers_has_an_ex
         quiet=True,
     )
     assert wait_until((tmp_path / "paused").exists, timeout_s=60.0)
-    alive = ledger_view.read(tmp_path / "runs" / "killed", is_alive=True)  # the coordinator has it open
+    alive = runs.read_ledger(tmp_path / "runs" / "killed", is_alive=True)  # the coordinator has it open
     os.kill(supervisor.pid, signal.SIGKILL)
     supervisor.wait()
     run = tmp_path / "runs" / "killed"
@@ -151,7 +151,7 @@ def test_a_run_that_is_killed_and_resumed_at_another_number_of_workers_has_an_ex
     assert len(second["workers"]) == after
     said = CliRunner().invoke(app, ["status", "killed", "--run-dir", str(tmp_path / "runs")]).output
     assert f"epoch 1: all {SAMPLES} samples trained exactly once; " in said.replace("\n", " ")
-    assert "trained again after a job had died" in " ".join(said.split())
+    assert "trained again from a checkpoint before them" in " ".join(said.split())
     listed = (
         CliRunner().invoke(app, ["status", "killed", "--ledger", "--run-dir", str(tmp_path / "runs")]).output
     )
@@ -233,4 +233,4 @@ def test_a_last_batch_that_is_left_out_is_said_to_be(
     assert times(out) == {1.0: 80, 0.0: 3}
     (epoch,) = ledger(done.run_dir)["epochs"]
     assert epoch["is_exact"]
-    assert "3 left out with a last batch that is not full" in ledger_view.sentence(epoch)
+    assert "3 left out with a last batch that is not full" in runs.ledger_sentence(epoch)

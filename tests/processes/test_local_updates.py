@@ -27,9 +27,9 @@ from shoal.train.checkpoint.checkpoint import open_checkpoint
 SCRIPT = """
 import json, sys, torch, shoal
 from torch import nn
-from shoal.train.checkpoint import snapshots
+from shoal.train.checkpoint import saving
 
-snapshots.EVERY_STEPS = 4
+saving.EVERY_STEPS = 4
 how = {"samples": 97, "batchnorm": False, "lr": 0.1, "momentum": 0.9, "epochs": 2, **json.loads(sys.argv[1])}
 generator = torch.Generator().manual_seed(0)
 x = torch.randn(how["samples"], 6, generator=generator, dtype=torch.float64)

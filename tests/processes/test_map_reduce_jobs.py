@@ -210,17 +210,3 @@ data.map_reduce(look, lambda key, values: sum(values), workers=2, timeout_s=1.0)
     assert ran.returncode == 1
     assert "'map-00002' is held by process" in ran.stderr
     assert "without a sign of life" in ran.stderr
-
-
-def test_hosts_share_the_tasks_and_each_gets_the_result(
-    launch_script: Callable[..., Launched], tmp_path: Path
-) -> None:
-    """One machine treated as two hosts, whose caches are apart and whose run directory is not."""
-    launched = launch_script(SCRIPT, workers=3, pretend_hosts=2, args=("keyed", "-1", "0"))
-    assert launched.exit_code == 0, launched.error
-    results = [json.loads((tmp_path / f"result-{rank}").read_text()) for rank in range(3)]
-    assert all(found == EXPECTED for result in results for found in result[:2])
-    seen = Counter(int(line.split()[1]) for line in (tmp_path / "seen").read_text().splitlines())
-    assert seen == dict.fromkeys(range(NUM_SAMPLES), 1)
-    homes = {Path(result[2]).parent.name for result in results}
-    assert homes == {"map_reduce-host-0", "map_reduce-host-1"}

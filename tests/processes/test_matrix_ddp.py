@@ -26,12 +26,7 @@ LAUNCHES = [
 ]
 
 
-ALL_SIZES = [
-    (exchange, workers)
-    for exchange, _ in LAUNCHES
-    for workers in SIZES
-    if exchange != "hierarchical" or workers % 2 == 0  # two hosts
-]
+ALL_SIZES = [(exchange, workers) for exchange, _ in LAUNCHES for workers in SIZES]
 
 
 @pytest.mark.parametrize(("exchange", "workers"), ALL_SIZES if WHOLE else LAUNCHES)
@@ -42,14 +37,12 @@ def test_every_model_is_trained_as_in_one_process(
     exchange: str,
     workers: int,
 ) -> None:
-    options = {"pretend_hosts": 2} if exchange == "hierarchical" else {}
     done = launch_script(
         Path(matrix_job.__file__),
         workers=workers,
         strategy="ddp",
         exchange=exchange,
         args=(str(tmp_path),),
-        **options,
     )
     assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
     assert problems(tmp_path, one_process, "ddp", workers) == {}

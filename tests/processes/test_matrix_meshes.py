@@ -13,7 +13,7 @@ from matrix_models import CASES
 
 ALL = tuple(CASES)
 SOME = ("lstm", "resnet", "vgg with dropout", "gpt", "clicks")
-OTHERS = ("mlp", "vgg", "vae", "bert", "tree")
+OTHERS = ("mlp", "vgg", "vae", "bert", "own loss", "tree")
 
 LAUNCHES: list[tuple[str, int, tuple[str, ...]]] = [
     ("fsdp", 2, OTHERS),

@@ -1,4 +1,4 @@
-"""A shoal script that another launcher started several times over is refused at its first call into shoal."""
+"""A shoal script that another launcher started several times over: one job of its world, or refused at its first call of shoal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRAINS = """
 import torch, shoal
 print("imported", flush=True)
 trainer = shoal.Trainer(torch.nn.Linear(2, 1), loss=torch.nn.functional.mse_loss)
-print("made")
+print("made", shoal.num_workers())
 """
 
 
@@ -30,12 +30,21 @@ def run(command: list[str], folder: Path, **env: str) -> subprocess.CompletedPro
     )
 
 
-def test_torchrun_is_refused_with_how_to_start_it(tmp_path: Path) -> None:
+def test_a_script_that_torchrun_starts_is_one_job_of_its_world(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
     ran = run(["-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"], tmp_path)
-    assert ran.returncode != 0
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("made 2") == 1  # one process speaks for both
+    assert "2 workers, ddp" in ran.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["train-1"]
+
+
+def test_a_script_with_a_process_group_of_another_launcher_is_refused(tmp_path: Path) -> None:
+    group = "torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)"
+    (tmp_path / "train.py").write_text(TRAINS.replace('print("imported"', f'{group}; print("imported"'))
+    ran = run(["train.py"], tmp_path, RANK="0", WORLD_SIZE="2")
+    assert ran.returncode == 2, ran.stderr
     assert "imported" in ran.stdout
-    assert "made" not in ran.stdout
     assert "`shoal run -n 2 SCRIPT`" in ran.stderr
     assert not (tmp_path / "runs").exists()
 

@@ -224,3 +224,28 @@ def test_ctrl_c_ends_with_a_checkpoint(
     done = launch_script(source, workers=3, servers=2, strategy="ps:async", quiet=True, step_timeout_s=20.0)
     assert done.exit_code == 130, done.error
     assert "checkpoint" in str(done.error)
+
+
+SPOILT = """
+import torch
+from torch import nn
+
+import shoal
+
+x, y = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(64, 1)
+x[32:40], y[32:40] = 1e6, torch.nan  # the fifth batch
+model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+trainer = shoal.Trainer(
+    model, loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), on_nonfinite="skip"
+)
+trainer.fit(shoal.Dataset.from_arrays((x, y)).batch(8), epochs=1)
+if shoal.rank() == 0:
+    print("mean", float(model[0].running_mean.abs().max()))
+"""
+
+
+def test_a_step_that_is_left_out_leaves_the_running_statistics_alone(launch_script: Launch) -> None:
+    launched = launch_script(SPOILT, workers=1, servers=1, strategy="ps:async", step_timeout_s=20.0)
+    assert launched.exit_code == 0, f"{launched.error}\n{launched.stderr}"
+    (mean,) = [line.split()[-1] for line in launched.stdout.splitlines() if " mean " in f" {line} "]
+    assert float(mean) < 1.0

@@ -15,7 +15,7 @@ from launched import Launched
 from safetensors.torch import load_file
 
 from shoal import Faults
-from shoal.cli import ledger_view
+from shoal.cli import runs
 from shoal.cli.equality import check
 from shoal.cli.verify import VerifyRuns
 from shoal.cluster.launch.api import LaunchConfig
@@ -97,7 +97,7 @@ def test_layers_that_mix_the_batch_are_compared_with_the_workers_own_slices(
 def counted(launched: Launched, out: Path) -> tuple[Counter[float], list[dict[str, Any]]]:
     assert launched.exit_code == 0, launched.error
     times = Counter(json.loads(out.read_text())["times"])
-    return times, ledger_view.read(launched.run_dir, is_alive=False)["epochs"]
+    return times, runs.read_ledger(launched.run_dir, is_alive=False)["epochs"]
 
 
 def test_the_last_ranges_of_an_epoch_are_handed_out_twice_and_count_once(

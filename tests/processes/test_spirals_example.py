@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples"
 LINE = re.compile(
     r"^    shoal run (?P<options>.*) spirals\.py +→ (?P<exact>= )?test loss (?P<loss>[\d.]+)", re.MULTILINE
 )
-NUMBERS = {"workers", "servers", "sync_every", "pretend_hosts"}
+NUMBERS = {"workers", "servers", "sync_every"}
 
 
 class Shown(NamedTuple):

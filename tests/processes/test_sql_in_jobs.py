@@ -12,7 +12,7 @@ import pytest
 from launched import Launched
 
 from postgres_server import PostgresServer, Unavailable
-from shoal.data.formats.postgres import PostgresDatabase
+from shoal.data.formats.databases import PostgresDatabase
 
 TRAINS = """
 import pathlib, sys, time

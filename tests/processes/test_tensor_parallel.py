@@ -16,10 +16,10 @@ import json, torch, shoal
 import torch.nn.functional as F
 from torch import nn
 from shoal.parallel import fsdp as fsdp_cut; from shoal.parallel.tensor_parallel import plan as tensor_plan
-from shoal.train.checkpoint import snapshots
+from shoal.train.checkpoint import saving
 
 fsdp_cut.UNIT_BYTES = tensor_plan.ALONE_BYTES = 100
-snapshots.EVERY_STEPS = 2
+saving.EVERY_STEPS = 2
 
 class Attention(nn.Module):
     def __init__(self, dim, heads):

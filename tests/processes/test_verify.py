@@ -317,3 +317,47 @@ def test_a_script_that_leaves_with_a_code_gives_that_code(verify: Verify) -> Non
 def test_arguments_behind_the_dashes_reach_the_script(verify: Verify) -> None:
     result = verify("import sys; raise SystemExit(len(sys.argv))", "-n", "2", "--", "--lr", "0.1", "-x")
     assert result.exit_code == 4
+
+
+def test_a_script_that_only_verifys_cast_breaks_is_compared_in_float32_and_not_blamed(verify: Verify) -> None:
+    result = verify(
+        """
+        class Rotated(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(8, 3)
+
+            def forward(self, x):
+                return self.inner(x) @ torch.eye(3, dtype=torch.float32)
+
+        train(Rotated())
+        """,
+        "-n",
+        "3",
+    )
+    assert result.exit_code == 0, result.stderr
+    said = " ".join(result.stdout.split())
+    assert "The script fails in float64, to which verify casts its model and data" in said
+    assert "equal: ddp on 3 workers computes what one process does, up to rounding" in said
+    assert "the error above is its own" not in result.output
+
+
+def test_a_script_compared_in_float32_is_compared_with_whole_batches_too(verify: Verify) -> None:
+    result = verify(
+        """
+        class Centred(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.drop = nn.Linear(8, 3), nn.Dropout(0.2)
+
+            def forward(self, x):
+                return self.drop(self.inner(x - x.mean(0))) @ torch.eye(3, dtype=torch.float32)
+
+        train(Centred())
+        """,
+        "-n",
+        "3",
+    )
+    assert result.exit_code == 1, result.output
+    assert "with whole batches, though the layers above were at rest" in " ".join(result.stdout.split())
+    assert "float64  " not in result.stdout

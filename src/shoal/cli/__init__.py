@@ -11,8 +11,8 @@ from typing import Annotated, NoReturn
 import typer
 
 import shoal
-from shoal.cli import bench, chaos, doctor, resume, run, scale, status, verify
-from shoal.cli.verb import Verb, Verbs
+from shoal.cli import bench, chaos, doctor, hosts, render, resume, run, scale, status, verify
+from shoal.cli.verb import ScriptVerb, Verb, Verbs
 
 app = typer.Typer(
     name="shoal",
@@ -22,11 +22,11 @@ app = typer.Typer(
         "\b\n"
         "Examples:\n"
         "  shoal run -n 4 train.py --lr 0.1            four workers, data parallel\n"
-        "  shoal verify train.py -n 3 --strategy ddp   is it what one process computes?\n"
+        "  shoal verify -n 3 train.py --lr 0.1         is it what one process computes?\n"
         "  shoal status                                runs of this directory\n"
         "  shoal resume click                          go on from the newest checkpoint\n"
         "  shoal scale click --servers 3               more servers, while it trains\n"
-        "  shoal chaos train.py -n 3 --rate 15s        random kills and pauses: same result?"
+        "  shoal chaos -n 3 --rate 15s train.py        random kills and pauses: same result?"
     ),
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -34,17 +34,36 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 
-# What follows SCRIPT belongs to the script, options included; of the other verbs every option is ours.
+# What follows SCRIPT belongs to the script, options included.
 app.command("run", cls=Verb, epilog=run.EXAMPLES, context_settings={"allow_interspersed_args": False})(
     run.run
 )
-app.command("verify", cls=Verb, epilog=verify.EXAMPLES)(verify.verify)
+app.command(
+    "verify", cls=ScriptVerb, epilog=verify.EXAMPLES, context_settings={"allow_interspersed_args": False}
+)(verify.verify)
+app.command("join", cls=Verb, epilog=hosts.EXAMPLES)(hosts.join)
 app.command("resume", cls=Verb, epilog=resume.EXAMPLES)(resume.resume)
 app.command("status", cls=Verb, epilog=status.EXAMPLES)(status.status)
 app.command("scale", cls=Verb, epilog=scale.EXAMPLES)(scale.scale)
-app.command("chaos", cls=Verb, epilog=chaos.EXAMPLES)(chaos.chaos)
+app.command("leave", cls=Verb, epilog=scale.LEAVE_EXAMPLES)(scale.leave)
+app.command(
+    "chaos", cls=ScriptVerb, epilog=chaos.EXAMPLES, context_settings={"allow_interspersed_args": False}
+)(chaos.chaos)
 app.command("doctor", cls=Verb)(doctor.doctor)
 app.command("bench", cls=Verb, epilog=bench.EXAMPLES)(bench.bench)
+
+for _name, _render, _examples in (
+    ("kubernetes", render.kubernetes, render.KUBERNETES_EXAMPLES),
+    ("cloud", render.cloud, render.CLOUD_EXAMPLES),
+):
+    _files = typer.Typer(
+        cls=Verbs, no_args_is_help=True, help=f"Files of a job for {_name.title()}.", rich_markup_mode=None
+    )
+    _files.callback()(lambda: None)  # else a group of one verb is that verb
+    _files.command("render", cls=Verb, epilog=_examples, context_settings={"allow_interspersed_args": False})(
+        _render
+    )
+    app.add_typer(_files, name=_name)
 
 
 def _show_version(asked: bool) -> None:

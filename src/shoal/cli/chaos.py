@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import typer
 
 from shoal.cli.options import Replicas, Script, Servers, StepTimeout, Strategy, Workers
 from shoal.cli.verb import console, leave
+from shoal.cli.verify import temporary_job
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "\b\n"
     "Examples:\n"
-    "  shoal chaos train.py -n 3 --seed 7 --rate 15s --for 2m\n"
-    "  shoal chaos train.py -n 2 -- --lr 0.1                     what follows -- is the script's\n"
+    "  shoal chaos -n 3 --seed 7 --rate 15s --for 2m train.py\n"
+    "  shoal chaos -n 2 train.py --lr 0.1                        --lr is the script's\n"
     "\n"
     "Exit code 0: the final weights are equal to the bit; 1: they differ; otherwise the job's own."
 )
@@ -65,30 +65,17 @@ def chaos(
     again until the time is over; a run that has begun is run to its end.
     """
     every_s, for_s = seconds(rate, "--rate"), seconds(lasting, "--for")
-    from shoal.cluster.launch.api import LaunchConfig, launch
-    from shoal.cluster.launch.roles import preload_for
-    from shoal.cluster.supervisor.warm_parent import WarmParent
-
-    with tempfile.TemporaryDirectory(prefix="shoal-chaos-") as directory:
-        config = LaunchConfig(
-            script=script,
-            args=tuple(args or ()),
-            workers=workers,
-            strategy=strategy,
-            servers=servers,
-            replicas=replicas,
-            run_dir=directory,
-            seed=seed,
-            step_timeout_s=step_timeout,
-            max_restarts=100,
-            quiet=True,
-        )
-        if not Path(script).is_file():
-            launch(config)  # refuses it, before a warm parent is started for nothing
-        preload = preload_for(script, with_servers=config.num_servers > 0, with_mesh=config.is_mesh)
-        with WarmParent(preload=preload) as warm:
-            warm.wait_ready()
-            exit_code = _compare(config, warm, seed=seed, every_s=every_s, for_s=for_s)
+    job = {
+        "script": script,
+        "args": tuple(args or ()),
+        "workers": workers,
+        "strategy": strategy,
+        "seed": seed,
+    }
+    limits = {"step_timeout_s": step_timeout, "max_restarts": 100}
+    with temporary_job(**job, servers=servers, replicas=replicas, **limits) as (config, warm):
+        warm.wait_ready()
+        exit_code = _compare(config, warm, seed=seed, every_s=every_s, for_s=for_s)
     raise typer.Exit(exit_code)
 
 

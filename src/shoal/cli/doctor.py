@@ -57,12 +57,10 @@ def ok(what: str, found: str) -> Finding:
 
 
 def warn(what: str, found: str, cure: str) -> Finding:
-    """Training works, but."""
     return Finding(Level.WARN, what, found, cure)
 
 
 def fail(what: str, found: str, cure: str = "") -> Finding:
-    """No job can run."""
     return Finding(Level.FAIL, what, found, cure)
 
 
@@ -134,7 +132,6 @@ def shared_memory() -> Finding:
 
 
 def loopback() -> Finding:
-    """A TCP connection over loopback, as collectives use it."""
     begin = time.perf_counter()
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -271,7 +268,6 @@ def doctor(run_dir: RunDir = Path("runs")) -> None:
 
 
 def findings(run_dir: Path) -> Iterator[Finding]:
-    """Every check, quick ones first."""
     yield ok("shoal", f"{shoal.__version__}, strategies: {STRATEGIES.forms}")
     yield ok(
         "python",
@@ -284,6 +280,7 @@ def findings(run_dir: Path) -> Iterator[Finding]:
     yield runtime_directory()
     yield disk(run_dir)
     yield descriptors()
+    yield compiled_loops()
     torch = list(torch_and_devices())
     yield from torch
     if all(finding.level is not Level.FAIL for finding in torch):
@@ -291,7 +288,6 @@ def findings(run_dir: Path) -> Iterator[Finding]:
 
 
 def cores() -> Iterator[Finding]:
-    """Cores of this process, and threads per worker."""
     from shoal.cluster.launch.threads import available_cores, threads_per_worker
 
     usable, present = available_cores(), os.cpu_count() or 1
@@ -302,8 +298,27 @@ def cores() -> Iterator[Finding]:
     yield ok("threads per worker", ", ".join(shown))
 
 
+def compiled_loops() -> Finding:
+    """The kernels that numba compiles, and where they are kept."""
+    from shoal.collectives.shm_layout import KERNELS
+    from shoal.runtime.kernel_cache import cache_directory, is_compiled
+
+    directory = cache_directory()
+    if directory is None:
+        return warn(
+            "compiled loops",
+            "cannot be kept: neither $XDG_CACHE_HOME nor ~/.cache is a folder of this user that takes writing",
+            "gradients are summed by torch operations; `ps` compiles for half a minute at every start. Set XDG_CACHE_HOME",
+        )
+    if not is_compiled(KERNELS):
+        return ok(
+            "compiled loops",
+            f"not compiled yet; the first job of several workers does it beside itself, into {directory}",
+        )
+    return ok("compiled loops", f"in {directory}")
+
+
 def torch_and_devices() -> Iterator[Finding]:
-    """Findings about torch and its devices, from a process of its own."""
     answer = ask_torch()
     if isinstance(answer, str):
         yield fail("torch", answer, f"{Path(sys.executable).name} -m pip install torch")

@@ -8,11 +8,11 @@ differences out. Knows numpy but not torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ Array = npt.NDArray[Any]
 
 ENLARGED = 1e-5
 """Relative difference in float32 that rounding alone, at 6e-8 an operation, does not explain."""
+
+ROUNDED = 1e-3
+"""Relative difference in float32 after a few steps that may still be rounding: the tolerance where float64 cannot be used."""
 
 SHRUNK = 1e-4
 """From float32 to float64 rounding shrinks by 2e-9, or by 1e-5 where an optimizer's epsilon bounded it in float32."""
@@ -76,7 +79,6 @@ class Comparison:
 
     @property
     def nonfinite(self) -> list[Difference]:
-        """Tensors with values that are not finite, the same on both sides."""
         return [difference for difference in self.all if difference.num_nonfinite]
 
 
@@ -171,7 +173,6 @@ class Mix:
 
     @property
     def module(self) -> str:
-        """The layer as the model knows it."""
         return "" if self.layer == THE_MODEL else self.layer
 
 
@@ -210,22 +211,16 @@ def read_dump(directory: Path) -> Dump | None:
     )
 
 
-class ScriptRun(Protocol):
-    """Runs the script's first steps once: spread over the workers, or in one process as so many slices in turn.
+class CannotCast(Exception):
+    """Not an error of its own: the script fails in float64. Where it fails in float32 too, `leave()` shows why."""
 
-    `num_micro`: each slice in so many parts.
-    """
+    def __init__(self, leave: Callable[[], Any]) -> None:
+        super().__init__()
+        self.leave = leave
 
-    def __call__(
-        self,
-        dtype: str,
-        *,
-        spread: bool,
-        num_slices: int = 1,
-        num_micro: int | None = None,
-        at_rest: tuple[str, ...] = (),
-    ) -> Dump:
-        """Run it and read what it left. `at_rest`: these modules stay in evaluation mode, for a few steps."""
+
+ScriptRun = Callable[..., Dump]
+"""Runs the script's first steps once and reads what it left: `verify.VerifyRuns`, by dtype, spread, num_slices, num_micro, at_rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,10 +264,11 @@ class VerifyOutcome:
 
     is_own_loop: bool
     num_steps: int
+    is_float32: bool = False
+    """The script fails in float64, to which verify casts it, and was compared in float32."""
 
     @property
     def equal(self) -> bool:
-        """True when the workers compute what one process does."""
         return not self.judged.differing and not (self.rested and self.rested.differing)
 
 
@@ -283,7 +279,10 @@ def check(run: ScriptRun, *, num_workers: int, tolerance: float) -> VerifyOutcom
     that runs the slices in turn, and would hide everything else that depends
     on the cut. So they are put to rest and compared with whole batches too.
     """
-    spread64 = run("float64", spread=True)
+    try:
+        spread64 = run("float64", spread=True)
+    except CannotCast as failed:
+        return _check_float32(run, failed, num_workers=num_workers, tolerance=max(tolerance, ROUNDED))
     spread32: Dump | None = None
 
     def against(num_slices: int, num_micro: int | None = None) -> Judged:
@@ -319,6 +318,48 @@ def check(run: ScriptRun, *, num_workers: int, tolerance: float) -> VerifyOutcom
         still_drawing=still_drawing,
         is_own_loop=own_loop,
         num_steps=spread64.num_steps,
+    )
+
+
+def _check_float32(
+    run: ScriptRun, failed: CannotCast, *, num_workers: int, tolerance: float
+) -> VerifyOutcome:
+    """Compare in float32 alone, where the script cannot be cast: what it says then is its own."""
+    try:
+        spread = run("float32", spread=True)
+    except CannotCast:
+        failed.leave()
+        raise
+    sliced = bool(spread.mixes) and not spread.is_own_loop
+    num_slices = num_workers if sliced else 1
+    compared = _compare(
+        spread,
+        run("float32", spread=False, num_slices=num_slices, num_micro=spread.num_micro if sliced else None),
+    )
+    judged, rested = _in_float32(compared, tolerance), None
+    still_drawing: tuple[Mix, ...] = ()
+    if spread.mixes and (num_workers > 1 or spread.num_micro is not None) and not judged.differing:
+        names = tuple(mix.module for mix in spread.mixes)
+        at_rest = run("float32", spread=True, at_rest=names)
+        still_drawing = at_rest.mixes
+        if not still_drawing:
+            rested = _in_float32(_compare(at_rest, run("float32", spread=False, at_rest=names)), tolerance)
+    return VerifyOutcome(
+        judged=judged,
+        sliced=sliced,
+        mixes=spread.mixes,
+        depends_on_cut=False,
+        rested=rested,
+        still_drawing=still_drawing,
+        is_own_loop=spread.is_own_loop,
+        num_steps=spread.num_steps,
+        is_float32=True,
+    )
+
+
+def _in_float32(compared: Comparison, tolerance: float) -> Judged:
+    return Judged(
+        float64=compared, float32=compared, differing=tuple(compared.beyond(tolerance)), rounding=()
     )
 
 

@@ -11,14 +11,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from shoal.config import placement
-from shoal.config.choices import COMPRESSORS, EXCHANGES, OUTERS, SCHEDULES
+from shoal.config.choices import COMPRESSORS, EXCHANGES, OUTERS, SCHEDULES, SHARD_FORMS
 from shoal.config.parallel_options import ParallelOptions
-from shoal.config.shard import FORMS
 from shoal.config.strategy import STRATEGIES
 
 
@@ -53,16 +52,6 @@ Strategy = Annotated[
         help=f"How the model is spread: {STRATEGIES.forms}.",
         show_default="single for one worker, ddp for more",
         autocompletion=complete_strategy,
-    ),
-]
-
-Shard = Annotated[
-    str | None,
-    typer.Option(
-        "--shard",
-        metavar="HOW",
-        help=f"How batches are cut over the workers, where the script does not say: {', '.join(FORMS)}.",
-        show_default="equal; dynamic with relaxed strategies",
     ),
 ]
 
@@ -127,133 +116,101 @@ Oversubscribe = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-OPTIONS: dict[str, Any] = {
-    "shard": Shard,
-    "exchange": Annotated[
-        str,
-        typer.Option(
-            "--exchange",
-            metavar="EXCHANGE",
-            help=f"How gradients are summed: {EXCHANGES.forms}.",
-        ),
-    ],
-    "sync_every": Annotated[
-        int | None,
-        typer.Option(
-            metavar="K",
-            help="For slow networks: each worker of ddp makes K steps with its own optimizer, then their models are averaged.",
-            show_default="gradients are summed at every step",
-        ),
-    ],
-    "outer": Annotated[
-        str,
-        typer.Option(
-            "--outer",
-            metavar="OUTER",
-            help=f"With --sync-every, how the models are averaged: {OUTERS.forms}.",
-        ),
-    ],
-    "schedule": Annotated[
-        str,
-        typer.Option(
-            "--schedule",
-            metavar="SCHEDULE",
-            help=f"Schedule of a pipeline (pp): {SCHEDULES.forms}.",
-        ),
-    ],
-    "compress": Annotated[
-        str,
-        typer.Option(
-            "--compress",
-            metavar="COMPRESS",
-            help=f"Compress gradients before they are summed: {COMPRESSORS.forms}.",
-        ),
-    ],
-    "staleness_lr": Annotated[
-        bool,
-        typer.Option(
-            "--staleness-lr",
-            help="With ps:ssp, ps:async and ps:hybrid: divide the learning rate of a push by 1 + the updates it has missed.",
-        ),
-    ],
-    "push_norm": Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="With the same: scale a push whose gradient is longer than X down to X, on each server.",
-            show_default="no bound",
-        ),
-    ],
-    "snapshot_every": Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Where each worker holds a part (fsdp, tp, pp, --sync-every): steps between the snapshots to which all go back "
-            "when one dies. 0: none, they go back to the newest checkpoint.",
-            show_default="50, or as the script says",
-        ),
-    ],
-    "device": Annotated[
-        str,
-        typer.Option(
-            "--device", metavar="DEVICE", help=f"Where workers compute: {', '.join(placement.FORMS)}."
-        ),
-    ],
-    "soft_placement": Annotated[
-        bool,
-        typer.Option(
-            "--soft-placement",
-            help="A worker whose device is missing computes on the CPU, and says so; else the job is refused.",
-        ),
-    ],
-    "batchnorm": Annotated[
-        str,
-        typer.Option(
-            metavar="HOW",
-            help="Over what BatchNorm normalises: local (each worker its own slice) or sync (the whole batch, as one process does).",
-        ),
-    ],
-    "sequence_parallel": Annotated[
-        bool,
-        typer.Option(
-            "--sequence-parallel",
-            help="With tp: norms and dropout between the layers that are cut run on a part of the sequence each.",
-        ),
-    ],
-    "checkpoint_activations": Annotated[
-        bool,
-        typer.Option(
-            "--checkpoint-activations",
-            help="Keep only the inputs of the model's blocks, and run them again within backward: less memory, more time.",
-        ),
-    ],
-    "offload": Annotated[
-        bool,
-        typer.Option(
-            "--offload",
-            help="With fsdp on GPUs: shards and the optimizer's state stay in the host's memory. Without GPUs they are there anyway.",
-        ),
-    ],
+_PARALLEL: dict[str, tuple[str, str, str | bool]] = {
+    "shard": (
+        "HOW",
+        f"How batches are cut over the workers, where the script does not say: {', '.join(SHARD_FORMS)}.",
+        "equal; dynamic with relaxed strategies",
+    ),
+    "exchange": ("EXCHANGE", f"How gradients are summed: {EXCHANGES.forms}.", True),
+    "tls": (
+        "",
+        "With --exchange ring, between hosts: over encrypted connections of shoal's own; torch's are not encrypted.",
+        True,
+    ),
+    "sync_every": (
+        "K",
+        "For slow networks: each worker of ddp makes K steps with its own optimizer, then their models are averaged.",
+        "gradients are summed at every step",
+    ),
+    "outer": ("OUTER", f"With --sync-every, how the models are averaged: {OUTERS.forms}.", True),
+    "schedule": ("SCHEDULE", f"Schedule of a pipeline (pp): {SCHEDULES.forms}.", True),
+    "compress": ("COMPRESS", f"Compress gradients before they are summed: {COMPRESSORS.forms}.", True),
+    "staleness_lr": (
+        "",
+        "With ps:ssp, ps:async and ps:hybrid: divide the learning rate of a push by 1 + the updates it has missed.",
+        True,
+    ),
+    "push_norm": (
+        "X",
+        "With the same: scale a push whose gradient is longer than X down to X, on each server.",
+        "no bound",
+    ),
+    "snapshot_every": (
+        "N",
+        "Where each worker holds a part (fsdp, tp, pp, --sync-every): steps between the snapshots to which all go back "
+        "when one dies. 0: none, they go back to the newest checkpoint.",
+        "50, or as the script says",
+    ),
+    "device": ("DEVICE", f"Where workers compute: {', '.join(placement.FORMS)}.", True),
+    "soft_placement": (
+        "",
+        "A worker whose device is missing computes on the CPU, and says so; else the job is refused.",
+        True,
+    ),
+    "batchnorm": (
+        "HOW",
+        "Over what BatchNorm normalises: local (each worker its own slice) or sync (the whole batch, as one process does).",
+        True,
+    ),
+    "sequence_parallel": (
+        "",
+        "With tp: norms and dropout between the layers that are cut run on a part of the sequence each.",
+        True,
+    ),
+    "checkpoint_activations": (
+        "",
+        "Keep only the inputs of the model's blocks, and run them again within backward: less memory, more time.",
+        True,
+    ),
+    "offload": (
+        "",
+        "With fsdp on GPUs: shards and the optimizer's state stay in the host's memory. Without GPUs they are there anyway.",
+        True,
+    ),
 }
-"""By field of ParallelOptions, in the order of the help.
+"""Metavar, help and default shown, by field of ParallelOptions, in the order of the help."""
 
-A flag that is only ever set has its name, or it would have a --no-; and so has one whose value is called after it, which
-some versions of typer take for its name.
-"""
+
+Shard = Annotated[
+    str | None,
+    typer.Option("--shard", metavar="HOW", help=_PARALLEL["shard"][1], show_default="as before"),
+]
+
+
+def _parallel_flags() -> list[inspect.Parameter]:
+    kinds = get_type_hints(ParallelOptions)
+    defaults = {option.name: option.default for option in fields(ParallelOptions)}
+    found = []
+    for name, (metavar, about, shown) in _PARALLEL.items():
+        # Named in full: typer would add a --no- to a flag that is only ever set.
+        option = typer.Option(
+            f"--{name.replace('_', '-')}", metavar=metavar or None, help=about, show_default=shown
+        )
+        kind: Any = Annotated[kinds[name], option]  # read by typer, not by a type checker
+        found.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind)
+        )
+    return found
 
 
 def takes_parallel_options(
     *, but_not: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a verb these flags where its signature has `parallel`, which it is then called with."""
-    defaults = {option.name: option.default for option in fields(ParallelOptions)}
-    flags = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
-        for name, annotation in OPTIONS.items()
-        if name not in but_not
-    ]
+    flags = [flag for flag in _parallel_flags() if flag.name not in but_not]
 
-    def give(verb: Callable[..., None]) -> Callable[..., None]:
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(verb, eval_str=True)
 
         @functools.wraps(verb)
@@ -267,4 +224,4 @@ def takes_parallel_options(
         called.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]  # what typer reads
         return called
 
-    return give
+    return decorate

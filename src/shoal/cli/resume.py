@@ -7,6 +7,24 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.hosts import (
+    Advertise,
+    Bind,
+    ClusterFile,
+    EngineResources,
+    Hosts,
+    Interface,
+    JoinKeyFile,
+    JoinTimeout,
+    Journal,
+    NumConnections,
+    On,
+    Plaintext,
+    Ship,
+    Ssh,
+    hosts_config,
+    number_of_servers,
+)
 from shoal.cli.options import Oversubscribe, RunDir, Shard, complete_run
 from shoal.cli.verb import leave
 
@@ -16,7 +34,8 @@ EXAMPLES = (
     "  shoal resume click            with as many workers as before\n"
     "  shoal resume click -n 2       with two\n"
     "  shoal resume click -n 4 --strategy fsdp   spread another way: every strategy reads every checkpoint\n"
-    "  shoal resume out/runs/click   by its directory"
+    "  shoal resume out/runs/click   by its directory\n"
+    "  shoal resume click --hosts 3 --bind 10.0.0.2   on three hosts; also on another one, that has a copy of the run"
 )
 
 
@@ -40,22 +59,75 @@ def resume(
         ),
     ] = None,
     servers: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            "--servers", metavar="N", min=1, help="Server processes of ps.", show_default="as before"
+            "--servers",
+            metavar="N|colocated",
+            help="Server processes of ps; colocated: one on each host that has workers.",
+            show_default="as before",
         ),
     ] = None,
     shard: Shard = None,
     oversubscribe: Oversubscribe = False,
     run_dir: RunDir = Path("runs"),
+    on: On = None,
+    resources: EngineResources = "",
+    hosts: Hosts = None,
+    bind: Bind = None,
+    interface: Interface = None,
+    connections: NumConnections = None,
+    cluster: ClusterFile = None,
+    join_key_file: JoinKeyFile = None,
+    join_timeout: JoinTimeout = 600.0,
+    ssh: Ssh = "ssh -o BatchMode=yes",
+    advertise: Advertise = None,
+    plaintext: Plaintext = False,
+    ship: Ship = False,
+    journal: Journal = None,
 ) -> None:
     """Go on with a run from its newest checkpoint. Script and arguments are its own."""
-    from shoal.cli.runs import find, newest_checkpoint
+    from shoal.cli.runs import find, newest_checkpoint, read_json
     from shoal.cluster.launch.api import launch, resume_config
 
     path = find(run, run_dir)
+    described = read_json(path / "config.json")
+    before = described.get("hosts") or []
+    asked = described.get("hosts_asked") or {}  # of a run whose hosts never all joined
+    num_hosts = len(before) or (0 if asked.get("on") else int(asked.get("num_hosts") or 0))
+    if num_hosts and (bind or interface) is not None and hosts is None and cluster is None:
+        hosts = str(num_hosts)
+    on_hosts = hosts_config(
+        hosts,
+        bind,
+        cluster,
+        interface,
+        on=on,
+        resources=resources,
+        num_workers=workers or int(described.get("workers") or 1),
+        connections=connections or 0,
+        key_file=join_key_file,
+        join_timeout_s=join_timeout,
+        ssh=ssh,
+        advertise=advertise or "",
+        plaintext=plaintext,
+        ship=ship,
+    )
+    if before and on_hosts is None:
+        names = ", ".join(host["name"] for host in before)
+        typer.echo(
+            f"{path} had {len(before)} hosts ({names}) and goes on on this machine alone; --bind ADDRESS waits for as many, "
+            "--hosts N for another number",
+            err=True,
+        )
     config = resume_config(
-        path, workers=workers, shard=shard, strategy=strategy, servers=servers, oversubscribe=oversubscribe
+        path,
+        workers=sum(on_hosts.workers) if on_hosts and on_hosts.workers and workers is None else workers,
+        shard=shard,
+        strategy=strategy,
+        servers=number_of_servers(servers),
+        oversubscribe=oversubscribe,
+        hosts=on_hosts,
+        journal=journal,
     )
     if newest_checkpoint(path) is None:
         # A script may give its checkpoints another place; only the script knows.

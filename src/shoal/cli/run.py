@@ -7,6 +7,29 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.hosts import (
+    Advertise,
+    Bind,
+    ClusterFile,
+    EngineResources,
+    Hosts,
+    Interface,
+    JoinKeyFile,
+    JoinTimeout,
+    Journal,
+    MinWorkers,
+    NumConnections,
+    On,
+    Plaintext,
+    Servers,
+    Ship,
+    Ssh,
+    enter_world,
+    follow_world,
+    hosts_config,
+    leading_world,
+    number_of_servers,
+)
 from shoal.cli.options import (
     Grace,
     MaxRestarts,
@@ -14,7 +37,6 @@ from shoal.cli.options import (
     Replicas,
     RunDir,
     Script,
-    Servers,
     StepTimeout,
     Strategy,
     Workers,
@@ -28,10 +50,14 @@ EXAMPLES = (
     "Examples:\n"
     "  shoal run train.py                          one process\n"
     "  shoal run -n 4 train.py --lr 0.1            four workers; --lr is the script's\n"
+    "  shoal run -n 4 -m package.train             a module, as by python -m\n"
+    "  shoal run -n 4 --debug-rank 2 train.py      breakpoint() stops worker 2\n"
     "  shoal run -n 4 --name click train.py        in runs/click\n"
     "  shoal run -n 4 --name click --again train.py        anew; the former run is kept as runs/click.1\n"
     "  shoal run -n 2 --servers 2 --strategy ps train.py   two servers hold the weights"
 )
+
+A_DAY_S = 86_400.0
 
 BEFORE_SCRIPT = (
     "-n",
@@ -58,6 +84,10 @@ def run(
         list[str] | None,
         typer.Argument(metavar="[ARGS]...", help="Everything after SCRIPT is the script's own, options too."),
     ] = None,
+    module: Annotated[
+        bool,
+        typer.Option("-m", help="SCRIPT is the name of a module, as for python -m: package.train."),
+    ] = False,
     workers: Workers = 1,
     strategy: Strategy = None,
     servers: Servers = None,
@@ -97,18 +127,33 @@ def run(
             help="Faults to inject: 'kill worker-1 at step 60; kill coordinator after 5 s'.",
         ),
     ] = None,
+    debug_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--debug-rank",
+            metavar="RANK",
+            min=0,
+            help="The worker that breakpoint() stops: it has the terminal, and the others wait for a day. With -n 1 none is needed.",
+        ),
+    ] = None,
     *,
     parallel: ParallelOptions,
     oversubscribe: Oversubscribe = False,
-    pretend_hosts: Annotated[
-        int,
-        typer.Option(
-            "--pretend-hosts",
-            metavar="N",
-            help="Treat this machine as N hosts, each with some of the workers and a cache of its own: to try out data that "
-            "not every host has.",
-        ),
-    ] = 1,
+    on: On = None,
+    resources: EngineResources = "",
+    hosts: Hosts = None,
+    bind: Bind = None,
+    interface: Interface = None,
+    connections: NumConnections = None,
+    cluster: ClusterFile = None,
+    join_key_file: JoinKeyFile = None,
+    join_timeout: JoinTimeout = 600.0,
+    ssh: Ssh = "ssh -o BatchMode=yes",
+    advertise: Advertise = None,
+    plaintext: Plaintext = False,
+    ship: Ship = False,
+    journal: Journal = None,
+    min_workers: MinWorkers = None,
     step_timeout: StepTimeout = 300.0,
     grace: Grace = 60.0,
     max_restarts: MaxRestarts = 3,
@@ -117,22 +162,48 @@ def run(
     from shoal.cluster.launch.api import LaunchConfig, launch
     from shoal.config.faults import Faults
 
+    world = enter_world(on)
+    if world is not None and world.rank > 0:
+        raise typer.Exit(follow_world(world, bind, run_dir))
+    if world is not None:
+        workers = world.size
+    on_hosts = hosts_config(
+        hosts,
+        bind,
+        cluster,
+        interface,
+        on=on,
+        world=world,
+        resources=resources,
+        num_workers=workers,
+        connections=connections or 0,
+        key_file=join_key_file,
+        join_timeout_s=join_timeout,
+        ssh=ssh,
+        advertise=advertise or "",
+        plaintext=plaintext,
+        ship=ship,
+    )
     config = LaunchConfig(
         script=script,
+        module=script if module else "",
         args=tuple(args or ()),
-        workers=workers,
+        debug_rank=debug_rank,
+        workers=sum(on_hosts.workers) if on_hosts and on_hosts.workers and workers == 1 else workers,
+        hosts=on_hosts,
+        journal=journal,
         strategy=strategy,
-        servers=servers,
+        servers=number_of_servers(servers),
         replicas=replicas,
         name=name,
         again=again,
         overwrite=overwrite,
         run_dir=str(run_dir),
         seed=seed,
-        step_timeout_s=step_timeout,
+        step_timeout_s=step_timeout if debug_rank is None else max(step_timeout, A_DAY_S),
         grace_s=grace,
         max_restarts=max_restarts,
-        pretend_hosts=pretend_hosts,
+        min_workers=min_workers,
         oversubscribe=oversubscribe,
         faults=Faults.parse(faults) if faults else None,
         **options_of(parallel),
@@ -143,4 +214,7 @@ def run(
             f"note: {misplaced[0]} stands after {script} and so goes to the script; shoal's own options come before it.",
             err=True,
         )
-    leave(launch(config, set_title=True))
+    with leading_world(world) as ended:
+        result = launch(config, set_title=True)
+        ended.append(result.exit_code)
+    leave(result)

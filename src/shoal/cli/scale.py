@@ -1,35 +1,102 @@
-"""`shoal scale`: more or fewer servers, while a job trains."""
+"""`shoal scale` and `shoal leave`: more or fewer workers, servers and hosts, while a job trains."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.cli.options import RunDir, complete_run
 
+if TYPE_CHECKING:
+    from shoal.runtime.transport.messages.supervisor import LeaveHost, ScaleWorkers
+
 EXAMPLES = (
-    "\b\nExamples:\n  shoal scale click --servers 3   three servers from now on, fewer or more than before"
+    "\b\n"
+    "Examples:\n"
+    "  shoal scale click --servers 3   three servers from now on, fewer or more than before\n"
+    "  shoal scale click --workers 6   six workers: all save and stop, and six go on from there"
 )
 
+LEAVE_EXAMPLES = "\b\nExamples:\n  shoal leave click --host 2   its workers go on on the other hosts"
+
 MOVE_TIMEOUT_S = 600.0
-"""For all slots to have moved. The move goes on when nobody waits for it."""
+"""For all slots to have moved, or for the other workers to have started. Either goes on when nobody waits for it."""
+
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="Name or directory of the run.", autocompletion=complete_run)
+]
 
 
 def scale(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Name or directory of the run.", autocompletion=complete_run)
-    ],
+    run: Run,
     servers: Annotated[
-        int,
-        typer.Option("--servers", metavar="N", min=1, help="How many there shall be.", show_default=False),
+        int | None,
+        typer.Option(
+            "--servers", metavar="N", min=1, help="How many servers there shall be.", show_default=False
+        ),
+    ] = None,
+    run_dir: RunDir = Path("runs"),
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", metavar="N", min=1, help="How many workers there shall be.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Change how many workers or servers a running job has.
+
+    What servers hold moves while it trains. Workers finish their step, save a checkpoint and stop; the new number goes on
+    from there at the same global batch, with other bits than the undisturbed run. A loop of the script's own is not saved,
+    and its workers cannot be scaled.
+    """
+    from shoal.errors import ConfigError
+    from shoal.runtime.transport.messages.supervisor import ScaleWorkers
+
+    if (servers is None) == (workers is None):
+        raise ConfigError("shoal scale takes --workers N or --servers N, one of them. Nothing was changed.")
+    if workers is not None:
+        _resize(run, run_dir, ScaleWorkers(workers))
+    elif servers is not None:
+        _scale_servers(run, run_dir, servers)
+
+
+def leave(
+    run: Run,
+    host: Annotated[
+        int, typer.Option("--host", metavar="K", min=1, help="Number of the host.", show_default=False)
     ],
     run_dir: RunDir = Path("runs"),
 ) -> None:
-    """Change how many servers hold the weights of a running job. What they hold moves while it trains."""
-    from shoal.cli.runs import find
-    from shoal.cluster.launch.run_directory import is_alive, read_config
+    """Let a host leave a running job, on the head. All workers save, and go on on the hosts that stay."""
+    from shoal.runtime.transport.messages.supervisor import LeaveHost
+
+    _resize(run, run_dir, LeaveHost(host))
+
+
+def _resize(run: str, run_dir: Path, request: ScaleWorkers | LeaveHost) -> None:
+    from shoal.cluster.supervisor import sockets as control
+    from shoal.errors import ClusterError, ConfigError
+    from shoal.runtime.transport.messages.supervisor import Resized, Resizing, ScaleRefused
+
+    path = _running(run, run_dir)
+    for answer in control.ask(path.absolute(), request, timeout_s=MOVE_TIMEOUT_S):
+        match answer:
+            case ScaleRefused(reason):
+                raise ConfigError(f"{path} stays as it is: {reason}.")
+            case Resizing(text):
+                typer.echo(f"{path}: {text}")
+            case Resized(text):
+                typer.echo(f"{path}: {text}")
+                return
+    raise ClusterError(
+        f"{path} ended before other workers were started; `shoal status {run}` tells how it stands. What was saved is safe."
+    )
+
+
+def _scale_servers(run: str, run_dir: Path, servers: int) -> None:
+    from shoal.cluster.launch.run_directory import read_config
     from shoal.cluster.supervisor import sockets as control
     from shoal.errors import ClusterError, ConfigError
     from shoal.runtime.transport.messages.supervisor import (
@@ -39,11 +106,7 @@ def scale(
         ServersScaled,
     )
 
-    path = find(run, run_dir)
-    if not is_alive(path):
-        raise ConfigError(
-            f"{path} is not running, so there is nothing to scale. Nothing was changed; a new launch takes --servers."
-        )
+    path = _running(run, run_dir)
     config = read_config(path)
     if not config.servers:
         raise ConfigError(
@@ -62,3 +125,18 @@ def scale(
     raise ClusterError(
         f"{path} ended before all was moved; `shoal status {run}` tells how it stands. Nothing is lost by it."
     )
+
+
+def _running(run: str, run_dir: Path) -> Path:
+    """Directory of a run; ConfigError where it is not running."""
+    from shoal.cli.runs import find
+    from shoal.cluster.launch.run_directory import is_alive
+    from shoal.errors import ConfigError
+
+    path = find(run, run_dir)
+    if not is_alive(path):
+        raise ConfigError(
+            f"{path} is not running, so there is nothing to scale. Nothing was changed; `shoal resume {run} -n N` goes on with "
+            "other workers."
+        )
+    return path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli import ledger_view, runs
+from shoal.cli import runs
 from shoal.cli.options import AsJson, RunDir, complete_run
 from shoal.cli.verb import console
 from shoal.cluster.supervisor import progress_text
@@ -65,7 +65,7 @@ def status(
     if ledger and as_json:
         _print_json(details["ledger"])
     elif ledger:
-        lines = list(ledger_view.every_range(details["ledger"]))
+        lines = list(runs.ledger_ranges(details["ledger"]))
         typer.echo("\n".join(lines) if lines else f"nothing of {details['name']} is in its ledger yet")
     elif as_json:
         _print_json(details)
@@ -74,18 +74,21 @@ def status(
 
 
 def _details(path: Path) -> dict[str, Any]:
-    """Everything the directory tells of one run."""
     run = runs.read(path)
     metrics, summary = runs.last_lines(path / "metrics.jsonl", 1), runs.read_json(path / "summary.json")
     events = runs.last_lines(path / "events.jsonl")
+    config = runs.read_json(path / "config.json")
+    workers = runs.processes(events, run.state, num_workers=run.workers)
+    servers = runs.servers(events, run.state)
     return {
         **run.facts(),
-        "config": runs.read_json(path / "config.json"),
+        "config": config,
         "progress": runs.last_step(metrics, summary),
-        "processes": runs.processes(events, run.state, num_workers=run.workers),
-        "servers": runs.servers(events, run.state),
+        "hosts": runs.hosts(config, events, run.state, workers=workers, servers=servers),
+        "processes": workers,
+        "servers": servers,
         "leases": runs.leases(events),
-        "ledger": ledger_view.read(path, is_alive=run.state is runs.RunState.ALIVE),
+        "ledger": runs.read_ledger(path, is_alive=run.state is runs.RunState.ALIVE),
         "logs": str(path / "logs"),
         "checkpoint": runs.newest_checkpoint(path),
         "events": events[-NUM_EVENTS:],
@@ -108,7 +111,12 @@ def _list_table(found: list[runs.Run]) -> Table:
         "samples/s": "right",
         "started": "left",
     }.items():
-        table.add_column(column, justify=side, no_wrap=True)  # type: ignore[arg-type]  # the literals above
+        # A name is typed again, so it is never cut: on a narrow terminal it takes several lines.
+        is_name = column == "run"
+        justify: Any = side
+        table.add_column(
+            column, justify=justify, no_wrap=not is_name, overflow="fold" if is_name else "ellipsis"
+        )
     for run in found:
         table.add_row(
             run.name,
@@ -143,13 +151,15 @@ def _show(details: dict[str, Any]) -> None:
     table.add_row("checkpoint", details["checkpoint"] or "none yet")
     everybody = [*details["processes"], *details["servers"]]
     table.add_row("restarts", str(sum(process["restarts"] for process in everybody)))
+    for index, host in enumerate(details["hosts"]):
+        table.add_row("hosts" if index == 0 else "", _host(host))
     for index, process in enumerate(details["processes"]):
         table.add_row("workers" if index == 0 else "", _process(process) + _had(details, process["rank"]))
-    for line in ledger_view.before(details["ledger"]):
+    for line in runs.ledger_before(details["ledger"]):
         table.add_row("", line)
     for index, server in enumerate(details["servers"]):
         table.add_row("servers" if index == 0 else "", _server(server))
-    for index, line in enumerate(ledger_view.lines(details["ledger"])):
+    for index, line in enumerate(runs.ledger_lines(details["ledger"])):
         table.add_row("ledger" if index == 0 else "", line)
     table.add_row("logs", details["logs"])
     for index, event in enumerate(details["events"]):
@@ -184,14 +194,40 @@ def _event(event: dict[str, Any]) -> str:
     return f"{clock}  {event.get('event', '-')}  {facts}"
 
 
+def _host(host: dict[str, Any]) -> str:
+    head = ", the head" if host["number"] == 0 else ""
+    said = f"host {host['number']}, {host['name']} ({host['address']}){head}: {host['state']}"
+    for key, one in (("workers", "worker"), ("servers", "server")):
+        if numbers := host[key]:
+            said += f"; {one if len(numbers) == 1 else key} {_numbers(numbers)}"
+    return said + (f"; {host['reason']}" if host["reason"] else "")
+
+
+def _numbers(numbers: list[int]) -> str:
+    """`0-3, 6`: neighbours together."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] + 1 == number:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in found)
+
+
 def _process(process: dict[str, Any]) -> str:
     how = f"exited with code {process['code']}" if process["state"] == "exited" else process["state"]
-    return f"rank {process['rank']}, process {process['pid']}: {how}"
+    return f"rank {process['rank']}{_where(process)}: {how}"
+
+
+def _where(process: dict[str, Any]) -> str:
+    """The process, as its host numbers it."""
+    pid = f", process {process['pid']}" if process["pid"] is not None else ""
+    return pid + (f" on host {process['host']}" if process.get("host") else "")
 
 
 def _had(details: dict[str, Any], rank: int) -> str:
     """Samples a worker has trained: by the ledger or, without one, by the coordinator's newest event."""
-    if said := ledger_view.worker(details["ledger"], rank):
+    if said := runs.ledger_of_worker(details["ledger"], rank):
         return said
     done = details["leases"].get(str(rank))
     return f"; {_leases(done)}" if isinstance(done, list) and len(done) == 2 else ""
@@ -209,7 +245,7 @@ def _server(server: dict[str, Any]) -> str:
     how = f"exited with code {server.get('code')}" if server["state"] == "exited" else server["state"]
     is_over = server["state"] == "gone"
     how = "ended with the job" if is_over else how
-    name = f"server {server['server']}, process {server['pid']}"
+    name = f"server {server['server']}{_where(server)}"
     name += f", incarnation {server['restarts']}" if server["restarts"] else ""
     said = f"{name}: {how}; {'answered' if is_over else 'answers'} for {_count(server['primary'], 'slot')}"
     said += f", {'kept' if is_over else 'keeps'} {server['replica']} more" if server["replica"] else ""

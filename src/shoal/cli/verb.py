@@ -25,8 +25,64 @@ if TYPE_CHECKING:
 VERBS_ELSEWHERE = {"launch": "run", "train": "run"}
 """Verbs of other launchers, and ours."""
 
-OPTIONS_ELSEWHERE = dict.fromkeys(("--nproc-per-node", "--num-processes", "--np"), "-n")
+OPTIONS_ELSEWHERE = {
+    **dict.fromkeys(("--nproc-per-node", "--num-processes", "--np"), "-n"),
+    "--num-workers": "--workers",  # nearer to --min-workers by its letters
+}
 """Options of other launchers (torchrun, accelerate, mpirun), and ours. They have them with underscores too."""
+
+MANY_OPTIONS = 15
+
+NEARLY = 0.85
+"""Likeness of a misspelt option to the one that was meant: --step and --steps, not --lr and --tls."""
+
+GROUPS = {
+    "Launch": (
+        "workers",
+        "module",
+        "name",
+        "again",
+        "overwrite",
+        "run_dir",
+        "seed",
+        "device",
+        "soft_placement",
+        "oversubscribe",
+    ),
+    "Strategy": (
+        *(
+            "strategy",
+            "servers",
+            "replicas",
+            "exchange",
+            "tls",
+            "compress",
+            "sync_every",
+            "outer",
+            "schedule",
+            "batchnorm",
+        ),
+        *("sequence_parallel", "checkpoint_activations", "offload", "staleness_lr", "push_norm"),
+    ),
+    "Data": ("shard",),
+    "Recovery": ("max_restarts", "snapshot_every", "step_timeout", "grace", "min_workers"),
+    "Hosts": (
+        *(
+            "hosts",
+            "bind",
+            "interface",
+            "cluster",
+            "join_key_file",
+            "join_timeout",
+            "ssh",
+            "advertise",
+            "plaintext",
+            "ship",
+        ),
+    ),
+    "Testing": ("faults", "pretend_hosts", "debug_rank", "steps", "tolerance"),
+}
+"""Options of a verb with many, by heading. What is in none is about the launch."""
 
 PIPE_WIDTH = 1000
 """Columns of a table that is not shown on a terminal."""
@@ -36,9 +92,28 @@ class Verb(TyperCommand):
     """One verb of `shoal`. A misspelt option is answered with the one that was meant."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse, and turn click's list of possible options into a question."""
         with _suggesting_options(list(args), self.get_params(ctx)):
             return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Options under headings, where there are many: by what they are about."""
+        shown = [(param, record) for param in self.get_params(ctx) if (record := param.get_help_record(ctx))]
+        if len(shown) < MANY_OPTIONS:
+            super().format_options(ctx, formatter)
+            return
+        groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in ("Arguments", *GROUPS)}
+        for param, (name, about) in shown:
+            if param.param_type_name == "argument":
+                groups["Arguments"].append((param.metavar or name, about))
+            else:
+                heading = next(
+                    (heading for heading, names in GROUPS.items() if param.name in names), "Launch"
+                )
+                groups[heading].append((name, about))
+        for heading, records in groups.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Usage in the notation of the README: `[OPTIONS] SCRIPT [ARGS]...`."""
@@ -46,11 +121,43 @@ class Verb(TyperCommand):
         return ["[OPTIONS]", *(param.metavar or param.name.upper() for param in arguments)]
 
 
+class ScriptVerb(Verb):
+    """A verb with a SCRIPT: options of shoal before it, the script's own behind it, as in `shoal run`.
+
+    Behind it too, options that shoal has are shoal's, unless -- stands before them.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ours, script_and_more = self._split(ctx, list(args))
+        return super().parse_args(ctx, [*ours, *script_and_more])
+
+    def _split(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
+        options = [param for param in self.get_params(ctx) if param.param_type_name == "option"]
+        takes_value = {name: not getattr(param, "is_flag", False) for param in options for name in param.opts}
+        ours: list[str] = []
+        script: list[str] = []
+        while args:
+            word = args.pop(0)
+            name = word.split("=")[0]
+            if word == "--":
+                return ours, [*script, *args]
+            # Behind the script, what is nearly an option of ours is more likely that than the script's.
+            if name in takes_value or (
+                word.startswith("-")
+                and (not script or get_close_matches(name, takes_value, n=1, cutoff=NEARLY))
+            ):
+                ours.append(word)
+                if takes_value.get(name) and "=" not in word and args:
+                    ours.append(args.pop(0))
+            else:
+                script.append(word)
+        return ours, script
+
+
 class Verbs(TyperGroup):
     """All of them. Every ShoalError of a verb ends here, as its paragraph and its exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As for a verb, with the options that stand before it."""
         with _suggesting_options(list(args), self.get_params(ctx)):
             return super().parse_args(ctx, args)
 
@@ -61,7 +168,6 @@ class Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb; no traceback for what a user can cause."""
         try:
             return super().invoke(ctx)
         except ShoalError as error:
@@ -75,7 +181,6 @@ def fail(error: ShoalError, exit_code: int | None = None) -> NoReturn:
 
 
 def leave(result: RunResult) -> NoReturn:
-    """End as the job ended."""
     if result.error is not None:
         fail(result.error, result.exit_code)
     raise typer.Exit(result.exit_code)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,22 +20,22 @@ from shoal.cli.options import Replicas, Script, Servers, Strategy, Workers, take
 from shoal.cli.verb import console, leave
 from shoal.config import strategy as strategies
 from shoal.config.choices import COMPRESSORS
-from shoal.config.job import VerifyPlan
 from shoal.config.parallel_options import ParallelOptions, as_typed, options_of
-from shoal.errors import ClusterError, ConfigError
+from shoal.errors import ClusterError, ConfigError, ScriptFailed
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shoal.cli.equality import Difference, Dump, Judged, VerifyOutcome
+    from shoal.cli.equality import Difference, Dump, Judged, Mix, VerifyOutcome
     from shoal.cluster.launch.api import LaunchConfig
     from shoal.cluster.supervisor.warm_parent import WarmParent
 
 EXAMPLES = (
     "\b\n"
     "Examples:\n"
-    "  shoal verify train.py -n 3 --strategy ddp\n"
-    "  shoal verify train.py -n 4 --steps 50 -- --lr 0.1    what follows -- is the script's\n"
+    "  shoal verify -n 3 --strategy ddp train.py\n"
+    "  shoal verify -n 4 --steps 50 train.py --lr 0.1       --lr is the script's\n"
+    "  shoal verify -n 4 train.py -- --seed 1               so is what follows --, where shoal has such an option too\n"
     "\n"
     "Exit code 0: equal up to rounding; 1: not equal; otherwise the script's own."
 )
@@ -54,7 +55,7 @@ def verify(
     script: Script,
     args: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- ARGS]...", help="The script's own arguments, its options after --."),
+        typer.Argument(metavar="[ARGS]...", help="What follows SCRIPT is the script's own, options too."),
     ] = None,
     workers: Workers = 2,
     strategy: Strategy = None,
@@ -82,10 +83,7 @@ def verify(
     The script's first steps run spread over the workers and in one process, in
     float64, where rounding cannot hide a difference, and in float32 beside it.
     """
-    from shoal.cli.equality import check
-    from shoal.cluster.launch.api import LaunchConfig, launch
-    from shoal.cluster.launch.roles import preload_for
-    from shoal.cluster.supervisor.warm_parent import WarmParent
+    from shoal.cli.equality import CannotCast, check
 
     chosen = strategies.choose(strategy, workers)
     if not strategies.parse(chosen).is_exact:
@@ -94,34 +92,40 @@ def verify(
             "verify. Nothing was started; verify the script with --strategy ps, and compare the relaxed one by its metrics."
         )
     _refuse_what_is_meant_to_differ(parallel)
-    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as directory:
-        config = LaunchConfig(
-            script=script,
-            args=tuple(args or ()),
-            workers=workers,
-            strategy=chosen,
-            servers=servers,
-            replicas=replicas,
-            run_dir=directory,
-            seed=seed,
-            quiet=True,
-            **options_of(parallel),
-        )
-        if not Path(script).is_file():
-            launch(config)  # refuses it, before a warm parent is started for nothing
-        preload = preload_for(script, with_servers=config.num_servers > 0, with_mesh=config.is_mesh)
-        with WarmParent(preload=preload) as warm:
+    job = {"script": script, "args": tuple(args or ()), "workers": workers, "strategy": chosen, "seed": seed}
+    with temporary_job(**job, servers=servers, replicas=replicas, **options_of(parallel)) as (config, warm):
+        try:
             outcome = check(
                 VerifyRuns(config, warm, num_steps=steps),
                 num_workers=strategies.num_slices(chosen, workers),
                 tolerance=tolerance,
             )
+        except CannotCast as failed:  # in a run where it had not failed before
+            failed.leave()
+            raise
     screen = console()
     rested = outcome.rested
-    screen.print(table(rested if rested is not None and rested.differing else outcome.judged))
+    judged = rested if rested is not None and rested.differing else outcome.judged
+    screen.print(table(judged, is_float32=outcome.is_float32))
     for line in conclusion(outcome, config, asked_steps=steps, tolerance=tolerance):
         screen.print(line, soft_wrap=not screen.is_terminal)
     raise typer.Exit(0 if outcome.equal else 1)
+
+
+@contextmanager
+def temporary_job(**settings: Any) -> Iterator[tuple[LaunchConfig, WarmParent]]:
+    """A job to run several times, in a temporary run directory and from one warm parent."""
+    from shoal.cluster.launch.api import LaunchConfig, launch
+    from shoal.cluster.launch.roles import preload_for
+    from shoal.cluster.supervisor.warm_parent import WarmParent
+
+    with tempfile.TemporaryDirectory(prefix="shoal-") as directory:
+        config = LaunchConfig(run_dir=directory, quiet=True, **settings)
+        if not Path(config.script).is_file():
+            launch(config)  # refuses it, before a warm parent is started for nothing
+        preload = preload_for(config.script, with_servers=config.num_servers > 0, with_mesh=config.is_mesh)
+        with WarmParent(preload=preload) as warm:
+            yield config, warm
 
 
 @dataclass(slots=True)
@@ -145,8 +149,9 @@ class VerifyRuns:
         at_rest: tuple[str, ...] = (),
     ) -> Dump:
         """One run. A script that fails ends the verb as it would end `shoal run`."""
-        from shoal.cli.equality import RESTING_STEPS, read_dump
+        from shoal.cli.equality import RESTING_STEPS, CannotCast, read_dump
         from shoal.cluster.launch.api import launch
+        from shoal.config.job import VerifyPlan
 
         self.num_runs += 1
         dump_to = Path(self.config.run_dir) / f"dump-{self.num_runs}"
@@ -166,6 +171,9 @@ class VerifyRuns:
             config = replace(config, workers=1, strategy="single", servers=None, replicas=None, **alone)
         with open(Path(self.config.run_dir) / "output", "wb") as said:
             result = launch(config, warm=self.warm, stdout=said, stderr=said)
+        if isinstance(result.error, ScriptFailed):
+            # In float64 it may fail because of the cast, which is verify's doing and not the script's.
+            raise CannotCast(lambda: leave(result))
         if result.exit_code:
             # The error may point to this log, which goes with the temporary directory.
             log = result.run_dir / "logs" / "coordinator.log"
@@ -180,19 +188,15 @@ class VerifyRuns:
                 "that it trains when it is run with these arguments."
             )
         is_cut = strategies.num_slices(config.strategy or "ddp", config.workers) > 1
+        named = _named(dump.mixes)
         if spread and config.batchnorm == "sync" and dump.mixes and is_cut:
-            drawing = ", ".join(f"{mix.layer} ({mix.kind})" for mix in dump.mixes[:3])
             raise ConfigError(
-                f"this cannot be verified: {drawing} draws other numbers on every worker, so one process would have to run the workers' "
+                f"this cannot be verified: {named} draws other numbers on every worker, so one process would have to run the workers' "
                 "slices in turn, and --batchnorm sync normalises all of them at once. Nothing was changed; verify with dropout set "
                 "to 0, or without --batchnorm sync."
             )
-        if (
-            spread
-            and len({each.strip().partition(":")[0] for each in config.device.split(",")}) > 1
-            and dump.mixes
-        ):
-            named = ", ".join(f"{mix.layer} ({mix.kind})" for mix in dump.mixes[:3])
+        kinds = {each.strip().partition(":")[0] for each in config.device.split(",")}
+        if spread and len(kinds) > 1 and dump.mixes:
             raise ConfigError(
                 f"this cannot be verified: {named} sees the slice of a worker and not the batch, and with --device {config.device} "
                 "slices are as large as each device is fast, and random numbers those of its kind. Nothing was changed; verify on "
@@ -203,6 +207,10 @@ class VerifyRuns:
             f"{dtype}: {dump.num_steps} steps {_how(config, num_slices, num_micro)}{resting}", err=True
         )
         return dump
+
+
+def _named(mixes: Sequence[Mix]) -> str:
+    return ", ".join(f"{mix.layer} ({mix.kind})" for mix in mixes[:3])
 
 
 def _refuse_what_is_meant_to_differ(parallel: ParallelOptions) -> None:
@@ -230,26 +238,27 @@ def _how(config: LaunchConfig, num_slices: int, num_micro: int | None) -> str:
 
 
 def _spread(config: LaunchConfig) -> str:
-    """The strategy, and what was said beside it."""
     return f"{config.strategy}{as_typed(config)}"
 
 
-def table(judged: Judged) -> Table:
+def table(judged: Judged, *, is_float32: bool = False) -> Table:
     """The parameters that differ most, in float64 and float32, and the losses."""
     from rich import box
     from rich.table import Table
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("parameter or buffer", overflow="fold")
-    for column in ("float64", "relative", "float32", "relative"):
+    for column in ("float32", "relative") if is_float32 else ("float64", "relative", "float32", "relative"):
         drawn.add_column(column, justify="right", no_wrap=True)
     beside = {tensor.name: tensor for tensor in judged.float32.tensors}
     for tensor in judged.float64.tensors[:MAX_ROWS]:
-        drawn.add_row(tensor.name, *_cells(tensor), *_cells(beside.get(tensor.name)))
+        cells = () if is_float32 else _cells(beside.get(tensor.name))
+        drawn.add_row(tensor.name, *_cells(tensor), *cells)
     if len(judged.float64.tensors) > MAX_ROWS:
         drawn.add_row(f"and {len(judged.float64.tensors) - MAX_ROWS} that differ less")
     drawn.add_section()
-    drawn.add_row("loss of a step", *_cells(judged.float64.losses), *_cells(judged.float32.losses))
+    cells = () if is_float32 else _cells(judged.float32.losses)
+    drawn.add_row("loss of a step", *_cells(judged.float64.losses), *cells)
     return drawn
 
 
@@ -265,11 +274,19 @@ def conclusion(
     outcome: VerifyOutcome, config: LaunchConfig, *, asked_steps: int, tolerance: float
 ) -> Iterator[str]:
     """The outcome in sentences; the last one answers the question."""
+    from shoal.cli.equality import ROUNDED
+
     float64, float32 = outcome.judged.float64, outcome.judged.float32
     num_slices = strategies.num_slices(config.strategy or "ddp", config.workers)
     in_turn = f"one process ran the {num_slices} workers' slices in turn, with the workers' seeds"
     if num_slices == 1:
         in_turn = "one process ran the batch with the workers' seeds"
+    if outcome.is_float32:
+        tolerance = max(tolerance, ROUNDED)
+        yield (
+            "The script fails in float64, to which verify casts its model and data (a constant of its own is float32, say), so it was "
+            "compared in float32: rounding cannot be told from a small mistake there."
+        )
     if outcome.num_steps < asked_steps:
         yield f"The script trains for {outcome.num_steps} steps; {asked_steps} were asked for."
     for found in float64.nonfinite:
@@ -284,9 +301,8 @@ def conclusion(
         for mix in outcome.mixes:
             yield f"  {mix.layer} ({mix.kind}) {mix.why}"
     if outcome.still_drawing:
-        drawing = ", ".join(f"{mix.layer} ({mix.kind})" for mix in outcome.still_drawing[:3])
         yield (
-            f"{drawing} draws random numbers in evaluation mode too, so nothing was compared with whole batches: a layer that "
+            f"{_named(outcome.still_drawing)} draws random numbers in evaluation mode too, so nothing was compared with whole batches: a layer that "
             "mixes the batch unnamed would not show. The loss was checked by itself, at each step."
         )
     if outcome.judged.rounding:
@@ -296,6 +312,12 @@ def conclusion(
             "zero but for rounding (a bias before a BatchNorm, say), and the optimizer enlarges what is left."
         )
     spread = f"{_spread(config)} on {config.workers} worker{'s' if config.workers > 1 else ''}"
+    if outcome.equal and outcome.is_float32:
+        yield (
+            f"equal: {spread} computes what one process does, up to rounding: the largest difference is "
+            f"{float32.worst().relative:.1e} in float32 (tolerance {tolerance:.0e})."
+        )
+        return
     if outcome.equal:
         explained = {found.name for found in outcome.judged.rounding}
         yield (
@@ -310,7 +332,7 @@ def conclusion(
         against = "one process with whole batches, though the layers above were at rest in both (in evaluation mode)"
     yield (
         f"not equal: {spread} computes something else than {against}. Beyond the tolerance of {tolerance:.0e} are "
-        f"{len(differing)} of {len(float64.all)} rows: {_listed(differing)} in float64, which is not rounding. "
+        f"{len(differing)} of {len(float64.all)} rows: {_listed(differing)} in {'float32' if outcome.is_float32 else 'float64'}, which is not rounding. "
         f"{_likely_cause(outcome)}"
     )
 

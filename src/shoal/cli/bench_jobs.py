@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.collectives.native import Native
-    from shoal.collectives.reducer import Reducer
+    from shoal.collectives.reducer import Native, Reducer
 
 KV_ROWS, DIM = 1 << 20, 16
 
@@ -54,13 +53,13 @@ def run_kv(out: Path, num_pairs: int) -> None:
 
     from shoal.ps.client.kv import connect
 
-    told = []
+    figures = []
     with connect() as kv:
         table = kv.table("small", dim=DIM, num_rows=KV_ROWS)
         few, some = np.arange(16) * 1009, np.ones((16, DIM), np.float32)  # 1 KiB
         push_s = median_s(lambda: kv.push(table, few, some).result(), 1000)
         pull_s = median_s(lambda: kv.pull(table, few).result(), 1000)
-        told += [("push of 1 KiB", 1e6 * push_s, "us"), ("pull of 1 KiB", 1e6 * pull_s, "us")]
+        figures += [("push of 1 KiB", 1e6 * push_s, "us"), ("pull of 1 KiB", 1e6 * pull_s, "us")]
 
         for what, rows, dim, is_bounded, times in (
             ("64 MiB", KV_ROWS, DIM, True, 7),
@@ -78,8 +77,8 @@ def run_kv(out: Path, num_pairs: int) -> None:
             if not np.array_equal(kv.pull(table, keys).result(), second if times % 2 else first):
                 raise AssertionError("the server gave back other rows than it was given")
             size, unit = (first.nbytes / 1e9, "GB/s") if dim > 1 else (rows / 1e6, "M pairs/s")
-            told += [(f"push of {what}", size / push_s, unit), (f"pull of {what}", size / pull_s, unit)]
-    lines = [{"what": what, "value": round(value, 2), "unit": unit} for what, value, unit in told]
+            figures += [(f"push of {what}", size / push_s, unit), (f"pull of {what}", size / pull_s, unit)]
+    lines = [{"what": what, "value": round(value, 2), "unit": unit} for what, value, unit in figures]
     (out / "0.json").write_text(json.dumps(lines))
 
 
@@ -146,21 +145,21 @@ def run_click(out: Path, seconds: float) -> None:
     # Another rank may have asked to stop before this one had seen enough: then up to its last step.
     lasted = clock.last - clock.began
     rate = (clock.newest - clock.first) / lasted if lasted > 0 else 0.0
-    told = {"samples_per_s": rate, "threads": torch.get_num_threads(), "batch": BATCH}
-    (out / f"{job.current().rank}.json").write_text(json.dumps(told))
+    measured = {"samples_per_s": rate, "threads": torch.get_num_threads(), "batch": BATCH}
+    (out / f"{job.current().rank}.json").write_text(json.dumps(measured))
 
 
 def run_exchange(out: Path, seconds: float) -> None:
     """Sum tensors of every size by every exchange. Alternating: what disturbs the machine disturbs all of them."""
     from shoal.collectives.exchanges import open_exchange
-    from shoal.collectives.native import Native
+    from shoal.collectives.reducer import Native
     from shoal.config import job as jobs
     from shoal.config.choices import EXCHANGES
     from shoal.recovery.elastic_group import elastic_group
     from shoal.recovery.rendezvous import is_broken
 
     job = jobs.current()
-    _ = elastic_group().native  # the group is there
+    _ = elastic_group().reducer  # the group is there
     native = Native(rank=job.rank, num_workers=job.num_workers, is_broken=is_broken)
     names = [name for name in EXCHANGES if name not in ("auto", "hierarchical")]
     reducers = {name: open_exchange(replace(job, exchange=name), native) for name in names}
@@ -189,7 +188,8 @@ def _medians(reducers: dict[str, Reducer], native: Native, size: int, seconds: f
             assert float(tensor[0]) == float(tensor[-1]) == expected, f"{name}: {tensor[0]} is not {expected}"
         is_over = number >= 2 and time.monotonic() - begun > seconds
         # Rank 0's clock decides for all.
-        if any(bool(told) for told in native.all_gather(torch.tensor([float(is_over and native.rank == 0)]))):
+        over = native.all_gather(torch.tensor([float(is_over and native.rank == 0)]))
+        if any(map(bool, over)):
             break
     return {name: statistics.median(took[1:]) for name, took in took_s.items()}
 

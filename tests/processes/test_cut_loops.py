@@ -1,0 +1,73 @@
+"""Loops of the user's own over a model of which each worker holds a part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from launched import Launched
+from safetensors.torch import load_file
+
+from shoal import Faults
+
+Launch = Callable[..., Launched]
+SCRIPTS = Path(__file__).parent / "scripts"
+
+_one_process: dict[str, torch.Tensor] = {}
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("fsdp", 2), ("fsdp", 3), ("tp", 2), ("tp", 3)])
+def test_a_loop_over_a_cut_model_trains_the_weights_of_one_process(
+    launch_script: Launch, tmp_path: Path, strategy: str, workers: int
+) -> None:
+    """Plain, clipped, and accumulated over batches of different size."""
+    script = SCRIPTS / "cut_loop.py"
+    if not _one_process:
+        assert launch_script(script, workers=1, args=(str(tmp_path / "one"),)).exit_code == 0
+        _one_process.update(load_file(tmp_path / "one"))
+    done = launch_script(script, workers=workers, strategy=strategy, args=(str(tmp_path / "cut"),))
+    assert done.exit_code == 0, done.error
+    found = load_file(tmp_path / "cut")
+    for name, value in _one_process.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_a_death_takes_a_loop_over_a_cut_model_back_to_its_checkpoint(
+    launch_script: Launch, tmp_path: Path
+) -> None:
+    script, ends = SCRIPTS / "saving_loop.py", []
+    faults = Faults().kill("worker-1", at_step=10, at="worker: before forward")
+    for name, given in (("whole", None), ("killed", faults)):
+        out = tmp_path / name
+        out.mkdir()
+        done = launch_script(
+            script, workers=3, strategy="fsdp", args=(str(out), "one"), name=name, faults=given
+        )
+        assert done.exit_code == 0, done.error
+        assert "takes all of them back to the newest shoal.checkpoint" in done.stderr
+        assert ("step-000000008: step 8" in done.stderr) == (given is not None)
+        ends.append(json.loads((out / "0.json").read_text()))
+    assert ends[0] == ends[1]
+
+
+def test_a_loop_is_refused_by_name_where_its_forward_cannot_be_cut(launch_script: Launch) -> None:
+    script = """
+    import torch, shoal
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    data = shoal.Dataset.from_arrays(torch.ones(16, 4)).batch(8)
+    model, optimizer, data = shoal.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    for x in data:
+        model[0](x).mean().backward()
+        optimizer.step()
+    """
+    for strategy, said in (
+        ("pp", "forward and backward in an order of its own"),
+        ("fsdp", "the loop calls the layer '0' of the model by itself"),
+        ("ps:async", "whole batches of its own"),
+    ):
+        done = launch_script(script, workers=2, strategy=strategy, name=strategy.replace(":", "-"))
+        assert done.exit_code == 2
+        assert said in str(done.error)

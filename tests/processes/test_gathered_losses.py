@@ -1,0 +1,63 @@
+"""Losses over gathered rows: in-batch negatives train as in one process, whoever holds the rows and whoever dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from launched import Launched
+from safetensors.torch import load_file
+
+from shoal import Faults
+
+Launch = Callable[..., Launched]
+SCRIPT = Path(__file__).parent / "scripts" / "in_batch_negatives.py"
+
+_one_process: dict[str, dict[str, torch.Tensor]] = {}
+
+
+def trained(launch: Launch, out: Path, kind: str, **options: object) -> dict[str, torch.Tensor]:
+    done = launch(SCRIPT, args=(str(out), kind), **options)
+    assert done.exit_code == 0, done.error
+    return load_file(out)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "loop"])
+@pytest.mark.parametrize(("workers", "strategy"), [(2, "ddp"), (3, "ddp"), (3, "fsdp")])
+def test_a_loss_over_gathered_rows_trains_the_weights_of_one_process(
+    launch_script: Launch, tmp_path: Path, kind: str, workers: int, strategy: str
+) -> None:
+    if kind not in _one_process:
+        _one_process[kind] = trained(launch_script, tmp_path / "one", kind, workers=1)
+    expected = _one_process[kind]
+    found = trained(launch_script, tmp_path / "many", kind, workers=workers, strategy=strategy)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "loop"])
+def test_a_worker_killed_between_gathering_and_commit_changes_no_bit(
+    launch_script: Launch, tmp_path: Path, kind: str
+) -> None:
+    whole = trained(launch_script, tmp_path / "whole", kind, workers=3)
+    faults = Faults().kill("worker-1", at_step=3, at="worker: exchange begun")
+    faults = faults.kill("worker-0", at_step=4, at="worker: exchange finished, not committed")
+    faults = faults.kill(
+        "worker-2",
+        at_step=6,
+        at="worker: before commit" if kind == "trainer" else "worker: committed, not counted",
+    )
+    killed = trained(launch_script, tmp_path / "killed", kind, workers=3, faults=faults)
+    assert [name for name in whole if not torch.equal(whole[name], killed[name])] == []
+
+
+def test_gathering_is_refused_by_name_where_it_cannot_be(launch_script: Launch, tmp_path: Path) -> None:
+    for strategy, said in (("ps", "no connection to each other"), ("tp", "compute the same part of a batch")):
+        done = launch_script(
+            SCRIPT, args=(str(tmp_path / "out"), "trainer"), workers=2, strategy=strategy, name=strategy
+        )
+        assert done.exit_code == 2
+        assert said in str(done.error)
