@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 # Tests start hundreds of interpreters. Where Python is told to keep no bytecode, each of them compiles torch again: seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-fast matrix check lint types policies format bench bench-peers simulate clean
+.PHONY: setup demo test test-fast test-engines matrix check lint types policies format bench bench-peers simulate clean
 
 setup: $(READY)
 
@@ -30,6 +30,16 @@ test: $(READY)
 test-fast: $(READY)
 	$(BIN)/python -m pytest -n logical --dist loadfile -m "not slow" \
 		--ignore tests/processes --ignore tests/simulation --ignore tests/policies
+
+# Real engines: mpirun and slurm from Debian's packages where this is root, the others from pip into an environment of their own
+# on top of the usual one, so that `make test` never finds them.
+ENGINES_READY := .engines/.ready
+$(ENGINES_READY): $(READY) pyproject.toml constraints.txt .ci/engines
+	PYTHON=$(BIN)/python .ci/engines
+	touch $(ENGINES_READY)
+
+test-engines: $(ENGINES_READY)
+	SHOAL_TEST_ENGINES=1 .engines/bin/python -m pytest tests/engines
 
 # Every model under every strategy at 2, 3 and 4 workers; `make test` has each model meet each strategy once.
 matrix: $(READY)
@@ -66,4 +76,4 @@ simulate: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m simulation --seeds $(SEEDS)
 
 clean:
-	rm -rf $(VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis runs out
+	rm -rf $(VENV) .peers .engines .mypy_cache .ruff_cache .pytest_cache .hypothesis runs out

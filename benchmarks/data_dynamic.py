@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Report
-from shoal.cli import ledger_view
+from shoal.cli.runs import read_ledger
 from shoal.cluster.launch.api import LaunchConfig, launch
 from shoal.cluster.launch.roles import preload_for
 from shoal.cluster.supervisor.warm_parent import WarmParent
@@ -53,7 +53,7 @@ def run(mode: str, *, epochs: int, folder: Path, warm: WarmParent) -> dict[str, 
     result = launch(config, warm=warm, stdout=io.BytesIO(), stderr=io.BytesIO())
     if result.error is not None:
         raise SystemExit(f"{mode}: {result.error}")
-    *_, last = ledger_view.read(result.run_dir, is_alive=False)["epochs"]
+    *_, last = read_ledger(result.run_dir, is_alive=False)["epochs"]
     return {
         "epochs_s": json.loads(out.read_text()),
         "exact": last["is_exact"],

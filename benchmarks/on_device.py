@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shoal
 from benchmarks.harness import Report, alternate, timed
-from benchmarks.models import image_arrays, resnet18
+from benchmarks.plain_models import image_arrays, resnet18
 from benchmarks.scripts.job import ByName
 
 SCRIPT = Path(__file__).parent / "scripts" / "device_job.py"

@@ -66,11 +66,11 @@ def click_batches(seconds: float) -> None:
         table = ServerTable(TableSpec(0, "click", DIM, "float32", "adagrad", {"lr": 0.02}, num_rows=num_rows))
         every = np.arange(NUM_ROWS)
         start = time.perf_counter()
-        table.pull(every, np.empty((NUM_ROWS, DIM), np.float32), create=True)
+        table.apply(every, np.zeros((NUM_ROWS, DIM), np.float32))
         created = round(NUM_ROWS / (time.perf_counter() - start) / 1e6, 2)
-        say("first pull of all rows", kind=kind, million_rows_per_s=created)
+        say("first update of all rows", kind=kind, million_rows_per_s=created)
         say("index", kind=kind, of_rows=round(table.num_index_bytes / table.num_bytes, 4))
-        timed(f"pull, {kind}", lambda keys, inverse: table.pull(keys, sums[: len(keys)], create=True))  # noqa: B023
+        timed(f"pull, {kind}", lambda keys, inverse: table.pull(keys, sums[: len(keys)]))  # noqa: B023
         timed(f"Adagrad, {kind}", lambda keys, inverse: table.apply(keys, rows[: len(keys)], 1.0))  # noqa: B023
 
     def two_ranks(keys: np.ndarray[Any, Any], inverse: np.ndarray[Any, Any]) -> None:
@@ -97,7 +97,7 @@ def pairs(kind: str, num_rows: int | None) -> None:
         table.apply(keys, values, 1.0)
 
     rates = [rate(push) for _ in range(4)]
-    pulls = [rate(lambda: table.pull(keys, out, create=False)) for _ in range(3)]
+    pulls = [rate(lambda: table.pull(keys, out)) for _ in range(3)]
     assert np.array_equal(out, values)
     say("store pairs", kind=kind, first_push=rates[0], pushes=rates[1:], pulls=pulls, unit="million pairs/s")
 

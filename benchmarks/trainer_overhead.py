@@ -9,7 +9,7 @@ from torch import nn
 
 import shoal
 from benchmarks.harness import Report, alternate, timed
-from benchmarks.models import ClickModel, click_arrays, image_arrays, resnet18
+from benchmarks.plain_models import ClickModel, click_arrays, image_arrays, resnet18
 from benchmarks.scripts.job import ByName
 
 

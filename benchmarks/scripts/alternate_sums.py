@@ -25,7 +25,7 @@ SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 MOST_ROUNDS = 400
 
 out, seconds = Path(sys.argv[1]), float(sys.argv[2])
-reducer = elastic_group().native
+reducer = elastic_group().reducer
 by_bytes: dict[int, list[tuple[float, float]]] = {}
 
 

@@ -1,4 +1,4 @@
-"""What both sides of a comparison train, chosen by the same arguments: MODEL STEPS OUT."""
+"""What both sides of a comparison train, chosen by the same arguments: MODEL STEPS OUT [--live], where each step is told at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import ClickModel, click_arrays, image_arrays, resnet18
+from benchmarks.plain_models import ClickModel, click_arrays, image_arrays, resnet18
 
 
 class ByName(nn.Module):
@@ -29,6 +29,7 @@ class Job:
         self._kind, self.steps, self._out = argv[1], int(argv[2]), Path(argv[3])
         self.batch = {"click": 1024, "resnet": 32, "tiny": 32, "mlp": 256}[self._kind]
         self._times: list[float] = []
+        self._is_live = argv[4:] == ["--live"]
 
     def model(self) -> nn.Module:
         if self._kind == "tiny":
@@ -59,6 +60,9 @@ class Job:
 
     def step_done(self, at: float) -> None:
         self._times.append(at)
+        if self._is_live:
+            with open(self._out, "a") as file:
+                file.write(f"{at}\n")
 
     def write(self) -> None:
         """The moment of the first step, and the seconds of each later one."""

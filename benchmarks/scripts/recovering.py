@@ -22,12 +22,12 @@ from torch import nn
 
 import shoal
 from shoal.recovery.elastic_group import ElasticGroup
-from shoal.train import anchors as anchoring
+from shoal.train import loop
 
 steps, out, mode = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 BLOCK = 20
 times: list[float] = []
-full = (anchoring.note, ElasticGroup.exchange)
+full = (loop.note_anchor, ElasticGroup.exchange)
 
 
 def exchange(self: Any, first: Any, again: Any = None, **how: Any) -> Any:
@@ -63,7 +63,7 @@ def left_out(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 if mode.startswith("timed"):
-    anchoring.note, ElasticGroup.exchange = timed_note, timed_exchange  # type: ignore
+    loop.note_anchor, ElasticGroup.exchange = timed_note, timed_exchange  # type: ignore
 
 
 class Clock(shoal.callbacks.Callback):
@@ -77,7 +77,7 @@ class Clock(shoal.callbacks.Callback):
         if mode.startswith("alternate") and trainer.step % BLOCK == 0:
             # Blocks from 0: one and two warm up, then with, without, without, with, ...
             is_bare = (trainer.step // BLOCK - 2) % 4 in (1, 2) and trainer.step >= 2 * BLOCK
-            anchoring.note, ElasticGroup.exchange = bare if is_bare else full  # type: ignore
+            loop.note_anchor, ElasticGroup.exchange = bare if is_bare else full  # type: ignore
 
 
 torch.manual_seed(0)

@@ -35,7 +35,8 @@ for step in range(job.steps):
     loss.backward()
     optimizer.step()
     loss.item()
-    job.step_done(time.time())
+    if rank == 0:
+        job.step_done(time.time())
 if rank == 0:
     job.write()
 dist.destroy_process_group()
