@@ -52,7 +52,7 @@ def test_the_head_listens_at_the_address_of_its_interface(monkeypatch: pytest.Mo
 
 
 def test_loopback_is_refused_unless_it_is_bound_by_name() -> None:
-    with pytest.raises(ConfigError, match="lo has the address 127.0.0.1, which no other host can reach"):
+    with pytest.raises(ConfigError, match=r"lo has the address 127\.0\.0\.1, which no other host can reach"):
         hosts_config("2", None, None, "lo")
     config = hosts_config("2", "127.0.0.1", None, "lo")
     assert config is not None
