@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import shoal
-from shoal.cli import bench, chaos, doctor, hosts, render, resume, run, scale, status, verify
+from shoal.cli import bench, chaos, doctor, hosts, init, render, resume, run, scale, status, verify
 from shoal.cli.verb import ScriptVerb, Verb, Verbs
 
 app = typer.Typer(
@@ -41,6 +41,7 @@ app.command("run", cls=Verb, epilog=run.EXAMPLES, context_settings={"allow_inter
 app.command(
     "verify", cls=ScriptVerb, epilog=verify.EXAMPLES, context_settings={"allow_interspersed_args": False}
 )(verify.verify)
+app.command("init", cls=Verb, epilog=init.EXAMPLES)(init.init)
 app.command("join", cls=Verb, epilog=hosts.EXAMPLES)(hosts.join)
 app.command("resume", cls=Verb, epilog=resume.EXAMPLES)(resume.resume)
 app.command("status", cls=Verb, epilog=status.EXAMPLES)(status.status)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.config_file import ConfigFile, given_options, script_args
 from shoal.cli.hosts import (
     Advertise,
     Bind,
@@ -52,6 +53,7 @@ EXAMPLES = (
     "  shoal run -n 4 train.py --lr 0.1            four workers; --lr is the script's\n"
     "  shoal run -n 4 -m package.train             a module, as by python -m\n"
     "  shoal run -n 4 --debug-rank 2 train.py      breakpoint() stops worker 2\n"
+    "  shoal run --config run.toml                 options and script from a file; `shoal init` writes one\n"
     "  shoal run -n 4 --name click train.py        in runs/click\n"
     "  shoal run -n 4 --name click --again train.py        anew; the former run is kept as runs/click.1\n"
     "  shoal run -n 2 --servers 2 --strategy ps train.py   two servers hold the weights"
@@ -79,6 +81,7 @@ BEFORE_SCRIPT = (
 
 @takes_parallel_options()
 def run(
+    ctx: typer.Context,
     script: Script,
     args: Annotated[
         list[str] | None,
@@ -88,6 +91,7 @@ def run(
         bool,
         typer.Option("-m", help="SCRIPT is the name of a module, as for python -m: package.train."),
     ] = False,
+    config: ConfigFile = None,
     workers: Workers = 1,
     strategy: Strategy = None,
     servers: Servers = None,
@@ -184,10 +188,11 @@ def run(
         plaintext=plaintext,
         ship=ship,
     )
-    config = LaunchConfig(
+    asked = LaunchConfig(
         script=script,
         module=script if module else "",
-        args=tuple(args or ()),
+        args=tuple(script_args(ctx, script, args)),
+        options=given_options(ctx),
         debug_rank=debug_rank,
         workers=sum(on_hosts.workers) if on_hosts and on_hosts.workers and workers == 1 else workers,
         hosts=on_hosts,
@@ -208,13 +213,13 @@ def run(
         faults=Faults.parse(faults) if faults else None,
         **options_of(parallel),
     )
-    misplaced = [option for option in BEFORE_SCRIPT if option in config.args]
+    misplaced = [option for option in BEFORE_SCRIPT if option in asked.args]
     if misplaced and workers == 1 and strategy is None:
         typer.echo(
             f"note: {misplaced[0]} stands after {script} and so goes to the script; shoal's own options come before it.",
             err=True,
         )
     with leading_world(world) as ended:
-        result = launch(config, set_title=True)
+        result = launch(asked, set_title=True)
         ended.append(result.exit_code)
     leave(result)

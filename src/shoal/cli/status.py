@@ -142,6 +142,8 @@ def _show(details: dict[str, Any]) -> None:
     servers = f", {_count(config['servers'], 'server')}" if config.get("servers") else ""
     workers = _count(details["workers"], "worker")
     table.add_row("strategy", f"{details['strategy'] or '-'}, {workers}{servers}")
+    if given := _given(config):
+        table.add_row("options", given)
     table.add_row("seed", _shown(config.get("seed")))
     table.add_row("started", _when(details["started"]))
     table.add_row("progress", _progress(progress) or "no step yet")
@@ -165,6 +167,16 @@ def _show(details: dict[str, Any]) -> None:
     for index, event in enumerate(details["events"]):
         table.add_row("events" if index == 0 else "", _event(event))
     console().print(table)
+
+
+def _given(config: dict[str, Any]) -> str:
+    """Options that were given, by who said so; config.json has the defaults too."""
+    by_origin: dict[str, list[str]] = {}
+    options = config.get("options")
+    for name, option in options.items() if isinstance(options, dict) else ():
+        if isinstance(option, dict) and option.get("origin") not in (None, "default"):
+            by_origin.setdefault(str(option["origin"]), []).append(f"{name} {_shown(option.get('value'))}")
+    return "; ".join(f"{', '.join(given)} ({origin})" for origin, given in by_origin.items())
 
 
 def _progress(line: dict[str, Any]) -> str:

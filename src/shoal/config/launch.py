@@ -36,6 +36,17 @@ MAX_RESTARTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GivenOption:
+    """One option of `shoal run`, and who said so."""
+
+    value: bool | int | float | str | None
+    """As it was resolved."""
+
+    origin: str
+    """`command line`, `default`, or the file of --config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig(ParallelOptions):
     """One job, as its user asked for it. Refuses at birth what cannot be meant."""
 
@@ -47,6 +58,9 @@ class LaunchConfig(ParallelOptions):
 
     args: tuple[str, ...] = ()
     """What the script finds in sys.argv[1:]."""
+
+    options: dict[str, GivenOption] = field(default_factory=dict, compare=False)
+    """Options of the command line with the origin of each, for config.json. They decide nothing."""
 
     workers: int = 1
     """How many workers share one global batch."""
@@ -407,6 +421,9 @@ class RunConfig(ParallelOptions):
 
     max_restarts: int = 3
     """How often a worker that died was replaced without the job getting ahead."""
+
+    options: dict[str, GivenOption] = field(default_factory=dict)
+    """Every option of `shoal run` with the origin of its value."""
 
     hosts: list[HostFacts] = field(default_factory=list)
     """Hosts of the job, once all had joined; empty on one machine."""
