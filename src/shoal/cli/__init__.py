@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import shoal
-from shoal.cli import bench, chaos, doctor, hosts, init, render, resume, run, scale, status, verify
+from shoal.cli import bench, chaos, doctor, hosts, init, render, resume, run, scale, status, sweep, verify
 from shoal.cli.verb import ScriptVerb, Verb, Verbs
 
 app = typer.Typer(
@@ -50,6 +50,9 @@ app.command("leave", cls=Verb, epilog=scale.LEAVE_EXAMPLES)(scale.leave)
 app.command(
     "chaos", cls=ScriptVerb, epilog=chaos.EXAMPLES, context_settings={"allow_interspersed_args": False}
 )(chaos.chaos)
+app.command("sweep", cls=Verb, epilog=sweep.EXAMPLES, context_settings={"allow_interspersed_args": False})(
+    sweep.sweep
+)
 app.command("doctor", cls=Verb)(doctor.doctor)
 app.command("bench", cls=Verb, epilog=bench.EXAMPLES)(bench.bench)
 
