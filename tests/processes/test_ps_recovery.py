@@ -5,25 +5,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Launched
+from launched import Ended, Launched
 
 from shoal import Faults
 from whole_matrix import matrix_only
 
 SCRIPTS = Path(__file__).parent / "scripts"
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What came of a job, as far as it must not depend on faults."""
-
-    ranks: list[dict[str, Any]]
-    stdout: str
 
 
 _undisturbed: dict[tuple[str, str, int, int], Ended] = {}
