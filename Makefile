@@ -21,10 +21,13 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
 
+# Half as many test processes again as there are cores: tests of jobs wait for deaths, deadlines and each other.
+TEST_PROCESSES ?= $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )))
+
 # The whole suite. Files in their own order, not those with few tests last: among these are the slow ones, and the last
 # of them would have a core to itself while the others idle.
 test: $(READY)
-	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # The inner loop: unit tests that start no process, under a minute on 2 cores.
 test-fast: $(READY)
@@ -39,11 +42,12 @@ $(ENGINES_READY): $(READY) pyproject.toml constraints.txt .ci/engines
 	touch $(ENGINES_READY)
 
 test-engines: $(ENGINES_READY)
-	SHOAL_TEST_ENGINES=1 .engines/bin/python -m pytest tests/engines
+	SHOAL_TEST_ENGINES=1 .engines/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/engines
 
-# Every model under every strategy at 2, 3 and 4 workers; `make test` has each model meet each strategy once.
+# What `make test` leaves out: every model under every strategy at 2, 3 and 4 workers, every fault in a job of its own, and
+# other cases that differ from one that it runs in numbers only.
 matrix: $(READY)
-	SHOAL_WHOLE_MATRIX=1 $(BIN)/python -m pytest tests/processes/test_matrix_ddp.py tests/processes/test_matrix_meshes.py
+	SHOAL_WHOLE_MATRIX=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m matrix
 
 check: lint types policies
 

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 
 from waiting import wait_until
+from whole_matrix import IS_WHOLE
 
 # How long one example takes says more about the machine than about shoal; every test has a time limit anyway.
 settings.register_profile("shoal", deadline=None)
@@ -53,8 +54,11 @@ _STARTS_PROCESSES = re.compile(
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of files that start processes: `make test-fast` leaves them out."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of files that start processes: `make test-fast` leaves them out. Leave out those of the matrix."""
+    if not IS_WHOLE:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("matrix")])
+        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
     is_slow: dict[Path, bool] = {}
     for item in items:
         if item.path not in is_slow:

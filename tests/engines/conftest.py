@@ -20,13 +20,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(400))
 
 
+def _skip_unless_asked_for() -> None:
+    if not os.environ.get("SHOAL_TEST_ENGINES"):
+        pytest.skip("engines are started by `make test-engines` alone")
+
+
 @pytest.fixture(scope="session")
 def installed() -> Callable[[str], None]:
     """`installed("ray")` skips the test, with the reason, where the engine is not there."""
 
     def installed(name: str) -> None:
-        if not os.environ.get("SHOAL_TEST_ENGINES"):
-            pytest.skip("engines are started by `make test-engines` alone")
+        _skip_unless_asked_for()
         try:
             registry.load(name)
         except ConfigError as error:
@@ -52,6 +56,7 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., EngineJob]]:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of `training.py` with 3 workers on this machine, without an engine."""
+    _skip_unless_asked_for()
     folder = tmp_path_factory.mktemp("undisturbed")
     out = folder / "out"
     out.mkdir()

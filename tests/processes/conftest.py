@@ -10,6 +10,9 @@
     supervisor_process(source, ...)    the same job under a supervisor of its own: for killing it.
                                        It imports torch, so it takes seconds; use it for little else.
                                        terminal=fd gives it a controlling terminal, for Ctrl-C.
+    invoke("verify", "train.py")       a command of shoal in this process, with the warm parent of the session.
+    small_disk(path, size_kib)         a disk of that size, mounted at `path` until the test ends.
+    own_cache                          caches that no other test finds.
     warm_parent                        the one warm parent of the whole test session.
     one_process                        what one process computes of the matrix's models, computed once.
 
@@ -41,9 +44,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 from launched import Launched
+from typer.testing import CliRunner, Result
 
+from shoal.cli import app
 from shoal.cluster.launch.api import LaunchConfig, launch
 from shoal.cluster.launch.roles import PRELOAD_WITH_MESH, PRELOAD_WITH_SERVERS
+from shoal.cluster.supervisor import warm_parent as warm_client
 from shoal.cluster.supervisor.warm_parent import WarmParent
 from waiting import wait_until
 
@@ -163,13 +169,43 @@ def launch_script(
 
 
 @pytest.fixture
+def invoke(warm_parent: WarmParent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(warm_client, "WarmParent", lambda **_: contextlib.nullcontext(warm_parent))
+    return lambda *words: CliRunner().invoke(app, list(words), prog_name="shoal")
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[Path, int], None]]:
+    with contextlib.ExitStack() as mounted:
+
+        def small_disk(path: Path, size_kib: int) -> None:
+            path.mkdir()
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "tmpfs", str(path)]
+            if subprocess.run(mount, capture_output=True).returncode:
+                pytest.skip("mounting a small disk needs root's permissions")
+            mounted.callback(subprocess.run, ["umount", str(path)], check=True)
+
+        yield small_disk
+
+
+@pytest.fixture
 def at_file() -> Iterator[Callable[[Path, Callable[[], object]], None]]:
     threads: list[threading.Thread] = []
     failures: list[str] = []
+    is_over = threading.Event()
 
     def at_file(path: Path, act: Callable[[], object]) -> None:
+        # As long as the test takes, which has a time limit: a busy machine may need minutes to import torch.
         def watch() -> None:
-            if wait_until(path.exists, timeout_s=60.0):
+            while not path.exists() and not is_over.wait(0.01):
+                pass
+            if path.exists():
                 act()
             else:
                 failures.append(f"{path} never came")
@@ -179,6 +215,7 @@ def at_file() -> Iterator[Callable[[Path, Callable[[], object]], None]]:
         thread.start()
 
     yield at_file
+    is_over.set()
     for thread in threads:
         thread.join()
     assert not failures

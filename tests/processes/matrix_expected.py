@@ -7,7 +7,6 @@ that also says that nothing was trained. By strategy and number of workers.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,9 +19,6 @@ from shoal.config import strategy as strategies
 from shoal.config.strategy import Axes
 
 TOLERANCE = 1e-9
-
-WHOLE = "SHOAL_WHOLE_MATRIX" in os.environ
-"""Whether every model meets every strategy at every size (`make matrix`), and not each of the two once."""
 
 SIZES = (2, 3, 4)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -352,45 +350,33 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(
     assert f"going on from {damaged.parent.with_name('step-000000003')}: step 3" in done.stderr
 
 
-@contextlib.contextmanager
-def small_disk(path: Path, size_kib: int) -> Iterator[None]:
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "tmpfs", str(path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root's permissions")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
-
-
 def test_a_disk_that_fills_up_ends_the_job_and_keeps_the_checkpoint_before(
-    launch_script: Launch, tmp_path: Path
+    launch_script: Launch, small_disk: Callable[[Path, int], None], tmp_path: Path
 ) -> None:
-    with small_disk(tmp_path / "disk", 1536):
-        done = launch_script(
-            script(
-                """
-                class Grows(Callback):
-                    def on_step_end(self, trainer, logs):
-                        if logs.step == 2:
-                            (trainer.run_dir / "grown").write_bytes(b"x" * 400_000)
+    small_disk(tmp_path / "disk", 1536)
+    done = launch_script(
+        script(
+            """
+            class Grows(Callback):
+                def on_step_end(self, trainer, logs):
+                    if logs.step == 2:
+                        (trainer.run_dir / "grown").write_bytes(b"x" * 400_000)
 
-                # 400 KB of weights: two checkpoints fit beside the file, a third does not.
-                wide = nn.Sequential(nn.Linear(2, 16_000), nn.Linear(16_000, 3))
-                trainer(wide, callbacks=[Grows(), ModelCheckpoint(every_steps=2)]).fit(data.batch(8), epochs=9)
-                """
-            ),
-            workers=2,
-            run_dir=str(tmp_path / "disk"),
-        )
-        checkpoints = done.run_dir / "checkpoints"
-        message = refused(
-            done,
-            CheckpointWriteFailed,
-            f"the checkpoint {checkpoints / 'step-000000006'} could not be written: No space left on device",
-            f"the previous one, {checkpoints / 'step-000000004'}, is whole",
-        )
-        assert "MiB are needed" in message
-        assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000000002", "step-000000004"]
-        assert open_checkpoint(checkpoints / "step-000000004").progress["step"] == 4
+            # 400 KB of weights: two checkpoints fit beside the file, a third does not.
+            wide = nn.Sequential(nn.Linear(2, 16_000), nn.Linear(16_000, 3))
+            trainer(wide, callbacks=[Grows(), ModelCheckpoint(every_steps=2)]).fit(data.batch(8), epochs=9)
+            """
+        ),
+        workers=2,
+        run_dir=str(tmp_path / "disk"),
+    )
+    checkpoints = done.run_dir / "checkpoints"
+    message = refused(
+        done,
+        CheckpointWriteFailed,
+        f"the checkpoint {checkpoints / 'step-000000006'} could not be written: No space left on device",
+        f"the previous one, {checkpoints / 'step-000000004'}, is whole",
+    )
+    assert "MiB are needed" in message
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000000002", "step-000000004"]
+    assert open_checkpoint(checkpoints / "step-000000004").progress["step"] == 4

@@ -6,9 +6,8 @@ import contextlib
 import os
 import random
 import sqlite3
-import subprocess
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -136,49 +135,37 @@ def test_a_process_of_another_user_is_refused_and_the_job_goes_on(launch_script:
     )  # by the mode; by the kernel's word
 
 
-@contextlib.contextmanager
-def small_disk(path: Path, size_kib: int) -> Iterator[None]:
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "tmpfs", str(path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root's permissions")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
-
-
 def test_a_disk_that_fills_under_the_journal_ends_the_job_in_one_paragraph_and_nothing_is_lost(
-    launch_script: Launch, tmp_path: Path
+    launch_script: Launch, small_disk: Callable[[Path, int], None], tmp_path: Path
 ) -> None:
     whole = launch_script(TRAINS, workers=2, args=("whole",))
     assert whole.exit_code == 0
-    with small_disk(tmp_path / "disk", 1024):
-        disk = str(tmp_path / "disk")
-        (tmp_path / "fill").touch()
-        done = launch_script(TRAINS, workers=2, args=("cut",), name="mine", run_dir=disk)
-        assert done.exit_code == 3
-        assert isinstance(done.error, ClusterError), done.error
-        message = str(done.error)
-        assert "the coordinator cannot go on with its journal" in message
-        assert "the disk is full" in message
-        assert "\n" not in message
-        assert not (tmp_path / "cut").exists()
-        # With room again, it goes on from its checkpoint to the same weights.
-        (tmp_path / "fill").unlink()
-        (done.run_dir / "filler").unlink()
-        config = resume_config(done.run_dir)
-        again = launch_script(
-            tmp_path / "script.py",
-            workers=2,
-            args=config.args,
-            name="mine",
-            run_dir=disk,
-            resume=True,
-            seed=config.seed,
-        )
-        assert (again.exit_code, again.error) == (0, None)
-        assert "going on from" in again.stderr
+    small_disk(tmp_path / "disk", 1024)
+    disk = str(tmp_path / "disk")
+    (tmp_path / "fill").touch()
+    done = launch_script(TRAINS, workers=2, args=("cut",), name="mine", run_dir=disk)
+    assert done.exit_code == 3
+    assert isinstance(done.error, ClusterError), done.error
+    message = str(done.error)
+    assert "the coordinator cannot go on with its journal" in message
+    assert "the disk is full" in message
+    assert "\n" not in message
+    assert not (tmp_path / "cut").exists()
+    # With room again, it goes on from its checkpoint to the same weights.
+    (tmp_path / "fill").unlink()
+    (done.run_dir / "filler").unlink()
+    config = resume_config(done.run_dir)
+    again = launch_script(
+        tmp_path / "script.py",
+        workers=2,
+        args=config.args,
+        name="mine",
+        run_dir=disk,
+        resume=True,
+        seed=config.seed,
+    )
+    assert (again.exit_code, again.error) == (0, None)
+    assert "going on from" in again.stderr
     assert (tmp_path / "cut").read_text() == (tmp_path / "whole").read_text()
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import Result
 
 SCRIPT = """
 import os, time
@@ -33,16 +34,14 @@ trainer.fit(data.shuffle(seed=0).batch(8), epochs=1)
 """
 
 
-def chaos(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(textwrap.dedent(script))
-    command = [sys.executable, "-m", "shoal", "chaos", "train.py", "-n", "2", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_it_tells_what_was_done_how_long_each_recovery_took_and_that_the_weights_are_equal(
     tmp_path: Path,
 ) -> None:
-    done = chaos(tmp_path, SCRIPT.format(extra=""), "--seed", "11", "--rate", "800ms", "--for", "1500ms")
+    (tmp_path / "train.py").write_text(SCRIPT.format(extra=""))
+    words = ["chaos", "train.py", "-n", "2", "--seed", "11", "--rate", "800ms", "--for", "1500ms"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     assert re.search(r"^undisturbed: 64 steps in \d+\.\d s$", told, re.MULTILINE)
@@ -56,11 +55,15 @@ def test_it_tells_what_was_done_how_long_each_recovery_took_and_that_the_weights
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_a_job_that_computes_something_else_each_time_is_not_equal(tmp_path: Path) -> None:
+def test_a_job_that_computes_something_else_each_time_is_not_equal(
+    invoke: Callable[..., Result], tmp_path: Path
+) -> None:
     extra = "with torch.no_grad(): model.weight.fill_(time.time() % 1000)"
-    done = chaos(tmp_path, SCRIPT.format(extra=extra), "--seed", "7", "--rate", "10s", "--for", "1s")
+    (tmp_path / "train.py").write_text(SCRIPT.format(extra=extra))
+    words = ("--seed", "7", "--rate", "10s", "--for", "1s")
+    done = invoke("chaos", "train.py", "-n", "2", *words)
     told = done.stdout + done.stderr
-    assert done.returncode == 1, told
+    assert done.exit_code == 1, told
     assert re.search(r"run 1: .* tensors differ, first .*weight", told), told
     assert told.rstrip().splitlines()[-1] == "not equal: the faults changed what was computed"
 
@@ -74,8 +77,14 @@ def test_a_job_that_computes_something_else_each_time_is_not_equal(tmp_path: Pat
     ],
 )
 def test_what_cannot_be_compared_is_said_in_a_paragraph(
-    tmp_path: Path, script: str, words: tuple[str, ...], code: int, expected: str
+    invoke: Callable[..., Result],
+    tmp_path: Path,
+    script: str,
+    words: tuple[str, ...],
+    code: int,
+    expected: str,
 ) -> None:
-    done = chaos(tmp_path, script, *words)
+    (tmp_path / "train.py").write_text(script)
+    done = invoke("chaos", "train.py", "-n", "2", *words)
     told = " ".join((done.stdout + done.stderr).split())
-    assert (done.returncode, expected in told) == (code, True), told
+    assert (done.exit_code, expected in told) == (code, True), told

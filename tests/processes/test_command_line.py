@@ -30,30 +30,11 @@ def shoal(tmp_path: Path) -> Shoal:
     return run
 
 
-def test_run_gives_the_script_its_arguments_and_ends_with_its_exit_code(shoal: Shoal) -> None:
+def test_a_failed_run_shows_its_traceback_once_and_resume_goes_on_with_other_workers(
+    shoal: Shoal, tmp_path: Path
+) -> None:
     script = """
-        import sys, shoal
-        print(shoal.rank(), shoal.num_workers(), sys.argv[1:])
-        sys.exit(7)
-    """
-    done = shoal("run", "-n", "2", "--name", "words", "train.py", "--lr", "0.1", "-n", "5", script=script)
-    assert done.returncode == 7, done.stderr
-    assert done.stdout == "0 2 ['--lr', '0.1', '-n', '5']\n"
-    (run,) = json.loads(shoal("status", "--json").stdout)
-    assert (run["name"], run["state"], run["strategy"], run["workers"]) == ("words", "failed", "ddp", 2)
-
-
-def test_a_failing_script_shows_its_traceback_once_and_no_launcher_frames(shoal: Shoal) -> None:
-    done = shoal("run", "-n", "2", "train.py", script="raise ValueError('mine')")
-    assert done.returncode == 1
-    assert done.stderr.count("ValueError: mine") == 1
-    assert "cli/" not in done.stderr
-    assert "cluster/" not in done.stderr
-
-
-def test_resume_goes_on_from_the_newest_checkpoint_with_other_workers(shoal: Shoal, tmp_path: Path) -> None:
-    script = """
-        import pathlib, torch, shoal
+        import pathlib, sys, torch, shoal
         from torch import nn
 
         class FailOnce(shoal.callbacks.Callback):
@@ -64,6 +45,7 @@ def test_resume_goes_on_from_the_newest_checkpoint_with_other_workers(shoal: Sho
                     pathlib.Path("failed").touch()
                     raise RuntimeError("the power went out")
 
+        print("trains on", shoal.num_workers(), sys.argv[1:])
         x, y = torch.randn(64, 4), torch.randn(64, 1)
         trainer = shoal.Trainer(
             nn.Linear(4, 1),
@@ -72,28 +54,33 @@ def test_resume_goes_on_from_the_newest_checkpoint_with_other_workers(shoal: Sho
             callbacks=[shoal.callbacks.ModelCheckpoint(every_steps=5), FailOnce()],
         )
         trainer.fit(shoal.Dataset.from_arrays((x, y)).batch(16), max_steps=20)
-        print("trained on", shoal.num_workers(), "to step", trainer.step)
+        print("to step", trainer.step)
+        sys.exit(7)
     """
-    first = shoal("run", "-n", "2", "--name", "click", "train.py", script=script)
+    given = ("train.py", "--lr", "0.1", "-n", "5")
+    first = shoal("run", "-n", "2", "--name", "click", *given, script=script)
     assert first.returncode == 1, first.stderr
-    assert "the power went out" in first.stderr
-    status = json.loads(shoal("status", "click", "--json").stdout)
-    assert (status["state"], status["workers"]) == ("failed", 2)
-    assert status["checkpoint"].endswith("step-000000010")
+    assert first.stdout == "trains on 2 ['--lr', '0.1', '-n', '5']\n"
+    assert first.stderr.count("RuntimeError: the power went out") == 1
+    assert "cli/" not in first.stderr
+    assert "cluster/" not in first.stderr
+    (run,) = json.loads(shoal("status", "--json").stdout)
+    assert (run["name"], run["state"], run["strategy"], run["workers"]) == ("click", "failed", "ddp", 2)
+    assert json.loads(shoal("status", "click", "--json").stdout)["checkpoint"].endswith("step-000000010")
 
     taken = shoal("run", "-n", "2", "--name", "click", "train.py", "--lr", "0.2")
     assert taken.returncode == 2
     assert "--again starts anew" in taken.stderr
 
     second = shoal("resume", "click", "-n", "3")
-    assert second.returncode == 0, second.stderr
-    assert "trained on 3 to step 20" in second.stdout
+    assert second.returncode == 7, second.stderr
+    assert second.stdout == "trains on 3 ['--lr', '0.1', '-n', '5']\nto step 20\n"
     steps = [
         json.loads(line)["step"] for line in (tmp_path / "runs/click/metrics.jsonl").read_text().splitlines()
     ]
     assert steps == list(range(1, 21))
     status = json.loads(shoal("status", "click", "--json").stdout)
-    assert (status["state"], status["workers"], status["step"]) == ("finished", 3, 20)
+    assert (status["state"], status["workers"], status["step"]) == ("failed", 3, 20)
 
 
 def test_verify_is_a_process_with_an_exit_code(shoal: Shoal) -> None:

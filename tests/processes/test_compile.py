@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError
+from whole_matrix import matrix_only
 
 SCRIPT = """
 import torch, shoal
@@ -27,7 +28,9 @@ trainer.fit(shoal.Dataset.from_arrays((x, y)).batch(8), epochs=1)
 """
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("ps", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [("ddp", 2), ("fsdp", 2), *matrix_only(("single", 1), ("ps", 2))]
+)
 def test_a_sequential_is_compiled_and_the_graphs_are_counted(
     launch_script: Callable[..., Any], strategy: str, workers: int
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
 import sys
@@ -12,12 +11,10 @@ from pathlib import Path
 import pytest
 from examples_expected import EXAMPLES, FOLDER, WITH_OWN_TESTS, WITH_SERVERS, Example
 from launched import Launched
-from typer.testing import CliRunner
+from typer.testing import Result
 
-from shoal.cli import app
-from shoal.cluster.supervisor import warm_parent as warm_client
-from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.runtime import kernel_cache as compiled
+from whole_matrix import IS_WHOLE
 
 
 @pytest.fixture(autouse=True)
@@ -39,15 +36,14 @@ def test_every_example_is_tried() -> None:
 def test_the_example_learns_at_any_number_of_workers(
     example: Example, launch_script: Callable[..., Launched]
 ) -> None:
-    said = {workers: run(example, workers, launch_script) for workers in (1, 2, 3)}
+    said = {workers: run(example, workers, launch_script) for workers in ((1, 2, 3) if IS_WHOLE else (1, 3))}
     for output in said.values():
         example.check(output)
     if example.exact:
         # In float32 Adam and Adagrad turn the rounding of a gradient near zero into a whole first step, so this is
         # coarse; below it is shown without rounding.
         results = {workers: [float(n) for n in re.findall(r"\d+\.\d+", said[workers])] for workers in said}
-        assert results[2] == pytest.approx(results[1], abs=1e-2)
-        assert results[3] == pytest.approx(results[1], abs=1e-2)
+        assert all(result == pytest.approx(results[1], abs=1e-2) for result in results.values())
 
 
 @pytest.mark.parametrize("example", WITH_SERVERS, ids=lambda example: example.name)
@@ -62,13 +58,8 @@ def test_the_example_learns_on_parameter_servers(
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_three_workers_compute_what_one_process_does(
-    example: Example, warm_parent: WarmParent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(warm_client, "WarmParent", lambda **_: contextlib.nullcontext(warm_parent))
-    command = ["verify", str(example.script), "-n", "3", "--steps", "5", "--", *example.args]
-    result = CliRunner().invoke(app, command, prog_name="shoal")
+def test_three_workers_compute_what_one_process_does(example: Example, invoke: Callable[..., Result]) -> None:
+    result = invoke("verify", str(example.script), "-n", "3", "--steps", "5", "--", *example.args)
     assert result.exit_code == 0, result.output
     assert ("slices" in result.output) != example.exact, result.output
 

@@ -75,9 +75,7 @@ Path("served").write_text(json.dumps(found.double().tolist()))
 """
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_statistics_are_the_same_at_any_number_of_workers(

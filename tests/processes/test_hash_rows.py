@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,9 @@ import pytest
 import torch
 from launched import Launched
 from safetensors.torch import load_file
-from typer.testing import CliRunner
+from typer.testing import Result
 
 from shoal import Faults
-from shoal.cli import app
-from shoal.cluster.supervisor import warm_parent as warm_client
-from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.errors import ConfigError
 from shoal.train.checkpoint.checkpoint import open_checkpoint
 
@@ -120,16 +116,12 @@ def test_ddp_refuses_them_before_the_first_step(launch_script: Launch, tmp_path:
 
 
 def test_verify_finds_them_equal(
-    warm_parent: WarmParent,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    invoke: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(warm_client, "WarmParent", lambda **_: contextlib.nullcontext(warm_parent))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     given = ["verify", str(SCRIPT), "-n", "2", "--strategy", "ps", "--steps", "4"]
-    result = CliRunner().invoke(app, [*given, "--", str(tmp_path), "2"], prog_name="shoal")
+    result = invoke(*given, "--", str(tmp_path), "2")
     assert result.exit_code == 0, result.output
     assert "rows.rows" in result.output
     assert "equal: ps on 2 workers computes what one process does" in " ".join(result.output.split())

@@ -12,15 +12,13 @@ import torch
 from launched import Launched
 
 from shoal import Faults
+from whole_matrix import matrix_only
 
 Launch = Callable[..., Launched]
 Ended = list[dict[str, Any]]
 
 ENTERED = ["accumulates", "counts", "takes"]
 """Loops that a replacement enters in the middle."""
-
-BEGUN_AGAIN = ["zips", "two", "averages"]
-"""Loops that begin anew, with all workers."""
 
 POINTS = [
     "worker: before forward",
@@ -48,36 +46,46 @@ def undisturbed(launch: Launch, kind: str, folder: Path, strategy: str) -> Ended
     return _undisturbed[key]
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize(("rank", "step"), [(0, 4), (1, 9)])
 @pytest.mark.parametrize("kind", ENTERED)
 def test_a_replacement_enters_the_loop_with_the_variables_of_its_place(
-    launch_script: Launch, tmp_path: Path, kind: str, rank: int, step: int, point: str
+    launch_script: Launch, tmp_path: Path, kind: str
 ) -> None:
     expected = undisturbed(launch_script, kind, tmp_path, "ddp")
-    faults = Faults().kill(f"worker-{rank}", at_step=step, at=point)
+    faults = Faults()
+    for number, (step, point) in enumerate(zip((2, 4, 7, 10), POINTS, strict=True)):
+        rank = (number + ENTERED.index(kind)) % 3
+        faults = faults.kill(f"worker-{rank}", at_step=step, at=point, incarnation=number // 3)
     done, ended = run(launch_script, kind, tmp_path / "killed", faults=faults)
     assert ended == expected
     exits = [e["code"] for e in done.events if e["event"] == "worker-exited" and e["code"]]
-    assert exits == [-9]  # and nobody else had to go
+    assert exits == [-9] * 4  # and nobody else had to go
     if kind == "counts":
         saved = [torch.load(tmp_path / "killed" / f"saved-{rank}.pt") for rank in range(3)]
         for name in saved[0]:
             assert all(torch.equal(each[name], saved[0][name]) for each in saved)
 
 
-@pytest.mark.parametrize("point", POINTS[1:3])
 @pytest.mark.parametrize("kind", [*ENTERED, "two"])
 def test_a_replacement_under_a_parameter_server_does_so_too(
-    launch_script: Launch, tmp_path: Path, kind: str, point: str
+    launch_script: Launch, tmp_path: Path, kind: str
 ) -> None:
     expected = undisturbed(launch_script, kind, tmp_path, "ps")
-    faults = Faults().kill("worker-1", at_step=7, at=point)
-    assert run(launch_script, kind, tmp_path / "killed", faults=faults, strategy="ps")[1] == expected
+    faults = Faults().kill("worker-1", at_step=4, at=POINTS[1]).kill("worker-2", at_step=8, at=POINTS[2])
+    done, ended = run(launch_script, kind, tmp_path / "killed", faults=faults, strategy="ps")
+    assert ended == expected
+    # Two models: all begin anew at the first death, and the second was planned for a life that is over.
+    assert done.summary["restarts"] == (1 if kind == "two" else 2)
 
 
-@pytest.mark.parametrize("point", POINTS[1:3])
-@pytest.mark.parametrize("kind", BEGUN_AGAIN)
+@pytest.mark.parametrize(
+    ("kind", "point"),
+    [
+        ("zips", POINTS[1]),
+        ("two", POINTS[2]),
+        ("averages", POINTS[1]),
+        *matrix_only(("zips", POINTS[2]), ("two", POINTS[1]), ("averages", POINTS[2])),
+    ],
+)
 def test_a_loop_that_cannot_be_entered_is_told_so_and_begins_anew_at_a_death(
     launch_script: Launch, tmp_path: Path, kind: str, point: str
 ) -> None:

@@ -55,9 +55,7 @@ Path(f"result-{shoal.rank()}").write_text(json.dumps([found.all_gather(), again.
 """
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.mark.parametrize("kind", ["keyed", "unknown"])

@@ -8,9 +8,12 @@ from pathlib import Path
 import matrix_job
 import pytest
 from launched import Launched
-from matrix_expected import SIZES, WHOLE, OneProcess, problems
+from matrix_expected import SIZES, OneProcess, problems
 
 from shoal.config.choices import EXCHANGES
+from whole_matrix import IS_WHOLE
+
+pytestmark = [pytest.mark.matrix] if IS_WHOLE else []
 
 LAUNCHES = [
     ("native", 2),
@@ -29,7 +32,7 @@ LAUNCHES = [
 ALL_SIZES = [(exchange, workers) for exchange, _ in LAUNCHES for workers in SIZES]
 
 
-@pytest.mark.parametrize(("exchange", "workers"), ALL_SIZES if WHOLE else LAUNCHES)
+@pytest.mark.parametrize(("exchange", "workers"), ALL_SIZES if IS_WHOLE else LAUNCHES)
 def test_every_model_is_trained_as_in_one_process(
     launch_script: Callable[..., Launched],
     one_process: OneProcess,

@@ -8,8 +8,12 @@ from pathlib import Path
 import matrix_job
 import pytest
 from launched import Launched
-from matrix_expected import SIZES, WHOLE, OneProcess, problems
+from matrix_expected import SIZES, OneProcess, problems
 from matrix_models import CASES
+
+from whole_matrix import IS_WHOLE
+
+pytestmark = [pytest.mark.matrix] if IS_WHOLE else []
 
 ALL = tuple(CASES)
 SOME = ("lstm", "resnet", "vgg with dropout", "gpt", "clicks")
@@ -41,7 +45,7 @@ ALL_SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "workers", "names"), ALL_SIZES if WHOLE else LAUNCHES)
+@pytest.mark.parametrize(("strategy", "workers", "names"), ALL_SIZES if IS_WHOLE else LAUNCHES)
 def test_every_model_is_trained_as_in_one_process_or_refused(
     launch_script: Callable[..., Launched],
     one_process: OneProcess,

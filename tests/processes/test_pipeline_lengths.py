@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -61,26 +60,20 @@ def launched(launch_script: Callable[..., Any], strategy: str, workers: int, **o
     return launch_script(text, strategy=strategy, workers=workers, **options)
 
 
-def result(done: Any) -> list[float]:
-    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("result")]
-    return [float.fromhex(each) for each in json.loads(line.removeprefix("result "))]
-
-
 def test_every_length_is_trained_as_in_one_process_through_a_death(launch_script: Callable[..., Any]) -> None:
-    alone = result(launched(launch_script, "single", 1, given="accumulate=6"))
+    alone = launched(launch_script, "single", 1, given="accumulate=6").printed()
     fault = Faults().kill("worker-1", at_step=3, at="worker: before commit")
     killed = launched(launch_script, "pp", 3, faults=fault)
-    assert result(killed) == pytest.approx(alone, rel=1e-9)
+    assert killed.printed() == pytest.approx(alone, rel=1e-9)
     assert killed.summary["restarts"] == 1
 
 
 def test_workers_whose_parts_of_a_batch_have_different_lengths_are_in_step(
     launch_script: Callable[..., Any],
 ) -> None:
-    several = result(launched(launch_script, "ddp", 2, given="accumulate=4", other=0))
+    several = launched(launch_script, "ddp", 2, given="accumulate=4", other=0).printed()
     spread = launched(launch_script, "pp=2,fsdp=2", 4, other=0)
-    assert result(spread) == pytest.approx(several, rel=1e-9)
+    assert spread.printed() == pytest.approx(several, rel=1e-9)
 
 
 def test_a_length_that_needs_a_layer_of_another_stage_is_refused_with_its_name(

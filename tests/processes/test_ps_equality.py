@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launched import Launched
-from safetensors.torch import load_file
+from launched import Launched, close, results
 from test_custom_loop import LOOPS
 
 from shoal.cluster.supervisor.warm_parent import WarmParent
@@ -20,11 +17,6 @@ SCRIPTS = Path(__file__).parent / "scripts"
 TOLERANCE = 1e-9
 Launch = Callable[..., Launched]
 Results = tuple[dict[str, torch.Tensor], dict[str, Any]]
-
-
-def results(folder: Path, rank: int) -> Results:
-    report = json.loads((folder / f"rank-{rank}.json").read_text())
-    return load_file(folder / f"rank-{rank}.safetensors"), report
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +51,6 @@ def outcome(
         return of_one_process[script], [results(tmp_path, rank) for rank in range(workers)], launched
 
     return outcome
-
-
-def close(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(close(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, float):
-        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9) or (math.isnan(one) and math.isnan(other))
-    return bool(one == other)
 
 
 HERE_AND_THERE = [

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Launched
+from launched import Ended, Launched
 
 from shoal import Faults
+from whole_matrix import matrix_only
 
 SCRIPTS = Path(__file__).parent / "scripts"
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What came of a job, as far as it must not depend on faults."""
-
-    ranks: list[dict[str, Any]]
-    stdout: str
 
 
 _undisturbed: dict[tuple[str, str, int, int], Ended] = {}
@@ -80,39 +73,47 @@ def recovers(run: Callable[..., tuple[Launched, Ended]]) -> Callable[..., Launch
 
 
 @pytest.mark.parametrize(
-    ("workers", "servers", "rank", "step", "point"),
+    ("workers", "servers", "killed"),
     [
-        (2, 1, 0, 1, "worker: before forward"),
-        (2, 1, 1, 6, "worker: before commit"),
-        (2, 1, 0, 7, "worker: before forward"),  # the others are measuring the epoch
-        (2, 1, 1, 9, "worker: committed"),  # after a checkpoint
-        (3, 2, 1, 5, "worker: before forward"),
-        (3, 2, 2, 6, "worker: exchange begun"),
-        (3, 2, 0, 12, "worker: exchange finished, not committed"),
-        (3, 2, 1, 14, "worker: committed, not counted"),
+        (
+            2,
+            1,
+            [
+                (0, 1, "worker: before forward"),
+                (1, 6, "worker: before commit"),
+                (0, 7, "worker: before forward"),  # the others are measuring the epoch
+                (1, 9, "worker: committed"),  # after a checkpoint
+            ],
+        ),
+        (
+            3,
+            2,
+            [
+                (1, 5, "worker: before forward"),
+                (2, 6, "worker: exchange begun"),
+                (0, 12, "worker: exchange finished, not committed"),
+                (1, 14, "worker: committed, not counted"),
+            ],
+        ),
     ],
 )
-def test_a_worker_killed_within_a_step_leaves_no_trace(
-    recovers: Callable[..., Launched], workers: int, servers: int, rank: int, step: int, point: str
+def test_workers_killed_within_a_step_leave_no_trace(
+    recovers: Callable[..., Launched], workers: int, servers: int, killed: list[tuple[int, int, str]]
 ) -> None:
-    faults = Faults().kill(f"worker-{rank}", at_step=step, at=point)
-    assert recovers(faults, workers=workers, servers=servers).summary["restarts"] == 1
+    faults, lives = Faults(), Counter[int]()
+    for rank, step, point in killed:
+        faults = faults.kill(f"worker-{rank}", at_step=step, at=point, incarnation=lives[rank])
+        lives[rank] += 1
+    assert recovers(faults, workers=workers, servers=servers).summary["restarts"] == 4
 
 
-@pytest.mark.parametrize(
-    ("rank", "point"),
-    [
-        (1, "worker: a call ended"),
-        (0, "worker: evaluating"),
-        (1, "worker: predicting"),
-        (0, "worker: checkpoint written"),
-        (1, "worker: script ended"),
-    ],
-)
-def test_a_worker_killed_between_steps_leaves_no_trace(
-    recovers: Callable[..., Launched], rank: int, point: str
-) -> None:
-    assert recovers(Faults().kill(f"worker-{rank}", at=point)).summary["restarts"] == 1
+def test_workers_killed_between_steps_leave_no_trace(recovers: Callable[..., Launched]) -> None:
+    faults = Faults()
+    lives = [["checkpoint written", "evaluating"], ["a call ended", "predicting", "script ended"]]
+    for rank, points in enumerate(lives):
+        for life, point in enumerate(points):
+            faults = faults.kill(f"worker-{rank}", at=f"worker: {point}", incarnation=life)
+    assert recovers(faults).summary["restarts"] == 5
 
 
 @pytest.mark.parametrize(("variant", "step"), [("adam", 8), ("mixing", 3), ("plain", 10)])
@@ -128,10 +129,12 @@ def test_whatever_model_and_optimizer_hold_is_on_the_servers(
 @pytest.mark.parametrize(
     "faults",
     [
-        Faults().kill("server-0", at_step=5),
-        Faults().kill("server-1", at_step=3).kill("server-0", at_step=12),
-        Faults().kill("worker-1", at_step=9).kill("server-1", at_step=9),
+        Faults().kill("server-1", at_step=3).kill("worker-1", at_step=9).kill("server-0", at_step=12),
         Faults().kill("coordinator", at_step=4).kill("server-1", at_step=8).kill("worker-2", at_step=13),
+        *matrix_only(
+            Faults().kill("server-0", at_step=5),
+            Faults().kill("worker-1", at_step=9).kill("server-1", at_step=9),
+        ),
     ],
 )
 def test_a_killed_server_is_taken_over_by_its_replicas(
@@ -163,16 +166,11 @@ def test_a_step_that_cannot_be_summed_again_takes_the_job_back_to_its_checkpoint
     assert ended.ranks == undisturbed.ranks
 
 
-@pytest.mark.parametrize(
-    ("rank", "step", "point"),
-    [
-        (0, 1, "worker: before forward"),
-        (1, 9, "worker: exchange begun"),
-        (0, 21, "worker: committed, not counted"),
-    ],
-)
-def test_a_loop_of_the_users_own_goes_on(
-    recovers: Callable[..., Launched], rank: int, step: int, point: str
-) -> None:
-    faults = Faults().kill(f"worker-{rank}", at_step=step, at=point)
-    assert recovers(faults, script="own_loop").summary["restarts"] == 1
+def test_a_loop_of_the_users_own_goes_on(recovers: Callable[..., Launched]) -> None:
+    faults = (
+        Faults()
+        .kill("worker-0", at_step=1, at="worker: before forward")
+        .kill("worker-1", at_step=9, at="worker: exchange begun")
+        .kill("worker-0", at_step=21, at="worker: committed, not counted", incarnation=1)
+    )
+    assert recovers(faults, script="own_loop").summary["restarts"] == 3

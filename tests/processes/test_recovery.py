@@ -1,34 +1,27 @@
 """Killed at any moment, a job ends as if nothing had happened: the same weights to the bit, results and output.
 
-Every scenario is a launch of its own with its faults planned; what the
-undisturbed job gives is computed once for each script and number of workers.
+A launch with its faults planned is compared with the undisturbed job, which
+runs once for each script and number of workers. Several deaths in one launch
+are several recoveries: the end is the same only if each of them was exact.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Launched
+from launched import Ended, Launched
 
 from shoal import Faults
 from shoal.cli import runs
 from shoal.config.faults import POINTS
 from shoal.errors import ScriptFailed, WorkerDied
+from whole_matrix import matrix_only
 
 SCRIPTS = Path(__file__).parent / "scripts"
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What came of a job, as far as it must not depend on faults."""
-
-    ranks: list[dict[str, Any]]
-    stdout: str
 
 
 Run = Callable[..., tuple[Launched, Ended]]
@@ -55,7 +48,22 @@ def run(launch_script: Callable[..., Launched], tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def recovers(run: Run) -> Callable[..., Launched]:
+def undisturbed(run: Run) -> Callable[[str, str, int], Ended]:
+    """What a script ends with where nothing fails; each is run once."""
+
+    def undisturbed(script: str, variant: str, workers: int) -> Ended:
+        key = (script, variant, workers)
+        if key not in _undisturbed:
+            launched, _undisturbed[key] = run(script, workers=workers, variant=variant)
+            assert launched.summary["restarts"] == 0
+            assert all(rank == _undisturbed[key].ranks[0] for rank in _undisturbed[key].ranks)
+        return _undisturbed[key]
+
+    return undisturbed
+
+
+@pytest.fixture
+def recovers(run: Run, undisturbed: Callable[[str, str, int], Ended]) -> Callable[..., Launched]:
     """Run a script under faults, and see that it ends as it does without."""
 
     def recovers(
@@ -67,14 +75,10 @@ def recovers(run: Run) -> Callable[..., Launched]:
         printed_twice: str = "",
         **options: Any,
     ) -> Launched:
-        key = (script, variant, workers)
-        if key not in _undisturbed:
-            launched, _undisturbed[key] = run(script, workers=workers, variant=variant)
-            assert launched.summary["restarts"] == 0
-            assert all(rank == _undisturbed[key].ranks[0] for rank in _undisturbed[key].ranks)
+        expected = undisturbed(script, variant, workers)
         launched, ended = run(script, workers=workers, variant=variant, faults=faults, **options)
-        assert ended.ranks == _undisturbed[key].ranks
-        assert ended.stdout == _undisturbed[key].stdout + printed_twice
+        assert ended.ranks == expected.ranks
+        assert ended.stdout == expected.stdout + printed_twice
         return launched
 
     return recovers
@@ -101,7 +105,22 @@ ONCE = [
 ]
 
 
-@pytest.mark.parametrize("point", AT_A_STEP)
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_workers_killed_at_every_point_of_a_step_leave_no_trace(
+    recovers: Callable[..., Launched], workers: int
+) -> None:
+    """One after the other, in one job: each point with another step and rank at each number of workers."""
+    faults = Faults()
+    for number, step in enumerate((1, 4, 6, 9, 12, 16)):
+        life, rank = divmod(number, workers)
+        point = AT_A_STEP[(number + 2 * workers) % len(AT_A_STEP)]
+        faults = faults.kill(f"worker-{rank}", at_step=step, at=point, incarnation=life)
+    launched = recovers(faults, workers=workers)
+    assert num_deaths(launched) == 6
+    assert "begin anew" not in launched.stderr
+
+
+@pytest.mark.parametrize("point", matrix_only(*AT_A_STEP))
 @pytest.mark.parametrize(("workers", "rank", "step"), [(2, 0, 1), (2, 1, 6), (3, 1, 12), (4, 3, 16)])
 def test_a_worker_killed_within_a_step_leaves_no_trace(
     recovers: Callable[..., Launched], point: str, workers: int, rank: int, step: int
@@ -110,8 +129,44 @@ def test_a_worker_killed_within_a_step_leaves_no_trace(
     assert num_deaths(launched) == 1
 
 
-@pytest.mark.parametrize("point", ONCE)
-@pytest.mark.parametrize("rank", [0, 1])
+BY_RANK = {
+    0: [
+        [
+            "not joined",
+            "checkpoint not written",
+            "checkpoint written",
+            "evaluating",
+            "a call ended",
+            "predicting",
+        ],
+        ["a call begins", "epoch ended", "script ended"],
+    ],
+    1: [
+        ["a call begins", "epoch ended"],
+        ["not joined", "checkpoint not written", "evaluating", "a call ended", "predicting"],
+    ],
+}
+"""Where ranks 0 and 1 die again and again, in the order in which the script comes there. Rank 0 alone writes."""
+
+
+@pytest.mark.parametrize("job", BY_RANK)
+def test_workers_killed_at_every_point_between_steps_leave_no_trace(
+    recovers: Callable[..., Launched], job: int
+) -> None:
+    faults = Faults()
+    for rank, points in enumerate(BY_RANK[job]):
+        for life, point in enumerate(points):
+            faults = faults.kill(f"worker-{rank}", at=f"worker: {point}", incarnation=life)
+    assert num_deaths(recovers(faults, workers=3)) == len(faults.planned)
+
+
+@pytest.mark.parametrize(
+    ("rank", "point"),
+    [
+        (0, "worker: script ended"),
+        *matrix_only(*((rank, point) for point in ONCE for rank in (0, 1) if (rank, point) != (0, ONCE[-1]))),
+    ],
+)
 def test_a_worker_killed_between_steps_leaves_no_trace(
     recovers: Callable[..., Launched], point: str, rank: int
 ) -> None:
@@ -146,27 +201,24 @@ def test_two_workers_may_die_in_one_step(recovers: Callable[..., Launched], dyin
     assert num_deaths(recovers(faults, workers=3)) == 2
 
 
-def test_all_workers_dead_at_once_begin_again_from_the_newest_checkpoint(run: Run) -> None:
-    _, undisturbed = run("everything", workers=2)
+def test_all_workers_dead_at_once_begin_again_from_the_newest_checkpoint(
+    run: Run, undisturbed: Callable[[str, str, int], Ended]
+) -> None:
     faults = Faults().kill("worker-0", at_step=7).kill("worker-1", at_step=7)
     launched, ended = run("everything", workers=2, faults=faults)
-    assert ended.ranks == undisturbed.ranks
+    assert ended.ranks == undisturbed("everything", "plain", 2).ranks
     assert "going on from" in launched.stderr
     note = "no worker is left that has what was trained; all begin anew from the checkpoint of step 4, "
     assert launched.stderr.count(note) == 1
 
 
-def test_all_workers_dead_before_a_checkpoint_begin_again_from_the_start_and_say_so(run: Run) -> None:
-    _, undisturbed = run("everything", workers=2)
+def test_all_workers_dead_before_a_checkpoint_begin_again_from_the_start_and_say_so(
+    run: Run, undisturbed: Callable[[str, str, int], Ended]
+) -> None:
     faults = Faults().kill("worker-0", at_step=3).kill("worker-1", at_step=3)
     launched, ended = run("everything", workers=2, faults=faults)
-    assert ended.ranks == undisturbed.ranks
+    assert ended.ranks == undisturbed("everything", "plain", 2).ranks
     assert launched.stderr.count("all begin anew from where this launch began") == 1
-
-
-def test_nothing_is_said_of_beginning_anew_where_a_worker_is_left(run: Run) -> None:
-    launched, _ = run("everything", workers=2, faults=Faults().kill("worker-0", at_step=3))
-    assert "begin anew" not in launched.stderr
 
 
 @pytest.mark.parametrize(("variant", "rank", "step"), [("sparse", 1, 6), ("adam", 0, 8), ("mixing", 1, 3)])
@@ -178,19 +230,17 @@ def test_whatever_the_model_and_its_optimizer_hold_is_handed_over(
     assert num_deaths(recovers(faults, workers=3, variant=variant)) == (1 if rank == 1 else 2)
 
 
-@pytest.mark.parametrize(("rank", "step", "point"), [
-    (0, 1, "worker: before forward"),
-    (1, 9, "worker: exchange begun"),
-    (1, 14, "worker: exchange finished, not committed"),
-    (0, 21, "worker: committed, not counted"),
-    (1, None, "worker: script ended"),
-])  # fmt: skip
-def test_a_loop_of_the_users_own_goes_on(
-    recovers: Callable[..., Launched], rank: int, step: int | None, point: str
-) -> None:
-    faults = Faults().kill(f"worker-{rank}", at_step=step, at=point)
+def test_a_loop_of_the_users_own_goes_on(recovers: Callable[..., Launched]) -> None:
+    faults = (
+        Faults()
+        .kill("worker-0", at_step=1, at="worker: before forward")
+        .kill("worker-1", at_step=9, at="worker: exchange begun")
+        .kill("worker-1", at_step=14, at="worker: exchange finished, not committed", incarnation=1)
+        .kill("worker-0", at_step=21, at="worker: committed, not counted", incarnation=1)
+        .kill("worker-1", at="worker: script ended", incarnation=2)
+    )
     launched = recovers(faults, script="own_loop")
-    assert num_deaths(launched) == 1
+    assert num_deaths(launched) == 5
     epochs = runs.read_ledger(launched.run_dir, is_alive=False)["epochs"]
     assert [(epoch["trained"], epoch["is_exact"], epoch["again"]) for epoch in epochs] == [(70, True, [])] * 3
 

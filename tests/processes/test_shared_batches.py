@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from launched import Launched
-from safetensors.torch import load_file
+from launched import Launched, close, results
 
 from shoal import Faults
 from shoal.cli import runs
@@ -25,22 +23,6 @@ SCRIPTS = Path(__file__).parent / "scripts"
 COUNTED = SCRIPTS / "counted_epochs.py"
 TOLERANCE = 1e-12
 Launch = Callable[..., Launched]
-
-
-def results(folder: Path, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    return load_file(folder / f"rank-{rank}.safetensors"), json.loads(
-        (folder / f"rank-{rank}.json").read_text()
-    )
-
-
-def close(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(close(a, b) for a, b in zip(one, other, strict=True))
-    return (
-        math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9) if isinstance(one, float) else bool(one == other)
-    )
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,12 +80,6 @@ if shoal.rank() == 0:
 """
 
 
-def result(done: Any) -> list[float]:
-    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("result")]
-    return [float.fromhex(each) for each in json.loads(line.removeprefix("result "))]
-
-
 SEQUENCE = {"sequence_parallel": True}
 _results: dict[str, list[float]] = {}
 
@@ -99,7 +92,7 @@ def run(
         SCRIPT.replace("DROPOUT", str(dropout)), workers=workers, strategy=strategy, **options
     )
     if "faults" not in options:
-        _results[f"{strategy} {workers} {dropout}"] = result(done)
+        _results[f"{strategy} {workers} {dropout}"] = done.printed()
     return done
 
 
@@ -126,7 +119,7 @@ def test_cut_layers_compute_what_whole_ones_do(
 ) -> None:
     alone = known(launch_script, "single", 1, dropout=dropout)
     done = run(launch_script, strategy, workers, dropout=dropout, **options)
-    assert result(done) == pytest.approx(alone, rel=1e-9)
+    assert done.printed() == pytest.approx(alone, rel=1e-9)
     table = done.stderr
     for layer in ("blocks.0.attention.q", "colwise", "rowwise       its weight is also that of head"):
         assert layer in table
@@ -138,7 +131,7 @@ def test_a_killed_rank_takes_all_back_and_the_bits_are_equal(launch_script: Call
     undisturbed = known(launch_script, "tp", 3, dropout=0.1, **SEQUENCE)
     faults = Faults().kill("worker-1", at_step=4, at="worker: before commit")
     killed = run(launch_script, "tp", 3, dropout=0.1, faults=faults, **SEQUENCE)
-    assert result(killed) == undisturbed
+    assert killed.printed() == undisturbed
     assert killed.summary["restarts"] == 1
 
 
@@ -218,9 +211,9 @@ def attend(launch_script: Callable[..., Any], strategy: str, workers: int, *args
 
 
 def test_attentions_cut_by_heads_draw_what_one_process_does(launch_script: Callable[..., Any]) -> None:
-    alone = result(attend(launch_script, "single", 1, "0.1", "1"))
+    alone = attend(launch_script, "single", 1, "0.1", "1").printed()
     cut = attend(launch_script, "tp", 4, "0.1", "1", **SEQUENCE)
-    assert result(cut) == pytest.approx(alone, rel=1e-9)
+    assert cut.printed() == pytest.approx(alone, rel=1e-9)
     for row in ("heads         3 of its 12 heads on each rank", "closed by packed.out, in 3 blocks"):
         assert row in cut.stderr
 
@@ -228,10 +221,10 @@ def test_attentions_cut_by_heads_draw_what_one_process_does(launch_script: Calla
 def test_checkpoints_of_attentions_by_heads_are_those_of_one_process(
     launch_script: Callable[..., Any], tmp_path: Path
 ) -> None:
-    alone = result(attend(launch_script, "single", 1, "0.0", "3"))
-    result(attend(launch_script, "tp", 3, "0.0", "1"))
+    alone = attend(launch_script, "single", 1, "0.0", "3").printed()
+    attend(launch_script, "tp", 3, "0.0", "1").printed()
     [first] = (tmp_path / "after-1").iterdir()
-    result(attend(launch_script, "fsdp=2,tp=2", 4, "0.0", "2", str(first)))
+    attend(launch_script, "fsdp=2,tp=2", 4, "0.0", "2", str(first)).printed()
     [second] = (tmp_path / "after-2").iterdir()
     done = attend(launch_script, "single", 1, "0.0", "3", str(second))
-    assert result(done) == pytest.approx(alone, rel=1e-9)
+    assert done.printed() == pytest.approx(alone, rel=1e-9)

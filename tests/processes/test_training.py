@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launched import Launched
-from safetensors.torch import load_file
+from launched import Launched, close, results
 
 from shoal.train.checkpoint.checkpoint import list_checkpoints
 
@@ -40,22 +38,9 @@ def told(launch_script: Launch, folder: Path) -> Callable[[int], Told]:
             out.mkdir()
             done = launch_script(SCRIPT, workers=workers, args=(str(out),))
             assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
-        return [
-            (load_file(out / f"rank-{rank}.safetensors"), json.loads((out / f"rank-{rank}.json").read_text()))
-            for rank in range(workers)
-        ]
+        return [results(out, rank) for rank in range(workers)]
 
     return told
-
-
-def close(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(close(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, float):
-        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
-    return bool(one == other)
 
 
 def test_every_rank_ends_with_the_same_bits_and_facts(told: Callable[[int], Told]) -> None:
