@@ -34,7 +34,7 @@ def test_hosts_join_a_running_job_and_take_workers_and_servers(
             in " ".join(job.output(1).split())
         )
         assert job.run_on_head("scale", "job", "--hosts", "1").wait(60.0) == 2
-        assert "it may have 1 hosts already" in job.said()
+        assert "it may have 1 host already" in job.said()
         assert job.run_on_head("scale", "job", "--hosts", "3").wait(60.0) == 0, job.said()
         assert (
             "2 more hosts can join, with the key of this job; on each: shoal join shoal://10.77.0.1:7070"

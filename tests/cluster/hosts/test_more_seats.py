@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shoal.cluster.hosts import joining
+from shoal.cluster.hosts.authority import Authority
+from shoal.cluster.hosts.files import FileService
+from shoal.cluster.hosts.joining import Admission, Door, JobFacts
 from shoal.cluster.launch.elastic import Elastic
 from shoal.config.hosts import HostsConfig
 from shoal.config.launch import LaunchConfig
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, HostNotAdmitted
+from shoal.runtime.transport import tls
 
 
 def job(
@@ -74,3 +81,58 @@ def test_seats_that_cannot_be_added_change_nothing(
     with pytest.raises(ConfigError, match=why):
         elastic.open_seats(2)
     assert (told, elastic.current) == ([], before)
+
+
+# ---- the door -------------------------------------------------------------------------------------
+
+KEY = "a-key-of-more-than-twenty-characters"
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    """For host 1, which has a name."""
+    script = tmp_path / "train.py"
+    script.touch()
+    facts = JobFacts(
+        job="job",
+        script=str(script),
+        script_hash=joining.file_hash(str(script)),
+        run_dir=str(tmp_path),
+        run_dir_mark=joining.make_mark(tmp_path),
+        is_shipped=False,
+    )
+    names = {1: "one.invalid"}
+    listener, files = tls.listen("127.0.0.1"), FileService(tmp_path, None)
+    made = Door(listener, Authority("job"), KEY, facts, [1], files, names)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def join(door: Door, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Admission]:
+    """Join as a machine of this name."""
+    address = f"shoal://127.0.0.1:{door._listener.getsockname()[1]}"
+
+    def join(name: str) -> Admission:
+        monkeypatch.setattr(joining.platform, "node", lambda: name)
+        return joining.join(address, KEY, timeout_s=10.0)
+
+    return join
+
+
+def test_a_host_without_a_name_takes_a_seat_that_was_added_to_named_ones(
+    door: Door, join: Callable[[str], Admission]
+) -> None:
+    with pytest.raises(HostNotAdmitted, match=r"is none of the hosts of this job: one\.invalid"):
+        join("two")
+    door.open_seats(3)
+    assert [join(name).number for name in ("two", "one.invalid")] == [2, 1]
+
+
+def test_a_machine_that_was_lost_before_its_agent_came_joins_anew(
+    door: Door, join: Callable[[str], Admission], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert join("one.invalid").credentials.incarnation == 0
+    monkeypatch.setattr(joining, "AGENT_TIMEOUT_S", 0.0)
+    assert join("one.invalid").credentials.incarnation == 1
+    assert door.seats.keys() == {1}

@@ -23,6 +23,7 @@ import getpass
 import hashlib
 import hmac
 import ipaddress
+import math
 import os
 import platform
 import queue
@@ -72,6 +73,9 @@ HANDSHAKE_S = 15.0
 
 ADMITTED_TIMEOUT_S = 60.0
 """From a host's admission, or the last file it asked for, to its agent's connection; then another may have its number."""
+
+AGENT_TIMEOUT_S = 10.0
+"""From a host's admission to its agent's connection, after which the same machine may join anew."""
 
 SEAT_TIMEOUT_S = 6.0
 """How long a joiner waits for the number of a host that may just have been lost; longer than it takes to miss one."""
@@ -396,8 +400,11 @@ class Door:
 
             def free() -> int | None:
                 self._release_late()
-                if self._seat_of(proof.hostname, peer) is not None:
-                    return None
+                before = self._seat_of(proof.hostname, peer)
+                if before is not None:
+                    if self._admitted_at.get(before, math.inf) > time.monotonic() - AGENT_TIMEOUT_S:
+                        return None
+                    self._let_go(before)  # the machine was lost before its agent came, and is back
                 return next((number for number in numbers if number in self._free), None)
 
             number = self._released.wait_for(free, SEAT_TIMEOUT_S)

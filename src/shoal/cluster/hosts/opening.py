@@ -203,11 +203,22 @@ def open_cluster(
 
 def refuse_address(config: HostsConfig) -> None:
     """Refuse addresses that cannot be meant."""
-    if config.names and not joining.resolved(config.bind) & joining.resolved(config.names[HEAD]):
-        raise ConfigError(
-            f"{config.names[HEAD]}, the first of the hosts, is not this machine ({config.bind}), which takes part as host 0. "
-            "Nothing was started; name this machine first."
+    for number, name in enumerate(config.names):
+        found = joining.resolved(name)
+        is_loopback = bool(found) and all(
+            ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found
         )
+        # Many machines know themselves by a loopback address; the head listens at --bind all the same.
+        if number == HEAD and not is_loopback and not joining.resolved(config.bind) & found:
+            raise ConfigError(
+                f"{name}, the first of the hosts, is not this machine ({config.bind}), which takes part as host 0. "
+                "Nothing was started; name this machine first."
+            )
+        if number != HEAD and is_loopback:
+            raise ConfigError(
+                f"{name} is {min(found)} here, a loopback address, which is this machine and no other host. Nothing was started; "
+                f"name host {number} by its address, or correct /etc/hosts."
+            )
     for what, address in (("--bind", config.bind), ("--advertise", config.advertise)):
         if not address:
             continue

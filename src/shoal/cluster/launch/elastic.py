@@ -75,7 +75,7 @@ class Elastic:
             )
         if num_hosts <= hosts.num_hosts:
             raise ConfigError(
-                f"it may have {hosts.num_hosts} hosts already. Nothing was changed; a host leaves by `shoal leave RUN --host K`"
+                f"it may have {hosts.num_hosts} host{'s' if hosts.num_hosts > 1 else ''} already. Nothing was changed; a host leaves by `shoal leave RUN --host K`"
             )
         self.asked, self.current = (
             replace(each, hosts=each.hosts and each.hosts.with_seats(num_hosts, each.workers))
