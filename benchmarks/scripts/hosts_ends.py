@@ -3,7 +3,7 @@
     server KIND HOST        says its port on stdout
     client KIND HOST PORT   told "push|pull BYTES TIMES" on stdin, says the median seconds of it
 
-Kinds: bare (a Python socket, the bytes alone), tls and plain (shoal's; tls-2 and tls-4 over several connections),
+Kinds: bare (a Python socket, the bytes alone), ssl (the same over Python's TLS), tls and plain (shoal's; tls-2 and tls-4 over several connections),
 rpc (torch) and grpc. Every buffer exists before a measurement begins, at both ends.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import ssl
 import statistics
 import struct
 import sys
@@ -61,6 +62,15 @@ def fill(sock: socket.socket, view: memoryview) -> None:
         view = view[count:]
 
 
+def wrapped(sock: socket.socket, role: str) -> socket.socket:
+    """The same connection over Python's own TLS, with the certificates that shoal would present."""
+    is_server = role == "server-0"
+    purpose = ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
+    context = tls.context(credentials("tls", role), purpose)
+    context.sslsocket_class = ssl.SSLSocket
+    return context.wrap_socket(sock, server_side=is_server)
+
+
 # ---- servers ------------------------------------------------------------------------------------
 
 
@@ -69,6 +79,8 @@ def serve_bare(host: str, kind: str) -> None:
         print(listener.getsockname()[1], flush=True)
         sock, _ = listener.accept()
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if kind == "ssl":
+        sock = wrapped(sock, "server-0")
     head = bytearray(_HEAD.size)
     while True:
         fill(sock, memoryview(head))
@@ -150,12 +162,14 @@ GRPC = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length"
 def client_bare(host: str, port: int, kind: str) -> dict[str, Callable[[int], Callable[[], None]]]:
     sock = socket.create_connection((host, port))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if kind == "ssl":
+        sock = wrapped(sock, "worker-0")
 
     def push(num_bytes: int) -> Callable[[], None]:
         head, answer = _HEAD.pack(b">", num_bytes), bytearray(1)
 
         def once() -> None:
-            sock.sendmsg([head])
+            sock.sendall(head)
             sock.sendall(stored(num_bytes).data)
             fill(sock, memoryview(answer))
 
@@ -217,9 +231,17 @@ def client_grpc(host: str, port: int, kind: str) -> dict[str, Callable[[int], Ca
     return {"push": lambda num_bytes: lambda: check(call(bytes(num_bytes)), bytes)}
 
 
-SERVERS = {"bare": serve_bare, "tls": serve_shoal, "plain": serve_shoal, "rpc": serve_rpc, "grpc": serve_grpc}
+SERVERS = {
+    "bare": serve_bare,
+    "ssl": serve_bare,
+    "tls": serve_shoal,
+    "plain": serve_shoal,
+    "rpc": serve_rpc,
+    "grpc": serve_grpc,
+}
 CLIENTS = {
     "bare": client_bare,
+    "ssl": client_bare,
     "tls": client_shoal,
     "plain": client_shoal,
     "rpc": client_rpc,

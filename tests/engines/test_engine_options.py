@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 
@@ -77,8 +76,7 @@ def test_hosts_that_join_by_themselves_need_a_key_that_was_given(
     on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SHOAL_JOIN_KEY", raising=False)
-    nothing: Any = None  # the refusal comes before the run directory is used
     with pytest.raises(
         ConfigError, match=rf"--on {on} join with a key .* Nothing was started; .*SHOAL_JOIN_KEY"
     ):
-        opening.open_cluster(config(on=on), run=nothing, script="train.py", note=print)
+        opening.listen(config(on=on), script="train.py")

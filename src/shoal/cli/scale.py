@@ -10,13 +10,14 @@ import typer
 from shoal.cli.options import RunDir, complete_run
 
 if TYPE_CHECKING:
-    from shoal.runtime.transport.messages.supervisor import LeaveHost, ScaleWorkers
+    from shoal.runtime.transport.messages.supervisor import LeaveHost, ScaleHosts, ScaleWorkers
 
 EXAMPLES = (
     "\b\n"
     "Examples:\n"
     "  shoal scale click --servers 3   three servers from now on, fewer or more than before\n"
-    "  shoal scale click --workers 6   six workers: all save and stop, and six go on from there"
+    "  shoal scale click --workers 6   six workers: all save and stop, and six go on from there\n"
+    "  shoal scale click --hosts 4     up to four hosts: as many more as that can `shoal join` now"
 )
 
 LEAVE_EXAMPLES = "\b\nExamples:\n  shoal leave click --host 2   its workers go on on the other hosts"
@@ -44,18 +45,32 @@ def scale(
             "--workers", metavar="N", min=1, help="How many workers there shall be.", show_default=False
         ),
     ] = None,
+    hosts: Annotated[
+        int | None,
+        typer.Option(
+            "--hosts",
+            metavar="N",
+            min=1,
+            help="How many hosts may join, the head included.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    """Change how many workers or servers a running job has.
+    """Change how many workers or servers a running job has, or how many hosts may join it.
 
     What servers hold moves while it trains. Workers finish their step, save a checkpoint and stop; the new number goes on
     from there at the same global batch, with other bits than the undisturbed run. A loop of the script's own is not saved,
     and its workers cannot be scaled.
     """
     from shoal.errors import ConfigError
-    from shoal.runtime.transport.messages.supervisor import ScaleWorkers
+    from shoal.runtime.transport.messages.supervisor import ScaleHosts, ScaleWorkers
 
-    if (servers is None) == (workers is None):
-        raise ConfigError("shoal scale takes --workers N or --servers N, one of them. Nothing was changed.")
+    if sum(number is not None for number in (servers, workers, hosts)) != 1:
+        raise ConfigError(
+            "shoal scale takes --workers N, --servers N or --hosts N, one of them. Nothing was changed."
+        )
+    if hosts is not None:
+        _resize(run, run_dir, ScaleHosts(hosts))
     if workers is not None:
         _resize(run, run_dir, ScaleWorkers(workers))
     elif servers is not None:
@@ -75,7 +90,7 @@ def leave(
     _resize(run, run_dir, LeaveHost(host))
 
 
-def _resize(run: str, run_dir: Path, request: ScaleWorkers | LeaveHost) -> None:
+def _resize(run: str, run_dir: Path, request: ScaleWorkers | ScaleHosts | LeaveHost) -> None:
     from shoal.cluster.supervisor import sockets as control
     from shoal.errors import ClusterError, ConfigError
     from shoal.runtime.transport.messages.supervisor import Resized, Resizing, ScaleRefused

@@ -154,6 +154,20 @@ class HostsConfig:
             f"the cluster has {sum(self.workers)} workers, and {num_workers} were asked for. Nothing was started."
         )
 
+    def most_workers(self, num_workers: int) -> int:
+        """Workers of the fullest host."""
+        return max(self.workers) if self.workers else -(-num_workers // self.num_places)
+
+    def with_seats(self, num_hosts: int, num_workers: int) -> HostsConfig:
+        """More hosts than now: those that are added have neither workers nor named servers, and no home moves."""
+        homes = [self.host_of(rank, num_workers) for rank in range(num_workers)]
+        return replace(
+            self,
+            num_hosts=num_hosts,
+            workers=tuple(homes.count(host) for host in range(num_hosts)),
+            servers=self.servers and (*self.servers, *(0,) * (num_hosts - self.num_hosts)),
+        )
+
     def with_a_server_on_each(self, num_workers: int) -> HostsConfig:
         """The same hosts with one server on each of those that have workers."""
         if any(self.servers):

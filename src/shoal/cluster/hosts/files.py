@@ -47,7 +47,7 @@ class FileService:
         """ConfigError where `shipped` is more than a folder of scripts."""
         self._run_dir = run_dir
         self._journal: tuple[object, bytes] = (None, b"")
-        self._shipped = list(_shippable(shipped)) if shipped is not None else []
+        self._shipped = list(shippable(shipped)) if shipped is not None else []
         self._shipped_from = shipped
 
     def serve(self, stream: TlsStream, request: ListFiles) -> None:
@@ -181,7 +181,8 @@ def copy_shipped(head: str, credentials: Credentials, into: Path) -> None:
                 )
 
 
-def _shippable(folder: Path) -> Iterator[FileEntry]:
+def shippable(folder: Path) -> Iterator[FileEntry]:
+    """Files of a script's folder; ConfigError where there is more than a folder of scripts."""
     num_files = num_bytes = 0
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(

@@ -434,7 +434,7 @@ class Hosts:
 
     def _called(self, number: int) -> str:
         names = self.cluster.config.names if self.cluster is not None else ()
-        asked_for = f"host {number} ({names[number]})" if names else f"host {number}"
+        asked_for = f"host {number} ({names[number]})" if number < len(names) else f"host {number}"
         return self._names.get(number, asked_for)
 
     # ---- placement ------------------------------------------------------------------------------
@@ -488,6 +488,12 @@ class Hosts:
         if self.cluster is not None and config is not None:
             self.cluster.config = config
             self.cluster.door.launched_again(launches)
+
+    def open_seats(self, config: HostsConfig) -> None:
+        """Let more hosts join; ranks keep their homes."""
+        assert self.cluster is not None
+        self.cluster.config = config
+        self.cluster.door.open_seats(config.num_hosts)
 
     def leave(self, number: int, reason: str) -> None:
         """Let a host go that has no process of the job any more."""

@@ -23,6 +23,7 @@ import getpass
 import hashlib
 import hmac
 import ipaddress
+import math
 import os
 import platform
 import queue
@@ -72,6 +73,9 @@ HANDSHAKE_S = 15.0
 
 ADMITTED_TIMEOUT_S = 60.0
 """From a host's admission, or the last file it asked for, to its agent's connection; then another may have its number."""
+
+AGENT_TIMEOUT_S = 10.0
+"""From a host's admission to its agent's connection, after which the same machine may join anew."""
 
 SEAT_TIMEOUT_S = 6.0
 """How long a joiner waits for the number of a host that may just have been lost; longer than it takes to miss one."""
@@ -236,6 +240,13 @@ class Door:
     def fileno(self) -> int:
         return self._wake.fileno()
 
+    def open_seats(self, num_hosts: int) -> None:
+        """Let the key admit more hosts, up to so many with the head."""
+        with self._released:
+            added = range(self._numbers[-1] + 1 if self._numbers else 1, num_hosts)
+            self._numbers, self._free = [*self._numbers, *added], sorted([*self._free, *added])
+            self._released.notify_all()
+
     def launched_again(self, launches: Sequence[float]) -> None:
         """The times at which the launches of the run began, for hosts that join from now on."""
         self._facts = self._facts._replace(launches=tuple(launches))
@@ -389,8 +400,11 @@ class Door:
 
             def free() -> int | None:
                 self._release_late()
-                if self._seat_of(proof.hostname, peer) is not None:
-                    return None
+                before = self._seat_of(proof.hostname, peer)
+                if before is not None:
+                    if self._admitted_at.get(before, math.inf) > time.monotonic() - AGENT_TIMEOUT_S:
+                        return None
+                    self._let_go(before)  # the machine was lost before its agent came, and is back
                 return next((number for number in numbers if number in self._free), None)
 
             number = self._released.wait_for(free, SEAT_TIMEOUT_S)
@@ -417,6 +431,8 @@ class Door:
             number for number, name in self._names.items() if proof.hostname == name or peer in resolved(name)
         ]
         if not named:
+            named = [number for number in self._numbers if number not in self._names]  # seats that were added
+        if not named:
             raise HostNotAdmitted(
                 f"{proof.hostname} ({peer}) is none of the hosts of this job: {', '.join(self._names.values())}"
             )
@@ -431,8 +447,11 @@ class Door:
     def _why_taken(self, proof: HostProof, peer: str, numbers: list[int]) -> str:
         if (number := self._seat_of(proof.hostname, peer)) is not None:
             return f"{proof.hostname} ({peer}) is host {number} of this job already"
-        if numbers == self._numbers:
-            return f"all {len(numbers)} hosts that this job waits for have joined: the key is used up"
+        if proof.wants < 0 and self._names.keys().isdisjoint(numbers):
+            return (
+                f"all {len(self._numbers)} hosts that this job waits for have joined: the key is used up. "
+                f"`shoal scale {self._facts.job} --hosts {len(self._numbers) + 2}` on the head lets another one join"
+            )
         return f"host {numbers[0]} of this job is another machine, which has joined already"
 
     def _release_late(self) -> None:

@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from setproctitle import setproctitle
 
 from shoal.cluster.coordinator import journal_reader
 from shoal.cluster.hosts import agent, headship, joining
 from shoal.cluster.hosts.authority import Authority
-from shoal.cluster.hosts.files import CONFIG, FileService, copy_shipped
+from shoal.cluster.hosts.files import CONFIG, FileService, copy_shipped, shippable
 from shoal.cluster.hosts.headship import Headship, Successor
 from shoal.cluster.hosts.hosts import HEAD, Cluster
 from shoal.cluster.hosts.joining import Admission
@@ -85,19 +86,17 @@ class SshStart:
             self._process.stderr.close()
 
 
-def open_cluster(
-    config: HostsConfig,
-    *,
-    run: RunDirectory,
-    script: str,
-    note: Callable[[str], None],
-    is_oversubscribed: bool = False,
-    journal: str = "",
-    successor: Successor | None = None,
-    num_workers: int = 0,
-    num_servers: int = 0,
-) -> Cluster:
-    """Listen for the hosts, and say how they join."""
+class Listening(NamedTuple):
+    """The head's socket and key, before there is a run: what is wrong with them leaves nothing behind."""
+
+    listener: socket.socket
+    key: str
+    is_made: bool
+    """The key was made here, and nobody else knows it yet."""
+
+
+def listen(config: HostsConfig, *, script: str, successor: Successor | None = None) -> Listening:
+    """Listen for the hosts of a job, which are told to wait until it is opened; ConfigError where that cannot be."""
     refuse_address(config)
     key = successor.key if successor is not None else joining.read_key(config.key_file)
     is_made = key is None
@@ -108,10 +107,29 @@ def open_cluster(
             f"started; put the same random word of 20 characters or more into {joining.KEY_VARIABLE} here and on each host, or "
             "name a file of it with --join-key-file."
         )
-    key = key or joining.new_join_key()
+    if config.ship:
+        list(shippable(Path(script).parent))
+    return Listening(tls.listen(config.bind, config.port), key or joining.new_join_key(), is_made)
+
+
+def open_cluster(
+    config: HostsConfig,
+    listening: Listening,
+    *,
+    run: RunDirectory,
+    script: str,
+    note: Callable[[str], None],
+    is_oversubscribed: bool = False,
+    journal: str = "",
+    successor: Successor | None = None,
+    num_workers: int = 0,
+    num_servers: int = 0,
+) -> Cluster:
+    """Admit the hosts, and say how they join."""
+    listener, key, is_made = listening
+    hosts_join = bool(config.on) and registry.ENGINES[registry.parse(config.on)[0]].hosts_join
     files = FileService(run.path, Path(script).parent if config.ship else None)
     authority = Authority(run.name, plaintext=config.plaintext)
-    listener = tls.listen(config.bind, config.port)
     facts = joining.JobFacts(
         job=run.name,
         script=script,
@@ -159,7 +177,11 @@ def open_cluster(
         note(f"starting {len(others)} host{plural} by {config.ssh}: {', '.join(names.values())}")
         starters = [SshStart(number, name, config.ssh, where, key) for number, name in names.items()]
     else:
-        note(f"waiting for {len(others)} more host{plural}; on each: shoal join {where}")
+        note(
+            f"waiting for {len(others)} more host{plural}; on each: shoal join {where}"
+            if others
+            else f"other hosts can join at {where} once `shoal scale {run.name} --hosts N` lets them"
+        )
         if is_made:
             note(f"join key: {key}")
     if config.plaintext:
@@ -181,11 +203,22 @@ def open_cluster(
 
 def refuse_address(config: HostsConfig) -> None:
     """Refuse addresses that cannot be meant."""
-    if config.names and not joining.resolved(config.bind) & joining.resolved(config.names[HEAD]):
-        raise ConfigError(
-            f"{config.names[HEAD]}, the first of the hosts, is not this machine ({config.bind}), which takes part as host 0. "
-            "Nothing was started; name this machine first."
+    for number, name in enumerate(config.names):
+        found = joining.resolved(name)
+        is_loopback = bool(found) and all(
+            ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found
         )
+        # Many machines know themselves by a loopback address; the head listens at --bind all the same.
+        if number == HEAD and not is_loopback and not joining.resolved(config.bind) & found:
+            raise ConfigError(
+                f"{name}, the first of the hosts, is not this machine ({config.bind}), which takes part as host 0. "
+                "Nothing was started; name this machine first."
+            )
+        if number != HEAD and is_loopback:
+            raise ConfigError(
+                f"{name} is {min(found)} here, a loopback address, which is this machine and no other host. Nothing was started; "
+                f"name host {number} by its address, or correct /etc/hosts."
+            )
     for what, address in (("--bind", config.bind), ("--advertise", config.advertise)):
         if not address:
             continue

@@ -229,7 +229,9 @@ class RemoteHost:
                     _tell_pid(child, pid)
             case ChildNotForked(serial, reason):
                 if (child := self._children.get(serial)) is not None:
-                    self._output(child, "stderr", f"could not be forked: {reason}\n".encode())
+                    self._output(
+                        child, "stderr", f"could not be forked on host {self.number}: {reason}\n".encode()
+                    )
                     child.ended = 1
             case ChildOutput(serial, name, data):
                 if (child := self._children.get(serial)) is not None:

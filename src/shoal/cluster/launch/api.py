@@ -56,6 +56,7 @@ from shoal.runtime import scratch
 if TYPE_CHECKING:  # a job on one host does not import what these need
     from shoal.cluster.hosts.etcd import Etcd
     from shoal.cluster.hosts.headship import Headship, Successor
+    from shoal.cluster.hosts.opening import Listening
 
 __all__ = ["LaunchConfig", "RunResult", "launch", "resume_config", "run"]
 
@@ -100,7 +101,11 @@ def launch(
     cores = available_cores()
     described = _describe(config, cores)
     refuse_without_room(config, cores)
-    with _headed(config, successor) as head, _open_run(config, described) as run:
+    with (
+        _listening(config, described, successor) as listening,
+        _headed(config, successor) as head,
+        _open_run(config, described) as run,
+    ):
         head.opened(run)
         display = open_display(
             stdout or binary(sys.stdout),
@@ -114,7 +119,7 @@ def launch(
             display.note(_first_words(run, described, cores))
             for note in config.notes():
                 display.note(note)
-        head.result = _run_job(config, described, run, display, warm, head)
+        head.result = _run_job(config, described, run, display, warm, head, listening)
         return head.result
 
 
@@ -278,6 +283,7 @@ def _run_job(
     display: Display,
     warm: WarmParent | None,
     head: _Head,
+    listening: Listening | None,
 ) -> RunResult:
     """Supervise the job, and write its summary, whatever happens."""
     outcome = JobOutcome(JobLifecycle(num_workers=described.workers, restart=RestartConfig()))
@@ -293,7 +299,7 @@ def _run_job(
         ):
             hosts = Hosts(
                 parent,
-                _open_cluster(config, run, described, display, head),
+                _open_cluster(config, run, described, display, head, listening),
                 num_workers=described.workers,
                 server_numbers=range(max_servers(described.servers)),
                 liveness=config.liveness,
@@ -425,16 +431,37 @@ def _restart(config: LaunchConfig, described: RunConfig) -> RestartConfig:
     )
 
 
-def _open_cluster(
-    config: LaunchConfig, run: RunDirectory, described: RunConfig, display: Display, head: _Head
-) -> Cluster | None:
-    """Listen for the hosts of the job, and say how they join; None for a job on this machine alone."""
-    if config.hosts is None or config.hosts.num_hosts == 1:
-        return None
+@contextlib.contextmanager
+def _listening(
+    config: LaunchConfig, described: RunConfig, successor: Successor | None
+) -> Iterator[Listening | None]:
+    """The head's socket for joining hosts, before there is a run directory; None for a job on this machine alone."""
+    if config.hosts is None:
+        yield None
+        return
     from shoal.cluster.hosts import opening  # needs cryptography, which a job on one host does not
+
+    listening = opening.listen(config.hosts, script=described.script, successor=successor)
+    with listening.listener:
+        yield listening
+
+
+def _open_cluster(
+    config: LaunchConfig,
+    run: RunDirectory,
+    described: RunConfig,
+    display: Display,
+    head: _Head,
+    listening: Listening | None,
+) -> Cluster | None:
+    """Admit the hosts of the job, and say how they join; None for a job on this machine alone."""
+    if config.hosts is None or listening is None:
+        return None
+    from shoal.cluster.hosts import opening
 
     cluster = opening.open_cluster(
         config.hosts,
+        listening,
         run=run,
         script=described.script,
         note=display.note,
@@ -474,7 +501,7 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
         replicas=config.num_replicas,
         seed=secrets.randbits(32) if config.seed is None else config.seed,
         threads=threads_per_worker(
-            -(-config.workers // config.num_hosts) if config.hosts else config.workers,
+            config.hosts.most_workers(config.workers) if config.hosts else config.workers,
             cores=config.cores_per_host or cores,
             env=os.environ,
             num_servers=-(-config.num_servers // config.num_hosts) if config.hosts else config.num_servers,
@@ -531,7 +558,10 @@ def _exchange_rule(config: LaunchConfig) -> str:
         return ""
     if config.exchange_rule and not (config.num_hosts > 1 and "shm" in config.exchange_rule):
         return config.exchange_rule  # of the run that is resumed
-    return exchange_rule.for_job(num_workers=config.workers, num_hosts=config.num_hosts)
+    # Seats without workers have no part in a sum.
+    homes = sum(map(bool, config.hosts.workers)) if config.hosts is not None else 0
+    num_hosts = max(homes, 2) if homes and config.num_hosts > 1 else config.num_hosts
+    return exchange_rule.for_job(num_workers=config.workers, num_hosts=num_hosts)
 
 
 def _open_run(config: LaunchConfig, described: RunConfig) -> RunDirectory:
@@ -555,7 +585,7 @@ def _first_words(run: RunDirectory, described: RunConfig, cores: int) -> str:
     words = (
         f"{_shown(run.path)}: {workers}, {servers}{described.strategy}{as_typed(described)}, {threads}{each}"
     )
-    if described.workers > cores:
+    if described.hosts_asked is None and described.workers > cores:
         words += f"; they share {_count(cores, 'core')} and take turns"
     return words
 

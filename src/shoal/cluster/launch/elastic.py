@@ -54,11 +54,35 @@ class Elastic:
         if self._hosts.num_hosts > 1 and num_workers > room and not self.asked.oversubscribe:
             raise ConfigError(
                 f"its hosts have {room} cores, and each of {num_workers} workers needs one. Nothing was changed; let another host "
-                "join, or start the job with --oversubscribe"
+                "join (`shoal scale RUN --hosts N` makes room for it), or start the job with --oversubscribe"
             )
         config = self._resized(num_workers, cores)
         refuse_without_room(config, available_cores())
         return Resize(config, f"{num_workers} workers were asked for")
+
+    def open_seats(self, num_hosts: int) -> None:
+        """Let so many hosts be part of the job. Nothing stops: workers come to those that join at the next Resize."""
+        hosts = self.current.hosts
+        if hosts is None or self._hosts.cluster is None:
+            raise ConfigError(
+                "it was started without --hosts and --bind, so there is no address at which a host could join. Nothing was changed; "
+                "end it, and go on with `shoal resume RUN --hosts N --bind ADDRESS`"
+            )
+        if hosts.on:
+            raise ConfigError(
+                f"its hosts are slots of {hosts.on}, which were asked for at the start. Nothing was changed; end it, and go on with "
+                "`shoal resume` and more of them"
+            )
+        if num_hosts <= hosts.num_hosts:
+            raise ConfigError(
+                f"it may have {hosts.num_hosts} host{'s' if hosts.num_hosts > 1 else ''} already. Nothing was changed; a host leaves by `shoal leave RUN --host K`"
+            )
+        self.asked, self.current = (
+            replace(each, hosts=each.hosts and each.hosts.with_seats(num_hosts, each.workers))
+            for each in (self.asked, self.current)
+        )
+        assert self.current.hosts is not None
+        self._hosts.open_seats(self.current.hosts)
 
     def without(self, host: int) -> Resize:
         """The job without a host; ConfigError where the others have no room for its workers."""

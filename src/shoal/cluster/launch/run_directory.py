@@ -38,6 +38,7 @@ import msgspec
 
 from shoal.cluster.coordinator import journal
 from shoal.cluster.ledger import trained_file
+from shoal.config.hosts import HostsConfig
 from shoal.config.launch import HostFacts, RunConfig
 from shoal.errors import RunDirectoryError
 from shoal.runtime import own_files
@@ -186,9 +187,15 @@ class RunDirectory:
         trained_file.forget_from(self.path, self.launch)
         write_atomically(self.path / "config.json", msgspec.json.encode(config))
 
-    def write_hosts(self, hosts: list[HostFacts]) -> None:
-        """Write the hosts of the job into config.json."""
-        config = replace(read_config(self.path), hosts=hosts)
+    def write_hosts(self, hosts: list[HostFacts], asked: HostsConfig) -> None:
+        """Write the hosts that are part of this launch into config.json, beside those that were, and what was asked for."""
+        config = read_config(self.path)
+        known = {each.number: each for each in (*config.hosts, *hosts)}
+        config = replace(
+            config,
+            hosts=[known[number] for number in sorted(known)],
+            hosts_asked=replace(asked, key_file=None),
+        )
         write_atomically(self.path / "config.json", msgspec.json.encode(config))
 
     @property

@@ -61,6 +61,7 @@ from shoal.runtime.transport.messages.supervisor import (
     Resized,
     Resizing,
     Saved,
+    ScaleHosts,
     ScaleRefused,
     ScaleWorkers,
     Suspect,
@@ -388,6 +389,7 @@ class Supervisor:
                 missing = len(self._hosts.missing)
                 waiting = f"; {missing} more to come" if missing else ""
                 self._display.note(f"host {number} is {hostname} ({address}, {num_cores} cores){waiting}")
+                self._note_cluster()
                 homeless, self._homeless = self._homeless, {}
                 for rank, of_rank in sorted(homeless.items()):
                     self._start_worker(rank, of_rank)
@@ -430,8 +432,8 @@ class Supervisor:
 
     def _note_cluster(self) -> None:
         """Write the hosts into config.json, now that all are known."""
-        if self._hosts.num_hosts > 1:
-            self._run.write_hosts(self._hosts.facts(self._spec.job.num_servers))
+        if self._hosts.cluster is not None:
+            self._run.write_hosts(self._hosts.facts(self._spec.job.num_servers), self._hosts.cluster.config)
 
     # ---- other workers and hosts ----------------------------------------------------------------
 
@@ -445,6 +447,8 @@ class Supervisor:
                     self._refuse_outside_fit()
                     self._elastic.asked = resize.config
                     self._resize(resize)
+                case ScaleHosts(num_hosts):
+                    self._open_seats(num_hosts)
                 case LeaveHost(number):
                     self._refuse_resize()
                     resize = self._elastic.without(number)
@@ -455,6 +459,25 @@ class Supervisor:
         except ConfigError as error:
             reason = str(error).replace("Nothing was started", "Nothing was changed").rstrip(".")
             self._control.answer(ScaleRefused(reason), is_last=True)
+
+    def _open_seats(self, num_hosts: int) -> None:
+        """Let more hosts join than the job was launched with."""
+        if self.resize is not None or self._lifecycle.phase is not JobPhase.RUNNING:
+            raise ConfigError(
+                "it is being scaled, or about to end. Nothing was changed; try again when that is done"
+            )
+        before = self._hosts.num_hosts
+        self._elastic.open_seats(num_hosts)
+        self._note_cluster()
+        assert self._hosts.cluster is not None
+        self._run.event("hosts-scaled", before=before, now=num_hosts)
+        num_free = len(self._hosts.missing)
+        told = (
+            f"{num_free} more host{'s' if num_free > 1 else ''} can join, with the key of this job; on each: shoal join "
+            f"{self._hosts.cluster.join_address}"
+        )
+        self._display.note(told)
+        self._control.answer(Resized(told), is_last=True)
 
     def _let_leave(self, number: int, signum: int) -> None:
         """Let a host leave whose agent was asked to; where it cannot be drained it ends, and counts as lost."""

@@ -183,7 +183,8 @@ def size_class(nbytes: int) -> int:
 
 def ordinary(nbytes: int) -> mmap.mmap:
     """Memory of this process, backed as it is touched: in large pages, which a socket's copies go through quicker."""
-    memory = mmap.mmap(-1, nbytes)
+    # Private: pages that could be shared are small ones unless the machine's administrator allows others.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= HUGE_BYTES:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -102,6 +102,7 @@ class Link:
         lock = threading.RLock()
         self._lock, self._work = threading.Condition(lock), threading.Condition(lock)  # waiters', the mover's
         self._is_read_by_somebody = False
+        self._num_waiting = 0  # threads
         self._lost: LinkLost | None = None
         self._intake, self._outbox = Intake(REPLIES, max_fds=MAX_REPLY_FDS), Outbox()
         if self.is_remote:
@@ -244,20 +245,27 @@ class Link:
         with self._lock:
             if ticket not in self._awaited:
                 raise ValueError(f"ticket {ticket} is not waited for: it was answered, or wanted no answer")
-            while ticket not in self._replies:
-                self._check()
-                left_s = began + timeout_s - time.monotonic()
-                if left_s <= 0:
-                    raise WaitTimedOut(
-                        operation="a request",
-                        waited_s=timeout_s,
-                        missing=[self.peer],
-                        setting="step_timeout_s",
-                    )
-                if self._is_read_by_somebody:
-                    self._lock.wait(left_s)
-                else:
-                    self._read_for_all(left_s)
+            # While somebody waits the mover does not read: two threads that take turns at one socket cost more than they move.
+            self._num_waiting += 1
+            try:
+                while ticket not in self._replies:
+                    self._check()
+                    left_s = began + timeout_s - time.monotonic()
+                    if left_s <= 0:
+                        raise WaitTimedOut(
+                            operation="a request",
+                            waited_s=timeout_s,
+                            missing=[self.peer],
+                            setting="step_timeout_s",
+                        )
+                    if self._is_read_by_somebody:
+                        self._lock.wait(left_s)
+                    else:
+                        self._read_for_all(left_s)
+            finally:
+                self._num_waiting -= 1
+                if self._awaits_bulk():
+                    self._work.notify()
             return self._take(ticket)[1:]
 
     def flush(self) -> None:
@@ -346,8 +354,6 @@ class Link:
         finally:
             self._is_read_by_somebody = False
             self._lock.notify_all()
-            if self._awaits_bulk():
-                self._work.notify()
 
     def _sleep(self, events: int, timeout_s: float, wake: int | None = None) -> None:
         poller = select.poll()
@@ -540,7 +546,7 @@ class Link:
         with self._lock:
             with contextlib.suppress(LinkLost):
                 while self._lost is None:
-                    reads = not self._is_read_by_somebody and self._awaits_bulk()
+                    reads = not (self._is_read_by_somebody or self._num_waiting) and self._awaits_bulk()
                     if reads or self._outbox.num_bytes:
                         self._move_some(reads=reads)
                     else:

@@ -670,7 +670,7 @@ class Listener:
                 if left:
                     with peer.lock:
                         peer.outbox.flush(peer.sock)
-                if reads:
+                if reads and any(fd != peer.wake and event & ~select.POLLOUT for fd, event in ready.items()):
                     with contextlib.suppress(BlockingIOError):
                         peer.arrived = peer.intake.receive(peer.sock)
                 if peer.arrived:

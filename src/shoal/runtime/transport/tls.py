@@ -143,15 +143,15 @@ class TlsStream(ssl.SSLSocket):
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         """Fills as much of the buffer as is there: one record is little for what is large."""
         view = memoryview(buffer)[: nbytes or None]
-        filled = 0
+        if self.gettimeout() != 0:
+            return super().recv_into(view, None, flags)  # a blocking read returns what there is
+        filled, size, read = 0, len(view), self.read
         try:
-            while filled < len(view):
-                count = super().recv_into(view[filled:], None, flags)
+            while filled < size:
+                count = read(size - filled, view[filled:])
                 if not count:
                     break
                 filled += count
-                if self.gettimeout() != 0:
-                    break  # a blocking read returns what there is
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             if not filled:
                 raise BlockingIOError from None
@@ -164,11 +164,16 @@ class TlsStream(ssl.SSLSocket):
         return self.recv_into(buffers[0]), [], 0, None
 
     def send(self, data: Any, flags: int = 0) -> int:
+        """Sends up to WRITE_BYTES: OpenSSL returns after every record, and a turn of the caller costs more than that."""
         with memoryview(data)[:WRITE_BYTES] as view:
+            sent, size, write = 0, len(view), super().send
             try:
-                return super().send(view, flags)
+                while sent < size:
+                    sent += write(view[sent:], flags)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                raise BlockingIOError from None
+                if not sent:
+                    raise BlockingIOError from None
+            return sent
 
     def sendmsg(self, buffers: Sequence[Any], *unused: Any) -> int:  # type: ignore[override]
         """Sends what the socket takes. A write that would block must be repeated with the same first bytes, which
@@ -176,10 +181,10 @@ class TlsStream(ssl.SSLSocket):
         sent = 0
         for chunk in _records(buffers):
             try:
-                count = super().send(chunk)
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                count = self.send(chunk)
+            except BlockingIOError:
                 if not sent:
-                    raise BlockingIOError from None
+                    raise
                 break
             sent += count
             if count < len(chunk):

@@ -214,6 +214,12 @@ class ScaleWorkers(Message, frozen=True, tag="scale-workers"):
     num_workers: Count
 
 
+class ScaleHosts(Message, frozen=True, tag="scale-hosts"):
+    """`shoal scale` to supervisor: "so many hosts may be part of the job". Answered by ScaleRefused, or Resized at once."""
+
+    num_hosts: int
+
+
 class LeaveHost(Message, frozen=True, tag="leave-host"):
     """`shoal leave` to supervisor: "this host shall leave the job". Answered as ScaleWorkers is."""
 
