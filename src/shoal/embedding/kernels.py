@@ -9,23 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.runtime.kernel_cache import INT, ask_ahead, floating_kernel, inlined, matrix, types, vector
+from shoal.runtime.kernel_cache import INT, floating_kernel, inlined, matrix, types, vector
 from shoal.runtime.row_kernels import sum_back, unique
+from shoal.runtime.row_kernels import take as expand
 
 __all__ = ["bag", "bag_back", "expand", "sum_back", "unique", "weights_back"]
 
 # ---- rows of the batch ------------------------------------------------------------------------------
-
-
-@floating_kernel(lambda dtype: (matrix(dtype), vector(types.int32), matrix(dtype, written=True)))
-def expand(rows: Any, inverse: Any, out: Any) -> None:
-    """Write rows[inverse] to `out`."""
-    dim = rows.shape[1]
-    for i in range(len(inverse)):
-        ask_ahead(inverse, i, rows)
-        row = inverse[i]
-        for d in range(dim):
-            out[i, d] = rows[row, d]
 
 
 # ---- bags: sums, means and weighted sums over runs of a batch's ids ------------------------------

@@ -157,6 +157,26 @@ def sum_back(grad: Any, inverse: Any, out: Any) -> None:
             out[row, d] += grad[i, d]
 
 
+@floating_kernel(lambda dtype: (matrix(dtype), vector(types.int32), matrix(dtype, written=True)))
+def take(rows: Any, places: Any, out: Any) -> None:
+    """out = rows[places]."""
+    for i in range(len(places)):
+        ask_ahead(places, i, rows)
+        to, row = out[i], rows[places[i]]
+        for d in range(len(row)):
+            to[d] = row[d]
+
+
+@floating_kernel(lambda dtype: (matrix(dtype), vector(types.int32), matrix(dtype, written=True)))
+def put(rows: Any, places: Any, out: Any) -> None:
+    """out[places] = rows."""
+    for i in range(len(places)):
+        ask_ahead(places, i, out)
+        to, row = out[places[i]], rows[i]
+        for d in range(len(row)):
+            to[d] = row[d]
+
+
 # ---- lists of several ranks ---------------------------------------------------------------------------
 
 _LAST = np.iinfo(np.int64).max  # no id: the list is at its end
