@@ -27,6 +27,7 @@ BENCHMARKS = (
     "engines",
     "hosts_loss",
     "ps_kv",
+    "scaling",
     "ps_recovery",
     "ps_memory",
     "ps_quality",
@@ -69,7 +70,7 @@ def _more(name: str, options: argparse.Namespace) -> dict[str, Any]:
             return {**of_recovery, "workers": options.workers}
         case "ps_recovery":
             return of_recovery
-        case "ps_memory" | "ps_quality":
+        case "ps_memory" | "ps_quality" | "scaling":
             return {"minutes": options.minutes}
     return {}
 

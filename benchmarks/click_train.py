@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--model", choices=("click", "wide"), default="click")
 parser.add_argument("--seconds", type=float, default=8.0)
 parser.add_argument("--warm", type=float, default=3.0)
+parser.add_argument("--batch", type=int, help="of one update; that of the model without")
 parser.add_argument("--per-worker", action="store_true", help="the batch is each worker's, not all workers'")
 options = parser.parse_args()
 
@@ -56,6 +58,7 @@ class Clock(shoal.callbacks.Callback):
         self.meter: Meter | None = None
         self._num_before = 0
         self.last_loss: float | None = None
+        self.cpu_s = 0.0
 
     def on_step_end(self, trainer: shoal.Trainer, logs: Any) -> None:
         # The clock starts with the first step: joining and the first pulls are not what is measured.
@@ -63,9 +66,12 @@ class Clock(shoal.callbacks.Callback):
         if not self.meter.goes_on():
             return
         self.meter.step(loss.num_samples - self._num_before)
+        if not self.meter.num_steps:
+            self._cpu_before = time.process_time()
         self._num_before = loss.num_samples
         self.last_loss = logs.loss
         if not self.meter.goes_on():
+            self.cpu_s = time.process_time() - self._cpu_before
             trainer.stop()
 
 
@@ -91,7 +97,9 @@ clock = Clock()
 trainer = shoal.Trainer(
     model, loss=loss, optimizer=optimizer, callbacks=[clock], device="cpu", progress=False
 )
-data = shoal.Dataset.from_arrays(arrays).batch(batch, per_worker=options.per_worker, drop_last=True)
+data = shoal.Dataset.from_arrays(arrays).batch(
+    options.batch or batch, per_worker=options.per_worker, drop_last=True
+)
 trainer.fit(data, epochs=1_000_000)
 meter = clock.meter
 if meter is None:
@@ -101,6 +109,7 @@ told = {
     "steps": meter.num_steps,
     "samples": meter.num_samples,
     "seconds": meter.seconds,
+    "cpu_ms_per_step": 1e3 * clock.cpu_s / max(1, meter.num_steps),
     "last_loss": clock.last_loss,
     "threads": torch.get_num_threads(),
 }

@@ -11,13 +11,13 @@ from benchmarks.peers.meter import Meter, options, tell
 
 
 def main() -> None:
-    chosen = options()
+    chosen = options(lambda parser: parser.add_argument("--batch", type=int, default=BATCH))
     torch.set_num_threads(chosen.threads)
     torch.manual_seed(0)
     model = ClickModel()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
     loss_of = nn.BCEWithLogitsLoss()
-    stream = batches(chosen.data)
+    stream = batches(chosen.data, batch=chosen.batch)
     meter = Meter(warm_s=chosen.warm, seconds=chosen.seconds)
     loss = torch.zeros(())
     while meter.goes_on():
@@ -26,14 +26,14 @@ def main() -> None:
         loss = loss_of(model(torch.from_numpy(ids)), torch.from_numpy(label))
         loss.backward()
         optimizer.step()
-        meter.step(BATCH)
+        meter.step(chosen.batch)
     tell(
         "PyTorch, sparse gradients",
         meter.samples_per_s,
         version=torch.__version__,
         processes=1,
         threads=chosen.threads,
-        batch_per_update=BATCH,
+        batch_per_update=chosen.batch,
         steps=meter.num_steps,
         last_loss=round(loss.item(), 4),
     )

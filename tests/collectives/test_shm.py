@@ -149,3 +149,27 @@ def test_dtypes_that_it_cannot_add_are_left_to_torch(monkeypatch: pytest.MonkeyP
         return mine
 
     assert all((each == 2.0).all() for each in with_ranks(2, run))
+
+
+@settings(max_examples=20, deadline=None)
+@given(num_workers=st.integers(1, 5), sizes=st.lists(st.integers(0, 900), min_size=1, max_size=4))
+def test_every_rank_gathers_every_part_between_sums(num_workers: int, sizes: list[int]) -> None:
+    def run(native: Any) -> list[list[Tensor]]:
+        reducer = Shm(native, num_cores=1)
+        gathered = []
+        for number, size in enumerate(sizes):
+            dtype = DTYPES[(number + size) % len(DTYPES)]
+            total = part(native.rank, number, 70, torch.float32)
+            work = reducer.start_all_reduce(total)
+            # Every other element: memory that is not contiguous.
+            mine = part(native.rank, number, 2 * size, dtype)[::2]
+            gathered.append(reducer.all_gather(mine))
+            reducer.finish(work, "a sum")
+            assert torch.equal(total, in_rank_order(num_workers, number, 70, torch.float32))
+        return gathered
+
+    for result in with_ranks(num_workers, run):
+        for number, (size, parts) in enumerate(zip(sizes, result, strict=True)):
+            dtype = DTYPES[(number + size) % len(DTYPES)]
+            for rank, found in enumerate(parts):
+                assert torch.equal(found, part(rank, number, 2 * size, dtype)[::2])

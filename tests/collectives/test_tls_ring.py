@@ -15,9 +15,10 @@ from torch import Tensor
 
 from shoal.cluster.hosts.authority import Authority
 from shoal.collectives.schemes import parts_of
+from shoal.collectives.sparse_rows import RowExchange, Rows
 from shoal.collectives.tls_ring import TlsRing
 from shoal.config.job import Job
-from shoal.errors import ConfigError, PeerLost, WireError
+from shoal.errors import PeerLost, WireError
 from shoal.runtime.transport import tls
 
 NUM = 3
@@ -173,6 +174,11 @@ def test_strangers_get_no_seat_and_keep_nobody_from_theirs() -> None:
     assert len(reasons) == 1
 
 
-def test_sparse_gradients_are_refused(ring: Ring) -> None:
-    with pytest.raises(ConfigError, match="without encryption"):
-        ring.rings[0].start_all_reduce(torch.ones(3).to_sparse())
+def test_rows_of_sparse_gradients_take_its_connections(ring: Ring) -> None:
+    def run(each: TlsRing) -> list[Any]:
+        keys = torch.arange(each.rank, 4)
+        rows = Rows(keys, torch.full((len(keys), 2), 1.0 + each.rank))
+        [total] = RowExchange([rows], each).finish()
+        return [total.keys.tolist(), total.values[:, 1].tolist()]
+
+    assert ring.do(run) == [[[0, 1, 2, 3], [1.0, 3.0, 6.0, 6.0]]] * NUM

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shoal.collectives.compression import Compressor, Gradient, Traffic
 from shoal.collectives.reducer import Reducer
+from shoal.collectives.sparse_rows import RowExchange, Rows, no_rows, rows_of
 from shoal.errors import PeerLost, TrainingError
 
 BUCKET_BYTES = 25 << 20
@@ -165,6 +166,7 @@ class GradientExchange:
                 self.compressor.finish(work.work, group, "the exchange of compressed gradients")
             else:
                 group.finish(work, "the exchange of gradients")
+        tables = self._rows.finish() if self._rows is not None else []
         if self.compressor is not None:
             self.compressor.commit()
         self.traffic.num_sums += 1
@@ -172,8 +174,9 @@ class GradientExchange:
             used = self._memory[number][bucket.numel :].tolist()
             for position, index in enumerate(bucket.indices):
                 self._parameters[index].grad = self._views[index] if used[position] else None
-        for index, rows in zip(self._sparse, self._tables, strict=True):
-            self._parameters[index].grad = rows.to(self._parameters[index].device) if rows._nnz() else None
+        for index, rows in zip(self._sparse, tables, strict=True):
+            table = self._parameters[index]
+            table.grad = rows.gradient(len(table)).to(table.device) if len(rows.keys) else None
         self.abandon()
 
     def abandon(self) -> None:
@@ -187,7 +190,7 @@ class GradientExchange:
         self._used = [[False] * len(bucket.indices) for bucket in self.layout]
         self._next = 0
         self._works: list[Any] = []
-        self._tables: list[Tensor] = []
+        self._rows: RowExchange | None = None
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -231,18 +234,19 @@ class GradientExchange:
             )
 
     def _send_full(self, group: Reducer) -> None:
-        """Start full buckets in layout order, then sparse tables in theirs."""
+        """Start full buckets in layout order, then the rows of all tables."""
         while self._next < len(self.layout) and self._missing[self._next] == 0:
             self._works += self._start(self._next, group)
             self._next += 1
-        while self._next == len(self.layout) and len(self._tables) < len(self._sparse):
-            index = self._sparse[len(self._tables)]
-            if index not in self._filled:
-                return
-            self._tables.append(self._rows(index))
-            table = self._tables[-1]
-            self.traffic.count_uncompressed(table._values(), table._indices())
-            self._works.append(group.start_all_reduce(table))
+        if (
+            self._sparse
+            and self._rows is None
+            and self._next == len(self.layout)
+            and self._filled.issuperset(self._sparse)
+        ):
+            tables = [self._own_rows(index) for index in self._sparse]
+            self.traffic.count_uncompressed(*(tensor for rows in tables for tensor in rows))
+            self._rows = RowExchange(tables, group)
 
     def _start(self, number: int, group: Reducer) -> list[Any]:
         bucket, memory = self.layout[number], self._memory[number]
@@ -264,20 +268,15 @@ class GradientExchange:
         # Whether a gradient was used must not be a matter of digits.
         return [_Compressed(started), group.start_all_reduce(flags)]
 
-    def _rows(self, index: int) -> Tensor:
+    def _own_rows(self, index: int) -> Rows:
         """This rank's rows of a sparse gradient, duplicates merged before sending; none where the table was not used."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None:
-            empty = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
-            rows = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.int64), empty, parameter.shape, check_invariants=False
-            )
-            return rows.coalesce()
+            return no_rows(parameter)
         if gradient.layout is not torch.sparse_coo:
             raise TrainingError(
                 f"'{self._names[index]}' is the weight of an embedding with sparse=True, but its gradient is dense "
                 "(the weight is also used elsewhere). Nothing was applied; build the layer with sparse=False."
             )
-        merged = gradient.coalesce()
-        return (merged.clone() if merged is gradient else merged).cpu()
+        return rows_of(gradient)

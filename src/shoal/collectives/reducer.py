@@ -343,7 +343,7 @@ class _RoutedWork(NamedTuple):
 
 
 class BySize(OverNative):
-    """All-reduce by the first of `parts` whose limit in bytes a tensor keeps; device tensors go to torch.
+    """All-reduce and all-gather by the first of `parts` whose limit in bytes a tensor keeps; device tensors go to torch.
 
     A function of the size alone, so that every rank takes the same one.
     """
@@ -358,6 +358,10 @@ class BySize(OverNative):
 
     def finish(self, work: Any, operation: str) -> None:
         work.by.finish(work.under, operation)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        by = self._native if tensor.device.type != "cpu" else self._by(tensor.nbytes)
+        return by.all_gather(tensor)
 
     def close(self) -> None:
         for _, part in self._parts:

@@ -3,7 +3,8 @@
 Each rank puts its part, chunk by chunk, into a ring buffer of its own that the
 others can read; a rank that has a chunk of every rank adds them up in rank
 order (shm_kernels.py, or shm_torch.py before that is compiled). A few ranks each add up everything for themselves; of
-large tensors many ranks share the adding, and copy each other's results.
+large tensors many ranks share the adding, and copy each other's results. An
+all-gather is the same without the adding.
 There is no thread: copying is work for the same cores that compute, so it is
 done in `start_all_reduce` and `finish`.
 
@@ -78,12 +79,15 @@ _MADV_POPULATE_WRITE = 23  # of Linux 5.14; Python has no name for it
 
 
 class _ShmWork:
-    """A tensor being summed. `flat` is its memory, or a copy where that is not contiguous."""
+    """A tensor being summed, or gathered. `flat` is its memory, or a copy where that is not contiguous."""
 
-    __slots__ = ("_bytes", "flat", "is_done", "state", "target")
+    __slots__ = ("_bytes", "flat", "gathered", "is_done", "state", "target")
 
-    def __init__(self, target: Tensor, flat: Tensor, state: np.ndarray[Any, Any]) -> None:
+    def __init__(
+        self, target: Tensor, flat: Tensor, state: np.ndarray[Any, Any], gathered: Tensor | None
+    ) -> None:
         self.target, self.flat, self.state, self.is_done = target, flat, state, False
+        self.gathered = gathered
         self._bytes: Tensor | None = None
 
     @property
@@ -114,6 +118,10 @@ class _CompiledLoops:
         return self._kernels.put_ahead(self._ring, work.state)
 
 
+def _is_known(tensor: Tensor) -> bool:
+    return tensor.dtype in KINDS and tensor.layout is torch.strided and tensor.is_cpu
+
+
 def use_compiled() -> bool:
     """True where the compiled loops are loaded, or on the disk; processors other than x86 need their ordered accesses.
 
@@ -127,7 +135,7 @@ def use_compiled() -> bool:
 
 
 class Shm(OverNative):
-    """All-reduce through shared memory; everything else, and tensors that are not plain CPU memory, by torch's own."""
+    """All-reduce and all-gather through shared memory; the rest, and what is not plain CPU memory, by torch's own."""
 
     def __init__(
         self,
@@ -166,9 +174,20 @@ class Shm(OverNative):
     # ---- what a Reducer offers ------------------------------------------------------------------
 
     def start_all_reduce(self, tensor: Tensor) -> object:
-        kind = KINDS.get(tensor.dtype)
-        if kind is None or tensor.layout is not torch.strided or not tensor.is_cpu:
+        if not _is_known(tensor):
             return self._native.start_all_reduce(tensor)
+        return self._start(tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        if not _is_known(tensor) or self.num_workers < self._native.num_workers:
+            return self._native.all_gather(tensor)
+        if self.num_workers == 1 or not tensor.numel():
+            return [tensor.detach().clone() for _ in range(self.num_workers)]
+        gathered = torch.empty((self.num_workers, tensor.nbytes), dtype=torch.uint8)
+        self.finish(self._start(tensor.detach(), gathered), "an all-gather")
+        return [part.view(tensor.dtype).reshape(tensor.shape) for part in gathered]
+
+    def _start(self, tensor: Tensor, gathered: Tensor | None = None) -> _ShmWork:
         is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         flat = (
             tensor if is_plain else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
@@ -176,9 +195,11 @@ class Shm(OverNative):
         num_bytes = flat.nbytes if self.num_workers > 1 else 0  # alone there is nothing to add
         num_chunks = -(-num_bytes // self._chunk_bytes)
         is_large = num_bytes > LARGE_BYTES
-        is_shared = is_large and self.num_workers >= SHARE_FROM
-        state = (flat.data_ptr(), num_bytes, kind, is_shared, is_large, self._next, num_chunks, 0, 0, 0)
-        work = _ShmWork(tensor, flat, np.array(state, np.int64))
+        is_shared = is_large and self.num_workers >= SHARE_FROM and gathered is None
+        to = gathered.data_ptr() if gathered is not None else 0
+        kind = KINDS[tensor.dtype]
+        state = (flat.data_ptr(), num_bytes, kind, is_shared, is_large, self._next, num_chunks, 0, 0, 0, to)
+        work = _ShmWork(tensor, flat, np.array(state, np.int64), gathered)
         self._next += num_chunks
         self._pending.append(work)
         self._progress(0)
@@ -190,7 +211,7 @@ class Shm(OverNative):
             return
         if not work.is_done:
             self._wait(work, operation)
-        if work.flat is not work.target:
+        if work.flat is not work.target and work.gathered is None:
             work.target.copy_(work.flat)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Compiled kernels of `shm`: put chunks into a ring that peers can read, and add up what every rank has put.
+"""Compiled kernels of `shm`: put chunks into a ring that peers can read, and add up or copy what every rank has put.
 
 `shm.py` decides how long to wait and lays the memory out: counters, a cache
 line for each, then a ring of chunks for every rank. Here memory is addresses.
@@ -296,6 +296,12 @@ def _sum(ring: Any, work: Any) -> bool:
     if chunk == work.put or _least(ring, 0) <= number:
         return False
     own, begin, end = work.address + chunk * ring.chunk_bytes, 0, _size(ring, work, chunk)
+    if work.gathered:
+        for step in range(ring.num_ranks):  # not all from the same one at once
+            other = (rank + step) % ring.num_ranks
+            to = work.gathered + other * work.num_bytes + chunk * ring.chunk_bytes
+            _copy(to, own if other == rank else _slot(ring, other, number), end)
+        end = 0
     if work.is_shared:
         begin, end = _share(ring, rank, end), _share(ring, rank + 1, end)
     for at in range(begin, end, _BLOCK):

@@ -42,6 +42,9 @@ class Work(Protocol):
     @property
     def bytes(self) -> Tensor: ...
 
+    @property
+    def gathered(self) -> Tensor | None: ...
+
 
 class TorchLoops:
     """The loops of one rank over the mapped memory."""
@@ -66,7 +69,7 @@ class TorchLoops:
         state, flat = work.state, work.bytes
         num_looks, outcome, num_chunks = 0, layout.NONE, state[_AT["num_chunks"]]
         while state[_TAKEN] < num_chunks and num_looks <= max_looks:
-            if self._take(state, flat) or self._sum(state, flat) or self._put(state, flat):
+            if self._take(state, flat) or self._sum(work) or self._put(state, flat):
                 num_looks, outcome = 0, layout.SOME
             else:
                 num_looks += 1
@@ -92,14 +95,20 @@ class TorchLoops:
         self._counters[_PUTS, self._rank] = number + 1
         return True
 
-    def _sum(self, state: NDArray[np.int64], flat: Tensor) -> bool:
+    def _sum(self, work: Work) -> bool:
         """The next chunk that everybody has put, or this rank's share of it, added up in the order of the ranks."""
+        state, flat = work.state, work.bytes
         chunk, rank = int(state[_SUMMED]), self._rank
         number = int(state[_AT["first"]]) + chunk
         if chunk == state[_PUT] or self._counters[_PUTS].min() <= number:
             return False
         own = self._own(state, flat, chunk)
         begin, end, kind, is_shared = 0, len(own), int(state[_AT["kind"]]), bool(state[_AT["is_shared"]])
+        if work.gathered is not None:
+            at = chunk * self._chunk_bytes
+            for other in range(self._num_ranks):
+                work.gathered[other, at : at + end].copy_(self._slot(other, number)[:end])
+            end = 0
         if is_shared:
             begin, end = self._share(rank, end), self._share(rank + 1, end)
         if begin < end:

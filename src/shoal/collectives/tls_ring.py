@@ -25,7 +25,7 @@ from torch import Tensor
 from shoal.collectives.reducer import LOOK_AROUND_EVERY, Native, Threaded
 from shoal.collectives.schemes import ring
 from shoal.config.job import Job
-from shoal.errors import ConfigError, PeerLost, WireError
+from shoal.errors import PeerLost, WireError
 from shoal.runtime.transport import tls
 from shoal.runtime.transport.tls import Credentials, PlainStream, TlsStream
 
@@ -265,14 +265,6 @@ class TlsRing(Threaded):
     def __init__(self, job: Job, native: Native, credentials: Credentials) -> None:
         self._wires = TlsWires(job, native, credentials)
         super().__init__(native, lambda flat: ring.all_reduce(self._wires, flat))
-
-    def start_all_reduce(self, tensor: Tensor) -> object:
-        if tensor.layout is not torch.strided:
-            raise ConfigError(
-                "this model has sparse gradients (Embedding(sparse=True)), which torch's gloo sums without encryption, and the job "
-                "was started with --tls. The step was not made; use dense gradients, --strategy ps, or leave --tls out."
-            )
-        return super().start_all_reduce(tensor)
 
     def broadcast(self, tensor: Tensor) -> None:
         flat = tensor.detach().contiguous().reshape(-1)

@@ -21,6 +21,7 @@ from shoal.config.choices import compressor_keeps_state
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
+from shoal.embedding import fused_updates
 from shoal.errors import ConfigError, PeerLost
 from shoal.parallel.compute import Compute
 from shoal.parallel.own_gradients import OwnGradients
@@ -193,6 +194,7 @@ class Ddp:
         result, factor = clip(self._job, result, gradients, divisor, norm=self._norm_over_ranks())
         if result.applied:
             scale(gradients, factor)
+            fused_updates.update(self.optimizer)
             self.optimizer.step()
         else:
             self._exchange.restore_buffers()

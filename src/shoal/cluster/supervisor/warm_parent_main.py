@@ -85,16 +85,20 @@ def _load_kernels(*, is_all: bool) -> None:
     torch operations until the loops for that were compiled, in the background.
     """
     from shoal.collectives.shm_layout import KERNELS
-    from shoal.runtime import kernel_cache
+    from shoal.embedding import fused_updates
+    from shoal.runtime import kernel_cache, row_kernels
 
     if is_all:
         kernel_cache.compile_all(KERNELS)
         kernel_cache.warm()
-    elif kernel_cache.is_compiled(KERNELS):
-        kernel_cache.compile_all(KERNELS)
-    elif platform.machine() in ORDERED:
-        kernel_cache.compile_in_background(KERNELS)
-        return
+    else:
+        for module in (KERNELS, row_kernels.KERNELS, fused_updates.KERNELS):
+            if kernel_cache.is_compiled(module):
+                kernel_cache.compile_all(module)
+            elif platform.machine() in ORDERED:
+                kernel_cache.compile_in_background(module)
+        if KERNELS not in sys.modules:
+            return
     importlib.import_module("shoal.cluster.supervisor.prewarm").make()
 
 

@@ -89,6 +89,7 @@ class Group:
         self.servers: tuple[int, ...] = ()  # those that are primary of something, in order
         self.owner_of_slot: NDArray[np.int16] = np.zeros(0, np.int16)
         self._incarnations: dict[int, int] = {}
+        self._has_held = False  # messages that wait in links to be sent together
 
     # ---- operations -----------------------------------------------------------------------------
 
@@ -189,7 +190,9 @@ class Group:
         return link
 
     def wait(self, server: int, ticket: int) -> tuple[Message, Sequence[memoryview]]:
-        self._flush()
+        if self._has_held:  # not at every answer: that would walk over all links for each
+            self._has_held = False
+            self._flush()
         try:
             return self._answer(self.link(server), ticket)
         except LinkLost:
@@ -204,6 +207,7 @@ class Group:
         into: Sequence[Buffer] = (),
     ) -> int:
         """Say something to a server; the ticket under which it answers."""
+        self._has_held = True
         try:
             return self.link(server).send(message, frames=frames, into=into, is_held=True)
         except LinkLost:
@@ -212,6 +216,7 @@ class Group:
 
     def push(self, server: int, message: Message, frames: Sequence[Buffer]) -> None:
         """Say something that is answered only where it is refused."""
+        self._has_held = True
         try:
             self.link(server).send(message, frames=frames, wants_reply=False, is_held=True)
         except LinkLost:

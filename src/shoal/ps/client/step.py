@@ -20,6 +20,7 @@ from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.errors import LinkLost
 from shoal.ps.client.server_group import Group
 from shoal.ps.layout import partition
+from shoal.runtime import row_kernels
 from shoal.runtime.serialization import raw_bytes
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.messages import client_server as msg
@@ -38,6 +39,13 @@ def by_server(
         for server in range(len(bounds) - 1)
         if bounds[server] < bounds[server + 1]
     ]
+
+
+def _write_keys(keys: NDArray[np.int64], places: NDArray[np.int32] | None, frame: Buffer) -> None:
+    if places is None:
+        frame.view[:] = raw_bytes(keys)
+    else:
+        np.take(keys, places, out=np.frombuffer(frame.view, np.int64), mode="clip")
 
 
 class _Pull:
@@ -97,10 +105,10 @@ class RowsPull(_Pull):
         self._parts, self._rows = [], None
         message = msg.PullRows(group.view, self.clock, self.table)
         for server, places in by_server(self.table, self.keys, group):
-            link, keys = group.link(server), self.keys if places is None else self.keys[places]
-            frame = self._alloc(link, keys.nbytes)
-            into = self._alloc(link, len(keys) * self._dim * self._dtype.itemsize)
-            frame.view[:] = raw_bytes(keys)
+            link, num_keys = group.link(server), len(self.keys if places is None else places)
+            frame = self._alloc(link, num_keys * self.keys.itemsize)
+            into = self._alloc(link, num_keys * self._dim * self._dtype.itemsize)
+            _write_keys(self.keys, places, frame)
             self._asked.append((server, group.send(server, message, [frame], [into])))
             self._parts.append((into, places))
 
@@ -112,7 +120,8 @@ class RowsPull(_Pull):
             return
         whole = np.empty((len(self.keys), self._dim), self._dtype)
         for rows, (_, places) in zip(arrays, self._parts, strict=True):
-            whole[places] = rows
+            assert places is not None
+            row_kernels.put(rows, places, whole)
         self.release()
         self._rows = whole
 
@@ -305,8 +314,16 @@ class PushStep:
     def _send_rows(self, table: int, keys: NDArray[np.int64], values: NDArray[Any]) -> None:
         message = msg.PushRows(self.group.view, self.stream, self.seq, table)
         for server, places in by_server(table, keys, self.group):
-            link, some = self.group.link(server), slice(None) if places is None else places
-            self._push(server, message, [self._copied(link, keys[some]), self._copied(link, values[some])])
+            link, num_keys = self.group.link(server), len(keys if places is None else places)
+            of_keys = self._alloc(link, num_keys * keys.itemsize)
+            of_rows = self._alloc(link, num_keys * values[:1].nbytes)
+            _write_keys(keys, places, of_keys)
+            if places is None:
+                of_rows.view[:] = raw_bytes(values)
+            else:  # where the server reads it: no copy of its own in between
+                out = np.frombuffer(of_rows.view, values.dtype).reshape(num_keys, -1)
+                row_kernels.take(values, places, out)
+            self._push(server, message, [of_keys, of_rows])
 
     def _send_dense(self, dense: _Dense) -> None:
         group = self.group
@@ -348,11 +365,6 @@ class PushStep:
         for square in squares.tolist():
             total += square
         return float(np.sqrt(total))
-
-    def _copied(self, link: Link, array: NDArray[Any]) -> Buffer:
-        buffer = self._alloc(link, array.nbytes)
-        buffer.view[:] = raw_bytes(array)
-        return buffer
 
     def _alloc(self, link: Link, nbytes: int) -> Buffer:
         buffer = link.alloc(nbytes)
