@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.parallel.batch_dependence import DRAWS, MIXES, MixingLayer, mixing_layers, watch_randomness
+from shoal.errors import ConfigError
+from shoal.parallel.batch_dependence import (
+    DRAWS,
+    MIXES,
+    MixingLayer,
+    mixing_layers,
+    refuse_gradient_hooks,
+    watch_randomness,
+)
 
 
 class Sampling(nn.Module):
@@ -70,3 +79,21 @@ def test_a_model_without_randomness_is_silent() -> None:
     stop = watch_randomness(model)
     model(torch.ones(2, 4))
     assert stop() == []
+
+
+def test_a_gradient_hook_that_adds_up_over_parts_is_kept_and_another_one_refused() -> None:
+    masked, clamped = nn.Linear(4, 4), nn.Linear(4, 4)
+    masked.weight.register_hook(lambda gradient: gradient * torch.eye(4) * 0.5)
+    clamped.bias.register_hook(lambda gradient: gradient.clamp(-100, 100))
+    refuse_gradient_hooks(masked, "ddp", is_cut=False)
+    with pytest.raises(ConfigError, match=r"'bias'.*add up.*clip_norm"):
+        refuse_gradient_hooks(clamped, "ddp", is_cut=False)
+    with pytest.raises(ConfigError, match=r"'weight'.*have no hooks"):
+        refuse_gradient_hooks(masked, "fsdp", is_cut=True)
+
+
+def test_a_hook_after_backward_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ConfigError, match="before it is summed"):
+        refuse_gradient_hooks(model, "ddp", is_cut=False)

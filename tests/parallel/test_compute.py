@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -179,7 +180,7 @@ def test_the_check_of_a_models_own_loss_leaves_no_trace(draws: bool) -> None:
     assert all(map(torch.equal, gradients(checked), gradients(plain)))
 
 
-def test_a_loss_is_checked_once() -> None:
+def test_a_loss_is_checked_at_the_first_step_and_ever_more_rarely() -> None:
     calls = []
 
     def counted(output: Tensor, target: Tensor) -> Tensor:
@@ -187,9 +188,60 @@ def test_a_loss_is_checked_once() -> None:
         return (output - target).pow(2).mean()
 
     run = compute(linear(), counted)
-    for step in range(3):
+    for step in range(9):
         run.forward_backward(part(), rank=0, step=step)
-    assert calls == [8, 8, 4, 4, 8, 8]
+    checks = [number for number, size in enumerate(calls) if size == 4]
+    assert len(checks) == 2 * 4  # at steps 1, 2, 4 and 8
+
+
+def test_a_mask_that_leaves_the_first_batch_whole_is_noticed_at_a_later_one() -> None:
+    def masked(output: Tensor, target: Any) -> Tensor:
+        values, mask = target
+        return ((output - values).pow(2) * mask).sum() / mask.sum()
+
+    run = compute(linear(), masked)
+    whole, ragged = torch.ones_like(Y), (torch.arange(8).reshape(8, 1) % 3 == 0).double()
+    run.forward_backward(Slice(batch=(X, (Y, whole)), num_local=8, num_global=8), rank=0, step=0)
+    with pytest.raises(LossDoesNotRecombine, match="pair"):
+        run.forward_backward(Slice(batch=(X, (Y, ragged)), num_local=8, num_global=8), rank=0, step=1)
+
+
+def test_a_gradient_penalty_within_the_loss_recombines() -> None:
+    """The loss differentiates by a leaf of its own, which is another one for each half."""
+    model = nn.Sequential(linear(), nn.Tanh())
+
+    def penalised(output: Tensor, target: Tensor) -> Tensor:
+        points = target.expand(-1, 3).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
+        return (output - target).pow(2).mean() + (slope.norm(dim=1) - 1).pow(2).mean()
+
+    compute(model, penalised).forward_backward(part(), rank=0, step=0)
+
+
+@pytest.mark.parametrize("num_local", [8, 1])
+def test_where_forward_is_collective_every_rank_runs_the_check_as_often(num_local: int) -> None:
+    """A rank with one sample has no halves, and others wait for its forwards."""
+    model = Pairs(is_alone=True)
+    seen: list[bool] = []
+
+    def note(module: nn.Module, args: Any) -> None:
+        seen.append(module.training)
+
+    model.register_forward_pre_hook(note)
+    job = TrainJob(model=model, loss=loss_rule("model"), build_optimizer=None, seed=7)
+    batch = pairs()
+    if num_local == 1:
+        batch = dataclasses.replace(batch, batch={k: v[:1] for k, v in batch.batch.items()}, num_local=1)
+    run = Compute(job, check_loss=True, borrowed_run_back=True)
+    for step in range(2):
+        run.forward_backward(batch, rank=0, step=step)
+    assert seen == [True, False, False, False, True]
+
+
+def test_where_forward_is_collective_a_loss_that_compares_samples_is_refused() -> None:
+    job = TrainJob(model=Pairs(is_alone=False), loss=loss_rule("model"), build_optimizer=None, seed=7)
+    with pytest.raises(LossDoesNotRecombine, match="in-batch"):
+        Compute(job, check_loss=True, borrowed_run_back=True).forward_backward(pairs(), rank=0, step=0)
 
 
 def test_only_floating_tensors_are_cast() -> None:

@@ -26,7 +26,7 @@ from shoal.callbacks import (
 )
 from shoal.config import job
 from shoal.errors import ConfigError
-from shoal.train.callbacks.base import StepLogs
+from shoal.train.callbacks.base import CallbackList, StepLogs
 from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint
 
 STEPS_PER_EPOCH = 5
@@ -527,3 +527,62 @@ def test_a_method_that_is_named_like_a_hook_and_is_none_is_refused(name: str, me
 def test_an_attribute_that_is_no_method_may_have_any_name() -> None:
     Named = type("Named", (shoal.callbacks.Callback,), {"on_disk": True})
     shoal.Trainer(torch.nn.Linear(1, 1), loss=torch.nn.MSELoss(), callbacks=[Named()])
+
+
+class Clamps(Callback):
+    def on_step_end(self, trainer: Any, logs: Any) -> None:
+        with torch.no_grad():
+            trainer.model.weight.clamp_(-0.1, 0.1)
+
+
+class Freezes(Callback):
+    def on_step_end(self, trainer: Any, logs: Any) -> None:
+        trainer.model.weight.requires_grad_(False)
+
+
+class Slows(Callback):
+    def on_step_end(self, trainer: Any, logs: Any) -> None:
+        trainer.strategy.optimizer.param_groups[0]["lr"] = 0.5
+
+
+class Reads(Callback):
+    def on_step_end(self, trainer: Any, logs: Any) -> None:
+        self.mean = trainer.model.weight.detach().mean()
+
+
+class Served:
+    """A strategy whose weights are on servers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def refresh_copy(self) -> None: ...
+
+
+def of_workers(num_workers: int, *, served: bool = False) -> Any:
+    model = nn.Linear(3, 1)
+    strategy = Served(model) if served else SimpleNamespace(optimizer=Served(model).optimizer)
+    return SimpleNamespace(
+        model=model,
+        strategy=strategy,
+        train_job=SimpleNamespace(model=model),
+        job=SimpleNamespace(num_workers=num_workers, strategy="ddp"),
+        step=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("callback", "what"), [(Clamps(), "weights"), (Freezes(), "requires_grad"), (Slows(), "settings of the")]
+)
+def test_a_change_of_the_model_on_rank_0_alone_is_refused(callback: Callback, what: str) -> None:
+    callbacks = CallbackList([callback, Reads()], rank=0)
+    callbacks.call("on_step_end", of_workers(1), None)
+    with pytest.raises(ConfigError, match=rf"changed {what}.*3 workers.*after step 3.*ranks = .every."):
+        callbacks.call("on_step_end", of_workers(3), None)
+
+
+def test_a_change_on_every_rank_is_lost_only_where_weights_are_on_servers(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Clamps, "ranks", "every")
+    CallbackList([Clamps()], rank=1).call("on_step_end", of_workers(3), None)
+    with pytest.raises(ConfigError, match="live on servers"):
+        CallbackList([Clamps()], rank=1).call("on_step_end", of_workers(3, served=True), None)

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.collectives.sync_batchnorm import SyncedBatchNorm
+from shoal.errors import ConfigError
 
 MIXES = "mixes the batch"
 DRAWS = "draws random numbers"
@@ -54,6 +55,48 @@ def describe_mixing(layers: list[MixingLayer], *, sync_every: int | None = None)
         if named:
             more = f" and {len(named) - 2} more" if len(named) > 2 else ""
             yield f"{', '.join(named[:2])}{more}: {means}"
+
+
+def refuse_gradient_hooks(model: nn.Module, strategy: str, *, is_cut: bool) -> None:
+    """Refuse hooks on gradients of parameters that would see parts: a sum of clamped parts is no clamped sum.
+
+    A hook that is additive (a mask, a factor) is kept; that is tried on numbers of all sizes. `is_cut`: parameters are
+    replaced by parts, and their hooks are lost.
+    """
+    draw = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        hooks = [*(parameter._backward_hooks or {}).values()]
+        after = [*(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
+        if is_cut and (hooks or after):
+            why = "ranks hold parts of parameters, which have no hooks"
+        elif after:
+            why = "a hook after backward sees this worker's part of the gradient, before it is summed over the workers"
+        elif hooks and not _are_additive(hooks, parameter, draw):
+            why = "what it makes of the workers' parts of a gradient does not add up to what it makes of their sum"
+        else:
+            continue
+        raise ConfigError(
+            f"the parameter '{name}' has a hook of the script's own on its gradient, and under '{strategy}' {why}: the result would "
+            "not be that of one process. Nothing was trained; for clipping give clip_norm= (in a loop of your own "
+            "shoal.clip_grad_norm_), else run in one process."
+        )
+
+
+def _are_additive(hooks: list[Any], parameter: nn.Parameter, draw: torch.Generator) -> bool:
+    def result(gradient: torch.Tensor) -> torch.Tensor:
+        for hook in hooks:
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    def numbers() -> torch.Tensor:
+        sizes = 10 ** (8 * torch.rand(parameter.shape, generator=draw, dtype=torch.float64) - 4)
+        return (torch.randn(parameter.shape, generator=draw, dtype=torch.float64) * sizes).to(parameter)
+
+    with torch.no_grad():
+        one, other = numbers(), numbers()
+        apart, together = result(one.clone()) + result(other.clone()), result(one + other)
+    return torch.allclose(apart, together, rtol=1e-3, atol=1e-6)
 
 
 def watch_randomness(model: nn.Module) -> Callable[[], list[MixingLayer]]:

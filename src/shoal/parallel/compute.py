@@ -27,7 +27,6 @@ from shoal.data.tree import Tree, concatenate, map_tensors
 from shoal.embedding.hash_embedding import HashEmbedding
 from shoal.errors import ConfigError, LossDoesNotRecombine, TrainingError
 from shoal.parallel import gathering
-from shoal.parallel.loss import OwnLoss
 from shoal.parallel.protocol import LossSum, TrainJob
 from shoal.runtime.seeds import mix
 
@@ -210,9 +209,12 @@ class Compute:
         """
         self._job, self._ranks = job, ranks
         self._borrowed_run_back = borrowed_run_back or ranks is not None
+        # In evaluation mode BatchNorm exchanges nothing; a model of which ranks hold parts does.
+        self._forward_is_collective = borrowed_run_back
         self._call = ModelCall(job.model, compile=job.compile)
         self._tells_graphs = job.compile
-        self._must_check_loss = check_loss
+        self._next_check = 1 if check_loss else 0
+        self._num_steps = 0  # of this process
         self.gathers = False
         """Whether the newest loss was computed from rows of all workers: then backward is collective."""
         if job.checkpoint_activations:
@@ -233,6 +235,7 @@ class Compute:
         last backward, when everything but the gradients is known.
         """
         job = self._job
+        self._num_steps += 1
         if not job.model.training:
             job.model.train()
         pieces = batch.cut(job.num_micro)
@@ -263,10 +266,11 @@ class Compute:
                 before, factor = named.get(name, (0.0, 0.0)), float(not piece.borrowed)
                 named[name] = before[0] + its_sum * factor, before[1] + its_count * factor
             # One sample has no halves, and those of a loss over the whole batch say nothing.
-            if self._must_check_loss and piece.num_local > 1 and not self.gathers:
+            if self._is_check_due and piece.num_local > 1 and not self.gathers:
                 job.loss.check(output, target, piece.num_local, weight)
-                self._check_forward(piece)
-                self._must_check_loss = job.checks_every_loss
+                if not self._forward_is_collective:
+                    self._check_forward(piece)
+                self._next_check = 2 * self._num_steps
             if not piece.borrowed:
                 totals.append(total.detach())
                 count += piece_count
@@ -286,42 +290,37 @@ class Compute:
                 (total / batch.num_global).backward()  # type: ignore[no-untyped-call]
             elif self._borrowed_run_back or self.gathers:
                 (total * 0.0).backward()  # type: ignore[no-untyped-call]
+        is_first = self._num_steps == 1 or job.checks_every_loss
+        if self._forward_is_collective and self._next_check and is_first and not self.gathers:
+            self._check_forward(
+                piece
+            )  # on every rank, whatever it has: after backward, which fsdp counts forwards by
         return contributed
 
+    @property
+    def _is_check_due(self) -> bool:
+        """At the first step and ever more rarely: a mask may leave the first batches whole."""
+        return bool(self._next_check) and (self._job.checks_every_loss or self._num_steps >= self._next_check)
+
     def _check_forward(self, piece: Slice) -> None:
-        """A model's own loss, once more of the slice and of its halves, in evaluation mode and without a trace."""
+        """A model's own loss, once more of the slice and of its halves, in evaluation mode and without a trace.
+
+        A rank that has no halves runs as often as the others, where they wait for it.
+        """
         job = self._job
-        has_rows = any(isinstance(module, HashEmbedding) for module in job.model.modules())
-        if not isinstance(job.loss, OwnLoss) or self._borrowed_run_back or has_rows:
-            return  # a forward that exchanges or pulls has to be the same number of times on every rank
-        try:
-            halves = piece.cut(2)
-        except TrainingError:
-            return  # a batch of the user's own collate function, which is not cut by rows
-        parts = [(split_target(self._placed(part.batch))[0], part.num_local) for part in (piece, *halves)]
-        like = [*job.model.parameters(), torch.empty(0, dtype=job.autocast or torch.float64)]
-        device = job.device
-        with (
-            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
-            evaluating(job.model.modules()),
-            torch.no_grad(),
-            autocast(job),
-        ):
-            before = _generators(device)
-            buffers = [(buffer, buffer.clone()) for buffer in job.model.buffers()]
-            try:
-                job.loss.check_forward(self._call, parts, piece.num_global, like)
-            except LossDoesNotRecombine:
-                if all(
-                    map(torch.equal, before, _generators(device))
-                ):  # else halves drew other numbers than the whole
-                    raise
-            finally:
-                for buffer, value in buffers:
-                    if not torch.equal(
-                        buffer, value
-                    ):  # backward may need it: written to only where forward has
-                        buffer.copy_(value)
+        if not job.loss.is_in_forward:
+            return
+        halves = [piece, piece]
+        with contextlib.suppress(
+            TrainingError
+        ):  # a batch of the user's own collate function, not cut by rows
+            halves = piece.cut(2) if piece.num_local > 1 else halves
+        if halves[0] is piece and not self._forward_is_collective:
+            return
+        parts = [
+            (split_target(self._placed(part.batch))[0], max(part.num_local, 1)) for part in (piece, *halves)
+        ]
+        check_loss_in_forward(job, self._call, parts, piece.num_global, compares=halves[0] is not piece)
 
     def forward(self, batch: Slice, *, rank: int) -> Tree:
         """The outputs of a slice in evaluation mode, without gradients."""
@@ -355,6 +354,37 @@ class Compute:
 
     def _placed(self, batch: Tree) -> Tree:
         return place(batch, self._job.device, self._job.cast_inputs)
+
+
+def check_loss_in_forward(
+    job: TrainJob,
+    call: Callable[[Tree], Any],
+    parts: Sequence[tuple[Tree, int]],
+    num_global: int,
+    *,
+    compares: bool = True,
+) -> None:
+    """Refuse a loss that forward computes by comparing samples. `parts`: inputs and sizes of a slice and of its halves."""
+    device = job.device
+    like = [*job.model.parameters(), torch.empty(0, dtype=job.autocast or torch.float64)]
+    with (
+        torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
+        evaluating(job.model.modules()),
+        torch.no_grad(),
+        autocast(job),
+    ):
+        before = _generators(device)
+        buffers = [(buffer, buffer.clone()) for buffer in job.model.buffers()]
+        try:
+            job.loss.check_forward(call, parts, num_global, like)
+        except LossDoesNotRecombine:
+            # Else halves drew other numbers than the whole, or there were none.
+            if compares and all(map(torch.equal, before, _generators(device))):
+                raise
+        finally:
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):  # backward may need it: written to only where forward has
+                    buffer.copy_(value)
 
 
 @contextlib.contextmanager

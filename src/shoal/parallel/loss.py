@@ -98,7 +98,7 @@ class EachAlone:
         if self._vectorised:
             try:
                 losses = self._at_once(output, target, num_samples)
-                return (losses * weight.to(losses.dtype)).sum(), float(weight.sum())
+                return (losses * weight.to(losses.dtype)).sum(), float(weight.double().sum())
             except Exception:  # vmap takes no branch on a value, no .item(), and no pair with a plain number
                 self._vectorised = False
         totals, count = [], 0.0
@@ -146,6 +146,9 @@ class LossRule(Protocol):
     name: str
     outputs_are: OutputKind
 
+    is_in_forward: bool = False
+    """Whether the model's forward computes it: then `check_forward` looks at it."""
+
     @property
     def named(self) -> Mapping[str, tuple[float, float]]:
         """Sum and count of what the newest loss gave by name beside its total, for the logs."""
@@ -160,6 +163,11 @@ class LossRule(Protocol):
 
     def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
         """Refuse a loss that would mean something else when its batch is cut."""
+
+    def check_forward(
+        self, call: Callable[[Tree], Tree], parts: Sequence[tuple[Tree, int]], num_global: int, like: Tree
+    ) -> None:
+        """Refuse a loss within forward that would mean something else when its batch is cut."""
 
     def run(self, call: Callable[[], Tree], inputs: Tree, num_local: int, num_global: int) -> Tree:
         """The model's output, by `call`; what this rule has to see of the forward, it watches."""
@@ -285,7 +293,7 @@ class MeanOverSamples(LossRule):
         if weight is not None and not self._takes_weights:
             return self._each_alone(output, target, weight)
         value = self._value(output, target, weight)
-        counted = float(num_local) if weight is None else float(weight.sum())
+        counted = float(num_local) if weight is None else float(weight.double().sum())
         self.named = {
             name: (float(each[0]), float(each[1]))
             if isinstance(each, tuple)
@@ -371,6 +379,7 @@ class OwnLoss(LossRule):
     """
 
     name = "model"
+    is_in_forward = True
     outputs_are: OutputKind = "logits"
     named: Mapping[str, tuple[float, float]] = {}
 
@@ -400,10 +409,7 @@ class OwnLoss(LossRule):
         """Refuse a forward whose sums and counts over two halves do not add up to those of the whole.
 
         `parts` are the inputs and sizes of the whole and its halves, `like` tensors of the precisions that forward computes in.
-        A count that was guessed has been noted and is not checked.
         """
-        if self._is_guess:
-            return
         rule = copy.copy(self)
         rule._has_noted = True
         try:
@@ -418,8 +424,6 @@ class OwnLoss(LossRule):
             )
         except TrainingError:
             return  # computes no loss in evaluation mode
-        if rule._is_guess:
-            return
         tolerance = _tolerance(like)
         for at, what in enumerate(("sum", "count")):
             value, added = float(whole[at]), sum(float(half[at]) for half in halves)
@@ -601,7 +605,9 @@ def _refuse_cut(name: str, whole: Any, halves: list[Any], counted: Sequence[floa
     nodes = nodes_of(totals[0])
     if any(isinstance(node, BackwardCFunction) for node in nodes):
         return  # whose backward may do more than compute: exchange, push rows, run a layer again
-    read = [leaf for leaf in leaves_of(nodes) if leaf.numel()]
+    # A leaf that the loss made itself, to differentiate by, is another one each time.
+    shared = {id(leaf) for half in totals[1:] for leaf in leaves_of(nodes_of(half))}
+    read = [leaf for leaf in leaves_of(nodes) if leaf.numel() and id(leaf) in shared]
     of_whole, of_first, of_second = (_gradients(total, read) for total in totals)
     for by, first, second in zip(of_whole, of_first, of_second, strict=True):
         summed = first * shares[0] + second * shares[1]

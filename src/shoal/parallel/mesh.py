@@ -25,17 +25,17 @@ from shoal.config import strategy as strategies
 from shoal.config.choices import SCHEDULES
 from shoal.config.job import Job
 from shoal.data.slice import Slice
-from shoal.data.tree import Tree
+from shoal.data.tree import Tree, map_tensors
 from shoal.errors import ClusterError, ConfigError, PeerLost, TrainingError
 from shoal.parallel import fsdp as fsdp_cut
 from shoal.parallel import parameter_loss
-from shoal.parallel.compute import place, run_again
+from shoal.parallel.compute import ModelCall, check_loss_in_forward, place, run_again
 from shoal.parallel.ddp import Ddp
 from shoal.parallel.own_forward import OwnForward
 from shoal.parallel.pipeline import plan as pipeline_plan
 from shoal.parallel.pipeline import stage as pipeline_stage
 from shoal.parallel.pipeline import state as pipeline_state
-from shoal.parallel.pipeline.partition import Partition, find_partition
+from shoal.parallel.pipeline.partition import Partition, find_partition, sample
 from shoal.parallel.pipeline.runner import PipelineRunner, RetracedRoles
 from shoal.parallel.pipeline.stage import ModelStage
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult, TrainJob
@@ -314,6 +314,10 @@ class MeshParallel(Ddp):
                 "Nothing was trained; call fit, evaluate or predict before anything else."
             )
         inputs = place(job.first_inputs(), job.device, job.cast_inputs)
+        if job.loss.is_in_forward:  # while every rank has the whole model
+            four = sample(inputs, 4)
+            halves = [map_tensors(lambda t, at=at: t[at : at + 2], four) for at in (0, 2)]  # type: ignore[misc]
+            check_loss_in_forward(job, ModelCall(model), [(four, 4), (halves[0], 2), (halves[1], 2)], 4)
         whole = pipeline_plan.kept_whole_by_tp(model, plan) if plan is not None else {}
         partition = find_partition(model, inputs, num_stages, job.pipeline_cut or (), whole)
         styles = {row.layer: row.style for row in plan.rows.values()} if plan is not None else {}

@@ -54,7 +54,7 @@ class WholeParameters:
         in_stages: bool,
     ) -> None:
         """`model` as it is cut, `before` as it was; `in_stages`: this process has the layers of some stages alone."""
-        self.name, self.outputs_are = loss.name, loss.outputs_are
+        self.name, self.outputs_are, self.is_in_forward = loss.name, loss.outputs_are, loss.is_in_forward
         self._loss, self._before, self._packing = loss, before, packing
         self._strategy, self._in_stages = strategy, in_stages
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -91,6 +91,11 @@ class WholeParameters:
 
     def predictions(self, output: Tree) -> Tree:
         return self._loss.predictions(output)
+
+    def check_forward(
+        self, call: Callable[[Tree], Tree], parts: Sequence[tuple[Tree, int]], num_global: int, like: Tree
+    ) -> None:
+        self._loss.check_forward(call, parts, num_global, like)
 
     def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
         """Uses what the last call has gathered: ranks with a single sample check nothing."""

@@ -270,6 +270,14 @@ class LooksAhead(Protocol):
 
 
 @runtime_checkable
+class HoldsCopy(Protocol):
+    """A strategy whose weights live elsewhere: what this process has of them is a copy."""
+
+    def refresh_copy(self) -> None:
+        """Have the newest weights in the model of this process, rows of embeddings too. Not collective."""
+
+
+@runtime_checkable
 class Leased(Protocol):
     """A relaxed strategy: each worker trains whole batches of its own, as they are handed out."""
 

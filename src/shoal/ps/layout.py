@@ -63,9 +63,21 @@ def check_optimizer(
             f"the optimizer {kind.__module__}.{kind.__qualname__} is not one of torch.optim: servers run torch's own "
             "classes by name, and nobody else's code. Nothing was started; use one of torch.optim, or another strategy."
         )
+    hooks = () if isinstance(optimizer, type) else _hooks_of(optimizer)
+    if hooks:
+        raise ConfigError(
+            f"the optimizer has a hook of the script's own on its step ({', '.join(hooks)}), and on parameter servers it never steps "
+            "in a worker: the hook would not be called. Nothing was started; do it in a callback's on_step_end, with the weights of "
+            "trainer.model, or use another strategy."
+        )
     if dense:
         _check_name(kind.__name__)
     return str(kind.__name__)
+
+
+def _hooks_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    registered = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return [getattr(hook, "__qualname__", repr(hook)) for hooks in registered for hook in hooks.values()]
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:

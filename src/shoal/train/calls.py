@@ -29,6 +29,7 @@ from shoal.config.job import Job
 from shoal.data.batches import Batches, as_batches
 from shoal.data.tree import Tree
 from shoal.errors import BatchTooSmall, ConfigError, EmptyDataset
+from shoal.parallel.batch_dependence import refuse_gradient_hooks
 from shoal.parallel.parameter_file import ParameterFile
 from shoal.recovery.replay_log import ReplayLog
 from shoal.runtime.seeds import mix
@@ -178,6 +179,13 @@ def build_optimizer(
             "model.parameters(), or give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
         )
     return given
+
+
+def refuse_hooks(job: Job, model: nn.Module) -> None:
+    """Refuse hooks on gradients that would act on parts of them; where a worker computes whole batches, they do not."""
+    name = strategies.parse(job.strategy)
+    if job.num_workers > 1 and name.is_exact and job.sync_every is None:
+        refuse_gradient_hooks(model, job.strategy, is_cut=name.axes is not None)
 
 
 def device_of(job: Job, said: str | torch.device | None) -> torch.device:

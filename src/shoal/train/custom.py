@@ -49,7 +49,15 @@ from shoal.runtime.failpoints import failpoint
 from shoal.runtime.seeds import mix
 from shoal.runtime.user_frames import calling_line
 from shoal.train import loop_shape
-from shoal.train.calls import Call, asked_to_leave, batches_of, described, device_of, next_number
+from shoal.train.calls import (
+    Call,
+    asked_to_leave,
+    batches_of,
+    described,
+    device_of,
+    next_number,
+    refuse_hooks,
+)
 from shoal.train.custom_progress import LoopProgress
 from shoal.train.load_balance import refuse
 from shoal.train.progress import Position
@@ -264,6 +272,7 @@ class CustomLoop:
         if self.job.num_workers > 1:
             extend_torch(_sum_gradients_of, _owners_of_gradients)
         fingerprint_at_end(model)
+        refuse_hooks(self.job, model)
         is_cut = strategies.parse(self.job.strategy).base == "mesh"
         self.strategy.prepare(
             TrainJob(

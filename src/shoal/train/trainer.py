@@ -30,7 +30,7 @@ from shoal.parallel import create
 from shoal.parallel.batch_dependence import describe_mixing, mixing_layers
 from shoal.parallel.loss import LossRule, loss_rule
 from shoal.parallel.parameter_file import ParameterFile
-from shoal.parallel.protocol import ControlFlags, Strategy, TrainJob
+from shoal.parallel.protocol import ControlFlags, HoldsCopy, Strategy, TrainJob
 from shoal.runtime import scratch
 from shoal.train.callbacks.base import Callback, CallbackList
 from shoal.train.calls import (
@@ -49,6 +49,7 @@ from shoal.train.calls import (
     drawn_here,
     first_inputs,
     next_number,
+    refuse_hooks,
     signals_finish_the_step,
 )
 from shoal.train.checkpoint import reachable, saving
@@ -431,8 +432,11 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """The model that is trained."""
-        _ = self.strategy  # builds it where model= is a function
+        """The model that is trained, with the newest weights. Under fsdp, tp and pp a worker has parts of it."""
+        strategy = self.strategy  # builds it where model= is a function
+        if self._fit is not None and isinstance(strategy, HoldsCopy):
+            strategy.refresh_copy()
+            self.callbacks.weights_were_refreshed(self)
         return self.train_job.model
 
     @property
@@ -495,6 +499,7 @@ class Trainer:
             first_inputs=first_inputs(self._at_hand, self.num_workers) if self._at_hand is not None else None,
             **settings,
         )
+        refuse_hooks(self.job, model)
         strategy.prepare(self.train_job)
         fingerprint_at_end(model)
         if self.num_workers > 1 and self.rank == 0:

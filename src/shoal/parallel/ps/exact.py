@@ -407,6 +407,9 @@ class Ps:
         self._session.exchange(b"")
 
     def pull_weights(self) -> None:
+        self.refresh_copy()
+
+    def refresh_copy(self) -> None:
         if self._model is not None:
             self._pull_weights()
 

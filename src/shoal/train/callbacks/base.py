@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.errors import ConfigError
+from shoal.parallel.protocol import HoldsCopy
 from shoal.runtime.serialization import unlike
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class CallbackList:
         # Those that save come last, so that what they save holds the others' state of the same moment.
         self._all = sorted(callbacks, key=lambda callback: callback.runs_last)
         self._here = [callback for callback in self._all if callback.ranks == "every" or rank == 0]
+        self._standing: list[Any] | None = None
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._all)
@@ -139,7 +141,22 @@ class CallbackList:
 
     def call(self, hook: str, trainer: Trainer, *args: Any) -> None:
         for callback in self._here:
-            getattr(callback, hook)(trainer, *args)
+            run = getattr(callback, hook)
+            if trainer.job.num_workers == 1 or getattr(run, "__module__", "shoal.").startswith("shoal."):
+                run(trainer, *args)
+                continue
+            self._standing = _standing(trainer)
+            run(trainer, *args)
+            before, self._standing = self._standing, None
+            after = _standing(trainer)
+            if before != after:
+                changed = [name for name, was, now in zip(_PARTS, before, after, strict=True) if was != now]
+                _refuse_changes(callback, hook, trainer, changed)
+
+    def weights_were_refreshed(self, trainer: Trainer) -> None:
+        """shoal itself wrote into the model, while a callback runs."""
+        if self._standing is not None:
+            self._standing = _standing(trainer)
 
     def has_own(self, hook: str) -> bool:
         """Whether a callback of the user's has this hook."""
@@ -163,6 +180,37 @@ class CallbackList:
                 ):
                     raise ValueError(problem)
                 callback.load_state(own["state"])
+
+
+_PARTS = ("weights", "buffers", "requires_grad", "settings of the optimizer")
+
+
+def _standing(trainer: Trainer) -> list[Any]:
+    """What changes when a callback changes the model or the optimizer, in the order of `_PARTS`."""
+    model, optimizer = trainer.train_job.model, trainer.strategy.optimizer
+    parameters = list(model.parameters())
+    groups = optimizer.param_groups if optimizer is not None else []
+    return [
+        [parameter._version for parameter in parameters],
+        [buffer._version for buffer in model.buffers()],
+        [parameter.requires_grad for parameter in parameters],
+        [{key: str(value) for key, value in group.items() if key != "params"} for group in groups],
+    ]
+
+
+def _refuse_changes(callback: Callback, hook: str, trainer: Trainer, changed: list[str]) -> None:
+    name, what = type(callback).__name__, " and ".join(changed)
+    if callback.ranks == "zero":
+        raise ConfigError(
+            f"the callback {name} changed {what} of the model in {hook}, and it runs on rank 0 alone: the {trainer.job.num_workers} "
+            f"workers would go on with different models. Nothing was trained after step {trainer.step}; give the class "
+            '`ranks = "every"`, so that every worker makes the same change.'
+        )
+    if isinstance(trainer.strategy, HoldsCopy) and "weights" in changed:
+        raise ConfigError(
+            f"the callback {name} changed weights of the model in {hook}, and under '{trainer.job.strategy}' they live on servers: the "
+            f"change of a worker's copy would be lost. Nothing was trained after step {trainer.step}; use --strategy ddp."
+        )
 
 
 Mode = Literal["min", "max", "auto"]
