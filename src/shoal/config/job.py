@@ -142,6 +142,11 @@ class Job(ParallelOptions):
         return self._axes.data_rank(self.rank) if self._axes else self.rank
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether this rank is the first of those that compute the same samples."""
+        return self._axes is None or self.rank in self._axes.speakers()
+
+    @property
     def batch_ranks(self) -> list[int]:
         """Workers over which this one's batches are spread, each with the same layers; itself among them."""
         axes = self._axes

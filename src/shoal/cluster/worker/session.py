@@ -30,6 +30,7 @@ from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport import framing
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import (
+    Activity,
     Failed,
     Finished,
     Happened,
@@ -301,6 +302,11 @@ def shared(num_bytes: int) -> None:
     _session.exchange_bytes = max(_session.exchange_bytes, num_bytes)
 
 
+def activity(line: str) -> bool:
+    """Send what this process did in the last second; False where it was dropped."""
+    return _send(Activity(line), wait=False)
+
+
 def failed(failure: Failed) -> None:
     _send(failure)
 
@@ -336,11 +342,14 @@ def _write_down(kind: str, facts: dict[str, Any]) -> None:
         _send(Happened(_session.rank, kind, msgspec.json.encode(facts).decode()))
 
 
-def _send(message: Message, *, wait: bool = True) -> None:
+def _send(message: Message, *, wait: bool = True) -> bool:
+    """True where it was sent."""
     if _session.status is None:
-        return
+        return False
     # A full socket drops progress; a closed one means the supervisor is gone, and we with it in a moment.
     # The lock: threads that read data tell what happens to them.
     with _session.sending, contextlib.suppress(OSError):
         _session.status.settimeout(SEND_TIMEOUT_S if wait else 0.0)
         _session.status.sendall(b"".join(framing.encode(message)))
+        return True
+    return False
