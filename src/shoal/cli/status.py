@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli import runs
 from shoal.cli.options import AsJson, RunDir, complete_run
 from shoal.cli.verb import console
 from shoal.cluster.supervisor import progress_text
+from shoal.observe import runs
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,11 +11,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.verb import did_you_mean
 from shoal.errors import RunDirectoryError
 from shoal.runtime import own_files
 
@@ -70,9 +70,8 @@ def find(run: str, run_dir: Path) -> Path:
         if known
         else f"{run_dir} has no runs; --run-dir says where they are"
     )
-    raise RunDirectoryError(
-        f"there is no run '{run}'.{did_you_mean(run, known)} {there}.", path=str(run_dir / run)
-    )
+    meant = "".join(f" Did you mean '{close}'?" for close in get_close_matches(run, known, n=1))
+    raise RunDirectoryError(f"there is no run '{run}'.{meant} {there}.", path=str(run_dir / run))
 
 
 def read(path: Path) -> Run:
