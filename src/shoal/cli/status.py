@@ -292,15 +292,15 @@ def _when(at: float | None) -> str:
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(_finite(value), indent=2))
+    typer.echo(json.dumps(finite(value), indent=2))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN: a loss that is one becomes null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -129,6 +129,9 @@ class Job(ParallelOptions):
     faults: tuple[Fault, ...] = ()
     """What is to go wrong in this job's processes, at failpoints."""
 
+    profile: int = 0
+    """Steps of every worker that torch.profiler records, for `shoal trace`; 0: none."""
+
     fingerprints: str | None = None
     """Directory where every rank writes the hashes of its final weights, for `shoal chaos`."""
 

@@ -269,7 +269,7 @@ def start(process: str, incarnation: int, *, run_dir: str | Path | None, send: C
     global _sampler
     RECORDER.own()
     if RECORDER.is_on:
-        trace = Path(run_dir) / "trace" if run_dir is not None else None
+        trace = trace_folder(run_dir) if run_dir is not None else None
         _sampler = Sampler(RECORDER, process=process, incarnation=incarnation, trace=trace, send=send)
 
 
@@ -278,6 +278,10 @@ def stop() -> None:
     if _sampler is not None:
         _sampler.close()
         _sampler = None
+
+
+def trace_folder(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "trace"
 
 
 def over(status_fd: int) -> Callable[[str], bool]:

@@ -52,6 +52,7 @@ from shoal.train import loop_shape
 from shoal.train.calls import Call, asked_to_leave, batches_of, described, device_of, next_number
 from shoal.train.custom_progress import LoopProgress
 from shoal.train.load_balance import refuse
+from shoal.train.profiling import PROFILER
 from shoal.train.progress import Position
 from shoal.train.reports import LedgerReport
 from shoal.train.script_state import DataPlace, Recovery
@@ -183,6 +184,7 @@ class WorkerData:
             script.progress.flush()
             gathering.enter(None)
             recorder.RECORDER.base(None)
+            PROFILER.finish()
             self._pending.clear()  # nothing was made of them
             self._ledger.reached(is_end=is_over)
 
@@ -315,6 +317,7 @@ class CustomLoop:
         script.ended = script.ended or result.leave
         num_samples = sum(data.stepped() for data in script.data)
         recorder.RECORDER.done(self.strategy.step, script.slice.num_local)
+        PROFILER.after_step()
         script.progress.committed(epoch=script.slice.epoch, samples=num_samples)
         if self._verification is not None:
             self._verification.count(self.strategy, result.loss)

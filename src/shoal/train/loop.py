@@ -30,6 +30,7 @@ from shoal.train.calls import asked_to_leave
 from shoal.train.checkpoint.saving import Snapshots
 from shoal.train.evaluation import evaluate
 from shoal.train.load_balance import LoadBalance
+from shoal.train.profiling import PROFILER
 from shoal.train.progress import BEFORE_A_STEP, FitStart, History, LoopPlace, note_anchor
 from shoal.train.reports import LedgerReport, MetricsLog, TrafficReport
 
@@ -121,6 +122,7 @@ class FitLoop:
             trainer.checkpoints.wait()
         finally:
             trainer.checkpoints.abandon()
+            PROFILER.finish()
             self._traffic.report()
             held.close()
             for log in (self._log, self._epoch_log):
@@ -254,6 +256,7 @@ class FitLoop:
         for _ in range(num_new if result.applied else 0):
             trainer.advance_scheduler("step", {"loss": result.loss})
         recorder.RECORDER.done(position.step, part.num_local if self._counts_samples else 0)
+        PROFILER.after_step()
         self._write_down(part, result)
         if trainer.verification is not None:
             trainer.verification.count(strategy, result.loss)
