@@ -196,10 +196,10 @@ def lines(
         y = at_y(tick)
         out.append(f'<line x1="{left}" x2="{width - 12}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>')
         out.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
-    for tick in x_ticks if x_ticks is not None else ticks(x0, x1):
-        out.append(
-            f'<text x="{at_x(tick):.1f}" y="{height - bottom + 18}" text-anchor="middle">{_number(tick)}</text>'
-        )
+    out += [
+        f'<text x="{at_x(tick):.1f}" y="{height - bottom + 18}" text-anchor="middle">{_number(tick)}</text>'
+        for tick in (x_ticks if x_ticks is not None else ticks(x0, x1))
+    ]
     out.append(f'<text x="{width - 12}" y="{height - 2}" text-anchor="end">{_safe(x_name)}</text>')
     for _, colour, x, y in series:
         points = " ".join(

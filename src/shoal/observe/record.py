@@ -143,14 +143,14 @@ def read_steps(path: Path) -> Steps:
 
 def read_activity(path: Path) -> dict[str, list[dict[str, Any]]]:
     found = {}
-    for file in sorted((path / "activity").glob("*.jsonl"), key=lambda each: _by_number(each.stem)):
+    for file in sorted((path / "activity").glob("*.jsonl"), key=lambda each: by_number(each.stem)):
         lines = [line for line in _objects(file) if isinstance(line.get("at"), (int, float))]
         if lines:
             found[file.stem] = lines
     return found
 
 
-def _by_number(process: str) -> tuple[int, str, int]:
+def by_number(process: str) -> tuple[int, str, int]:
     role, _, number = process.rpartition("-")
     order = {"worker": 0, "server": 1}.get(role, 2)
     return order, role or process, int(number) if number.isdigit() else 0
@@ -281,7 +281,7 @@ def read_traces(
 ) -> tuple[list[Trace], list[str]]:
     """Spans of all processes of a run, host clocks aligned; and a sentence for each file that cannot be read."""
     found, problems = [], []
-    for file in sorted((path / "trace").glob("*.bin"), key=lambda each: _by_number(each.name.split(".")[0])):
+    for file in sorted((path / "trace").glob("*.bin"), key=lambda each: by_number(each.name.split(".")[0])):
         try:
             trace = read_trace(file)
         except (OSError, ValueError, KeyError, TypeError) as error:

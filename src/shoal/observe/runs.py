@@ -226,12 +226,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def last_lines(path: Path, count: int | None = None) -> list[dict[str, Any]]:
+def last_lines(path: Path, count: int | None = None, *, tail_bytes: int = TAIL_BYTES) -> list[dict[str, Any]]:
     """The last whole lines of a file of JSON lines, as many as its tail holds. A line torn by a kill, or just being written, is left out."""
     try:
         with open(own_files.open_file(path, os.O_RDONLY, any_owner=True), "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
+            file.seek(max(0, size - tail_bytes))
             tail = file.read()
     except OSError:
         return []

@@ -82,6 +82,7 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     try:
         _heed_signals()
         _enter(spec, job)
+        recorder.RECORDER.facts = session.progress_facts
         recorder.start(f"worker-{job.rank}", job.incarnation, run_dir=job.run_dir, send=session.activity)
         torchrun.watch(job, script=spec.script, port=spec.master_port, listener=fds.get("master"))
         # Kept to the end: what the script made must not be taken apart before the exit handlers have run.

@@ -65,6 +65,7 @@ class _Session:
     stop: str | None = None
     report_at: float = 0.0
     reported: tuple[str, int, int] = ("", -1, 0)
+    progress: dict[str, Any] = field(default_factory=dict)  # as reported last, for the record of activity
     samples: int = 0
     seconds: float = 0.0
     steps: int = 0
@@ -252,6 +253,14 @@ def report(
     if now < _session.report_at and (phase, epoch, metrics_epoch) == _session.reported and step != num_steps:
         return
     _session.report_at, _session.reported = now + REPORT_EVERY_S, (phase, epoch, metrics_epoch)
+    _session.progress = {
+        "phase": phase,
+        "epoch": epoch,
+        "num_epochs": num_epochs,
+        "num_steps": num_steps,
+        "loss": loss,
+        "eta_s": eta_s,
+    }
     sink(
         Progress(
             rank=_session.rank,
@@ -300,6 +309,11 @@ def bent(*, staleness: Mapping[int, int], num_late: int, num_missed: int) -> Non
 def shared(num_bytes: int) -> None:
     """Report memory reserved for exchange with servers; the maximum is in the final report."""
     _session.exchange_bytes = max(_session.exchange_bytes, num_bytes)
+
+
+def progress_facts() -> dict[str, Any]:
+    """Where the script is, as reported last."""
+    return _session.progress
 
 
 def activity(line: str) -> bool:
