@@ -35,6 +35,7 @@ BENCHMARKS = (
     "data_memory",
     "data_workers",
     "data_dynamic",
+    "observe_cost",
 )
 
 

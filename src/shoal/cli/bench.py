@@ -61,6 +61,7 @@ FROM_SOURCE = {
     "ps_memory": "a server's memory over what it holds, and its growth",
     "ps_quality": "AUC of the relaxed modes against ps at equal samples",
     "data_dynamic": "an epoch with a slow worker: dynamic, equal and measured shares against the ideal",
+    "observe_cost": "spans and activity of processes: a step recorded against one that is not",
     "peers": "the click model against other parameter servers; installs them",
 }
 

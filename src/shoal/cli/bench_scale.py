@@ -13,6 +13,9 @@ import typer
 from shoal.errors import ConfigError
 
 WIDTH = 40
+BEYOND_IDEAL = 1.3
+"""More than caches explain."""
+
 PAYS_FROM = 0.5
 """A further worker pays where it adds at least this share of what one alone trains."""
 
@@ -84,6 +87,12 @@ def advice(lines: Sequence[dict[str, Any]]) -> str:
     if len(lines) < 2:
         return "One number of workers tells nothing of the next: give more with -n 1,2,4."
     alone = lines[0]["samples_per_s"] / lines[0]["workers"]
+    beyond = [line for line in lines if line["efficiency"] > BEYOND_IDEAL]
+    if beyond:
+        return (
+            f"{beyond[0]['workers']} workers were {beyond[0]['efficiency']:.0%} of the ideal, which cannot be: the first measurement was disturbed, by "
+            "other processes on this machine or by threads that share a core. Measure again while nothing else runs, and for longer (--seconds)."
+        )
     paying = lines[0]
     for before, line in itertools.pairwise(lines):
         gained = (line["samples_per_s"] - before["samples_per_s"]) / (line["workers"] - before["workers"])

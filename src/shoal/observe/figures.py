@@ -74,9 +74,7 @@ def figures(
         "workers": record.config.get("workers"),
         "servers": record.config.get("servers"),
         "threads": record.config.get("threads"),
-        "steps": int(record.steps.step[-1])
-        if len(record.steps)
-        else sum(w.steps for w in workers.values()) or None,
+        "steps": _num_steps(record, workers),
         "seconds": seconds,
         "samples": record.summary.get("samples") or sum(w.samples for w in workers.values()) or None,
         "samples_per_s": rate,
@@ -102,6 +100,16 @@ def figures(
     }
     found["bottleneck"], found["cure"] = bottleneck(record, workers, servers, found)
     return found
+
+
+def _num_steps(record: RunRecord, workers: Mapping[str, Totals]) -> int | None:
+    """By the newest line of rank 0; where batches are leased others may have done the last ones."""
+    found = (
+        [int(record.steps.step[-1])] if len(record.steps) else [sum(each.steps for each in workers.values())]
+    )
+    if record.summary.get("leases") and isinstance(record.summary.get("steps"), int):
+        found.append(record.summary["steps"])
+    return max(found) or None
 
 
 def _seconds(record: RunRecord) -> float | None:

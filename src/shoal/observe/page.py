@@ -100,7 +100,8 @@ def _verdict(text: str) -> str:
 
 def _about(figures: Mapping[str, Any]) -> str:
     servers = f", {figures['servers']} servers" if figures["servers"] else ""
-    threads = f", {figures['threads']} threads each" if figures["threads"] else ""
+    count = figures["threads"]
+    threads = f", {count} thread{'s' if count != 1 else ''} each" if count else ""
     workers = f"{figures['workers']} worker{'s' if figures['workers'] != 1 else ''}"
     return f"{figures['script'] or ''} · {figures['strategy']} · {workers}{threads}{servers} · {figures['state']}"
 

@@ -74,7 +74,6 @@ class Recorder:
         "count",
         "depth",
         "facts",
-        "is_on",
         "kinds",
         "mask",
         "owner",
@@ -90,7 +89,6 @@ class Recorder:
     )
 
     def __init__(self) -> None:
-        self.is_on = True
         self.owner = 0
         self.ring, self.mask = array("q", bytes(RECORD_BYTES)), 0  # one record, until `own`
         self.count = 0  # spans so far; those beyond the ring were overwritten
@@ -104,7 +102,7 @@ class Recorder:
         """Record this thread from now on. `capacity` is a power of two."""
         self.ring, self.mask = array("q", bytes(capacity * RECORD_BYTES)), capacity - 1
         self.count, self.depth, self.since = 0, 0, monotonic_ns()
-        self.owner = get_ident() if self.is_on else 0
+        self.owner = get_ident()
 
     def base(self, span: Span | None) -> None:
         """Count time outside of spans as this kind: in a loop of the script's own nobody says where compute begins."""
@@ -268,9 +266,8 @@ def start(process: str, incarnation: int, *, run_dir: str | Path | None, send: C
     """Record this thread, and tell about it once a second until `stop`. Called once, by the process's entry point."""
     global _sampler
     RECORDER.own()
-    if RECORDER.is_on:
-        trace = trace_folder(run_dir) if run_dir is not None else None
-        _sampler = Sampler(RECORDER, process=process, incarnation=incarnation, trace=trace, send=send)
+    trace = trace_folder(run_dir) if run_dir is not None else None
+    _sampler = Sampler(RECORDER, process=process, incarnation=incarnation, trace=trace, send=send)
 
 
 def stop() -> None:
