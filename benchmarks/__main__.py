@@ -36,6 +36,7 @@ BENCHMARKS = (
     "data_memory",
     "data_workers",
     "data_dynamic",
+    "observe_cost",
 )
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Report
-from shoal.cli.runs import read_ledger
 from shoal.cluster.launch.api import LaunchConfig, launch
 from shoal.cluster.launch.roles import preload_for
 from shoal.cluster.supervisor.warm_parent import WarmParent
+from shoal.observe.runs import read_ledger
 
 SCRIPT = Path(__file__).parent / "scripts" / "slowed.py"
 MODES = {

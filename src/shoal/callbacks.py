@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.train.callbacks.base import Callback
 from shoal.train.callbacks.logs import CSVLog, JSONLog, LearningRateMonitor, TensorBoard
 from shoal.train.callbacks.monitored import EarlyStopping, ModelCheckpoint, StopAtStep
+from shoal.train.callbacks.trackers import MLflow, OpenTelemetry, WandB
 
 __all__ = [
     "CSVLog",
@@ -12,7 +13,10 @@ __all__ = [
     "EarlyStopping",
     "JSONLog",
     "LearningRateMonitor",
+    "MLflow",
     "ModelCheckpoint",
+    "OpenTelemetry",
     "StopAtStep",
     "TensorBoard",
+    "WandB",
 ]

@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shoal.cli import runs
 from shoal.cluster.coordinator.journal import FILE_NAME, Journal, begin_launch
 from shoal.cluster.coordinator.journal_entries import LeaseAsked
 from shoal.cluster.ledger import entries as ledger_facts
@@ -16,6 +15,7 @@ from shoal.cluster.ledger.entries import (
     TrainingBegan,
     TrainingReached,
 )
+from shoal.observe import runs
 from shoal.runtime.transport.messages.supervisor import Noted
 from shoal.runtime.transport.messages.worker_coordinator import AskLease
 

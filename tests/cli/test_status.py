@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from invoking import Shoal
 
-from shoal.cli import runs
 from shoal.cluster.launch.run_directory import RunDirectory
 from shoal.config.launch import HostFacts, RunConfig, Versions
+from shoal.observe import runs
 
 MakeRun = Callable[..., RunDirectory]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from other_user import UID, as_root, run_as_other
 
-from shoal.cli import runs
 from shoal.cluster.launch.run_directory import RunDirectory, is_alive, read_config
 from shoal.cluster.supervisor.output import Log
 from shoal.config.launch import RunConfig, Versions
 from shoal.errors import RunDirectoryError
+from shoal.observe import runs
 from shoal.runtime import scratch
 
 CONFIG = RunConfig(

@@ -13,7 +13,7 @@ from zygote import Zygote
 
 import etcd_members
 from etcd_members import EtcdMembers
-from shoal.cli.runs import newest_checkpoint
+from shoal.observe.runs import newest_checkpoint
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(400)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jobs import SCRIPT, HostsJob, differences
 
-from shoal.cli.runs import newest_checkpoint
+from shoal.observe.runs import newest_checkpoint
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(400)

@@ -12,6 +12,7 @@ from parsed import PACKAGE, Module
 
 LAYERS = (
     {"cli"},
+    {"observe"},
     {"train"},
     {"parallel"},
     {"ps"},
@@ -35,7 +36,7 @@ FACADES = {
 }
 
 TORCH = ("torch", "torchmetrics", "safetensors.torch")
-WITHOUT_TORCH = {"errors", "config", "engines", "runtime", "cluster", "cli"}
+WITHOUT_TORCH = {"errors", "config", "engines", "runtime", "cluster", "observe", "cli"}
 RUN_IN_WORKERS = {
     "shoal.cluster.worker.process",
     "shoal.recovery.rendezvous",

@@ -13,7 +13,7 @@ import torch
 from launched import Launched
 from safetensors.torch import load_file
 
-from shoal.cli import runs
+from shoal.observe import runs
 
 Launch = Callable[..., Launched]
 AtFile = Callable[[Path, Callable[[], object]], None]

@@ -15,9 +15,10 @@ from launched import Launched
 from typer.testing import CliRunner
 
 from shoal import Faults
-from shoal.cli import app, runs
+from shoal.cli import app
 from shoal.cluster.launch.api import launch, resume_config
 from shoal.cluster.supervisor.warm_parent import WarmParent
+from shoal.observe import runs
 from waiting import wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "counted_epochs.py"

@@ -14,8 +14,8 @@ import torch
 from launched import Launched
 
 from shoal import Faults
-from shoal.cli import runs
 from shoal.cluster.launch.api import resume_config
+from shoal.observe import runs
 from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint
 
 Launch = Callable[..., Launched]

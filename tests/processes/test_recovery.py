@@ -16,9 +16,9 @@ import pytest
 from launched import Ended, Launched
 
 from shoal import Faults
-from shoal.cli import runs
 from shoal.config.faults import POINTS
 from shoal.errors import ScriptFailed, WorkerDied
+from shoal.observe import runs
 from whole_matrix import matrix_only
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from launched import Launched
 
-from shoal.cli import runs
 from shoal.cli.scale import scale
 from shoal.cluster.launch.api import launch, resume_config
 from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.errors import ConfigError
+from shoal.observe import runs
 
 SCRIPT = Path(__file__).parent / "scripts" / "scaled_epochs.py"
 Launch = Callable[..., Launched]

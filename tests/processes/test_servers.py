@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from launched import Launched
 
-from shoal.cli import runs
 from shoal.cli.scale import scale
 from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.config.faults import Faults
 from shoal.errors import ClusterError, ConfigError
+from shoal.observe import runs
 
 PROLOGUE = """
 import os, pathlib, time

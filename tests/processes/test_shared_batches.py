@@ -13,11 +13,11 @@ import torch
 from launched import Launched, close, results
 
 from shoal import Faults
-from shoal.cli import runs
 from shoal.cli.equality import check
 from shoal.cli.verify import VerifyRuns
 from shoal.cluster.launch.api import LaunchConfig
 from shoal.cluster.supervisor.warm_parent import WarmParent
+from shoal.observe import runs
 
 SCRIPTS = Path(__file__).parent / "scripts"
 COUNTED = SCRIPTS / "counted_epochs.py"

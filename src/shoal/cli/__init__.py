@@ -11,7 +11,23 @@ from typing import Annotated, NoReturn
 import typer
 
 import shoal
-from shoal.cli import bench, chaos, doctor, hosts, init, render, resume, run, scale, status, sweep, verify
+from shoal.cli import (
+    bench,
+    chaos,
+    doctor,
+    hosts,
+    init,
+    render,
+    report,
+    resume,
+    run,
+    scale,
+    stack,
+    status,
+    sweep,
+    trace,
+    verify,
+)
 from shoal.cli.verb import ScriptVerb, Verb, Verbs
 
 app = typer.Typer(
@@ -45,6 +61,9 @@ app.command("init", cls=Verb, epilog=init.EXAMPLES)(init.init)
 app.command("join", cls=Verb, epilog=hosts.EXAMPLES)(hosts.join)
 app.command("resume", cls=Verb, epilog=resume.EXAMPLES)(resume.resume)
 app.command("status", cls=Verb, epilog=status.EXAMPLES)(status.status)
+app.command("stack", cls=Verb, epilog=stack.EXAMPLES)(stack.stack)
+app.command("report", cls=Verb, epilog=report.EXAMPLES)(report.report)
+app.command("trace", cls=Verb, epilog=trace.EXAMPLES)(trace.trace)
 app.command("scale", cls=Verb, epilog=scale.EXAMPLES)(scale.scale)
 app.command("leave", cls=Verb, epilog=scale.LEAVE_EXAMPLES)(scale.leave)
 app.command(

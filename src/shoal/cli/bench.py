@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.options import RunDir
 from shoal.cli.verb import console, did_you_mean
 from shoal.errors import ConfigError
 
@@ -60,12 +61,17 @@ FROM_SOURCE = {
     "ps_memory": "a server's memory over what it holds, and its growth",
     "ps_quality": "AUC of the relaxed modes against ps at equal samples",
     "data_dynamic": "an epoch with a slow worker: dynamic, equal and measured shares against the ideal",
+    "observe_cost": "spans and activity of processes: a step recorded against one that is not",
     "peers": "the click model against other parameter servers; installs them",
 }
 
 
+SCALE = "scale"
+SCALE_MEASURES = "a script of yours with 1, 2, 4 workers: `shoal bench scale train.py -n 1,2,4`"
+
+
 def complete_bench(incomplete: str) -> list[str]:
-    return [name for name in BENCHES if name.startswith(incomplete)]
+    return [name for name in (*BENCHES, SCALE) if name.startswith(incomplete)]
 
 
 def bench(
@@ -78,6 +84,29 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    script: Annotated[
+        str | None,
+        typer.Argument(metavar="[SCRIPT]", help="For scale: the script to run.", show_default=False),
+    ] = None,
+    args: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ARGS]...", help="Its arguments; options of its own behind --.", show_default=False
+        ),
+    ] = None,
+    workers: Annotated[
+        str, typer.Option("--workers", "-n", metavar="N,N,...", help="For scale: numbers of workers.")
+    ] = "1,2",
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--strategy", metavar="STRATEGY", help="For scale: of several workers.", show_default="ddp"
+        ),
+    ] = None,
+    servers: Annotated[
+        int | None, typer.Option("--servers", metavar="S", min=1, help="For scale: servers of a ps strategy.")
+    ] = None,
+    run_dir: RunDir = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="A JSON line per figure.")] = False,
     seconds: Annotated[
         float,
@@ -90,6 +119,13 @@ def bench(
     if name is None:
         _list(as_json)
         return
+    if name == SCALE:
+        _scale(script, args or [], workers, strategy, servers, seconds, run_dir, as_json=as_json)
+        return
+    if script is not None:
+        raise ConfigError(
+            f"'{name}' measures no script of yours; `shoal bench {SCALE} {script}` does. Nothing was started."
+        )
     if name in FROM_SOURCE:
         raise ConfigError(
             f"'{name}' ({FROM_SOURCE[name]}) is measured from the source and not from the installed package: it needs "
@@ -97,7 +133,7 @@ def bench(
         )
     if name not in BENCHES:
         raise ConfigError(
-            f"there is nothing to measure by the name '{name}'.{did_you_mean(name, [*BENCHES, *FROM_SOURCE])} Nothing was "
+            f"there is nothing to measure by the name '{name}'.{did_you_mean(name, [*BENCHES, SCALE, *FROM_SOURCE])} Nothing was "
             "started; `shoal bench` lists what there is."
         )
     screen = console()
@@ -115,8 +151,47 @@ def bench(
     measure(seconds, emit)
 
 
+def _scale(
+    script: str | None,
+    args: list[str],
+    counts: str,
+    strategy: str | None,
+    servers: int | None,
+    seconds: float,
+    run_dir: Path,
+    *,
+    as_json: bool,
+) -> None:
+    from shoal.cli import bench_scale
+
+    if script is None:
+        raise ConfigError(
+            "scale measures a script of yours. Nothing was started; `shoal bench scale train.py -n 1,2,4`."
+        )
+    wanted = bench_scale.parse_counts(counts)
+
+    def emit(line: dict[str, Any]) -> None:
+        if as_json:
+            typer.echo(json.dumps({"benchmark": SCALE, "script": script, **line}))
+        else:
+            bench_scale.show(line, max(wanted) / min(wanted))
+
+    found = bench_scale.measure(
+        script,
+        args,
+        counts=wanted,
+        strategy=strategy,
+        options=("--servers", str(servers)) if servers is not None else (),
+        seconds=seconds,
+        run_dir=run_dir,
+        emit=emit,
+    )
+    if not as_json:
+        typer.echo(f"{found['advice']}\n{found['page']}")
+
+
 def _list(as_json: bool) -> None:
-    measured = {name: measures for name, (measures, _) in BENCHES.items()}
+    measured = {name: measures for name, (measures, _) in BENCHES.items()} | {SCALE: SCALE_MEASURES}
     if as_json:
         for source, benches in (("package", measured), ("source", FROM_SOURCE)):
             for name, measures in benches.items():

@@ -32,7 +32,7 @@ def complete_strategy(incomplete: str) -> list[tuple[str, str]]:
 
 def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
     """For the shell: names of the runs there are."""
-    from shoal.cli.runs import names
+    from shoal.observe.runs import names
 
     return [name for name in names(Path(ctx.params.get("run_dir") or "runs")) if name.startswith(incomplete)]
 

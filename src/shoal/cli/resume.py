@@ -86,8 +86,8 @@ def resume(
     journal: Journal = None,
 ) -> None:
     """Go on with a run from its newest checkpoint. Script and arguments are its own."""
-    from shoal.cli.runs import find, newest_checkpoint, read_json
     from shoal.cluster.launch.api import launch, resume_config
+    from shoal.observe.runs import find, newest_checkpoint, read_json
 
     path = find(run, run_dir)
     described = read_json(path / "config.json")

@@ -61,6 +61,8 @@ EXAMPLES = (
 
 A_DAY_S = 86_400.0
 
+PROFILED_STEPS = 3
+
 BEFORE_SCRIPT = (
     "-n",
     "--workers",
@@ -140,6 +142,12 @@ def run(
             help="The worker that breakpoint() stops: it has the terminal, and the others wait for a day. With -n 1 none is needed.",
         ),
     ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile", help="Record torch's operators for a few steps of every worker, for `shoal trace`."
+        ),
+    ] = False,
     *,
     parallel: ParallelOptions,
     oversubscribe: Oversubscribe = False,
@@ -194,6 +202,7 @@ def run(
         args=tuple(script_args(ctx, script, args)),
         options=given_options(ctx),
         debug_rank=debug_rank,
+        profile=PROFILED_STEPS if profile else 0,
         workers=sum(on_hosts.workers) if on_hosts and on_hosts.workers and workers == 1 else workers,
         hosts=on_hosts,
         journal=journal,

@@ -144,9 +144,9 @@ def _scale_servers(run: str, run_dir: Path, servers: int) -> None:
 
 def _running(run: str, run_dir: Path) -> Path:
     """Directory of a run; ConfigError where it is not running."""
-    from shoal.cli.runs import find
     from shoal.cluster.launch.run_directory import is_alive
     from shoal.errors import ConfigError
+    from shoal.observe.runs import find
 
     path = find(run, run_dir)
     if not is_alive(path):

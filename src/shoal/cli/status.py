@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli import runs
+from shoal.cli import live
 from shoal.cli.options import AsJson, RunDir, complete_run
 from shoal.cli.verb import console
 from shoal.cluster.supervisor import progress_text
+from shoal.observe import runs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,9 +46,12 @@ def status(
     ledger: Annotated[
         bool, typer.Option("--ledger", help="Of one run: every range of samples and who trained it.")
     ] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Of a running job: show it once, and do not follow it.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs and how they stand, or show one of them closely."""
+    """List the runs and how they stand, or show one of them closely; one that runs is followed until Ctrl-C."""
     if run is None:
         found = sorted(
             (runs.read(run_dir / name) for name in runs.names(run_dir)),
@@ -71,6 +75,11 @@ def status(
         _print_json(details)
     else:
         _show(details)
+        screen = console()
+        if details["state"] is runs.RunState.ALIVE and screen.is_terminal and not once:
+            live.watch(path, screen)
+        else:
+            screen.print(live.draw(live.look(path), has_colours=screen.is_terminal))
 
 
 def _details(path: Path) -> dict[str, Any]:
@@ -92,6 +101,7 @@ def _details(path: Path) -> dict[str, Any]:
         "logs": str(path / "logs"),
         "checkpoint": runs.newest_checkpoint(path),
         "events": events[-NUM_EVENTS:],
+        "activity": {each.name: each.newest for each in live.look(path).processes},
         "summary": summary,
     }
 
@@ -304,15 +314,15 @@ def _when(at: float | None) -> str:
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(_finite(value), indent=2))
+    typer.echo(json.dumps(finite(value), indent=2))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN: a loss that is one becomes null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -80,7 +80,7 @@ GROUPS = {
             "ship",
         ),
     ),
-    "Testing": ("faults", "pretend_hosts", "debug_rank", "steps", "tolerance"),
+    "Testing": ("faults", "pretend_hosts", "debug_rank", "profile", "steps", "tolerance"),
 }
 """Options of a verb with many, by heading. What is in none is about the launch."""
 

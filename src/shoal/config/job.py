@@ -129,6 +129,9 @@ class Job(ParallelOptions):
     faults: tuple[Fault, ...] = ()
     """What is to go wrong in this job's processes, at failpoints."""
 
+    profile: int = 0
+    """Steps of every worker that torch.profiler records, for `shoal trace`; 0: none."""
+
     fingerprints: str | None = None
     """Directory where every rank writes the hashes of its final weights, for `shoal chaos`."""
 
@@ -140,6 +143,11 @@ class Job(ParallelOptions):
     @property
     def data_rank(self) -> int:
         return self._axes.data_rank(self.rank) if self._axes else self.rank
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this rank is the first of those that compute the same samples."""
+        return self._axes is None or self.rank in self._axes.speakers()
 
     @property
     def batch_ranks(self) -> list[int]:

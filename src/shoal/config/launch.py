@@ -129,6 +129,9 @@ class LaunchConfig(ParallelOptions):
     fingerprints: str | None = None
     """Directory for the hashes of every rank's final weights."""
 
+    profile: int = 0
+    """Steps of every worker that torch.profiler records, for `shoal trace`; 0: none."""
+
     quiet: bool = False
     """No progress; the script's own output stays."""
 

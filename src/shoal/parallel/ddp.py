@@ -43,6 +43,7 @@ from shoal.recovery.elastic_group import elastic_group
 from shoal.recovery.rendezvous import is_broken
 from shoal.recovery.replay_log import ReplayLog
 from shoal.recovery.state_transfer import Part
+from shoal.runtime import recorder
 
 
 class Ddp:
@@ -168,7 +169,7 @@ class Ddp:
         """Exchange, decide, update. A lost peer means another attempt in the next view, from the same contribution."""
         step = self._group.exchange("a step")
         for attempt in step.attempts():
-            with attempt as group:
+            with attempt as group, recorder.EXCHANGE:
                 if (attempt.is_retry or not self._has_started) and self._ranks is None:
                     self._exchange.start(group)
                 elif attempt.is_retry:
@@ -193,9 +194,10 @@ class Ddp:
         divisor = int(result.count) if self._is_summed else self._num_global
         result, factor = clip(self._job, result, gradients, divisor, norm=self._norm_over_ranks())
         if result.applied:
-            scale(gradients, factor)
-            fused_updates.update(self.optimizer)
-            self.optimizer.step()
+            with recorder.APPLY:
+                scale(gradients, factor)
+                fused_updates.update(self.optimizer)
+                self.optimizer.step()
         else:
             self._exchange.restore_buffers()
         drop_gradients(self._parameters)
@@ -288,10 +290,12 @@ class Ddp:
         return self._compute.forward(batch, rank=self._data_rank)
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
-        return self._group.run(lambda group: sum_in_rank_order(group, values), "a sum over the workers")
+        with recorder.EXCHANGE:
+            return self._group.run(lambda group: sum_in_rank_order(group, values), "a sum over the workers")
 
     def gather(self, value: torch.Tensor | None) -> list[torch.Tensor]:
-        return self._group.run(lambda group: gather_any(group, value), "a gathering")
+        with recorder.EXCHANGE:
+            return self._group.run(lambda group: gather_any(group, value), "a gathering")
 
     def state(self) -> Iterator[Piece]:
         yield from state_pieces(self._job.model, self.optimizer)

@@ -38,6 +38,7 @@ from shoal.parallel.state import OPTIMIZER, LazyTensors, optimizer_pieces, resid
 from shoal.parallel.step import clip, contribution, decide, drop_gradients, gradients_of, scale
 from shoal.recovery import rendezvous
 from shoal.recovery.rendezvous import ShoalStore
+from shoal.runtime import recorder
 
 TIMEOUT_S = 10.0
 """For the others to come to the end of their step. Beyond it all finish their round: not every worker was asked."""
@@ -278,8 +279,9 @@ class LocalSgd(Ddp):
         gradients = gradients_of(self._parameters)
         alone, factor = clip(self._job, decide(vector), gradients, self._batch.num_global)
         if alone.applied:
-            scale(gradients, factor)
-            self.optimizer.step()
+            with recorder.APPLY:
+                scale(gradients, factor)
+                self.optimizer.step()
         drop_gradients(self._parameters)
         if not alone.applied:
             self._exchange.restore_buffers()
@@ -334,7 +336,7 @@ class LocalSgd(Ddp):
         )
         sync = self._group.exchange("a step", timeout=self._early_sync)
         for attempt in sync.attempts():
-            with attempt as group:
+            with attempt as group, recorder.EXCHANGE:
                 self._exchange.start(group)
                 self._exchange.finish(group)
             if attempt.is_broken:

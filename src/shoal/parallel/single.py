@@ -24,6 +24,7 @@ from shoal.parallel.step import (
     with_named,
 )
 from shoal.recovery.replay_log import ReplayLog
+from shoal.runtime import recorder
 
 
 def for_job(job: Job) -> Single:
@@ -99,9 +100,10 @@ class Single:
         decided = with_named(decide(vector), contributed.named, besides_of(contributed.named))
         result, factor = clip(job, decided, gradients, self._num_global, squares_of_rows=squares)
         if result.applied:
-            scale(gradients, factor)
-            rows.apply(factor)  # before whatever follows the optimizer by a hook of its own
-            self.optimizer.step()
+            with recorder.APPLY:
+                scale(gradients, factor)
+                rows.apply(factor)  # before whatever follows the optimizer by a hook of its own
+                self.optimizer.step()
         else:
             rows.drop_gradients()
             if self._kept is not None:

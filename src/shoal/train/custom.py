@@ -44,7 +44,7 @@ from shoal.parallel.gathering import GatherScope
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import AcceptsGradients, ControlFlags, Strategy, TrainJob
 from shoal.parallel.state import norm_of
-from shoal.runtime import events
+from shoal.runtime import events, recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.seeds import mix
 from shoal.runtime.user_frames import calling_line
@@ -60,6 +60,7 @@ from shoal.train.calls import (
 )
 from shoal.train.custom_progress import LoopProgress
 from shoal.train.load_balance import refuse
+from shoal.train.profiling import PROFILER
 from shoal.train.progress import Position
 from shoal.train.reports import LedgerReport
 from shoal.train.script_state import DataPlace, Recovery
@@ -159,6 +160,7 @@ class WorkerData:
                 self._has_begun = True
                 self._ledger.begin(is_inherited=place is not start, again={})
             script.open.append(self)
+            recorder.RECORDER.base(recorder.READ)
             for part in self._batches.slices(
                 epoch=epoch, start=place.next_index, rank=job.data_rank, num_workers=self.num_workers
             ):
@@ -177,7 +179,9 @@ class WorkerData:
                 if job.num_workers > 1:  # else every worker would draw the same dropout as the others
                     seed_all(mix(self._seed, job.data_rank, epoch, part.start), self._loop.device)
                 failpoint(BEFORE_FORWARD, self._loop.strategy.step + 1)
+                recorder.RECORDER.base(recorder.COMPUTE)  # forward and backward are the script's own
                 yield place_on(part.batch, self._loop.device, self._loop.dtype)
+                recorder.RECORDER.base(recorder.READ)
             is_over = True
             for loop in script.loops:
                 loop.epoch_is_over()
@@ -187,6 +191,8 @@ class WorkerData:
             script.between = f"after epoch {epoch} of {self.number}"
             script.progress.flush()
             gathering.enter(None)
+            recorder.RECORDER.base(None)
+            PROFILER.finish()
             self._pending.clear()  # nothing was made of them
             self._ledger.reached(is_end=is_over)
 
@@ -319,6 +325,8 @@ class CustomLoop:
             self.is_committing = False
         script.ended = script.ended or result.leave
         num_samples = sum(data.stepped() for data in script.data)
+        recorder.RECORDER.done(self.strategy.step, script.slice.num_local)
+        PROFILER.after_step()
         script.progress.committed(epoch=script.slice.epoch, samples=num_samples)
         if self._verification is not None:
             self._verification.count(self.strategy, result.loss)

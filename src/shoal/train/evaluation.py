@@ -19,6 +19,7 @@ from shoal.parallel import gathering
 from shoal.parallel.compute import autocast, place
 from shoal.parallel.loss import OutputKind
 from shoal.parallel.protocol import Strategy, TrainJob
+from shoal.runtime import recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.train.calls import asked_to_leave
 from shoal.train.progress import TrainingProgress
@@ -44,7 +45,8 @@ def evaluate(
     metrics.reset()
     sums = torch.zeros(2, dtype=torch.float64)
     for part in _slices(batches, rank, num_workers, what="evaluate"):
-        output = strategy.forward(part)
+        with recorder.COMPUTE:
+            output = strategy.forward(part)
         target, weight = place((part.target, part.weight), job.device, job.cast_inputs)
         with (
             torch.no_grad(),

@@ -23,12 +23,14 @@ from shoal.data.slice import Slice
 from shoal.errors import EmptyDataset, Interrupted, NonFiniteLoss, TrainingError
 from shoal.parallel.compute import place
 from shoal.parallel.protocol import Leased, LooksAhead, LossSum, PeriodicSync, StepResult
+from shoal.runtime import recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.train.callbacks.base import StepLogs
 from shoal.train.calls import asked_to_leave
 from shoal.train.checkpoint.saving import Snapshots
 from shoal.train.evaluation import evaluate
 from shoal.train.load_balance import LoadBalance
+from shoal.train.profiling import PROFILER
 from shoal.train.progress import BEFORE_A_STEP, FitStart, History, LoopPlace, note_anchor
 from shoal.train.reports import LedgerReport, MetricsLog, TrafficReport
 
@@ -58,6 +60,7 @@ class FitLoop:
         self._strategy, self._callbacks = trainer.strategy, trainer.callbacks
         self._progress, self._position = trainer.progress, trainer.progress.position
         self._rank, self._num_workers = trainer.data_rank, trainer.num_workers
+        self._counts_samples = trainer.job.counts_samples
         self._start, self._history = start, start.history
         self._last_epoch = last_epoch
         limits = trainer.callbacks.last_steps + ([last_step] if last_step is not None else [])
@@ -119,6 +122,7 @@ class FitLoop:
             trainer.checkpoints.wait()
         finally:
             trainer.checkpoints.abandon()
+            PROFILER.finish()
             self._traffic.report()
             held.close()
             for log in (self._log, self._epoch_log):
@@ -163,17 +167,26 @@ class FitLoop:
         """The steps for which the workers' shares stay as they are; whether there may be more of them in the epoch."""
         limit = self._balance.begin_stretch() if self._balance is not None else None
         parts, num_run = itertools.islice(self._parts(), limit), 0
-        part = next(parts, None)
+        with recorder.READ:
+            part = next(parts, None)
         while part is not None:
             num_run += 1
             note_anchor(self._trainer, BEFORE_A_STEP)
-            coming = next(parts, None) if self._looks_ahead is not None else None
-            if coming is not None and self._looks_ahead is not None:
-                self._looks_ahead.prefetch(coming)
-            self._run_step(part)
+            coming = None
+            if self._looks_ahead is not None:
+                with recorder.READ:
+                    coming = next(parts, None)
+                if coming is not None:
+                    self._looks_ahead.prefetch(coming)
+            with recorder.STEP:
+                self._run_step(part)
             if self._over:
                 break
-            part = coming if self._looks_ahead is not None else next(parts, None)
+            if self._looks_ahead is not None:
+                part = coming
+            else:
+                with recorder.READ:
+                    part = next(parts, None)
         return num_run == limit
 
     def _parts(self) -> Iterator[Slice]:
@@ -218,7 +231,8 @@ class FitLoop:
         trainer.control.leave = asked_to_leave() is not None
         began_at = time.monotonic()  # before the failpoint, where a worker may be made slow
         failpoint(BEFORE_FORWARD, position.step + 1)
-        contributed = strategy.forward_backward(part)
+        with recorder.COMPUTE:
+            contributed = strategy.forward_backward(part)
         if self._balance is not None and self._balance.measures:
             self._balance.ran(part, contributed, began_at)
         failpoint("worker: before commit")
@@ -241,6 +255,8 @@ class FitLoop:
                 self.ledger.count(part)
         for _ in range(num_new if result.applied else 0):
             trainer.advance_scheduler("step", {"loss": result.loss})
+        recorder.RECORDER.done(position.step, part.num_local if self._counts_samples else 0)
+        PROFILER.after_step()
         self._write_down(part, result)
         if trainer.verification is not None:
             trainer.verification.count(strategy, result.loss)

@@ -31,7 +31,7 @@ from shoal.parallel.batch_dependence import describe_mixing, mixing_layers
 from shoal.parallel.loss import LossRule, loss_rule
 from shoal.parallel.parameter_file import ParameterFile
 from shoal.parallel.protocol import ControlFlags, HoldsCopy, Strategy, TrainJob
-from shoal.runtime import scratch
+from shoal.runtime import recorder, scratch
 from shoal.train.callbacks.base import Callback, CallbackList
 from shoal.train.calls import (
     OTHER_PRECISIONS,
@@ -409,7 +409,8 @@ class Trainer:
 
         In the background, it is there when fit returns, or when the next one is saved; training goes on meanwhile.
         """
-        path = saving.save_checkpoint(self, directory, background=background and self._fit is not None)
+        with recorder.CHECKPOINT:
+            path = saving.save_checkpoint(self, directory, background=background and self._fit is not None)
         if self._fit is not None and self._fit.ledger is not None:
             self._fit.ledger.reached()
         return path

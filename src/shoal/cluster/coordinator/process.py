@@ -12,6 +12,7 @@ journal.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import selectors
 import signal
@@ -31,7 +32,7 @@ from shoal.cluster.coordinator.journal_entries import Entry, Granted, JournalSta
 from shoal.cluster.coordinator.state import Action, Coordination, CoordinationConfig
 from shoal.config.faults import Fault
 from shoal.errors import JournalFailed, WireError
-from shoal.runtime import failpoints
+from shoal.runtime import failpoints, recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import Decoder, encode
@@ -104,7 +105,9 @@ class Coordinator:
         """Serve until `until_readable` is readable."""
         self._selector.register(until_readable, selectors.EVENT_READ)
         while True:
-            for key, mask in self._selector.select(self._wait_s()):
+            with recorder.WAIT:
+                ready = self._selector.select(self._wait_s())
+            for key, mask in ready:
                 if key.fileobj is until_readable:
                     return
                 if key.fileobj is self._listener:
@@ -231,7 +234,8 @@ class Coordinator:
             entries = [action.entry for action in actions if isinstance(action, Persist)]
             if entries and self._write is not None:
                 _pass("before", entries)
-                self._write(entries)
+                with recorder.APPLY:
+                    self._write(entries)
                 _pass("after", entries)
             for action in actions:
                 match action:
@@ -320,6 +324,9 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda signum, frame: None)  # the byte in the wake-up socket is the message
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to act on
+    if "status" in fds:
+        run_dir = os.path.dirname(told.journal) if told.journal else None
+        recorder.start("coordinator", told.incarnation, run_dir=run_dir, send=recorder.over(fds["status"]))
     try:
         remote = None
         if told.credentials is not None:
@@ -328,6 +335,8 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
     except JournalFailed as error:
         print(error, file=sys.stderr)
         return CANNOT_GO_ON
+    finally:
+        recorder.stop()
     return 0
 
 

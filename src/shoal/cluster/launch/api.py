@@ -409,6 +409,7 @@ def _spec(config: LaunchConfig, described: RunConfig, run: RunDirectory) -> Work
             verify=config.verify,
             faults=config.faults.planned if config.faults else (),
             fingerprints=config.fingerprints,
+            profile=config.profile,
             **options_of(described),
         ),
         env=dict(os.environb),

@@ -4,6 +4,8 @@
         config.json      what was launched: enough to launch it again
         events.jsonl     what happened, a line each
         metrics.jsonl    a line per step, written by rank 0's Trainer
+        activity/        <process>.jsonl: what each process did, about a line a second
+        trace/           <process>.<incarnation>.bin: its newest spans
         logs/            worker-<rank>.log, server-<number>.log: what each process wrote
         checkpoints/     written by the Trainer
         summary.json     what came of it; appears when the job has ended

@@ -20,6 +20,7 @@ import msgspec
 
 from shoal.cluster.coordinator.journal import Journal
 from shoal.cluster.coordinator.process import CoordinatorSpec
+from shoal.cluster.supervisor.activity_files import ActivityFiles, StatusLine
 from shoal.cluster.supervisor.output import Log, Pipe
 from shoal.cluster.supervisor.sockets import listen_unnamed
 from shoal.cluster.supervisor.warm_parent import WarmParent
@@ -51,12 +52,15 @@ class CoordinatorHandle:
         log: Path,
         warm: WarmParent,
         selector: selectors.BaseSelector,
+        activity: ActivityFiles,
         tcp_listener: socket.socket | None = None,
     ) -> None:
         """`tcp_listener` is where processes of other hosts come."""
         self._tcp_listener = tcp_listener
         self.pid: int | None = None  # while it lives
         self._spec, self._title, self._warm, self._selector = spec, title, warm, selector
+        self._activity = activity
+        self._status: StatusLine | None = None
         self._liveness = spec.config.liveness
         self._log = Log(log)
         self._listener, self.way_in = listen_unnamed("coordinator")
@@ -72,6 +76,13 @@ class CoordinatorHandle:
         """Fork it and begin to watch it; returns its pid."""
         ours, theirs = os.pipe()
         self._pipe = Pipe(ours, self._log)
+        self._status = StatusLine(
+            self._activity,
+            self._selector,
+            process="coordinator",
+            incarnation=self._spec.incarnation,
+            host=0,
+        )
         try:
             self.pid = self._warm.fork(
                 "coordinator",
@@ -80,12 +91,14 @@ class CoordinatorHandle:
                 fds={
                     "stdout": theirs,
                     "stderr": theirs,
+                    "status": self._status.theirs.fileno(),
                     "listener": self._listener.fileno(),
                     **({"tcp_listener": self._tcp_listener.fileno()} if self._tcp_listener else {}),
                 },
             )
         finally:
             os.close(theirs)
+            self._status.theirs.close()
         self._selector.register(self._pipe, selectors.EVENT_READ, self._pipe)
         self._spec = msgspec.structs.replace(self._spec, incarnation=self._spec.incarnation + 1)
         self._heard_at = time.monotonic()
@@ -96,6 +109,9 @@ class CoordinatorHandle:
         """Close what belongs to the exited process; returns the last lines of its log."""
         self.pid = None
         self._hang_up()
+        if self._status is not None:
+            self._status.close()
+            self._status = None
         if self._pipe is not None:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(self._pipe)

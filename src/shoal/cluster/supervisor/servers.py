@@ -23,6 +23,7 @@ from shoal.cluster.launch.roles import MAX_SERVERS, ServerSpec, encode_spec, way
 from shoal.cluster.launch.run_directory import RunDirectory
 from shoal.cluster.supervisor import job_lifecycle as lifecycle
 from shoal.cluster.supervisor import outcome as outcomes
+from shoal.cluster.supervisor.activity_files import ActivityFiles, StatusLine
 from shoal.cluster.supervisor.coordinator_handle import CoordinatorHandle
 from shoal.cluster.supervisor.outcome import JobOutcome
 from shoal.cluster.supervisor.output import LineCutter, Log, Pipe, Screen
@@ -61,6 +62,7 @@ class ServerHandle:
     pipes: list[Pipe]
     log: Log
     host: int
+    status: StatusLine
     lost_with: str = ""
     """The host that was lost with it, and why."""
 
@@ -84,8 +86,10 @@ class ServerProcesses:
         screen: Screen,
         hosts: Hosts,
         selector: selectors.BaseSelector,
+        activity: ActivityFiles,
     ) -> None:
         self.living: dict[int, ServerHandle] = {}  # by pid
+        self._activity = activity
         self._newest: dict[int, int] = {}  # number -> the incarnation that was started last
         self._spec, self._run, self._screen, self._hosts, self._selector = spec, run, screen, hosts, selector
         self._listeners: list[socket.socket] = []
@@ -116,7 +120,12 @@ class ServerProcesses:
         (our_out, their_out), (our_err, their_err) = os.pipe(), os.pipe()
         prefix = LineCutter(f"[server {number}] ".encode())
         pipes = [Pipe(our_out, log), Pipe(our_err, log, self._screen.err, prefix)]
-        server = ServerHandle(number=number, incarnation=incarnation, pid=0, pipes=pipes, log=log, host=host)
+        status = StatusLine(
+            self._activity, self._selector, process=f"server-{number}", incarnation=incarnation, host=host
+        )
+        server = ServerHandle(
+            number=number, incarnation=incarnation, pid=0, pipes=pipes, log=log, host=host, status=status
+        )
         try:
             spec = msgspec.structs.replace(
                 self._spec,
@@ -126,7 +135,7 @@ class ServerProcesses:
                 credentials=self._hosts.credentials(f"server-{number}", incarnation),
             )
             title = f"shoal server {number} [{self._spec.job}]"
-            fds = {"stdout": their_out, "stderr": their_err}
+            fds = {"stdout": their_out, "stderr": their_err, "status": status.theirs.fileno()}
             if host == HEAD:
                 fds |= {"listener": self._listeners[number].fileno(), "coordinator": way_to_coordinator}
                 if self._tcp_listeners:
@@ -147,6 +156,7 @@ class ServerProcesses:
         finally:
             os.close(their_out)
             os.close(their_err)
+            status.theirs.close()
         self.living[server.pid] = server
         self._newest[number] = incarnation
         for pipe in pipes:
@@ -201,6 +211,7 @@ class ServerSupervision:
         hosts: Hosts,
         selector: selectors.BaseSelector,
         coordinator: CoordinatorHandle,
+        activity: ActivityFiles,
         control: Control,
         outcome: JobOutcome,
         feed: Callable[[lifecycle.Event], None],
@@ -210,7 +221,7 @@ class ServerSupervision:
         self._outcome, self._feed = outcome, feed
         self._num_servers = outcome.num_servers = spec.job.num_servers
         self._processes = ServerProcesses(
-            spec_for(spec), run=run, screen=screen, hosts=hosts, selector=selector
+            spec_for(spec), run=run, screen=screen, hosts=hosts, selector=selector, activity=activity
         )
         self._control = control
         self._anew: dict[int, int] = {}  # by number: the incarnations with which the job last began anew
@@ -411,4 +422,5 @@ def max_servers(num_servers: int) -> int:
 def _close(server: ServerHandle) -> None:
     for pipe in server.pipes:
         pipe.close()
+    server.status.close()
     server.log.close()

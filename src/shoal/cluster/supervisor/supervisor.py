@@ -34,6 +34,7 @@ from shoal.cluster.ledger import entries as ledger_entries
 from shoal.cluster.supervisor import failure, servers, worker_handle
 from shoal.cluster.supervisor import job_lifecycle as lifecycle
 from shoal.cluster.supervisor import outcome as outcomes
+from shoal.cluster.supervisor.activity_files import ActivityFiles, StatusLine
 from shoal.cluster.supervisor.coordinator_handle import CoordinatorHandle
 from shoal.cluster.supervisor.display import Display
 from shoal.cluster.supervisor.job_lifecycle import LEAVE_SIGNALS, JobLifecycle, JobPhase, RestartConfig
@@ -50,6 +51,7 @@ from shoal.runtime.events import LOOP_SAVES, OWN_LOOP, OWN_PROCESS_GROUP, RESULT
 from shoal.runtime.transport import tls
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import (
+    Activity,
     Failed,
     Finished,
     Happened,
@@ -168,6 +170,7 @@ class Supervisor:
         self._incarnations: list[int] = []  # of the newest view
         self._held: list[Pipe] = []  # not read while the display is full
         self._injector = Injector(Faults(spec.job.faults))
+        self._activity = ActivityFiles(run.path, num_hosts=hosts.num_hosts)
         self._started_at = time.monotonic()
         self._coordinator: CoordinatorHandle
         self._servers: ServerSupervision
@@ -247,6 +250,7 @@ class Supervisor:
             log=self._run.path / "logs" / "coordinator.log",
             warm=self._hosts.local,
             selector=self._selector,
+            activity=self._activity,
             tcp_listener=tcp_listener,
         )
         if cluster is not None and tcp_listener is not None:
@@ -271,6 +275,7 @@ class Supervisor:
             hosts=self._hosts,
             selector=self._selector,
             coordinator=self._coordinator,
+            activity=self._activity,
             control=self._control,
             outcome=self.outcome,
             feed=self._feed,
@@ -347,6 +352,8 @@ class Supervisor:
                 case WorkerHandle() as worker:
                     if not self._hear(worker):
                         self._selector.unregister(worker.status)
+                case StatusLine() as status:
+                    status.attend()
                 case CoordinatorHandle() as coordinator:
                     for message in coordinator.hear():
                         self._told_by_coordinator(message)
@@ -546,6 +553,10 @@ class Supervisor:
 
     def _told(self, worker: WorkerHandle, message: Message) -> None:
         match message:
+            case Activity(line):
+                self._activity.write(
+                    line, process=worker.name, incarnation=worker.incarnation, host=worker.host
+                )
             case Progress():
                 self.outcome.progress[message.rank] = message
                 self._display.update(message)
@@ -769,6 +780,7 @@ class Supervisor:
                     left_s := deadline - time.monotonic()
                 ) > 0:
                     self._turn(left_s)
+        self._activity.close()
         if self._hosts.headship is not None:
             self._hosts.headship.rest()
         failure_code = (

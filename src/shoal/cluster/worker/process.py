@@ -30,7 +30,7 @@ from shoal.cluster.worker.coordinator_client import CoordinatorAddressBook, Coor
 from shoal.config import job as jobs
 from shoal.config import placement
 from shoal.config.job import Job
-from shoal.runtime import failpoints
+from shoal.runtime import failpoints, recorder
 from shoal.runtime.transport import endpoint, interfaces, tls
 from shoal.runtime.transport.tls import Credentials
 
@@ -82,13 +82,17 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     try:
         _heed_signals()
         _enter(spec, job)
+        recorder.RECORDER.facts = session.progress_facts
+        recorder.start(f"worker-{job.rank}", job.incarnation, run_dir=job.run_dir, send=session.activity)
         torchrun.watch(job, script=spec.script, port=spec.master_port, listener=fds.get("master"))
         # Kept to the end: what the script made must not be taken apart before the exit handlers have run.
         _kept = _run_with_the_others(spec.script, spec.module, job)
+        recorder.stop()
         session.finished()
         code = 0
     except BaseException as error:
         _ignore_signals()
+        recorder.stop()
         code = _tell(error, job.rank)
     _ignore_signals()
     _clean_up()

@@ -30,6 +30,7 @@ from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport import framing
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import (
+    Activity,
     Failed,
     Finished,
     Happened,
@@ -64,6 +65,7 @@ class _Session:
     stop: str | None = None
     report_at: float = 0.0
     reported: tuple[str, int, int] = ("", -1, 0)
+    progress: dict[str, Any] = field(default_factory=dict)  # as reported last, for the record of activity
     samples: int = 0
     seconds: float = 0.0
     steps: int = 0
@@ -251,6 +253,14 @@ def report(
     if now < _session.report_at and (phase, epoch, metrics_epoch) == _session.reported and step != num_steps:
         return
     _session.report_at, _session.reported = now + REPORT_EVERY_S, (phase, epoch, metrics_epoch)
+    _session.progress = {
+        "phase": phase,
+        "epoch": epoch,
+        "num_epochs": num_epochs,
+        "num_steps": num_steps,
+        "loss": loss,
+        "eta_s": eta_s,
+    }
     sink(
         Progress(
             rank=_session.rank,
@@ -301,6 +311,16 @@ def shared(num_bytes: int) -> None:
     _session.exchange_bytes = max(_session.exchange_bytes, num_bytes)
 
 
+def progress_facts() -> dict[str, Any]:
+    """Where the script is, as reported last."""
+    return _session.progress
+
+
+def activity(line: str) -> bool:
+    """Send what this process did in the last second; False where it was dropped."""
+    return _send(Activity(line), wait=False)
+
+
 def failed(failure: Failed) -> None:
     _send(failure)
 
@@ -336,11 +356,14 @@ def _write_down(kind: str, facts: dict[str, Any]) -> None:
         _send(Happened(_session.rank, kind, msgspec.json.encode(facts).decode()))
 
 
-def _send(message: Message, *, wait: bool = True) -> None:
+def _send(message: Message, *, wait: bool = True) -> bool:
+    """True where it was sent."""
     if _session.status is None:
-        return
+        return False
     # A full socket drops progress; a closed one means the supervisor is gone, and we with it in a moment.
     # The lock: threads that read data tell what happens to them.
     with _session.sending, contextlib.suppress(OSError):
         _session.status.settimeout(SEND_TIMEOUT_S if wait else 0.0)
         _session.status.sendall(b"".join(framing.encode(message)))
+        return True
+    return False

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.collectives.reducer import Reducer
 from shoal.config.choices import COMPRESSORS
+from shoal.runtime.recorder import RECORDER
 
 
 class Gradient(NamedTuple):
@@ -31,11 +32,18 @@ class Traffic:
     def count(self, raw: Tensor, *sent: Tensor) -> None:
         """Count one bucket that was sent as other tensors."""
         self.raw_bytes += raw.numel() * raw.element_size()
-        self.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in sent)
+        self._sent(sum(tensor.numel() * tensor.element_size() for tensor in sent))
 
     def count_uncompressed(self, *sent: Tensor) -> None:
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
-        self.raw_bytes, self.sent_bytes = self.raw_bytes + num_bytes, self.sent_bytes + num_bytes
+        self.raw_bytes += num_bytes
+        self._sent(num_bytes)
+
+    def _sent(self, num_bytes: int) -> None:
+        self.sent_bytes += num_bytes
+        # As much comes back: the sum.
+        RECORDER.sent += num_bytes
+        RECORDER.received += num_bytes
 
 
 class Compressor(Protocol):

@@ -23,6 +23,7 @@ from shoal.ps.client.step import Decision, PushStep
 from shoal.recovery import state_transfer
 from shoal.recovery.replay_log import ReplayLog
 from shoal.recovery.state_transfer import KeptResults, Part, RecoveryState
+from shoal.runtime import recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport.framing import unpack
 from shoal.runtime.transport.messages.client_server import AskNote, Commit, DeclareMode, Note, Post
@@ -83,7 +84,8 @@ class PsSession(ReplayLog):
         failpoint("worker: exchange begun")
         name = (self._log.num_finished, self._job.rank, self._log.anchored_at)
         posting = AskOwner(0, lambda view: Post(view, *name), [contribution, self.note()])
-        self.group.run(posting)
+        with recorder.WAIT:
+            self.group.run(posting)
         failpoint("worker: exchange finished, not committed")
         contributions = [bytes(frame) for frame in posting.frames]
         self._log.finish(contributions)

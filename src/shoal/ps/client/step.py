@@ -20,7 +20,7 @@ from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.errors import LinkLost
 from shoal.ps.client.server_group import Group
 from shoal.ps.layout import partition
-from shoal.runtime import row_kernels
+from shoal.runtime import recorder, row_kernels
 from shoal.runtime.serialization import raw_bytes
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.messages import client_server as msg
@@ -63,7 +63,8 @@ class _Pull:
     def receive(self, group: Group) -> None:
         self.staleness = 0
         for server, ticket in self._asked:
-            answer, _ = group.wait(server, ticket)
+            with recorder.PULL:
+                answer, _ = group.wait(server, ticket)
             assert isinstance(answer, msg.Pulled)
             self.staleness = max(self.staleness, self.clock - answer.slowest)
             self.updates = max(self.updates, answer.updates)
@@ -171,6 +172,7 @@ class DensePull(_Pull):
         super().receive(group)
         for server, number, nbytes in self._looked:
             self.arrived[number] = group.chunk_at(server, number)[:nbytes]
+            recorder.RECORDER.received += nbytes
 
     def release(self) -> None:
         super().release()
@@ -233,7 +235,8 @@ class PushStep:
     def push_rows(self, table: int, keys: NDArray[np.int64], values: NDArray[Any]) -> None:
         """Gradients of rows; keys strictly increasing. Both must stay as they are until the step is committed."""
         self._rows.append((table, keys, values))
-        self._now(lambda: self._send_rows(table, keys, values))
+        with recorder.PUSH:
+            self._now(lambda: self._send_rows(table, keys, values))
 
     def chunk_memory(self, chunk: int, slot: int, nbytes: int) -> memoryview:
         """Memory for a chunk's gradient, to be written before `push_dense`."""
@@ -245,14 +248,16 @@ class PushStep:
     def push_dense(self, chunk: int, unused: list[int]) -> None:
         dense = next(each for each in reversed(self._dense) if each.chunk == chunk)
         dense.unused = unused
-        self._now(lambda: self._send_dense(dense))
+        with recorder.PUSH:
+            self._now(lambda: self._send_dense(dense))
 
     def end(self, vector: NDArray[np.float64], note: bytes, *, rank: int, **others: Any) -> None:
         """All is pushed; `others` are fields of StepEnd. View and number of pushes are filled in for each server."""
         fields = {"exchange": 0, "anchored_at": 0, **others}
         self._end = msg.StepEnd(view=0, stream=self.stream, seq=self.seq, rank=rank, num_pushes=0, **fields)
         self._frames = (vector.tobytes(), note)
-        self._now(self._send_end)
+        with recorder.PUSH:
+            self._now(self._send_end)
 
     # ---- an operation ---------------------------------------------------------------------------
 
@@ -271,7 +276,8 @@ class PushStep:
     def receive(self, group: Group) -> None:
         if self._is_broken or not self._tickets:
             self.send(group)
-        answers = {server: group.wait(server, ticket)[0] for server, ticket in self._tickets.items()}
+        with recorder.WAIT:  # for the slowest worker, and for the servers
+            answers = {server: group.wait(server, ticket)[0] for server, ticket in self._tickets.items()}
         summed = [server for server, answer in answers.items() if isinstance(answer, msg.Summed)]
         if summed:
             # A server that answers Committed at once was through with the step in an earlier view.
@@ -282,8 +288,9 @@ class PushStep:
             decision = self.decision
             commit = msg.Commit(group.view, self.seq, decision.factor, decision.apply, decision.norm)
             tickets = {server: group.send(server, commit, [], self._into[server][:1]) for server in summed}
-            for server, ticket in tickets.items():
-                answers[server] = group.wait(server, ticket)[0]
+            with recorder.WAIT:
+                for server, ticket in tickets.items():
+                    answers[server] = group.wait(server, ticket)[0]
         done = [answer for answer in answers.values() if isinstance(answer, msg.Committed)]
         assert len(done) == len(answers), answers
         self.committed = min(done, key=lambda answer: answer.updates)

@@ -9,8 +9,10 @@ holders, `replica` applies theirs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -67,6 +69,7 @@ class ServerCore:
         self._low = self._high = 0  # smallest and largest version of what is mine
         self._step_need: dict[int, int] = {}  # acknowledgements after which the last step is safe
         self._pulled_at: dict[int, int] = {}  # peer -> updates there were at its last pull
+        self.staleness: Counter[int] = Counter()  # pulls, by how far they were ahead of the slowest worker
         self._early: list[Request] = []
         self._holder: int | None = None  # a peer that reads a checkpoint: no push counts meanwhile
         self._lost: StepLost | None = None
@@ -146,6 +149,15 @@ class ServerCore:
     def ship(self) -> list[Action]:
         """Ship them, all in one message for each holder."""
         return [*self.replication.ship_pushes()] if self.has_pushes else []
+
+    def figures(self) -> dict[str, Any]:
+        """Sizes of what it holds, for the record of its activity."""
+        held = self.state.contents.held
+        return {
+            "slots": int(self.mine.sum()),
+            "replicas": int((held & ~self.mine).sum()),
+            "rows": {table.spec.name: table.num_rows for table in list(self.state.contents.tables.values())},
+        }
 
     def view(self, view: ServerView) -> list[Action]:
         """Hold what a new view says. Whatever waits is over: clients ask again."""
@@ -413,7 +425,9 @@ class ServerCore:
         mode = state.mode
         if mode is None or mode.kind in ("ssp", "async"):
             self._pulled_at[request.peer] = state.updates
-            return Reply(request.peer, request.ticket, msg.Pulled(state.updates, state.clocks.slowest()))
+            slowest = state.clocks.slowest()
+            self.staleness[max(0, message.clock - slowest)] += 1
+            return Reply(request.peer, request.ticket, msg.Pulled(state.updates, slowest))
         return Reply(request.peer, request.ticket, msg.Pulled(self._high, self._low))
 
     # ---- exchanges ------------------------------------------------------------------------------

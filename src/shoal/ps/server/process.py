@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from shoal.cluster.launch import threads
 from shoal.cluster.launch.roles import ServerSpec, decode_spec
 from shoal.errors import ArenaFull, CoordinatorLost, LinkLost, WireError
 from shoal.ps.server.actions import Action, DropPeer, Reply, Request, Send, Tell
-from shoal.runtime import failpoints
+from shoal.runtime import failpoints, recorder
 from shoal.runtime.memory import available_bytes
 from shoal.runtime.transport import endpoint, interfaces, tls
 from shoal.runtime.transport.arena import Buffer
@@ -507,6 +507,13 @@ class CoordinatorLine:
         self._try_at = self._broken_since
 
 
+_SPANS = {
+    **dict.fromkeys((msg.PullRows, msg.PullDense, msg.ReadRows, msg.ReadChunk), recorder.PULL),
+    **dict.fromkeys((msg.PushRows, msg.PushDense, msg.WriteRows, msg.WriteChunk), recorder.PUSH),
+    **dict.fromkeys((msg.StepEnd, msg.Commit, msg.Replicate), recorder.APPLY),
+}
+"""What a server does for a request. With the last StepEnd of a step comes its update."""
+
 TICK_S = 0.1
 SHIP_SHARE = 0.25  # of a server's time, at most, is spent on telling other holders of pushes
 WORK_EVERY_S = 0.004  # A busy server works on new replicas at least so often
@@ -531,6 +538,7 @@ class ServerLoop:
         self._is_over = False
         self._due: deque[Action] = deque()
         self._is_at_it = False
+        self._turn_ns = self._num_requests = self._queued_ns = 0
         self._selector = selectors.DefaultSelector()
         self._listener = Listener(
             socket.socket(fileno=fds["listener"]),
@@ -556,7 +564,9 @@ class ServerLoop:
         self._selector.register(until_readable, selectors.EVENT_READ)
         has_more, worked_at, ticked_at = True, 0.0, 0.0
         while not self._is_over:
-            ready = self._selector.select(0 if has_more else self._wait_s(ticked_at))
+            with recorder.WAIT:
+                ready = self._selector.select(0 if has_more else self._wait_s(ticked_at))
+            self._turn_ns = time.monotonic_ns()
             for key, mask in ready:
                 if key.fileobj is until_readable:
                     return
@@ -625,7 +635,24 @@ class ServerLoop:
         if refusal is not None:
             self._listener.reply(asked.peer, asked.ticket, msg.PsRefused(refusal))
             return
-        self._carry_out(self._core.hear(asked))
+        counts = recorder.RECORDER
+        counts.received += sum(map(len, asked.frames))
+        counts.sent += sum(map(len, asked.into))
+        self._num_requests += 1
+        self._queued_ns += time.monotonic_ns() - self._turn_ns
+        with _SPANS.get(type(asked.message), recorder.WAIT):
+            self._carry_out(self._core.hear(asked))
+
+    def figures(self) -> dict[str, object]:
+        """What the record of a process's activity says of a server alone, since the last call. From another thread."""
+        num_requests, queued_ns = self._num_requests, self._queued_ns
+        staleness, self._core.staleness = self._core.staleness, Counter()
+        self._num_requests, self._queued_ns = 0, 0
+        queue_s = queued_ns / num_requests / 1e9 if num_requests else 0.0
+        figures = {**self._core.figures(), "requests": num_requests, "queue_s": round(queue_s, 7)}
+        return figures | (
+            {"staleness": {str(k): n for k, n in sorted(staleness.items())}} if staleness else {}
+        )
 
     def _hear_coordinator(self, message: Message) -> None:
         match message:
@@ -697,6 +724,9 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to act on
     tls.use(told.credentials)
     loop = ServerLoop(make_core(told), told, fds)
+    if "status" in fds:
+        recorder.RECORDER.facts = loop.figures
+        recorder.start(name, told.incarnation, run_dir=told.run_dir, send=recorder.over(fds["status"]))
     try:
         loop.run(until_readable=stop)
     except CoordinatorLost as error:
@@ -704,6 +734,7 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
         return CANNOT_GO_ON
     finally:
         loop.close()
+        recorder.stop()
     if loop.refusal is not None:
         print(f"shoal: the coordinator does not want {name}: {loop.refusal}", file=sys.stderr)
         return CANNOT_GO_ON

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from shoal.errors import LinkLost, PsError, WaitTimedOut, WireError
+from shoal.runtime.recorder import RECORDER
 from shoal.runtime.transport import endpoint, memfd, tls
 from shoal.runtime.transport.arena import Arena, ArenaConfig, Buffer
 from shoal.runtime.transport.envelope import (
@@ -199,6 +200,8 @@ class Link:
         full: for loops that poll. With `is_lent` all frames stay as they are
         until the answer, not only buffers: nothing needs to be copied.
         """
+        RECORDER.sent += sum(len(f) if not isinstance(f, Buffer) else f.nbytes for f in frames)
+        RECORDER.received += sum(buffer.nbytes for buffer in into)
         if self.is_remote:
             return self._send_remote(message, frames, into, wants_reply, is_blocking, is_held, is_lent)
         places, inline = _place(frames)

@@ -31,7 +31,7 @@ from shoal.data.batches import Batches
 from shoal.errors import CheckpointDamaged, CheckpointError, NoCheckpoint, OptimizerMismatch
 from shoal.parallel.protocol import HoldsParts, Leased, PeriodicSync, Piece, PieceReader
 from shoal.parallel.state import MODEL, expected_shapes, optimizer_settings, plain_tensors
-from shoal.runtime import scratch
+from shoal.runtime import recorder, scratch
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.serialization import from_plain, to_plain, unlike
 from shoal.train.checkpoint.background import copied
@@ -514,11 +514,12 @@ class Snapshots:
         self._seen_step = step
         # Ranks with a part of their own beside the checkpoint wait for all of it.
         background = not isinstance(trainer.strategy, PeriodicSync)
-        self._taken.append(
-            save_checkpoint(
-                trainer, str(scratch.directory("snapshots")), is_snapshot=True, background=background
+        with recorder.CHECKPOINT:
+            self._taken.append(
+                save_checkpoint(
+                    trainer, str(scratch.directory("snapshots")), is_snapshot=True, background=background
+                )
             )
-        )
         if not self._is_told:
             self._every = self._agreed(time.monotonic() - began_at, (began_at - self._since) / num_steps)
             trainer.progress.snapshot_steps = self._every

@@ -1,6 +1,6 @@
-"""Messages of the supervisor: status from its workers, and its connection to the coordinator.
+"""Messages of the supervisor: status from its processes, and its connection to the coordinator.
 
-Workers write theirs over the socket pair they were born with; they are never
+Processes write theirs over the socket pair they were born with; they are never
 answered.
 """
 
@@ -72,6 +72,12 @@ class Happened(Message, frozen=True, tag="happened"):
     rank: Rank
     kind: str
     facts: str
+
+
+class Activity(Message, frozen=True, tag="activity"):
+    """Any process to its supervisor: "this is what I did in the last second", as a line of JSON. Any may be lost."""
+
+    line: str
 
 
 class Finished(Message, frozen=True, tag="finished"):

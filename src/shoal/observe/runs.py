@@ -11,11 +11,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.verb import did_you_mean
 from shoal.errors import RunDirectoryError
 from shoal.runtime import own_files
 
@@ -70,9 +70,8 @@ def find(run: str, run_dir: Path) -> Path:
         if known
         else f"{run_dir} has no runs; --run-dir says where they are"
     )
-    raise RunDirectoryError(
-        f"there is no run '{run}'.{did_you_mean(run, known)} {there}.", path=str(run_dir / run)
-    )
+    meant = "".join(f" Did you mean '{close}'?" for close in get_close_matches(run, known, n=1))
+    raise RunDirectoryError(f"there is no run '{run}'.{meant} {there}.", path=str(run_dir / run))
 
 
 def read(path: Path) -> Run:
@@ -227,12 +226,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def last_lines(path: Path, count: int | None = None) -> list[dict[str, Any]]:
+def last_lines(path: Path, count: int | None = None, *, tail_bytes: int = TAIL_BYTES) -> list[dict[str, Any]]:
     """The last whole lines of a file of JSON lines, as many as its tail holds. A line torn by a kill, or just being written, is left out."""
     try:
         with open(own_files.open_file(path, os.O_RDONLY, any_owner=True), "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
+            file.seek(max(0, size - tail_bytes))
             tail = file.read()
     except OSError:
         return []

@@ -1,0 +1,133 @@
+"""What recording costs: spans, the line a second and the file of spans, on against off. Aim: at most 1 % of a step.
+
+In one process by processor time, which others on the machine do not change, and by time on the clock; in two workers
+under ddp by time on the clock of rank 0, in stretches of steps that alternate within one job.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shoal
+from benchmarks.harness import Report, alternate, summarise, timed
+from benchmarks.plain_models import ClickModel, click_arrays
+from shoal.runtime import recorder
+
+SCRIPT = Path(__file__).parent / "scripts" / "observed_ddp.py"
+
+
+def processor_s(call: Callable[[], Any]) -> float:
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
+def compare(
+    report: Report, name: str, trainer: shoal.Trainer, data: Any, steps: int, rounds: int, **about: Any
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+
+        def recorded() -> None:
+            recorder.start("worker-0", 0, run_dir=folder, send=lambda line: True)
+            trainer.fit(data, max_steps=steps)
+            recorder.stop()
+
+        def unrecorded() -> None:
+            recorder.RECORDER.owner = 0
+            trainer.fit(data, max_steps=steps)
+
+        for clock, measure in (("processor time", processor_s), ("wall clock", timed)):
+            values = alternate(
+                lambda measure=measure: measure(recorded),
+                lambda measure=measure: measure(unrecorded),
+                rounds=rounds,
+            )
+            report.add(
+                f"{name}, {clock}: recorded / not",
+                values,
+                steps_per_round=steps,
+                threads=torch.get_num_threads(),
+                aim="ratio <= 1.01",
+                **about,
+            )
+
+
+def span_ns(rounds: int = 20, count: int = 20_000) -> float:
+    """Processor time of one span, the fastest of some rounds."""
+    recorder.RECORDER.own()
+
+    def spans() -> None:
+        for _ in range(count):
+            with recorder.COMPUTE:
+                pass
+
+    return min(processor_s(spans) for _ in range(rounds)) / count * 1e9
+
+
+def of_ddp(report: Report, *, steps: int, rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "pairs.json"
+        command = [sys.executable, "-m", "shoal", "run", "-n", "2", "--run-dir", folder, str(SCRIPT)]
+        subprocess.run([*command, str(out), str(steps), str(rounds)], check=True, stderr=subprocess.DEVNULL)
+        pairs = [tuple(pair) for pair in json.loads(out.read_text())]
+    values = summarise(pairs, digits=4)
+    report.add(
+        "MLP of 0.3 M parameters, ddp, 2 workers, wall clock: recorded / not",
+        values,
+        steps_per_round=steps,
+        aim="ratio <= 1.01",
+    )
+
+
+def main(quick: bool = False) -> None:
+    torch.set_num_threads(1)  # the second core is for whatever else runs here
+    report = Report("observe_cost")
+    report.add("one span", {"value": round(span_ns(), 1), "unit": "ns of processor time"})
+    dense, ids, label = click_arrays(100_000)
+    compare(
+        report,
+        "click model",
+        shoal.Trainer(
+            ClickModel(),
+            loss=nn.BCEWithLogitsLoss(),
+            optimizer=lambda params: torch.optim.Adagrad(params, lr=0.02),
+            device="cpu",
+            progress=False,
+        ),
+        shoal.Dataset.from_arrays(({"dense": dense, "ids": ids}, label)).shuffle(seed=0).batch(1024),
+        steps=10 if quick else 30,
+        rounds=4 if quick else 12,
+        batch=1024,
+    )
+    inputs = torch.randn(20_000, 64)
+    compare(
+        report,
+        "MLP of 0.1 M parameters",
+        shoal.Trainer(
+            nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)),
+            loss=nn.MSELoss(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+            device="cpu",
+            progress=False,
+        ),
+        shoal.Dataset.from_arrays((inputs, inputs.sum(1, keepdim=True))).shuffle(seed=0).batch(128),
+        steps=100 if quick else 300,
+        rounds=4 if quick else 16,
+        batch=128,
+    )
+    of_ddp(report, steps=20 if quick else 60, rounds=4 if quick else 20)
+    report.save()
+
+
+if __name__ == "__main__":
+    main("--quick" in sys.argv)

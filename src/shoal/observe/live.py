@@ -1,0 +1,118 @@
+"""How a run stands now, as plain values: progress, and for every process where its time goes.
+
+Reads the ends of a run's files, so one look costs the same after a week as after
+a minute. `cli/status.py` draws it; a finished run is shown over all of its time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.observe import figures, record, runs
+from shoal.observe.record import Totals
+
+WINDOW_S = 10.0
+"""Of a running job: over how long shares and rates are taken."""
+
+TAIL_BYTES = 16 * 1024
+SILENT_AFTER_S = 5.0
+"""A process of a running job that has told nothing for so long is marked."""
+
+
+@dataclass(slots=True)
+class ProcessNow:
+    """One process."""
+
+    name: str
+    incarnation: int
+    step: int | None
+    totals: Totals
+    newest: dict[str, Any]
+    silent_s: float | None = None
+    """How long nothing was heard of it; None where that means nothing."""
+
+    times_slower: float | None = None
+    """Than the other workers, where it is a straggler."""
+
+    def per_s(self, amount: float) -> float:
+        return amount / self.totals.interval_s if self.totals.interval_s else 0.0
+
+
+@dataclass(slots=True)
+class RunNow:
+    """A run at one moment."""
+
+    name: str
+    state: runs.RunState
+    step: int | None = None
+    num_steps: int | None = None
+    epoch: int | None = None
+    num_epochs: int | None = None
+    loss: float | None = None
+    samples_per_s: float | None = None
+    eta_s: float | None = None
+    processes: list[ProcessNow] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def look(path: Path, now: float | None = None) -> RunNow:
+    """A run as its files tell it; what they do not is None, or said in `missing`."""
+    now = time.time() if now is None else now
+    run = runs.read(path)
+    is_alive = run.state is runs.RunState.ALIVE
+    found = RunNow(run.name, run.state, run.step, loss=run.loss, samples_per_s=run.samples_per_s)
+    if is_alive:
+        files = sorted((path / "activity").glob("*.jsonl"), key=lambda each: record.by_number(each.stem))
+        lines = {file.stem: _recent(runs.last_lines(file, tail_bytes=TAIL_BYTES), now) for file in files}
+    else:
+        whole = record.read_activity(path)
+        lines = {
+            name: record.while_training(each) if name.startswith("worker-") else each
+            for name, each in whole.items()
+        }
+    for name, each in lines.items():
+        if each:
+            process = ProcessNow(
+                name,
+                int(each[-1].get("incarnation") or 0),
+                each[-1].get("step"),
+                record.totals(each),
+                each[-1],
+            )
+            if is_alive and not each[-1].get("end") and now - each[-1]["at"] > SILENT_AFTER_S:
+                process.silent_s = now - each[-1]["at"]
+            found.processes.append(process)
+    workers = {each.name: each.totals for each in found.processes if each.name.startswith("worker-")}
+    slow = figures.stragglers(workers)
+    for each in found.processes:
+        each.times_slower = slow.get(each.name)
+    if is_alive and workers:
+        found.samples_per_s = sum(w.samples / w.interval_s for w in workers.values() if w.interval_s) or None
+    _progress(found)
+    if not found.processes:
+        found.missing.append(
+            "no process has told its activity: the run has just begun, or is of a version that recorded none"
+        )
+    return found
+
+
+def _recent(lines: list[dict[str, Any]], now: float) -> list[dict[str, Any]]:
+    timed = [line for line in lines if isinstance(line.get("at"), (int, float))]
+    return [line for line in timed if line["at"] > now - WINDOW_S] or timed[-1:]
+
+
+def _progress(found: RunNow) -> None:
+    """What the first worker that knows has reported; a loop of the script's own knows less."""
+    for process in found.processes:
+        if process.newest.get("num_steps") or process.newest.get("epoch"):
+            newest = process.newest
+            found.num_steps, found.num_epochs = newest.get("num_steps"), newest.get("num_epochs")
+            found.epoch = newest.get("epoch")
+            found.loss = newest.get("loss") if newest.get("loss") is not None else found.loss
+            found.step = max(found.step or 0, process.step or 0) or None
+            if found.state is runs.RunState.ALIVE and isinstance(newest.get("eta_s"), (int, float)):
+                found.eta_s = newest["eta_s"]
+            return

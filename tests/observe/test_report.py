@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import json
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from recorded_runs import BEGAN, SAMPLES, activity, write_lines, write_run, write_spans
+from typer.testing import CliRunner
+
+from shoal.cli import app
+from shoal.errors import ConfigError
+from shoal.observe import live, record
+from shoal.observe.figures import Target, figures
+from shoal.observe.page import page, thinned, ticks
+from shoal.observe.trace import timeline
+
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "run_0_1_0"
+
+
+def reported(path: Path, **options: Any) -> dict[str, Any]:
+    found = record.read(path)
+    traces, _ = record.read_traces(path, found.activity)
+    return figures(found, traces=traces, **options)
+
+
+def test_figures_of_an_even_run(tmp_path: Path) -> None:
+    found = reported(write_run(tmp_path / "run"), target=Target.parse("loss<0.02"), price=3.6)
+    assert found["samples_per_s"] == pytest.approx(10 * SAMPLES)
+    assert found["step_latency"]["median_s"] == pytest.approx(0.1)
+    assert found["time_to_target"] == {
+        "target": "loss <= 0.02",
+        "seconds": pytest.approx(10.0),
+        "step": 50,
+        "value": pytest.approx(0.02),
+    }
+    assert found["time_by_worker"]["worker-3"]["seconds"]["compute"] == pytest.approx(8)
+    assert found["time_by_worker"]["worker-3"]["exposed_communication"] == pytest.approx(0.1 / 0.95)
+    assert found["stragglers"] == {}
+    assert found["money"]["cost"] == pytest.approx(3.6 * 16 / 3600)
+    assert found["imbalance"]["time computing"] == 1
+    assert found["bottleneck"].startswith("Compute is")
+    assert found["missing"] == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "blamed"),
+    [
+        ({"seconds": {"read": 0.6, "compute": 0.3, "exchange": 0.05}}, "Reading is"),
+        ({"seconds": {"compute": 0.3, "exchange": 0.6}}, "Communication is"),
+        ({"seconds": {"compute": 0.5, "exchange": 0.1, "checkpoint": 0.3}}, "Saving is"),
+        ({"cpu_s": 0.2}, "The cores are"),
+    ],
+)
+def test_bottleneck_is_what_takes_the_time(tmp_path: Path, changed: dict[str, Any], blamed: str) -> None:
+    everyone = {f"worker_{rank}": changed for rank in range(4)}
+    assert reported(write_run(tmp_path / "run", **everyone))["bottleneck"].startswith(blamed)
+
+
+def test_a_slow_worker_is_named_and_blamed(tmp_path: Path) -> None:
+    waiting = {"seconds": {"compute": 0.4, "exchange": 0.5}, "cpu_s": 0.5}
+    others = {f"worker_{rank}": waiting for rank in (0, 1, 3)}
+    path = write_run(tmp_path / "run", worker_2={"seconds": {"compute": 0.88, "exchange": 0.02}}, **others)
+    found = reported(path)
+    assert found["stragglers"] == {"worker-2": 2.2}
+    assert found["bottleneck"].startswith("worker-2 is: it needs 2.2 times as long")
+    assert [each.times_slower for each in live.look(path).processes] == [None, None, 2.2, None]
+
+
+def test_waiting_and_transfer_are_told_apart_by_the_last_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path / "run", workers=3)
+    s = 1_000_000_000
+    for process, begin in (("worker-0", 1.0), ("worker-1", 1.3), ("worker-2", 1.1)):
+        write_spans(path, process, [("exchange", 7, int(begin * s), int(1.5 * s))], monkeypatch)
+    found = reported(path)["exchange"]
+    assert found["transfer_s_per_step"] == pytest.approx(0.2)
+    assert found["waited_s_per_step"] == pytest.approx({"worker-0": 0.3, "worker-1": 0.0, "worker-2": 0.2})
+    assert found["was_last"] == {"worker-0": 0, "worker-1": 1, "worker-2": 0}
+
+
+def test_a_death_costs_the_step_that_lasted_over_it(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    steps = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for line in steps[50:]:
+        line["time"] += 3.0
+    write_lines(path / "metrics.jsonl", steps)
+    write_lines(
+        path / "events.jsonl",
+        [
+            {"time": BEGAN + 5.01, "event": "worker-exited", "rank": 1, "code": -9},
+            {"time": BEGAN + 5.02, "event": "worker-replaced", "rank": 1, "incarnation": 1, "pid": 7},
+            {"time": BEGAN + 99, "event": "worker-exited", "rank": 1, "code": 0},
+        ],
+    )
+    [fault] = reported(path)["faults"]
+    assert (fault["what"], fault["step"], fault["cost_s"]) == ("worker 1", 51, pytest.approx(3.0))
+
+
+@pytest.mark.parametrize(
+    ("said", "value", "is_reached"), [("loss=2", 1.5, True), ("auroc=0.7", 0.6, False), ("val_x>=3", 3, True)]
+)
+def test_target_knows_which_way_is_better(said: str, value: float, is_reached: bool) -> None:
+    assert Target.parse(said).is_reached(value) is is_reached
+
+
+@pytest.mark.parametrize("said", ["", "loss", "loss<", "loss<x", "<3"])
+def test_a_target_that_is_none_is_refused(said: str) -> None:
+    with pytest.raises(ConfigError, match="is no target"):
+        Target.parse(said)
+
+
+class Tags(HTMLParser):
+    VOID = ("meta", "line", "rect", "circle", "polyline")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        assert not any(name in ("src", "href") or name.startswith("on") for name, _ in attributes)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            while self.open.pop() != tag:
+                pass
+
+
+def test_page_is_whole_and_asks_the_network_for_nothing(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    (path / "config.json").write_text(
+        json.dumps({"script": "<script>alert(1)</script>", "strategy": "ddp", "workers": 4})
+    )
+    found = record.read(path)
+    text = page(found, figures(found))
+    tags = Tags()
+    tags.feed(text)
+    assert "script" not in tags.seen
+    assert {"svg", "table"} <= tags.seen
+    assert tags.open == []
+
+
+def test_curves_keep_their_spikes_when_thinned() -> None:
+    values = np.zeros(1_000_000)
+    values[777_777] = 5.0
+    x, y = thinned(np.arange(len(values)), values)
+    assert len(x) <= 600
+    assert y.max() == 5.0
+    assert 777_777 in x
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 1e7), (0.1, 0.1003), (5, 5), (0, 1e-9)])
+def test_ticks_are_between_the_ends(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 1 <= len(found) <= 8
+    assert all(low - 1e-12 <= tick <= high + 1e-12 for tick in found)
+
+
+# ---- half a run -----------------------------------------------------------------------------------
+
+
+def spoil(path: Path, how: str) -> None:
+    match how:
+        case "no activity":
+            shutil.rmtree(path / "activity")
+        case "no metrics":
+            (path / "metrics.jsonl").unlink()
+        case "killed":
+            (path / "summary.json").unlink()
+        case "torn":
+            for file in (path / "metrics.jsonl", path / "activity" / "worker-1.jsonl"):
+                file.write_bytes(file.read_bytes()[:-20])
+        case "garbage":
+            (path / "activity" / "worker-0.jsonl").write_bytes(b'\xff\x00{]\n[1]\n"x"\n{"at": "noon"}\n')
+            (path / "events.jsonl").write_bytes(b"nonsense\n[]\n")
+        case "spans":
+            (path / "trace").mkdir()
+            (path / "trace" / "worker-0.0.bin").write_bytes(b"nonsense" * 200)
+            (path / "trace" / "worker-1.0.bin").write_bytes(b"")
+        case "odd types":
+            write_lines(
+                path / "activity" / "worker-0.jsonl",
+                [activity(BEGAN + 1, "worker-0", seconds=[], bytes=None, steps="3")],
+            )
+
+
+@pytest.mark.parametrize(
+    "how", ["no activity", "no metrics", "killed", "torn", "garbage", "spans", "odd types"]
+)
+def test_half_a_run_is_reported_with_what_is_missing(tmp_path: Path, how: str) -> None:
+    path = write_run(tmp_path / "run")
+    spoil(path, how)
+    shown = CliRunner().invoke(app, ["report", str(path)])
+    assert shown.exit_code == 0, shown.output
+    assert (path / "report.html").exists()
+    assert json.loads((path / "report.json").read_text())["workers"] == 4
+    if how in ("no activity", "no metrics", "killed", "spans"):
+        assert "note: " in shown.output
+    assert CliRunner().invoke(app, ["status", str(path)]).exit_code == 0
+
+
+def test_a_run_of_an_earlier_version_says_what_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(FIXTURE, path)
+    assert CliRunner().invoke(app, ["report", str(path)]).exit_code == 0
+    traced = CliRunner().invoke(app, ["trace", str(path)])
+    assert traced.exit_code != 0
+    assert "runs of an earlier version wrote none" in " ".join(traced.output.split())
+
+
+# ---- the timeline ---------------------------------------------------------------------------------
+
+
+def test_timeline_has_all_processes_in_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_run(tmp_path / "run", workers=3)
+    write_spans(path, "worker-0", [("compute", 3, 1000, 5000), ("apply", 3, 2000, 3000)], monkeypatch)
+    write_spans(path, "worker-1", [("compute", 3, 1000, 5000)], monkeypatch)
+    # Of another host, whose clock is half a second behind.
+    write_lines(path / "activity" / "worker-1.jsonl", [activity(BEGAN, "worker-1", clock_s=0.5)])
+    trace, problems = timeline(path)
+    spans = {(e["pid"], e["name"]): e for e in trace["traceEvents"] if e.get("cat") == "shoal"}
+    assert spans[1, "compute"]["dur"] == 4
+    assert spans[1, "compute"]["args"] == {"step": 4}
+    assert spans[2, "compute"]["ts"] - spans[1, "compute"]["ts"] == pytest.approx(0.5e6)
+    assert len(spans) == 3
+    assert problems == [
+        "spans of worker-2 are not here: they stay on their own host where it does not share the run directory."
+    ]
+
+
+def test_ring_that_wrapped_is_read_oldest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_spans(
+        tmp_path, "worker-0", [("compute", k, 10 * k + 1, 10 * k + 5) for k in range(40)], monkeypatch
+    )
+    found = record.read_trace(tmp_path / "trace" / "worker-0.0.bin")
+    assert found.spans["step"].tolist() == list(range(24, 40))
+    assert found.count == 40

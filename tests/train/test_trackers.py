@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import http.server
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.callbacks import MLflow, OpenTelemetry, WandB
+from shoal.config import job
+from shoal.errors import ConfigError
+from shoal.train.callbacks.trackers import Tracker
+
+NUM_STEPS = 10
+
+
+class Remembering(Tracker):
+    package = "remembering"
+
+    def __init__(self, *, fails_at: int | None = None, problem: Exception | None = None) -> None:
+        super().__init__(every_steps=2)
+        self.fails_at, self.problem = fails_at, problem
+        self.opened: list[str] = []
+        self.reported: dict[int, dict[str, float]] = {}
+        self.is_closed = False
+
+    def _open(self, trainer: shoal.Trainer, known: str, about: dict[str, Any]) -> str:
+        if self.problem is not None:
+            raise self.problem
+        self.opened.append(known)
+        return known or "run-1"
+
+    def _report(self, values: dict[str, float], step: int) -> None:
+        if step == self.fails_at:
+            raise ConnectionError("nobody there")
+        self.reported.setdefault(step, {}).update(values)
+
+    def _close(self) -> None:
+        self.is_closed = True
+
+
+def fit(callback: Tracker, *, epochs: int = 2) -> shoal.Trainer:
+    inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
+    data = shoal.Dataset.from_arrays((inputs, inputs.sum(1, keepdim=True)))
+    trainer = shoal.Trainer(
+        nn.Linear(3, 1),
+        loss=nn.MSELoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        callbacks=[callback],
+    )
+    trainer.fit(data.batch(8), epochs=epochs)
+    return trainer
+
+
+def test_steps_and_epochs_are_reported() -> None:
+    tracker = Remembering()
+    fit(tracker)
+    assert sorted(tracker.reported) == [2, 4, 5, 6, 8, 10]
+    assert tracker.reported[2].keys() == {"loss", "lr"}
+    assert tracker.reported[4].keys() == {"loss", "lr", "samples_per_s"}
+    assert tracker.reported[5].keys() == {"epoch/loss"}
+    assert tracker.is_closed
+
+
+def test_a_tracker_that_goes_away_ends_no_training(capfd: pytest.CaptureFixture[str]) -> None:
+    tracker = Remembering(fails_at=4)
+    assert fit(tracker).step == NUM_STEPS
+    assert list(tracker.reported) == [2]
+    assert (
+        capfd.readouterr().err.count("Remembering is left out from here on: ConnectionError: nobody there")
+        == 1
+    )
+
+
+@pytest.mark.parametrize("problem", [ImportError("No module named 'x'"), ValueError("wrong key")])
+def test_a_tracker_that_cannot_begin_is_refused_before_the_first_step(problem: Exception) -> None:
+    with pytest.raises(ConfigError, match="Nothing was trained"):
+        fit(Remembering(problem=problem))
+
+
+def test_a_resumed_run_goes_on_with_its_run_at_the_tracker(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir.mkdir()
+    launched = dataclasses.replace(job.current(), launched=True)
+    monkeypatch.setattr(job, "_current", launched)
+    for known in ("", "run-1"):
+        tracker = Remembering()
+        trainer = shoal.Trainer(nn.Linear(3, 1), loss=nn.MSELoss())
+        tracker.on_fit_begin(trainer)
+        assert tracker.opened == [known]
+
+
+def test_every_steps_must_be_a_number() -> None:
+    with pytest.raises(ConfigError, match="positive integer"):
+        MLflow(every_steps=0)
+    with pytest.raises(ConfigError, match="'offline'"):
+        WandB(mode="later")
+
+
+# ---- the real clients, where they are installed -----------------------------------------------------
+
+
+@pytest.fixture
+def received() -> Iterator[tuple[str, list[bytes]]]:
+    """An address that takes what OTLP exporters send."""
+    bodies: list[bytes] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", bodies
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_opentelemetry_sends_the_last_values(
+    received: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.metric_exporter")
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    address, bodies = received
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+    fit(OpenTelemetry(every_steps=2))
+    request = ExportMetricsServiceRequest()
+    request.ParseFromString(gzip.decompress(bodies[-1]) if bodies[-1][:2] == b"\x1f\x8b" else bodies[-1])
+    metrics = request.resource_metrics[0].scope_metrics[0].metrics
+    values = {metric.name: metric.gauge.data_points[0].as_double for metric in metrics}
+    assert values["shoal.step"] == NUM_STEPS
+    assert {"shoal.loss", "shoal.lr", "shoal.epoch.loss"} <= values.keys()
+
+
+OFFLINE = """
+import torch, shoal
+from torch import nn
+inputs = torch.randn(40, 3)
+data = shoal.Dataset.from_arrays((inputs, inputs.sum(1, keepdim=True)))
+trainer = shoal.Trainer(
+    nn.Linear(3, 1),
+    loss=nn.MSELoss(),
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    callbacks=[shoal.callbacks.WandB(mode="offline", every_steps=2)],
+)
+trainer.fit(data.batch(8), epochs=2)
+"""
+
+
+def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    # In a process of its own: its service keeps threads until the process ends.
+    (tmp_path / "train.py").write_text(OFFLINE)
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, capture_output=True)
+    assert len(list(tmp_path.glob("runs/train/wandb/offline-run-*/*.wandb"))) == 1
+
+
+def test_mlflow_has_every_reported_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs the whole package
+    fit(MLflow((tmp_path / "store").as_uri(), every_steps=2))
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "store").as_uri())
+    [run] = client.search_runs([client.get_experiment_by_name("shoal").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert sorted(each.step for each in history) == [
+        2,
+        4,
+        6,
+        8,
+        10,
+    ]  # in the order in which its threads wrote them
+    assert run.data.params["strategy"] == "single"
+    assert run.info.status == "FINISHED"
