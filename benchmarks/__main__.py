@@ -31,6 +31,7 @@ BENCHMARKS = (
     "ps_recovery",
     "ps_memory",
     "ps_quality",
+    "ps_tables",
     "data_arrays",
     "data_parquet",
     "data_memory",

@@ -34,7 +34,7 @@ WORKERS, SERVERS = 2, 1
 
 
 def train(
-    strategy: str, seed: int, samples: int, ids: int, *, folder: Path, warm: WarmParent
+    strategy: str, seed: int, samples: int, ids: int, *, folder: Path, warm: WarmParent, **options: Any
 ) -> dict[str, Any]:
     """One run: what it told, with how stale it was and what was left out."""
     out = folder / "told.json"
@@ -48,6 +48,7 @@ def train(
         run_dir=str(folder / "runs"),
         seed=seed,
         quiet=True,
+        **options,
     )
     result = launch(config, warm=warm, stdout=io.BytesIO(), stderr=io.BytesIO())
     if result.error is not None:
@@ -59,6 +60,9 @@ def train(
     told["staleness_largest"] = max(staleness, default=0)
     told["left_out"] = result.summary.get("late", 0) + result.summary.get("missed", 0)
     told["samples"] = result.summary["samples"]
+    told["samples_per_s"] = result.summary["samples_per_s"]
+    told["exchange"] = result.summary.get("exchange", {})
+    told["tables"] = result.summary.get("tables", {})
     return told
 
 

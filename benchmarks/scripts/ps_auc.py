@@ -5,6 +5,7 @@ SEED SAMPLES IDS OUT. Another seed is another world: other samples, other truths
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -48,5 +49,9 @@ trainer = shoal.Trainer(
 history = trainer.fit(train.shuffle(seed=seed).batch(BATCH), epochs=1)
 result = trainer.evaluate(test.batch(4096))
 if shoal.rank() == 0:
+    digest = hashlib.sha256()
+    for tensor in trainer.model.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
     told = {"auc": result["auroc"], "test_loss": result["loss"], "train_loss": history["loss"][-1]}
+    told["weights"] = digest.hexdigest()[:16]
     out.write_text(json.dumps(told))

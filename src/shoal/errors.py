@@ -3,6 +3,7 @@
     ShoalError
     ├── ConfigError                an option, a strategy, a run directory            exit 2
     │   ├── DeviceMissing          no such device for a worker
+    │   ├── TableMemoryTooSmall    --table-memory below what the tables need
     │   ├── HostNotAdmitted        a machine that may not join a job
     │   ├── UnknownStrategy
     │   ├── RunDirectoryError
@@ -31,7 +32,7 @@
     │   ├── MapReduceFailed        in a process of workers=
     │   ├── TaskKeepsDying
     │   ├── MapReduceStalled
-    │   ├── StoreFull              no tier has room for a block
+    │   ├── TablesFull             the disk has no room for rows past --table-memory
     │   ├── BlockDamaged
     │   └── CacheFull
     ├── TrainingError              what the model, the loss or a step refuses        exit 3
@@ -432,6 +433,17 @@ class CallsDiffer(ClusterError):
         )
 
 
+class TableMemoryTooSmall(ConfigError):
+    """A limit that does not hold the rows that are worked on at once."""
+
+    def __init__(self, *, limit_bytes: int, needed_bytes: int, num_tables: int) -> None:
+        self.limit_bytes, self.needed_bytes, self.num_tables = limit_bytes, needed_bytes, num_tables
+        super().__init__(
+            f"--table-memory is {limit_bytes:,} bytes on each server, and {num_tables} tables need {needed_bytes:,}: the 1,024 "
+            "rows of each that are worked on at once. Nothing was trained; give at least that, and better a tenth of the tables."
+        )
+
+
 class HostNotAdmitted(ConfigError):
     """A machine that may not join a job."""
 
@@ -802,41 +814,21 @@ class MapReduceStalled(DataError):
         )
 
 
-class StoreFull(DataError):
-    """A block for which no tier of a store has room."""
+class TablesFull(DataError):
+    """The disk has no room for rows that do not fit into memory."""
 
-    def __init__(
-        self,
-        *,
-        store: str,
-        key: str,
-        num_bytes: int | None,
-        used: dict[str, int],
-        limits: dict[str, int | None],
-        directory: str | None = None,
-        reason: str | None = None,
-    ) -> None:
-        """`used` and `limits` are in bytes, by tier; `reason` is what the disk said."""
-        self.store, self.key, self.num_bytes, self.used, self.limits = store, key, num_bytes, used, limits
-        self.directory, self.reason = directory, reason
-        what = f"block {key}" if num_bytes is None else f"block {key} of {num_bytes:,} bytes"
-        tiers = ", ".join(
-            f"{used[tier]:,} bytes in {tier}{'' if limits[tier] is None else f' of {limits[tier]:,}'}"
-            for tier in used
+    def __init__(self, *, directory: str, num_bytes: int, wanted_bytes: int, reason: str) -> None:
+        self.directory, self.num_bytes, self.wanted_bytes, self.reason = (
+            directory,
+            num_bytes,
+            wanted_bytes,
+            reason,
         )
-        disk = "" if reason is None else f" The disk ({directory}) says: {reason}."
         super().__init__(
-            f"the store '{store}' has no place for {what}: it holds {tiers or 'nothing'}, and what is there is in use or "
-            f"could not be loaded again.{disk} Nothing was lost: every block is as it was before this one. {self._cure()}"
+            f"rows past --table-memory lie in a file in {directory}, which has {num_bytes:,} bytes and was to have "
+            f"{wanted_bytes:,}: {reason}. Nothing of this push was done, and the newest checkpoint is whole; make room there, or "
+            "go on with `shoal resume` with a larger --table-memory, more servers, or --table-dir on another disk."
         )
-
-    def _cure(self) -> str:
-        if self.reason is not None:
-            return "Free space on the disk, or give another directory."
-        limited = " or ".join(f"{tier}_bytes" for tier, limit in self.limits.items() if limit is not None)
-        raised = f"Raise {limited}" if limited else "Make the blocks smaller"
-        disk = "" if "disk" in self.limits else ", give the store a disk (disk_bytes)"
-        return f"{raised}{disk}, or let go of blocks that are held and discard those that nobody needs."
 
 
 class BlockDamaged(DataError):

@@ -1,5 +1,5 @@
-"""`shoal.memory`: stores of blocks and rows over RAM and disk, within limits in bytes."""
+"""`shoal.memory`: where caches of data lie, and how often they were hit."""
 
-from shoal.data.cache import BlockStore, CacheConfig, Limits, Tier, stats
+from shoal.data.cache import CacheConfig, stats
 
-__all__ = ["BlockStore", "CacheConfig", "Limits", "Tier", "stats"]
+__all__ = ["CacheConfig", "stats"]

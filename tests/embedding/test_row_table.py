@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.embedding.row_table import ArrayIndex, GrowingArray, HashedIndex, RowTable
+from shoal.embedding.growing_array import GrowingArray
+from shoal.embedding.row_table import ArrayIndex, HashedIndex, RowTable
 from shoal.errors import ConfigError
 from shoal.runtime.transport.messages.client_server import TableSpec
 
@@ -81,8 +82,8 @@ def test_an_index_is_a_tenth_of_the_rows_of_sixteen_numbers_with_adagrad() -> No
 def test_memory_grows_beyond_what_was_reserved_and_keeps_what_is_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shoal.embedding.row_table._RESERVED_BYTES", 1 << 16)
-    monkeypatch.setattr("shoal.embedding.row_table._HUGE_FROM_BYTES", 1 << 20)
+    monkeypatch.setattr("shoal.embedding.growing_array._RESERVED_BYTES", 1 << 16)
+    monkeypatch.setattr("shoal.embedding.growing_array._HUGE_FROM_BYTES", 1 << 20)
     memory = GrowingArray((8,), np.float32)
     for num_rows in (1, 2048, 2049, 100_000):
         memory.reserve(num_rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from launched import Launched
@@ -168,3 +169,93 @@ def test_where_there_is_nothing_to_connect_to_it_is_said_how_to_launch(
     assert isinstance(done.error, ConfigError)
     assert f"under '{strategy}'" in str(done.error)
     assert "`shoal run -n 2 --servers 2 --strategy ps:async SCRIPT`" in str(done.error)
+
+
+SAVING = """
+import numpy as np
+import shoal
+from shoal.config.job import current
+
+kv = shoal.ps.connect()
+rows = kv.table("rows", dim=4, rule="adagrad", lr=0.5, init="normal", dtype="float64")
+other = kv.table("other", dim=1, rule="add", num_rows=100, dtype="float64")
+keys = np.arange(3000) * 10**12
+for number in range(2):
+    kv.push(rows, keys, np.full((3000, 4), 1.0 + shoal.rank()))
+    kv.push(other, np.arange(100), np.ones((100, 1)))
+kv.wait()
+shoal.reduce(0.0)
+first = kv.save("saved")
+shoal.reduce(0.0)
+kv.push(rows, keys[shoal.rank()::1000], np.full((3, 4), 5.0))
+kv.wait()
+shoal.reduce(0.0)
+second = kv.save("saved")
+if shoal.rank() == 0:
+    print("first", first.num_rows, first.is_incremental)
+    print("second", second.num_rows, second.is_incremental)
+    np.save("expected.npy", kv.pull(rows, keys).result())
+kv.close()
+"""
+
+LOADING = """
+import numpy as np
+import shoal
+from shoal.errors import CheckpointDamaged, CheckpointMismatch, NoCheckpoint
+
+kv = shoal.ps.connect()
+rows = kv.table("rows", dim=4, rule="adagrad", lr=0.5, init="normal", dtype="float64")
+keys = np.arange(3000) * 10**12
+loaded = kv.load("saved")
+shoal.reduce(0.0)
+print("same", np.array_equal(kv.pull(rows, keys).result(), np.load("expected.npy")))
+shoal.reduce(0.0)
+if shoal.rank() == 0:
+    print(loaded)
+    before = kv.pull(rows, [0]).result()
+    kv.push(rows, [0], np.ones((1, 4)))
+    # Adagrad's sum went with the row: three workers' 1, 4 and 9 twice, 25, and 1 of now.
+    print(np.allclose(kv.pull(rows, [0]).result(), before - 0.5 / np.sqrt(28 + 25 + 1)))
+    file = sorted(shoal_path.glob("rows-*"))[0]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for path, error in (("saved", CheckpointDamaged), ("nowhere", NoCheckpoint)):
+        try:
+            kv.load(path)
+        except error as refused:
+            print(str(refused)[:60])
+kv.close()
+"""
+
+
+def test_tables_are_saved_by_what_changed_and_load_on_other_servers_whoever_is_killed(
+    launch_script: Launch, tmp_path: Path
+) -> None:
+    move = f"import os, pathlib\nos.chdir({str(tmp_path)!r})\nshoal_path = pathlib.Path('saved')\n"
+    faults = Faults().kill("worker-0", at="worker: part of a checkpoint written")
+    done = launch_script(
+        move + SAVING,
+        workers=3,
+        servers=2,
+        strategy="ps:async",
+        quiet=True,
+        faults=faults,
+        step_timeout_s=30.0,
+    )
+    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+    assert done.summary["restarts"] == 1
+    assert "first 3100 False" in done.stdout
+    assert "second 9 True" in done.stdout
+    assert not list(tmp_path.glob("saved/*.tmp"))
+    done = launch_script(
+        move + LOADING, workers=2, servers=3, strategy="ps:async", quiet=True, step_timeout_s=30.0
+    )
+    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+    assert done.stdout.splitlines() == [
+        "same True",
+        "['rows']",
+        "True",
+        "the checkpoint saved is damaged: the bytes of rows-000001-00",
+        "there is no checkpoint to load at nowhere: it has no manifes",
+    ]

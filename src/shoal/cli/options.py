@@ -146,6 +146,16 @@ _PARALLEL: dict[str, tuple[str, str, str | bool]] = {
         "With the same: scale a push whose gradient is longer than X down to X, on each server.",
         "no bound",
     ),
+    "table_memory": (
+        "SIZE",
+        "With ps: rows that each server keeps in memory, as 2G; the ones used least are on disk. The result is the same.",
+        "no limit",
+    ),
+    "table_dir": (
+        "DIR",
+        "With --table-memory: where the other rows are, on every host that has servers.",
+        "the run's directory",
+    ),
     "snapshot_every": (
         "N",
         "Where each worker holds a part (fsdp, tp, pp, --sync-every): steps between the snapshots to which all go back "
@@ -185,6 +195,14 @@ _PARALLEL: dict[str, tuple[str, str, str | bool]] = {
 Shard = Annotated[
     str | None,
     typer.Option("--shard", metavar="HOW", help=_PARALLEL["shard"][1], show_default="as before"),
+]
+
+
+TableMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--table-memory", metavar="SIZE", help=_PARALLEL["table_memory"][1], show_default="as before"
+    ),
 ]
 
 

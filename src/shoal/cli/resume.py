@@ -25,7 +25,7 @@ from shoal.cli.hosts import (
     hosts_config,
     number_of_servers,
 )
-from shoal.cli.options import Oversubscribe, RunDir, Shard, complete_run
+from shoal.cli.options import Oversubscribe, RunDir, Shard, TableMemory, complete_run
 from shoal.cli.verb import leave
 
 EXAMPLES = (
@@ -67,6 +67,7 @@ def resume(
             show_default="as before",
         ),
     ] = None,
+    table_memory: TableMemory = None,
     shard: Shard = None,
     oversubscribe: Oversubscribe = False,
     run_dir: RunDir = Path("runs"),
@@ -125,6 +126,7 @@ def resume(
         shard=shard,
         strategy=strategy,
         servers=number_of_servers(servers),
+        table_memory=table_memory,
         oversubscribe=oversubscribe,
         hosts=on_hosts,
         journal=journal,

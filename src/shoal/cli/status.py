@@ -160,6 +160,8 @@ def _show(details: dict[str, Any]) -> None:
     table.add_row("samples/s", _rate(details["samples_per_s"]))
     if exchanged := details["summary"].get("exchange"):
         table.add_row("exchange", progress_text.exchanged(exchanged))
+    if tables := details["summary"].get("tables"):
+        table.add_row("tables", progress_text.tables(tables))
     table.add_row("checkpoint", details["checkpoint"] or "none yet")
     everybody = [*details["processes"], *details["servers"]]
     table.add_row("restarts", str(sum(process["restarts"] for process in everybody)))

@@ -63,6 +63,7 @@ GROUPS = {
             "batchnorm",
         ),
         *("sequence_parallel", "checkpoint_activations", "offload", "staleness_lr", "push_norm"),
+        *("table_memory", "table_dir"),
     ),
     "Data": ("shard",),
     "Recovery": ("max_restarts", "snapshot_every", "step_timeout", "grace", "min_workers"),

@@ -154,15 +154,27 @@ class CompressorChoice(Choice):
     keeps_state: bool = False
     """Whether each rank keeps state between steps (error feedback): then checkpoints and snapshots hold it."""
 
+    push: str = ""
+    """With servers: codec of gradients, a name in `shoal.ps.codecs`. Empty: it is for all-reduce alone."""
+
+    pull: str = ""
+    """With servers: codec of weights. 8 bits are too few for them."""
+
 
 _COMPRESSION = "shoal.collectives.compression"
 
 COMPRESSORS = Registry(
     "compression",
     CompressorChoice("none", "gradients travel as they are"),
-    CompressorChoice("bf16", "half the bytes", f"{_COMPRESSION}.casts:bf16"),
-    CompressorChoice("fp16", "half the bytes, more digits, less range", f"{_COMPRESSION}.casts:fp16"),
-    CompressorChoice("int8", "a quarter of the bytes", f"{_COMPRESSION}.int8:Int8"),
+    CompressorChoice("bf16", "half the bytes", f"{_COMPRESSION}.casts:bf16", push="bf16", pull="bf16"),
+    CompressorChoice(
+        "fp16",
+        "half the bytes, more digits, less range",
+        f"{_COMPRESSION}.casts:fp16",
+        push="fp16",
+        pull="bf16",
+    ),
+    CompressorChoice("int8", "a quarter of the bytes", f"{_COMPRESSION}.int8:Int8", push="int8", pull="bf16"),
     CompressorChoice(
         "topk:ratio=0.01",
         "the largest hundredth, the rest is kept for later (error feedback)",

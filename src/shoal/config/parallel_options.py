@@ -10,6 +10,7 @@ torch is imported.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -85,6 +86,12 @@ class ParallelOptions:
     push_norm: float | None = None
     """With the same: bound of a push's gradient norm, on each server. None: no bound."""
 
+    table_memory: str | None = None
+    """With ps: bytes of rows (values and optimizer state) that each server keeps in memory, as "2G"; others are on disk. None: no limit."""
+
+    table_dir: str | None = None
+    """With `table_memory`: directory of the rows on disk. None: the run's, or where a host has none the system's for temporary files."""
+
     snapshot_every: int | None = None
     """Steps between two snapshots, where ranks hold state of their own: see `shoal.train.checkpoint.saving`. 0: none. None: its default."""
 
@@ -150,6 +157,7 @@ def check(options: ParallelOptions, *, strategy: str, num_workers: int, num_host
     placement.check(options.device, num_workers=num_workers, strategy=strategy, is_mesh=name.base == "mesh")
     _check_sums(options, strategy)
     _check_push_filters(options, strategy)
+    _check_table_memory(options, strategy)
     _check_snapshots(options, strategy)
     if options.shard is not None:
         is_relaxed = name.mode in ("ssp", "async")
@@ -221,10 +229,23 @@ def _check_sums(options: ParallelOptions, strategy: str) -> None:
             f"--exchange {options.exchange} sums the gradients of ddp, and this is --strategy {strategy}, which sums them "
             "another way. Nothing was started; leave one of the two out."
         )
-    if COMPRESSORS.parse(options.compress)[0].name != "none" and strategy not in ("ddp", "single"):
+    compressor = COMPRESSORS.parse(options.compress)[0]
+    if strategies.parse(strategy).has_servers and compressor.name != "none":
+        _check_codec(options, strategy)
+    elif compressor.name != "none" and strategy not in ("ddp", "single"):
         raise ConfigError(
             f"--compress {options.compress} makes the gradients of ddp smaller, and this is --strategy {strategy}, which "
             "sums them another way. Nothing was started; leave one of the two out."
+        )
+
+
+def _check_codec(options: ParallelOptions, strategy: str) -> None:
+    name = COMPRESSORS.parse(options.compress)[0].name
+    known = ", ".join(choice.name for choice in COMPRESSORS.values() if choice.push)
+    if not COMPRESSORS[name].push:
+        raise ConfigError(
+            f"--compress {options.compress} keeps a part of the gradient on each worker for later steps, and a worker of "
+            f"'{strategy}' can be replaced at any step. Nothing was started; use {known}, or --strategy ddp."
         )
 
 
@@ -246,6 +267,34 @@ def _check_push_filters(options: ParallelOptions, strategy: str) -> None:
             f"--push-norm {options.push_norm:g} bounds every worker's push, and under '{strategy}' no push is an update of its own. "
             "Nothing was started; bound the gradient of a step with Trainer(clip_norm=...), use --strategy ps:async or ps:ssp=K, or "
             "leave it out."
+        )
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "2G", "512M", "64KiB" or "1000"; 0 for what is none."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+def _check_table_memory(options: ParallelOptions, strategy: str) -> None:
+    if options.table_memory is None:
+        if options.table_dir is not None:
+            raise ConfigError(
+                f"--table-dir {options.table_dir} is where rows lie that do not fit into memory, and without --table-memory all do. "
+                "Nothing was started; add --table-memory 2G, or leave it out."
+            )
+        return
+    if parse_size(options.table_memory) <= 0:
+        raise ConfigError(
+            f"--table-memory {options.table_memory} is no number of bytes: give one as 2G, 512M or 65536. Nothing was started."
+        )
+    if not strategies.parse(strategy).has_servers:
+        raise ConfigError(
+            f"--table-memory {options.table_memory} bounds the rows that a parameter server keeps in memory, and '{strategy}' has no "
+            "servers. Nothing was started; use --strategy ps, or leave it out."
         )
 
 

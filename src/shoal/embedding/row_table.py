@@ -8,12 +8,14 @@ new row gets number n.
 
 from __future__ import annotations
 
-import mmap
+import secrets
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from shoal.embedding.growing_array import GrowingArray
 from shoal.embedding.rules import rule_named
+from shoal.embedding.tiered_rows import RowBudget, TieredRows
 from shoal.errors import ConfigError
 from shoal.runtime.kernel_cache import (
     INT,
@@ -31,72 +33,6 @@ from shoal.runtime.seeds import mix
 from shoal.runtime.transport.messages.client_server import TableSpec
 
 Array: TypeAlias = np.ndarray[Any, Any]
-
-_RESERVED_BYTES = 16 << 30
-_MAP_NORESERVE = 0x4000  # Linux; the standard library names it from 3.13 on
-_HUGE_PAGE = 2 << 20
-_HUGE_FROM_BYTES = 32 << 20
-
-
-class GrowingArray:
-    """Zeros, as many rows of `row_shape` as are asked for.
-
-    `array` is replaced when more than what was reserved is wanted; nobody
-    keeps it over a call of `reserve`.
-    """
-
-    def __init__(self, row_shape: tuple[int, ...], dtype: Any, num_rows: int | None = None) -> None:
-        self._row_shape, self._dtype = row_shape, np.dtype(dtype)
-        self.row_bytes: int = self._dtype.itemsize * int(np.prod(row_shape, dtype=np.int64))
-        wanted = _RESERVED_BYTES if num_rows is None else num_rows * self.row_bytes
-        self._memory = _reserved(_in_pages(wanted))
-        self._huge_from = len(self._memory)
-        self._view()
-
-    def _view(self) -> None:
-        capacity = len(self._memory) // self.row_bytes
-        flat = np.frombuffer(
-            self._memory, self._dtype, count=capacity * self.row_bytes // self._dtype.itemsize
-        )
-        self.array = flat.reshape(capacity, *self._row_shape)
-
-    def reserve(self, num_rows: int) -> None:
-        wanted = num_rows * self.row_bytes
-        if wanted > len(self._memory):
-            del self.array  # the kernel may move the mapping, which nobody may look at meanwhile
-            self._memory.resize(_in_pages(max(wanted, 2 * len(self._memory))))
-            self._view()
-        if wanted > _HUGE_FROM_BYTES and self._huge_from > wanted:
-            # Large tables are touched all over: fewer, larger pages. Small ones must not round up to 2 MiB.
-            self._huge_from = start = -(-wanted // _HUGE_PAGE) * _HUGE_PAGE
-            if start < len(self._memory):
-                self._memory.madvise(mmap.MADV_HUGEPAGE, start)
-
-    def shrink(self, num_rows: int) -> None:
-        """Give back the memory of rows from `num_rows` on; they are zeros again."""
-        start = num_rows * self.row_bytes
-        whole_pages = _in_pages(start)
-        if whole_pages < len(self._memory):
-            self._memory.madvise(mmap.MADV_DONTNEED, whole_pages)
-        end = min(whole_pages, len(self.array) * self.row_bytes) // self.row_bytes
-        self.array[num_rows : max(end, num_rows)] = 0
-
-
-def _in_pages(num_bytes: int) -> int:
-    return max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-
-
-def _reserved(num_bytes: int) -> mmap.mmap:
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    while True:
-        try:
-            return mmap.mmap(-1, num_bytes, flags=flags)
-        except (OSError, ValueError):
-            # Address space is limited here (ulimit -v, vm.overcommit_memory=2): begin with less, grow by moving.
-            if num_bytes <= 64 * mmap.PAGESIZE:
-                raise
-            num_bytes = _in_pages(num_bytes // 16)
-
 
 _KEYS = vector(types.int64)
 _ROWS = vector(types.int32, written=True)
@@ -317,14 +253,36 @@ _BLOCK = 16384
 _INITS = {"zeros": 0, "normal": 1, "uniform": 2}
 
 
+class RowsInMemory(GrowingArray):
+    """Values and state of all rows, each at its number. `TieredRows` does the same over RAM and disk."""
+
+    block = _BLOCK
+
+    def places(self, rows: Array, *, is_written: bool, first_new: int | None = None) -> Array:
+        return rows
+
+    def expect(self, num_new: int) -> None:
+        pass
+
+    def read(self, rows: Array) -> Array:
+        return self.array[rows]
+
+    def move(self, holes: Array, moved: Array, num_left: int) -> None:
+        for start in range(0, len(holes), _BLOCK):
+            part = slice(start, start + _BLOCK)
+            self.array[holes[part]] = self.array[moved[part]]
+        self.shrink(num_left)
+
+
 class RowTable:
     """Rows by key. What is read or written comes as C-contiguous arrays of the table's dtype, keys strictly increasing.
 
     Rows are numbered 0..n-1 without holes, so every pass over the table is
-    a pass over the beginning of an array.
+    a pass over the beginning of an array. With a `budget` not all of them are
+    in memory.
     """
 
-    def __init__(self, spec: TableSpec) -> None:
+    def __init__(self, spec: TableSpec, budget: RowBudget | None = None) -> None:
         self.spec, self.dim, self.dtype = spec, spec.dim, np.dtype(spec.dtype)
         if spec.dim < 1 or spec.num_rows == 0:
             raise ConfigError(
@@ -337,12 +295,34 @@ class RowTable:
         self.state_dim = self.rule.state_dim(spec.dim)
         self._first_state = self._settings[self.rule.first_state] if self.rule.first_state else 0.0
         self._init = (_INITS[spec.init], spec.scale, mix(spec.seed))
-        self._table = GrowingArray((self.dim + self.state_dim,), self.dtype, spec.num_rows)
+        width = self.dim + self.state_dim
+        self._table: RowsInMemory | TieredRows = (
+            RowsInMemory((width,), self.dtype, spec.num_rows)
+            if budget is None
+            else TieredRows(width, self.dtype, spec.num_rows, budget)
+        )
+        self._block = self._table.block
         self._index = (
             HashedIndex(self._table.row_bytes) if spec.num_rows is None else ArrayIndex(spec.num_rows)
         )
-        self._rows = np.empty(_BLOCK, np.int32)
+        self._rows = np.empty(self._block, np.int32)
         self._new_state = np.empty((0, self.state_dim), self.dtype)
+        self._stamps: GrowingArray | None = None
+        self._clock = 0  # blocks of rows that were written since stamps are kept
+        self.tracker = ""  # name of these stamps: another process has others
+
+    # ---- rows that changed ----
+
+    def track(self) -> int:
+        """Stamp rows that change from now on, 4 bytes each; the newest stamp there is."""
+        if self._stamps is None:
+            self._stamps, self.tracker = GrowingArray((), np.uint32, self.spec.num_rows), secrets.token_hex(8)
+            self._stamps.reserve(self.num_rows)
+        return self._clock
+
+    def stamps(self, rows: Array) -> Array:
+        assert self._stamps is not None
+        return self._stamps.array[rows]
 
     @property
     def settings(self) -> dict[str, float]:
@@ -365,36 +345,41 @@ class RowTable:
     def num_index_bytes(self) -> int:
         return self._index.num_bytes
 
+    def expect(self, num_new: int) -> None:
+        """Have room for rows that may come; TablesFull where the disk has none, and then nothing has changed."""
+        self._table.expect(num_new)
+
     def pull(self, keys: Array, out: Array) -> None:
         """Write the values of `keys` to `out`, also of rows that are not there yet."""
-        for start in range(0, len(keys), _BLOCK):
-            block = keys[start : start + _BLOCK]
+        for start in range(0, len(keys), self._block):
+            block = keys[start : start + self._block]
             rows = self._rows[: len(block)]
             self._index.find(block, rows)
-            _gather(rows, block, self._table.array, out[start : start + _BLOCK], *self._init)
+            places = self._table.places(rows, is_written=False)
+            _gather(places, block, self._table.array, out[start : start + self._block], *self._init)
 
     def apply(self, keys: Array, grads: Array, factor: float = 1.0) -> None:
         """One update of the table: the rule, with gradients times `factor`. Counts also where no key is given."""
         self.step += 1
         numbers = np.array(self.rule.numbers(self._settings, self.step), self.dtype)
-        for start in range(0, len(keys), _BLOCK):
-            rows = self._rows_of(keys[start : start + _BLOCK])
-            self.rule.kernel(rows, grads[start : start + _BLOCK], self._table.array, factor, numbers)
+        for start in range(0, len(keys), self._block):
+            places = self._places_of(keys[start : start + self._block])
+            self.rule.kernel(places, grads[start : start + self._block], self._table.array, factor, numbers)
 
     def set(self, keys: Array, values: Array, state: Array | None, step: int) -> None:
         """Set rows, and how many updates there were. Without `state` they have that of new rows."""
         self.step = step
-        for start in range(0, len(keys), _BLOCK):
-            rows = self._rows_of(keys[start : start + _BLOCK])
-            some = values[start : start + _BLOCK]
-            with_state = self._new_state if state is None else state[start : start + _BLOCK]
-            _scatter(rows, some, with_state, self._table.array, self._first_state)
+        for start in range(0, len(keys), self._block):
+            places = self._places_of(keys[start : start + self._block])
+            some = values[start : start + self._block]
+            with_state = self._new_state if state is None else state[start : start + self._block]
+            _scatter(places, some, with_state, self._table.array, self._first_state)
 
     def read_rows(self, rows: Array) -> tuple[Array, Array, Array]:
         """Keys in increasing order, values and state of these rows by number: copies."""
         keys = self._index.keys.array[rows]
         order = np.argsort(keys)
-        whole = self._table.array[rows[order]]
+        whole = self._table.read(rows[order])
         return (
             keys[order],
             np.ascontiguousarray(whole[:, : self.dim]),
@@ -405,13 +390,13 @@ class RowTable:
         """Values and state of these keys side by side: a copy. All of them are there."""
         rows = np.empty(len(keys), np.int32)
         self._index.find(keys, rows)
-        return self._table.array[rows]
+        return self._table.read(rows)
 
     def set_whole(self, keys: Array, whole: Array) -> None:
         """Set rows as `read_whole` gave them."""
-        for start in range(0, len(keys), _BLOCK):
-            rows = self._rows_of(keys[start : start + _BLOCK])
-            self._table.array[rows] = whole[start : start + _BLOCK]
+        for start in range(0, len(keys), self._block):
+            places = self._places_of(keys[start : start + self._block])
+            self._table.array[places] = whole[start : start + self._block]
 
     def drop_rows(self, is_dropped: Array) -> None:
         """Drop rows by number (a bool per row). The last ones move to the holes, and what they held is given back."""
@@ -423,34 +408,33 @@ class RowTable:
         holes = np.flatnonzero(is_dropped[:num_left])
         moved = num_left + np.flatnonzero(~is_dropped[num_left:])
         keys[holes] = keys[moved]
-        for start in range(0, len(holes), _BLOCK):
-            part = slice(start, start + _BLOCK)
-            self._table.array[holes[part]] = self._table.array[moved[part]]
+        if self._stamps is not None:
+            self._stamps.array[holes] = self._stamps.array[moved]
+            self._stamps.shrink(num_left)
+        self._table.move(holes, moved, num_left)
         self._index.rebuild(dropped, num_left)
-        self._table.shrink(num_left)
 
-    def _rows_of(self, keys: Array) -> Array:
-        """Numbers of the rows of these keys; those that are not there come to be."""
+    def _places_of(self, keys: Array) -> Array:
+        """Where the rows of these keys are in memory, to be written; those that are not there come to be."""
         rows = self._rows[: len(keys)]
         num_missing = self._index.find(keys, rows)
+        first = self._index.num_rows
         if num_missing:
-            first = self._index.num_rows
             self._table.reserve(first + num_missing)
             self._index.add(keys, rows, num_missing)
-            last = self._index.num_rows
-            _begin(
-                self._index.keys.array[first:last],
-                self._table.array[first:last],
-                self.dim,
-                self._first_state,
-                *self._init,
-            )
+        if self._stamps is not None:
+            self._clock += 1
+            self._stamps.reserve(self._index.num_rows)
+            self._stamps.array[rows[rows >= 0]] = self._clock
+        places = self._table.places(rows, is_written=True, first_new=first)
+        if num_missing:
+            _begin(rows, first, keys, places, self._table.array, self.dim, self._first_state, *self._init)
             if rows.min() < 0:
                 raise ConfigError(
                     f"table '{self.spec.name}' has {self.spec.num_rows} rows, but a key lies outside 0.."
                     f"{self.spec.num_rows}-1. Rows before it may be new, none was changed."
                 )
-        return rows
+        return places
 
 
 # ---- what a row is before anybody wrote it ------------------------------------------------------------
@@ -481,14 +465,28 @@ def _first_values(out: Any, i: int, dim: int, key: int, init: int, scale: float,
 
 @floating_kernel(
     lambda dtype: (
-        vector(types.int64), matrix(dtype, written=True), INT, types.float64, INT, types.float64, INT
+        vector(types.int32), INT, vector(types.int64), vector(types.int32), matrix(dtype, written=True),
+        INT, types.float64, INT, types.float64, INT,
     )
 )  # fmt: skip
-def _begin(keys: Any, table: Any, dim: int, first_state: float, init: int, scale: float, seed: int) -> None:
-    for i in range(len(keys)):
-        _first_values(table, i, dim, keys[i], init, scale, seed)
-        for d in range(dim, table.shape[1]):
-            table[i, d] = first_state
+def _begin(
+    rows: Any,
+    first: int,
+    keys: Any,
+    places: Any,
+    table: Any,
+    dim: int,
+    first_state: float,
+    init: int,
+    scale: float,
+    seed: int,
+) -> None:
+    """Write the first values and state of rows from number `first` on."""
+    for i in range(len(rows)):
+        if rows[i] >= first:
+            _first_values(table, places[i], dim, keys[i], init, scale, seed)
+            for d in range(dim, table.shape[1]):
+                table[places[i], d] = first_state
 
 
 @floating_kernel(

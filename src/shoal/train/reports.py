@@ -142,11 +142,11 @@ class TrafficReport:
                 (traffic.raw_bytes, traffic.sent_bytes, traffic.num_sums), self._before, strict=True
             )
         )
-        num_steps = self._position.step - self._first_step
+        num_steps = num_sums if job.num_servers else self._position.step - self._first_step
         if not num_sums or not sent or num_steps < 1:
             return
         facts = {
-            "exchange": job.exchange_rule if job.exchange == "auto" and job.exchange_rule else job.exchange,
+            "exchange": _exchange(job),
             "compress": job.compress,
             "steps": num_steps,
             # What the gradients of a step are, and what of it a worker handed to the exchange.
@@ -162,6 +162,12 @@ class TrafficReport:
     def _traffic(self) -> Traffic | None:
         found = getattr(self._strategy, "traffic", None)
         return found if isinstance(found, Traffic) else None
+
+
+def _exchange(job: Job) -> str:
+    if job.num_servers:
+        return "servers"
+    return job.exchange_rule if job.exchange == "auto" and job.exchange_rule else job.exchange
 
 
 _written_here: set[Path] = set()

@@ -159,6 +159,7 @@ def resume_config(
     shard: str | None = None,
     strategy: str | None = None,
     servers: int | str | None = None,
+    table_memory: str | None = None,
     oversubscribe: bool = False,
     hosts: HostsConfig | None = None,
     journal: str | None = None,
@@ -190,6 +191,8 @@ def resume_config(
         said["shard"] = shard
     if servers is not None:
         said["servers"] = servers
+    if table_memory is not None:
+        said["table_memory"] = table_memory
     # What ran before may run again, however full it makes the machine.
     is_larger = num_workers > before.workers or isinstance(servers, str) or (servers or 0) > before.servers
     is_larger |= (hosts.num_hosts if hosts else 1) < num_hosts  # for each machine

@@ -109,7 +109,9 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     server_memory_bytes: int = (
         0  # of its own, clients' shared memory aside; 0: 80 % of what is available at its start
     )
-    staleness_lr: bool = False  # of ParallelOptions
+    table_memory: str | None = None  # of ParallelOptions, as the next three
+    table_dir: str | None = None
+    staleness_lr: bool = False
     push_norm: float | None = None
     liveness: LivenessConfig = LivenessConfig()
     faults: tuple[Fault, ...] = ()  # of all processes; arm with process=f"server-{number}"

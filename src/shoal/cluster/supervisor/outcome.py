@@ -64,6 +64,7 @@ class JobOutcome:
     """How even the batches of the newest fit are cut, where it goes by what samples cost."""
 
     exchange: dict[str, Any] = field(default_factory=dict)
+    tables: dict[str, Any] = field(default_factory=dict)
     """What the newest fit sent of its gradients."""
 
     has_own_loop: bool = False
@@ -217,6 +218,7 @@ def summary_of(outcome: JobOutcome, *, started: float, ended: float, **facts: An
         ),
         **({"sharding": outcome.sharding} if outcome.sharding else {}),
         **({"exchange": outcome.exchange} if outcome.exchange else {}),
+        **({"tables": outcome.tables} if outcome.tables else {}),
         "checkpoint": outcome.lasting.path if outcome.lasting else None,
         "started": started,
         "ended": ended,

@@ -68,6 +68,15 @@ def _three_digits(number: float) -> str:
     return f"{number:.{digits}f}"
 
 
+def tables(facts: dict[str, Any]) -> str:
+    """Rows of all servers over memory and disk; `facts` as in summary.json."""
+    memory, disk = (rate(facts[f"{tier}_bytes"]) for tier in ("memory", "disk"))
+    return (
+        f"{facts['num_rows']:,} rows, {memory}B in memory and {disk}B on disk; {facts['hit_rate']:.1%} of lookups "
+        "found their row in memory"
+    )
+
+
 def exchanged(facts: dict[str, Any]) -> str:
     """Gradient traffic of a fit, and the path of its loss curve; `facts` as in summary.json."""
     raw, sent = (rate(facts[f"{kind}_bytes_per_step"]) for kind in ("raw", "sent"))

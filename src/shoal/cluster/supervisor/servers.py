@@ -407,6 +407,8 @@ def spec_for(worker: WorkerSpec) -> ServerSpec:
         run_dir=str(job.run_dir),
         interfaces=job.interfaces,
         env=worker.env,
+        table_memory=job.table_memory,
+        table_dir=job.table_dir,
         staleness_lr=job.staleness_lr,
         push_norm=job.push_norm,
         liveness=job.liveness,

@@ -589,6 +589,8 @@ class Supervisor:
                     self._feed(lifecycle.OwnGroupFormed(rank))
                 if kind == "exchanged":
                     self.outcome.exchange = told
+                if kind == "tables":
+                    self.outcome.tables = told
                 if (fact := ledger_entries.of_event(kind, rank, told)) is not None:
                     self._coordinator.note(Noted(rank, ledger_entries.encode(fact)))
             case Noted():

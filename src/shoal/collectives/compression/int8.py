@@ -34,9 +34,9 @@ class Int8(Stateless):
             flat.add_(unpack(part, flat))
 
 
-def pack(flat: Tensor) -> Tensor:
+def pack(flat: Tensor, block: int = BLOCK) -> Tensor:
     """Scales, then whole numbers, as bytes."""
-    blocks = _blocks(flat.float())
+    blocks = _blocks(flat.float(), block)
     scales = blocks.abs().amax(1) / 127.0
     # A block that is not finite stays so: its scale says it.
     steps = torch.where(scales > 0, blocks.T / scales, torch.zeros_like(blocks.T)).T
@@ -44,13 +44,13 @@ def pack(flat: Tensor) -> Tensor:
     return torch.cat([scales.view(torch.uint8), numbers.reshape(-1)[: len(flat)].view(torch.uint8)])
 
 
-def unpack(packed: Tensor, like: Tensor) -> Tensor:
-    num_blocks = -(-len(like) // BLOCK)
+def unpack(packed: Tensor, like: Tensor, block: int = BLOCK) -> Tensor:
+    num_blocks = -(-len(like) // block)
     scales = packed[: 4 * num_blocks].clone().view(torch.float32)
     numbers = packed[4 * num_blocks :].view(torch.int8).float()
-    return (_blocks(numbers) * scales[:, None]).reshape(-1)[: len(like)].to(like.dtype)
+    return (_blocks(numbers, block) * scales[:, None]).reshape(-1)[: len(like)].to(like.dtype)
 
 
-def _blocks(flat: Tensor) -> Tensor:
-    padding = -len(flat) % BLOCK
-    return torch.nn.functional.pad(flat, (0, padding)).view(-1, BLOCK)
+def _blocks(flat: Tensor, block: int) -> Tensor:
+    padding = -len(flat) % block
+    return torch.nn.functional.pad(flat, (0, padding)).view(-1, block)

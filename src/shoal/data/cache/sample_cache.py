@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from shoal.config import job as jobs
 from shoal.data.cache import CacheConfig, cache_plan, row_file
-from shoal.data.cache.block_store import cannot_keep
 from shoal.data.cache.cache_plan import piece_bytes, place, say_where
 from shoal.data.cache.row_file import Field, RowLayout
 from shoal.data.cache.row_store import UNLIMITED, Lists, RowPrefetch, RowSpec, RowStore
@@ -306,7 +305,11 @@ def _encoded(sample: Any) -> bytes:
             sample, lambda each: ("weighted", tuple(each)) if isinstance(each, Weighted) else None
         )
     except NotSerializable as error:
-        raise cannot_keep(error) from None
+        raise ConfigError(
+            f"{error.what} cannot be kept in a cache, which holds tensors, arrays of numbers or text, strings, bytes and plain "
+            "numbers, in dicts by name, tuples and lists: so nothing it reads back could run as code. Nothing was kept; give one "
+            "of those."
+        ) from None
 
 
 def _decoded(piece: NDArray[np.uint8]) -> Any:

@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -20,12 +21,14 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.config import job as jobs
-from shoal.data.cache import BlockStore, CacheConfig, Limits, cache_plan
+from shoal.data.cache import CacheConfig, cache_plan
 from shoal.data.cache.cache_plan import piece_bytes, place, say_where
 from shoal.data.cache.row_file import Field, RowLayout
 from shoal.data.cache.row_store import UNLIMITED, Lists, RowPrefetch, RowSpec, RowStore
 from shoal.data.formats.table import Column, DecodedRows, Ragged, Table
+from shoal.data.tree import Tree
 from shoal.errors import BadSample, CacheFull
+from shoal.runtime import serialization
 
 _PASSING_BYTES = 256 << 20
 
@@ -70,6 +73,57 @@ def open_storage(table: Table, *, cache: Any = "auto") -> Storage:
     return StoredRows(table, CacheConfig.of(cache))
 
 
+class RecentBlocks:
+    """Blocks that were used last, by number, within a limit in bytes. Threads may share it; a block may be loaded twice."""
+
+    def __init__(self, limit_bytes: int, *, name: str) -> None:
+        self.name, self.granted_bytes = name, 0
+        self._limit = limit_bytes
+        self._lock, self._pid = threading.Lock(), os.getpid()
+        self._blocks: OrderedDict[int, tuple[Tree, int]] = OrderedDict()  # the one used last is last
+        self._num_bytes = self._num_hits = self._num_misses = 0
+        cache_plan.register(self)
+
+    def get(self, number: int, load: Callable[[int], Tree]) -> Tree:
+        if self._pid != os.getpid():  # of a forked child: a thread of its parent may have held it
+            self._lock, self._pid = threading.Lock(), os.getpid()
+        with self._lock:
+            if number in self._blocks:
+                self._num_hits += 1
+                self._blocks.move_to_end(number)
+                return self._blocks[number][0]
+            self._num_misses += 1
+        block = load(number)
+        num_bytes = serialization.num_bytes(block)
+        with self._lock:
+            if number not in self._blocks and num_bytes <= self._limit:
+                self._blocks[number] = block, num_bytes
+                self._num_bytes += num_bytes
+            while self._num_bytes > self._limit:
+                _, (_, freed) = self._blocks.popitem(last=False)
+                self._num_bytes -= freed
+        return block
+
+    def filled_bytes(self) -> int:
+        """Nothing was promised to it."""
+        return 0
+
+    def figures(self) -> dict[str, Any]:
+        hits, misses = self._num_hits, self._num_misses
+        ram = {
+            "num_bytes": self._num_bytes,
+            "limit_bytes": self._limit,
+            "num_hits": hits,
+            "num_misses": misses,
+        }
+        return {
+            "kind": "blocks",
+            "num_blocks": len(self._blocks),
+            "num_loads": misses,
+            "ram": {**ram, "hit_rate": cache_plan.hit_rate(hits, misses)},
+        }
+
+
 class PassingBlocks:
     """The blocks that were touched last, as they were decoded."""
 
@@ -79,7 +133,7 @@ class PassingBlocks:
         self._table = table
         self._bounds = np.cumsum([0, *(block.num_rows for block in table.blocks)])
         limit = min(_PASSING_BYTES, cache_plan.for_caches())
-        self._blocks = BlockStore(Limits(ram_bytes=limit, disk_bytes=0), name="decoded blocks")
+        self._blocks = RecentBlocks(limit, name="decoded blocks")
         self._bad: dict[int, Mapping[int, BadSample]] = {}
 
     def gather(self, rows: range | NDArray[np.int64]) -> Gathered:

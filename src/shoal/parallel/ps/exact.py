@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.collectives.compression import Traffic
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
@@ -236,6 +237,12 @@ class Ps:
         return verdict
 
     @property
+    def traffic(self) -> Traffic | None:
+        """Bytes of this worker's pushes and pulls, where they are compressed."""
+        compression = self._session.group.compression
+        return compression.traffic if compression.push else None
+
+    @property
     def _rows(self) -> list[RowModule]:
         return self._model.rows if self._model is not None else []
 
@@ -292,7 +299,7 @@ class Ps:
 
     def _pull_ahead(self, clock: int) -> DensePull:
         assert self._model is not None
-        pull = self._model.dense.pull(clock)
+        pull = self._model.dense.pull(clock, self._session.group.compression.pull)
         self._session.group.start(pull)
         coming, self._coming = self._coming, None
         if coming is not None:
@@ -417,7 +424,9 @@ class Ps:
         assert self._model is not None
         if self._home_at != self._session.updates:
             self._model.pull_weights(self._session.updates)
-            self._home_at = self._weights_at = self._session.updates
+            self._home_at = self._session.updates
+            # Training goes on with what it would have without this look at all of it.
+            self._weights_at = -1 if self._session.group.compression.pull else self._home_at
 
     # ---- what a replacement is given ------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.collectives.compression import Traffic
 from shoal.collectives.gradients import GradientExchange
 from shoal.config.job import Job
 from shoal.data.slice import Slice
@@ -61,6 +62,12 @@ class PsHybrid(Ddp):
         return StepExchange(
             model, self._buckets, rank=self._rank, num_workers=self._num_workers, losses_last=True
         )
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """Bytes of pushes and pulls of rows, where they are compressed; else of the dense part."""
+        compression = self._session.group.compression
+        return compression.traffic if compression.push else super().traffic
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; the dense ones leave while backward runs."""

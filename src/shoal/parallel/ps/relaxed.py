@@ -321,4 +321,4 @@ class PsRelaxed(Ps):
     def _pull_weights(self) -> None:
         assert self._model is not None
         self._model.pull_weights(0)
-        self._weights_at = NEWEST
+        self._weights_at = -1 if self._session.group.compression.pull else NEWEST

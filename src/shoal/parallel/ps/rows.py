@@ -357,4 +357,6 @@ class RowModule:
         self.release()
 
     def _new_pull(self, keys: NDArray[np.int64], clock: int) -> RowsPull:
-        return RowsPull(self.spec.number, keys, self.dim, self.np_dtype, clock=clock)
+        # Only what is trained on is compressed: what is looked at is as it is.
+        codec = self._group.compression.pull if self.is_training else ""
+        return RowsPull(self.spec.number, keys, self.dim, self.np_dtype, clock=clock, codec=codec)

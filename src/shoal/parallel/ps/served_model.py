@@ -28,11 +28,18 @@ from shoal.parallel.ps import rows as placement
 from shoal.parallel.ps.rows import PlacementPlan, RowModule, RowRule
 from shoal.parallel.state import MODEL, OPTIMIZER, pieces_of, plain_tensors, saved_state, saved_table
 from shoal.ps.client.bulk_transfer import read_chunk, read_rows, read_table, write_chunk, write_rows
-from shoal.ps.client.server_group import Group
+from shoal.ps.client.server_group import AskAll, Group
 from shoal.ps.client.step import DensePull, PushStep, RowsPull
 from shoal.ps.layout import CHUNKS_PER_MODEL, TABLES_PER_MODEL, dtype_name, plan_chunks
 from shoal.ps.server.dense import as_flat
-from shoal.runtime.transport.messages.client_server import ChunkSpec, DeclareDense, DeclareTable
+from shoal.runtime import events
+from shoal.runtime.transport.messages.client_server import (
+    AskTables,
+    ChunkSpec,
+    DeclareDense,
+    DeclareTable,
+    TableTiers,
+)
 
 # ---- dense parameters ----------------------------------------------------------------------------
 
@@ -136,13 +143,21 @@ class DenseParameters:
                 if gradient.layout is torch.sparse_coo:
                     gradient = gradient.to_dense()
                 here.copy_(gradient.reshape(-1)[offset : offset + numel])
-        self._step.push_dense(chunk.spec.number, unused)
+        self._step.push_dense(chunk.spec.number, unused, chunk.spec.dtype if self._has_codecs else "")
 
     # ---- pulling --------------------------------------------------------------------------------
 
-    def pull(self, clock: int) -> DensePull:
+    @property
+    def _has_codecs(self) -> bool:
+        return all(chunk.dtype in (torch.float32, torch.float64) for chunk in self._chunks)
+
+    def pull(self, clock: int, codec: str = "") -> DensePull:
         chunks = [(c.spec.number, c.spec.slot, c.nbytes) for c in self._chunks]
-        return DensePull(chunks, clock=clock, in_place=self._is_exact)
+        codec = codec if self._has_codecs else ""
+        dtypes = {c.spec.number: c.spec.dtype for c in self._chunks}
+        return DensePull(
+            chunks, clock=clock, in_place=self._is_exact and not codec, codec=codec, dtypes=dtypes
+        )
 
     @torch.no_grad()
     def take(self, pull: DensePull) -> None:
@@ -166,8 +181,9 @@ class DenseParameters:
             [p.detach().reshape(-1)[offset : offset + numel].cpu() for p, offset, _, numel in found.views]
         )
 
-    def refresh(self, group: Group, clock: int) -> None:
-        pull = self.pull(clock)
+    def refresh(self, group: Group, clock: int, *, is_whole: bool = False) -> None:
+        """Have the weights that are trained on; `is_whole`: as they are, also where pulls are compressed."""
+        pull = self.pull(clock, "" if is_whole else group.compression.pull)
         group.run(pull)
         self.take(pull)
 
@@ -375,7 +391,8 @@ class ServedModel:
     def pull_weights(self, clock: int) -> None:
         """Put what the servers hold into the model of this process, but for rows that have no end."""
         session.shared(self._group.bytes_shared)
-        self.dense.refresh(self._group, clock)
+        self._report_tiers()
+        self.dense.refresh(self._group, clock, is_whole=True)
         for module in self.rows:
             module.clock, module.is_training = clock, False
             weight = getattr(module.module, "weight", None)
@@ -389,6 +406,17 @@ class ServedModel:
                 self._group.run(pull)
                 weight[first:last].copy_(torch.from_numpy(pull.rows))
                 pull.release()
+
+    def _report_tiers(self) -> None:
+        """Tell where the rows are, for summary.json."""
+        if self._launched.table_memory is None or self._launched.rank or not self.rows:
+            return
+        asking = AskAll(lambda _: AskTables())
+        self._group.run(asking)
+        told = [answer for answer, _ in asking.answers if isinstance(answer, TableTiers)]
+        facts = {name: sum(getattr(each, name) for each in told) for name in TableTiers.__struct_fields__}
+        lookups = facts["num_hits"] + facts["num_misses"]
+        events.emit("tables", **facts, hit_rate=facts["num_hits"] / lookups if lookups else 1.0)
 
     def optimizer_pieces(self) -> Iterator[Piece]:
         """The optimizer's state, by parameter, whole."""

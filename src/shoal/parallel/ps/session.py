@@ -20,6 +20,7 @@ from shoal.config import job as jobs
 from shoal.config import strategy as strategies
 from shoal.ps.client.server_group import AskAll, AskOwner, Group
 from shoal.ps.client.step import Decision, PushStep
+from shoal.ps.codecs import Compression
 from shoal.recovery import state_transfer
 from shoal.recovery.replay_log import ReplayLog
 from shoal.recovery.state_transfer import KeptResults, Part, RecoveryState
@@ -57,6 +58,7 @@ class PsSession(ReplayLog):
             timeout_s=job.liveness.step_timeout_s,
             tell_late=self._session.tell_late,
         )
+        self.group.compression = Compression(job.compress)
         self.updates = 0  # steps committed so far, of all models of the script: the clock of this worker
         self._updates_at_anchor = 0  # a replacement counts those since then once more
         self._is_there = False

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -39,6 +41,7 @@ from shoal.embedding.kernels import expand, sum_back, unique
 from shoal.embedding.rules import rule_named
 from shoal.errors import ArenaFull, ConfigError, LinkLost, PsError
 from shoal.ps.client.bulk_transfer import read_marks
+from shoal.ps.client.saved_tables import SaveResult, load_tables, save_tables
 from shoal.ps.client.server_group import Group, ViewChanged, check_answer
 from shoal.ps.client.step import by_server
 from shoal.ps.layout import FIRST_NAMED, first_wrong_key
@@ -507,6 +510,7 @@ class Kv:
         self._group, self._line = group, RequestQueue(group)
         self._stream = FIRST_STREAM | (job.rank << 32) | number
         self._rank = mode.num_workers
+        self._writes = job.rank == 0
         self._seq = 0
         self._tables: dict[str, msg.TableSpec] = {}
         self._lock = threading.RLock()
@@ -614,6 +618,33 @@ class Kv:
                 self._line.finish(request)
             self._tell(request)
             return request.result if isinstance(request, Pull) else None
+
+    # ---- on disk --------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> SaveResult | None:
+        """Save the rows of all tables declared here, with their rules' state, in a directory.
+
+        Saved there again, only rows that changed are written; whatever is killed meanwhile, the directory holds
+        what was saved before, or all of it. Every worker may call it: each waits for its own pushes, rank 0 writes.
+        """
+        with self._lock:
+            self._check_open()
+            self.wait()
+            if self._writes:
+                return save_tables(self._group, list(self._tables.values()), Path(path))
+            return None
+
+    def load(self, path: str | os.PathLike[str]) -> list[str]:
+        """Set rows to those that `save` wrote, on any number of servers; names of the tables there were.
+
+        Declare the tables first. Every worker may call it: rank 0 reads, and the others see the rows once it is through.
+        """
+        with self._lock:
+            self._check_open()
+            self.wait()
+            if self._writes:
+                return load_tables(self._group, list(self._tables.values()), Path(path))
+            return []
 
     # ---- the end --------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import LinkLost, ServerRefused, WaitTimedOut
+from shoal.ps.codecs import Compression
 from shoal.runtime.transport import endpoint, memfd
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.framing import Bytes
@@ -90,6 +91,7 @@ class Group:
         self.owner_of_slot: NDArray[np.int16] = np.zeros(0, np.int16)
         self._incarnations: dict[int, int] = {}
         self._has_held = False  # messages that wait in links to be sent together
+        self.compression = Compression()  # none, unless a strategy says so
 
     # ---- operations -----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ again in another view, cut anew over whoever holds the slots by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.errors import LinkLost
+from shoal.ps import codecs
 from shoal.ps.client.server_group import Group
 from shoal.ps.layout import partition
 from shoal.runtime import recorder, row_kernels
@@ -94,9 +95,17 @@ class RowsPull(_Pull):
     """Rows of one table, for keys that are strictly increasing."""
 
     def __init__(
-        self, table: int, keys: NDArray[np.int64], dim: int, dtype: np.dtype[Any], *, clock: int
+        self,
+        table: int,
+        keys: NDArray[np.int64],
+        dim: int,
+        dtype: np.dtype[Any],
+        *,
+        clock: int,
+        codec: str = "",
     ) -> None:
         super().__init__(clock)
+        self._codec = codec
         self.table, self.keys, self._dim, self._dtype = table, keys, dim, dtype
         self._parts: list[tuple[Buffer, NDArray[np.int32] | None]] = []
         self._rows: NDArray[Any] | None = None
@@ -104,18 +113,21 @@ class RowsPull(_Pull):
     def send(self, group: Group) -> None:
         self._begin()
         self._parts, self._rows = [], None
-        message = msg.PullRows(group.view, self.clock, self.table)
+        message = msg.PullRows(group.view, self.clock, self.table, self._codec)
         for server, places in by_server(self.table, self.keys, group):
             link, num_keys = group.link(server), len(self.keys if places is None else places)
             frame = self._alloc(link, num_keys * self.keys.itemsize)
-            into = self._alloc(link, num_keys * self._dim * self._dtype.itemsize)
+            num_bytes = group.compression.pulled_bytes(num_keys, self._dim, self._dtype.itemsize, self._codec)
+            into = self._alloc(link, num_bytes)
             _write_keys(self.keys, places, frame)
+            if self._codec:
+                group.compression.count_keys(np.frombuffer(frame.view, np.int64), self._codec)
             self._asked.append((server, group.send(server, message, [frame], [into])))
             self._parts.append((into, places))
 
     def receive(self, group: Group) -> None:
         super().receive(group)
-        arrays = [np.frombuffer(into.view, self._dtype).reshape(-1, self._dim) for into, _ in self._parts]
+        arrays = [self._decoded(into, places) for into, places in self._parts]
         if len(arrays) == 1 and self._parts[0][1] is None:
             self._rows = arrays[0]
             return
@@ -125,6 +137,14 @@ class RowsPull(_Pull):
             row_kernels.put(rows, places, whole)
         self.release()
         self._rows = whole
+
+    def _decoded(self, into: Buffer, places: NDArray[np.int32] | None) -> NDArray[Any]:
+        codec = codecs.codec(self._codec)
+        if codec is None:
+            return np.frombuffer(into.view, self._dtype).reshape(-1, self._dim)
+        out = np.empty((len(self.keys) if places is None else len(places), self._dim), self._dtype)
+        codec.decode(into.view, out)
+        return out
 
     @property
     def rows(self) -> NDArray[Any]:
@@ -145,9 +165,19 @@ class DensePull(_Pull):
     one version, and no server copies for one worker after the other.
     """
 
-    def __init__(self, chunks: Sequence[tuple[int, int, int]], *, clock: int, in_place: bool = False) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[tuple[int, int, int]],
+        *,
+        clock: int,
+        in_place: bool = False,
+        codec: str = "",
+        dtypes: Mapping[int, str] | None = None,
+    ) -> None:
+        """With a `codec`, `dtypes` of the chunks by number."""
         super().__init__(clock)
         self._chunks, self._in_place = chunks, in_place
+        self._codec, self._dtypes = codec, dtypes or {}
         self._looked: list[tuple[int, int, int]] = []  # server, chunk, bytes: of those that copy nothing
         self.arrived: dict[int, memoryview] = {}  # bytes by chunk, once received
 
@@ -163,16 +193,26 @@ class DensePull(_Pull):
                 # Nothing is asked for but to say when it has come so far.
                 self._looked += [(server, number, nbytes) for number, nbytes in chunks]
                 chunks = []
-            into = [self._alloc(link, nbytes) for _, nbytes in chunks]
-            message = msg.PullDense(group.view, self.clock, [number for number, _ in chunks])
+            into = [self._alloc(link, self._pulled_bytes(group, *chunk)) for chunk in chunks]
+            message = msg.PullDense(group.view, self.clock, [number for number, _ in chunks], self._codec)
             self._asked.append((server, group.send(server, message, [], into)))
             self.arrived |= {number: buffer.view for (number, _), buffer in zip(chunks, into, strict=True)}
 
     def receive(self, group: Group) -> None:
         super().receive(group)
+        codec = codecs.codec(self._codec)
+        if codec is not None:
+            for number, _, nbytes in self._chunks:
+                whole = np.empty(nbytes, np.uint8)
+                codec.decode(self.arrived[number], whole.view(self._dtypes[number]).reshape(1, -1))
+                self.arrived[number] = memoryview(whole)
         for server, number, nbytes in self._looked:
             self.arrived[number] = group.chunk_at(server, number)[:nbytes]
             recorder.RECORDER.received += nbytes
+
+    def _pulled_bytes(self, group: Group, number: int, nbytes: int) -> int:
+        itemsize = np.dtype(self._dtypes[number]).itemsize if self._codec else 1
+        return group.compression.pulled_bytes(1, nbytes // itemsize, itemsize, self._codec)
 
     def release(self) -> None:
         super().release()
@@ -196,6 +236,7 @@ class _Dense:
     unused: list[int]
     frame: Buffer
     link: Link
+    codec: str = ""
 
 
 @dataclass(slots=True)
@@ -245,9 +286,18 @@ class PushStep:
         self._dense.append(_Dense(chunk, slot, frame.view, [], frame, link))
         return frame.view
 
-    def push_dense(self, chunk: int, unused: list[int]) -> None:
+    def push_dense(self, chunk: int, unused: list[int], dtype: str = "") -> None:
+        """`dtype` of its elements, where they can be compressed."""
         dense = next(each for each in reversed(self._dense) if each.chunk == chunk)
         dense.unused = unused
+        compression = self.group.compression
+        if compression.push and dtype:
+            dense.codec = compression.push
+            whole = np.frombuffer(dense.values, dtype).reshape(1, -1)
+            dense.frame = self._copied(dense.link, compression.encoded(whole))
+            dense.values = dense.frame.view
+        else:
+            compression.count(len(dense.values), len(dense.values))
         with recorder.PUSH:
             self._now(lambda: self._send_dense(dense))
 
@@ -256,6 +306,7 @@ class PushStep:
         fields = {"exchange": 0, "anchored_at": 0, **others}
         self._end = msg.StepEnd(view=0, stream=self.stream, seq=self.seq, rank=rank, num_pushes=0, **fields)
         self._frames = (vector.tobytes(), note)
+        self.group.compression.traffic.num_sums += 1
         with recorder.PUSH:
             self._now(self._send_end)
 
@@ -319,17 +370,25 @@ class PushStep:
             self._is_broken, self.sent_in = True, 0
 
     def _send_rows(self, table: int, keys: NDArray[np.int64], values: NDArray[Any]) -> None:
-        message = msg.PushRows(self.group.view, self.stream, self.seq, table)
+        compression = self.group.compression
+        compression.count_keys(keys, compression.push)
+        message = msg.PushRows(self.group.view, self.stream, self.seq, table, compression.push)
         for server, places in by_server(table, keys, self.group):
             link, num_keys = self.group.link(server), len(keys if places is None else places)
             of_keys = self._alloc(link, num_keys * keys.itemsize)
-            of_rows = self._alloc(link, num_keys * values[:1].nbytes)
             _write_keys(keys, places, of_keys)
-            if places is None:
-                of_rows.view[:] = raw_bytes(values)
-            else:  # where the server reads it: no copy of its own in between
-                out = np.frombuffer(of_rows.view, values.dtype).reshape(num_keys, -1)
-                row_kernels.take(values, places, out)
+            if compression.push:
+                of_rows = self._copied(
+                    link, compression.encoded(values if places is None else values[places])
+                )
+            else:
+                of_rows = self._alloc(link, num_keys * values[:1].nbytes)
+                compression.count(len(of_rows.view), len(of_rows.view))
+                if places is None:
+                    of_rows.view[:] = raw_bytes(values)
+                else:  # where the server reads it: no copy of its own in between
+                    out = np.frombuffer(of_rows.view, values.dtype).reshape(num_keys, -1)
+                    row_kernels.take(values, places, out)
             self._push(server, message, [of_keys, of_rows])
 
     def _send_dense(self, dense: _Dense) -> None:
@@ -340,7 +399,7 @@ class PushStep:
             frame = self._alloc(link, len(dense.values))
             frame.view[:] = dense.values
             dense.frame, dense.values, dense.link = frame, frame.view, link
-        message = msg.PushDense(group.view, self.stream, self.seq, dense.chunk, dense.unused)
+        message = msg.PushDense(group.view, self.stream, self.seq, dense.chunk, dense.unused, dense.codec)
         self._push(server, message, [dense.frame])
 
     def _push(self, server: int, message: msg.PushRows | msg.PushDense, frames: list[Buffer]) -> None:

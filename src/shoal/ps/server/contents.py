@@ -12,15 +12,25 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from shoal.embedding.row_table import Array, RowTable
+from shoal.embedding.tiered_rows import RowBudget
 from shoal.errors import ConfigError, ShoalError
+from shoal.ps import codecs
+from shoal.ps.codecs import Codec
 from shoal.ps.layout import add_rows, add_squares, first_wrong_key, num_elements, slot_of, torch_dtype
 from shoal.ps.server.actions import Frame
 from shoal.ps.server.dense import DenseStore, as_flat, check_settings
 from shoal.ps.server.progress import Slots, Vector, no_slots
-from shoal.runtime.transport.messages.client_server import ChunkSpec, DeclareDense, Settings, TableSpec
+from shoal.runtime.transport.messages.client_server import (
+    ChunkSpec,
+    DeclareDense,
+    Settings,
+    TableSpec,
+    TableTiers,
+)
 
 _INT64 = np.iinfo(np.int64)
 
@@ -34,8 +44,8 @@ class ServerTable(RowTable):
     with a single rank until what `take_sum` gave is done with.
     """
 
-    def __init__(self, spec: TableSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: TableSpec, budget: RowBudget | None = None) -> None:
+        super().__init__(spec, budget)
         self._sum: tuple[Array, Array] | None = None
 
     def check_keys(self, keys: Array) -> None:
@@ -80,9 +90,17 @@ class ServerTable(RowTable):
 
     # ---- by slot ----
 
-    def read(self, slot: int) -> tuple[Array, Array, Array]:
-        """Keys in increasing order, values and state of a slot: copies."""
-        return self.read_rows(np.flatnonzero(self._slots() == slot))
+    def read(self, slot: int, *, tracker: str = "", since: int = 0) -> tuple[Array, Array, Array]:
+        """Keys in increasing order, values and state of a slot: copies. Where the tracker is this one's, of rows
+        that changed after `since`.
+        """
+        rows = np.flatnonzero(self._slots() == slot)
+        if tracker and tracker == self.tracker:
+            rows = rows[self.stamps(rows) > since]
+        return self.read_rows(rows)
+
+    def num_rows_of(self, slot: int) -> int:
+        return int(np.count_nonzero(self._slots() == slot))
 
     def drop_slots(self, mask: Array) -> None:
         self.drop_rows(np.asarray(mask, bool)[self._slots()])
@@ -131,6 +149,7 @@ class Contents:
         self.held: Slots = no_slots()
         self.memory_problem: Callable[[int], str | None] = lambda nbytes: None
         """Why so many bytes more cannot be taken, if so: the process knows."""
+        self.row_budget: RowBudget | None = None  # of --table-memory
 
     # ---- what there is --------------------------------------------------------------------------
 
@@ -138,7 +157,7 @@ class Contents:
         known = self.tables.get(spec.number)
         if known is None:
             try:
-                self.tables[spec.number] = ServerTable(spec)
+                self.tables[spec.number] = ServerTable(spec, self.row_budget)
             except (ShoalError, OSError, OverflowError, ValueError) as error:
                 raise Refusal(f"table {spec.number} cannot be: {error}") from None
             return True
@@ -209,6 +228,18 @@ class Contents:
     def chunks_of(self, slots: Slots) -> list[int]:
         return [number for number in sorted(self.chunks) if slots[self.chunks[number].slot]]
 
+    def tiers(self) -> TableTiers:
+        budget = self.row_budget
+        return TableTiers(
+            num_rows=sum(table.num_rows for table in self.tables.values()),
+            memory_bytes=sum(table.num_bytes for table in self.tables.values())
+            if budget is None
+            else budget.used_bytes,
+            disk_bytes=budget.disk_bytes if budget is not None else 0,
+            num_hits=budget.num_hits if budget is not None else 0,
+            num_misses=budget.num_misses if budget is not None else 0,
+        )
+
     # ---- frames ---------------------------------------------------------------------------------
 
     def keys(self, table: ServerTable, frame: Frame, mine: Slots) -> Keys:
@@ -232,8 +263,10 @@ class Contents:
                 )
         return keys
 
-    def values(self, table: ServerTable, frame: Frame, num_rows: int) -> Values:
-        """One row of values per key, as they lie in a frame."""
+    def values(self, table: ServerTable, frame: Frame, num_rows: int, codec: str = "") -> Values:
+        """One row of values per key, as they lie in a frame; decoded, where they have a codec."""
+        if codec:
+            return _decoded(codec, frame, np.empty((num_rows, table.spec.dim), table.dtype))
         values = as_array(frame, table.spec.dtype, "values")
         if len(values) != num_rows * table.spec.dim:
             raise Refusal(
@@ -242,8 +275,11 @@ class Contents:
             )
         return values.reshape(num_rows, table.spec.dim)
 
-    def gradient(self, chunk: ChunkSpec, frame: Frame) -> Tensor:
-        """The elements of a chunk, as they lie in a frame."""
+    def gradient(self, chunk: ChunkSpec, frame: Frame, codec: str = "") -> Tensor:
+        """The elements of a chunk, as they lie in a frame; decoded, where they have a codec."""
+        if codec:
+            out = np.empty((1, sum(map(num_elements, chunk.parts))), _encodable(chunk))
+            return torch.from_numpy(_decoded(codec, frame, out).reshape(-1))
         expected = chunk_bytes(chunk)
         if memoryview(frame).nbytes != expected:
             raise Refusal(
@@ -317,6 +353,48 @@ def restrict(update: Update, slots: Slots, chunks: dict[int, ChunkSpec]) -> Upda
 
 def chunk_bytes(chunk: ChunkSpec) -> int:
     return sum(map(num_elements, chunk.parts)) * torch_dtype(chunk.dtype).itemsize
+
+
+def pulled_bytes(chunk: ChunkSpec, codec: str) -> int:
+    """Bytes of a chunk as it is pulled."""
+    used = codec_of(codec)
+    if used is None:
+        return chunk_bytes(chunk)
+    _encodable(chunk)
+    return used.num_bytes(1, sum(map(num_elements, chunk.parts)))
+
+
+def _encodable(chunk: ChunkSpec) -> str:
+    if chunk.dtype not in ("float32", "float64"):
+        raise Refusal(f"chunk {chunk.number} is of {chunk.dtype}, and only float32 and float64 have codecs")
+    return chunk.dtype
+
+
+def codec_of(name: str) -> Codec | None:
+    try:
+        return codecs.codec(name)
+    except ConfigError as error:
+        raise Refusal(str(error)) from None
+
+
+def _decoded(name: str, frame: Frame, out: Array) -> Array:
+    codec = codec_of(name)
+    assert codec is not None
+    expected, found = codec.num_bytes(*out.shape), memoryview(frame).nbytes
+    if found != expected:
+        raise Refusal(
+            f"{out.shape[0]} rows of {out.shape[1]} numbers are {expected} bytes in {name}, got {found}"
+        )
+    # A copy: the client can write to the frame at any time.
+    codec.decode(bytearray(memoryview(frame).cast("B")), out)
+    return out
+
+
+def encode_into(name: str, values: Array, into: memoryview) -> None:
+    codec = codec_of(name)
+    assert codec is not None
+    encoded = codec.encode(values)
+    into[: encoded.nbytes] = memoryview(encoded)
 
 
 def as_array(frame: Frame, dtype: npt.DTypeLike, what: str) -> Array:

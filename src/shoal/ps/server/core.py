@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, TablesFull
 from shoal.ps.layout import counter_of_update
 from shoal.ps.server.actions import Action, DropPeer, Frame, Reply, Request, Tell
 from shoal.ps.server.clients import (
@@ -28,7 +28,16 @@ from shoal.ps.server.clients import (
     expect_into,
     rank_of,
 )
-from shoal.ps.server.contents import Keys, Refusal, Update, chunk_bytes, restrict
+from shoal.ps.server.contents import (
+    Keys,
+    Refusal,
+    Update,
+    chunk_bytes,
+    codec_of,
+    encode_into,
+    pulled_bytes,
+    restrict,
+)
 from shoal.ps.server.progress import Slots, Vector, no_slots, some_slots
 from shoal.ps.server.replication import Change, PostRecord, Replica, Replication, Written
 from shoal.ps.server.state import Counted, ServerState, answer_whole
@@ -93,6 +102,10 @@ class ServerCore:
             return []
         try:
             actions = self._handle(request)
+        except TablesFull as error:
+            if isinstance(request.message, msg.Replicate | msg.CopySlot):
+                raise  # a holder that cannot hold its slots is none, and its primary would wait for it
+            actions = [Reply(request.peer, request.ticket, msg.PsRefused(str(error)))]
         except (Refusal, ShoalError, msgspec.MsgspecError) as error:
             actions = [Reply(request.peer, request.ticket, msg.PsRefused(str(error)))]
         return actions + self._settle()
@@ -230,6 +243,8 @@ class ServerCore:
                 return self._ask_note(request, message)
             case msg.AskMissing():
                 return [Reply(request.peer, request.ticket, msg.Missing(self._missing_ranks(request.peer)))]
+            case msg.AskTables():
+                return [Reply(request.peer, request.ticket, self.state.contents.tiers())]
             case msg.AskDense():
                 return [self._dense_at(request)]
             case msg.Hello(name, incarnation):
@@ -377,7 +392,9 @@ class ServerCore:
         expect_frames(request, 1, "keys")
         table = self.state.contents.table(message.table)
         keys = self.state.contents.keys(table, request.frames[0], self.mine)
-        expect_into(request, 0, len(keys) * table.spec.dim * table.dtype.itemsize, f"{len(keys)} rows")
+        codec, dim = codec_of(message.codec), table.spec.dim
+        num_bytes = codec.num_bytes(len(keys), dim) if codec else len(keys) * dim * table.dtype.itemsize
+        expect_into(request, 0, num_bytes, f"{len(keys)} rows")
         return self._pull(request, keys)
 
     def _pull_dense(self, request: Request, message: msg.PullDense) -> list[Action]:
@@ -385,7 +402,7 @@ class ServerCore:
             chunk = self.state.contents.chunk(number)
             if not self.mine[chunk.slot]:
                 raise Refusal(f"chunk {number} is of slot {chunk.slot}, whose primary is another server")
-            expect_into(request, at, chunk_bytes(chunk), f"chunk {number}")
+            expect_into(request, at, pulled_bytes(chunk, message.codec), f"chunk {number}")
         return self._pull(request, None)
 
     def _pull(self, request: Request, keys: Keys | None) -> list[Action]:
@@ -416,12 +433,24 @@ class ServerCore:
         if isinstance(message, msg.PullRows):
             assert keys is not None
             table = state.contents.table(message.table)
-            out = np.frombuffer(request.into[0], table.dtype, len(keys) * table.spec.dim)
-            table.pull(keys, out.reshape(len(keys), table.spec.dim))
+            shape = (len(keys), table.spec.dim)
+            if message.codec:
+                rows = np.empty(shape, table.dtype)
+                table.pull(keys, rows)
+                encode_into(message.codec, rows, request.into[0])
+            else:
+                out = np.frombuffer(request.into[0], table.dtype, len(keys) * table.spec.dim)
+                table.pull(keys, out.reshape(shape))
         else:
             assert isinstance(message, msg.PullDense)
             for number, into in zip(message.chunks, request.into, strict=False):
-                state.contents.dense.pull(number, into[: chunk_bytes(state.contents.chunk(number))])
+                chunk = state.contents.chunk(number)
+                if message.codec:
+                    whole = np.empty(chunk_bytes(chunk), np.uint8)
+                    state.contents.dense.pull(number, memoryview(whole))
+                    encode_into(message.codec, whole.view(chunk.dtype).reshape(1, -1), into)
+                else:
+                    state.contents.dense.pull(number, into[: chunk_bytes(chunk)])
         mode = state.mode
         if mode is None or mode.kind in ("ssp", "async"):
             self._pulled_at[request.peer] = state.updates
@@ -484,7 +513,12 @@ class ServerCore:
         contents = self.state.contents
         table = contents.table(message.table)
         keys = contents.keys(table, request.frames[0], self.mine)
-        self.staging.rows(request.peer, message, keys, contents.values(table, request.frames[1], len(keys)))
+        table.expect(
+            max(1, self.state.num_workers) * len(keys)
+        )  # a full disk is told before anything is staged
+        self.staging.rows(
+            request.peer, message, keys, contents.values(table, request.frames[1], len(keys), message.codec)
+        )
         return []
 
     def _push_dense(self, request: Request, message: msg.PushDense) -> list[Action]:
@@ -496,7 +530,9 @@ class ServerCore:
             )
         if any(part >= len(chunk.parts) for part in message.unused):
             raise Refusal(f"chunk {chunk.number} has {len(chunk.parts)} parts, unused are {message.unused}")
-        self.staging.dense(request.peer, message, self.state.contents.gradient(chunk, request.frames[0]))
+        self.staging.dense(
+            request.peer, message, self.state.contents.gradient(chunk, request.frames[0], message.codec)
+        )
         return []
 
     def _step_end(self, request: Request, message: msg.StepEnd, name: str) -> list[Action]:

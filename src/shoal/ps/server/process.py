@@ -19,6 +19,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, deque
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from shoal.cluster.launch import threads
 from shoal.cluster.launch.roles import ServerSpec, decode_spec
-from shoal.errors import ArenaFull, CoordinatorLost, LinkLost, WireError
+from shoal.errors import ArenaFull, CoordinatorLost, LinkLost, TablesFull, WireError
 from shoal.ps.server.actions import Action, DropPeer, Reply, Request, Send, Tell
 from shoal.runtime import failpoints, recorder
 from shoal.runtime.memory import available_bytes
@@ -729,7 +730,7 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
         recorder.start(name, told.incarnation, run_dir=told.run_dir, send=recorder.over(fds["status"]))
     try:
         loop.run(until_readable=stop)
-    except CoordinatorLost as error:
+    except (CoordinatorLost, TablesFull) as error:
         print(error, file=sys.stderr)
         return CANNOT_GO_ON
     finally:
@@ -754,6 +755,8 @@ def _listen_at_others(spec: ServerSpec) -> list[socket.socket]:
 
 
 def make_core(told: ServerSpec) -> ServerCore:
+    from shoal.config.parallel_options import parse_size
+    from shoal.embedding.tiered_rows import RowBudget
     from shoal.ps.server.core import ServerCore
     from shoal.ps.server.steps import PushFilters
 
@@ -761,4 +764,7 @@ def make_core(told: ServerSpec) -> ServerCore:
     core = ServerCore(number=told.number, incarnation=told.incarnation, filters=filters)
     memory = MemoryGuard(f"server-{told.number}", told.server_memory_bytes)
     core.state.contents.memory_problem = memory.problem
+    if told.table_memory is not None:
+        directory = told.table_dir or (told.run_dir if os.path.isdir(told.run_dir) else tempfile.gettempdir())
+        core.state.contents.row_budget = RowBudget(parse_size(told.table_memory), directory)
     return core

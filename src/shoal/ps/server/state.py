@@ -408,11 +408,16 @@ def answer_whole(
     """Read or set; the answer, its frames, and what other holders must hear of it."""
     frames = request.frames
     match request.message:
-        case msg.ReadRows(_, number, slot):
+        case msg.ReadRows(_, number, slot, is_tracked, tracker, since):
             table = state.contents.table(number)
             _require(slot < NUM_SLOTS and bool(mine[slot]), f"slot {slot} has another primary")
             step = int(state.applied.steps(counter_of(number))[slot])
-            return msg.RowsRead(table.state_dim, step), [raw_bytes(each) for each in table.read(slot)], None
+            read = table.read(slot, tracker=tracker, since=since)
+            answer = msg.RowsRead(table.state_dim, step)
+            if is_tracked:
+                now = table.track()
+                answer = msg.RowsRead(table.state_dim, step, table.num_rows_of(slot), table.tracker, now)
+            return answer, [raw_bytes(each) for each in read], None
         case msg.WriteRows() as message:
             return msg.Declared(False), [], _write_rows(state, mine, message, request)
         case msg.ReadChunk(_, number):

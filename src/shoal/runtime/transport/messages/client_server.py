@@ -28,6 +28,7 @@ from shoal.runtime.transport.messages.message import (
     NumProcesses,
     Rank,
     Slot,
+    Text,
 )
 
 Settings: TypeAlias = dict[str, bool | int | float | str | list[float] | None]
@@ -187,6 +188,7 @@ class PushRows(Message, frozen=True, tag="ps-push-rows"):
     stream: Count
     seq: Count
     table: Count
+    codec: str = ""  # of the values: see shoal.ps.codecs
 
 
 class PushDense(Message, frozen=True, tag="ps-push-dense"):
@@ -197,6 +199,7 @@ class PushDense(Message, frozen=True, tag="ps-push-dense"):
     seq: Count
     chunk: Count
     unused: list[Count] = msgspec.field(default_factory=list)
+    codec: str = ""
 
 
 class StepEnd(Message, frozen=True, tag="ps-step-end"):
@@ -295,6 +298,7 @@ class PullRows(Message, frozen=True, tag="ps-pull-rows"):
     view: Count
     clock: Count
     table: Count
+    codec: str = ""  # of the answer
 
 
 class PullDense(Message, frozen=True, tag="ps-pull-dense"):
@@ -303,6 +307,7 @@ class PullDense(Message, frozen=True, tag="ps-pull-dense"):
     view: Count
     clock: Count
     chunks: list[Count]
+    codec: str = ""
 
 
 class Pulled(Message, frozen=True, tag="ps-pulled"):
@@ -384,15 +389,36 @@ class Missing(Message, frozen=True, tag="ps-missing"):
     ranks: list[Rank]
 
 
+class AskTables(Message, frozen=True, tag="ps-ask-tables"):
+    """Client to server: "where are your rows?" Answered by TableTiers, at once, in any view."""
+
+
+class TableTiers(Message, frozen=True, tag="ps-table-tiers"):
+    """Server to client: its rows of all tables over memory and disk, replicas' among them, and lookups so far."""
+
+    num_rows: Count
+    memory_bytes: Count
+    disk_bytes: Count
+    num_hits: Count  # lookups that found a row in memory
+    num_misses: Count
+
+
 # ---- state as a whole ---------------------------------------------------------------------------
 
 
 class ReadRows(Message, frozen=True, tag="ps-read-rows"):
-    """Client to server: the rows of this slot with their optimizer state. Answered by Rows."""
+    """Client to server: the rows of this slot with their optimizer state. Answered by RowsRead.
+
+    With `is_tracked` the server stamps rows that change from now on, and where `tracker` is that of its stamps, only
+    rows that changed after `since` are in the answer.
+    """
 
     view: Count
     table: Count
     slot: Slot
+    is_tracked: bool = False
+    tracker: Text = ""
+    since: Count = 0
 
 
 class RowsRead(Message, frozen=True, tag="ps-rows"):
@@ -400,6 +426,9 @@ class RowsRead(Message, frozen=True, tag="ps-rows"):
 
     state_dim: Count
     step: Count
+    num_rows: Count = 0  # of the slot; the frames may have fewer
+    tracker: Text = ""
+    clock: Count = 0  # of the stamps, when it was read
 
 
 class WriteRows(Message, frozen=True, tag="ps-write-rows"):

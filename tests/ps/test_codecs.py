@@ -1,0 +1,53 @@
+"""Codecs of pushes and pulls: sizes as announced, errors within their bounds, damaged frames refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.ps.codecs import CODECS, Compression, codec
+from shoal.ps.server.contents import Contents, Refusal
+from shoal.runtime.transport.messages.client_server import TableSpec
+
+BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 0.5 / 127}
+"""Of the error, as a part of the largest number in a row."""
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [(7, 5), (1, 3000), (0, 4)])
+def test_a_codec_is_as_long_and_as_near_as_it_says(name: str, dtype: str, shape: tuple[int, int]) -> None:
+    values = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+    values[:1] *= 1e-3  # a row of small numbers stays one
+    encoded, out = CODECS[name].encode(values), np.full(shape, np.nan, dtype)
+    assert encoded.nbytes == CODECS[name].num_bytes(*shape)
+    CODECS[name].decode(bytearray(encoded), out)
+    largest = np.abs(values).max(axis=1, keepdims=True, initial=0)
+    assert (np.abs(out - values) <= 1.01 * BOUNDS[name] * largest).all()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_is_not_finite_stays_so(name: str) -> None:
+    values = np.array([[1.0, np.nan], [np.inf, 2.0]], np.float32)
+    out = np.zeros_like(values)
+    CODECS[name].decode(bytearray(CODECS[name].encode(values)), out)
+    assert not np.isfinite(out).all(axis=1).any()
+
+
+def test_frames_of_another_length_and_unknown_codecs_are_refused() -> None:
+    contents = Contents()
+    contents.declare_table(TableSpec(number=0, name="t", dim=4, dtype="float32", rule="sgd", settings={}))
+    with pytest.raises(Refusal, match="3 rows of 4 numbers are 24 bytes in bf16, got 23"):
+        contents.values(contents.table(0), bytes(23), 3, "bf16")
+    with pytest.raises(Refusal, match="no codec 'zip'"):
+        contents.values(contents.table(0), bytes(24), 3, "zip")
+    with pytest.raises(ConfigError, match="there are bf16, fp16, int8"):
+        codec("zip")
+
+
+def test_bytes_are_counted_as_sent_and_as_they_would_have_been() -> None:
+    compression = Compression("int8")
+    compression.encoded(np.ones((10, 16), np.float32))
+    assert compression.pulled_bytes(10, 16, 4, compression.pull) == 320
+    assert (compression.traffic.raw_bytes, compression.traffic.sent_bytes) == (2 * 640, 200 + 320)
