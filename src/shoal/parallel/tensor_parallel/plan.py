@@ -579,10 +579,8 @@ def _add_channels(plan: TensorPlan, group: ChannelGroup, model: nn.Module, tied:
     """Cut convolutions around a group of values, or note why not."""
     styles = dict.fromkeys(group.makers, "colwise") | dict.fromkeys(group.inside, "channels")
     styles |= dict.fromkeys(group.takers, "rowwise")
-    why = group.why_whole
-    for name in styles if why is None else ():
-        if is_tied(model.get_submodule(name), tied):
-            why = f"the weight of '{name}' is shared with another layer"
+    shared = next((name for name in styles if is_tied(model.get_submodule(name), tied)), None)
+    why = group.why_whole or (f"the weight of '{shared}' is shared with another layer" if shared else None)
     if why is not None:
         for name in group.makers:
             plan.add(name, "replicated", why)
