@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -100,6 +100,47 @@ def vgg(dropout: float) -> nn.Module:
         nn.Linear(24, 24), nn.ReLU(), nn.Dropout(dropout), nn.Linear(24, CLASSES),
     )  # fmt: skip
     return nn.Sequential(nn.Sequential(*layers), nn.AdaptiveAvgPool2d(2), nn.Flatten(), classifier)
+
+
+class NamedAttention(nn.Module):
+    """Attention that only a plan by names can cut: its heads are whatever a view finds, and a norm works on each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.v_proj, self.o_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.q_norm = nn.RMSNorm(WIDTH // HEADS)
+
+    def forward(self, x: Tensor, **ignored: Any) -> Tensor:
+        project = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}
+        heads = {key: each(x).unflatten(-1, (-1, WIDTH // HEADS)) for key, each in project.items()}
+        heads["q"] = self.q_norm(heads["q"])
+        mixed = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in heads.values()))
+        return self.o_proj(mixed.transpose(1, 2).reshape(*x.shape[:-1], -1))
+
+
+class Blocks(nn.Module):
+    """Depthwise convolutions with squeeze and excitation, then an attention with a plan of its own, as transformers has it."""
+
+    tp_plan: ClassVar[dict[str, str]] = {
+        "attention.[qkv]_proj": "colwise",
+        "attention.q_norm": "replicated_with_grad_allreduce",
+        "attention.o_proj": "rowwise",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand = nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU())
+        self.depthwise = nn.Sequential(nn.Conv2d(12, 24, 3, groups=12, stride=2), nn.GroupNorm(12, 24))
+        self.squeeze, self.excite = nn.Conv2d(24, 12, 1), nn.Conv2d(12, 24, 1)
+        self.project = nn.Conv2d(24, WIDTH, 1)
+        self.attention, self.head = NamedAttention(), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.depthwise(self.expand(images))
+        x = x * torch.sigmoid(self.excite(F.relu(self.squeeze(x.mean((2, 3), keepdim=True)))))
+        tokens = self.project(x).flatten(2).transpose(1, 2)
+        return self.head(self.attention(tokens).mean(1))
 
 
 class Vae(nn.Module):
@@ -361,6 +402,7 @@ CASES: dict[str, Case] = {
     "bert": Case(Bert, _masked_words(), nn.CrossEntropyLoss(), _adam),
     "gpt": Case(Gpt, (_TEXT[:, :-1], _TEXT[:, 1:]), nn.CrossEntropyLoss(), _adam),
     "own loss": Case(OwnLossGpt, _LABELLED, "model", _adam),
+    "blocks": Case(Blocks, (_IMAGES[..., :8, :8], _LABELS), nn.CrossEntropyLoss(), _sgd, mixes=True),
     "tree": Case(TreeLstm, (*random_trees(), _LABELS), nn.CrossEntropyLoss(), _sgd),
     "clicks": Case(ClickModel, ({"dense": _DENSE, "ids": _IDS}, _CLICKED), nn.BCEWithLogitsLoss(), _adagrad),
 }

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.matrix] if IS_WHOLE else []
 
 ALL = tuple(CASES)
 SOME = ("lstm", "resnet", "vgg with dropout", "gpt", "clicks")
-OTHERS = ("mlp", "vgg", "vae", "bert", "own loss", "tree")
+OTHERS = ("mlp", "vgg", "vae", "bert", "own loss", "tree", "blocks")
 
 LAUNCHES: list[tuple[str, int, tuple[str, ...]]] = [
     ("fsdp", 2, OTHERS),
@@ -25,7 +25,7 @@ LAUNCHES: list[tuple[str, int, tuple[str, ...]]] = [
     ("fsdp", 4, ("gpt", "clicks")),
     ("tp", 2, SOME),
     ("tp", 3, OTHERS),
-    ("tp", 4, ("mlp", "bert")),
+    ("tp", 4, ("mlp", "bert", "blocks")),
     ("pp", 2, ALL),
     ("pp", 3, OTHERS),
     ("pp", 4, SOME),

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.collectives.sync_batchnorm import SyncedBatchNorm
 from shoal.errors import ConfigError
+from shoal.parallel.tensor_parallel.local import own_channels
 
 
 class RunningStatistics:
@@ -50,6 +51,19 @@ class RunningStatistics:
                 for buffer in self._buffers
             ]
         )
+
+    def contribution(self, share: float, *, counts: bool) -> Tensor:
+        """What this rank adds to the new values: all where it counts, else the channels that no other rank of tp computes."""
+        flat, at = self.flat(), 0
+        for number, buffer in enumerate(self._buffers):
+            channels, end = own_channels(self._modules[number // 2]), at + buffer.numel()
+            if channels is not None:
+                flat[at : at + channels.start] = 0
+                flat[at + channels.stop : end] = 0
+            elif not counts:
+                flat[at:end] = 0
+            at = end
+        return flat * share
 
     def write(self, flat: Tensor) -> None:
         """Put values in the order of `flat` back in place. A frozen layer keeps its own: an average would round them."""

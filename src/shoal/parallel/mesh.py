@@ -59,6 +59,7 @@ from shoal.parallel.step import StepExchange
 from shoal.parallel.tensor_parallel import cut as tensor_cut
 from shoal.parallel.tensor_parallel import plan as tensor_plan
 from shoal.parallel.tensor_parallel.attention import disable_encoder_fast_path
+from shoal.parallel.tensor_parallel.blocks import Trial
 from shoal.parallel.tensor_parallel.packing import Packing
 from shoal.parallel.tensor_parallel.plan import TensorPlan
 from shoal.recovery import device_group
@@ -278,7 +279,7 @@ class MeshParallel(Ddp):
             print(f"note: {note}, nothing is saved", file=sys.stderr, flush=True)
         plan = None
         if self._axes.tp > 1:
-            plan = tensor_plan.find_plan(model, self._axes.tp, self._job.tensor_plan, sequence=self._sequence)
+            plan = self._find_tensor_plan(model, mesh)
         found = self._find_stages(model, plan) if self._axes.pp > 1 else None
         self._synchronise(model)  # only now: to find stages a rank runs the model by itself
         if plan is not None:
@@ -302,6 +303,18 @@ class MeshParallel(Ddp):
         if found is not None:
             assert self._ownership is not None
             self._ties = pipeline_state.TiedGradients(model, self._ownership, mesh["pp"].get_group())
+
+    def _find_tensor_plan(self, model: nn.Module, mesh: DeviceMesh) -> TensorPlan:
+        """Which layers tp cuts. Blocks known by names are tried first, where there is data to try them on."""
+        job, trial = self._job, Trial()
+        if job.first_inputs is not None and not self._sequence:
+            inputs = place(job.first_inputs(), job.device, job.cast_inputs)
+            trial = tensor_cut.try_blocks(model, mesh["tp"], inputs)
+        for note in trial.notes() if self._rank == 0 else ():
+            print(note, file=sys.stderr, flush=True)
+        return tensor_plan.find_plan(
+            model, self._axes.tp, job.tensor_plan, sequence=self._sequence, blocks=trial.blocks
+        )
 
     def _find_stages(
         self, model: nn.Module, plan: TensorPlan | None

@@ -170,7 +170,9 @@ class StepExchange:
         if besides:
             self.vector = torch.cat([self.vector, torch.tensor(besides, dtype=torch.float64)])
         self._share = share if self._counts_buffers else 0.0
-        self._my_statistics = self._statistics.flat() * self._share if self._statistics else None
+        self._my_statistics = (
+            self._statistics.contribution(share, counts=self._counts_buffers) if self._statistics else None
+        )
         self._with_gradients = with_gradients
 
     def start(self, group: Reducer) -> None:

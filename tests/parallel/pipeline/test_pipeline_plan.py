@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError, ShapeDecides
+from shoal.errors import ConfigError, ShapeDecides, TrainingError
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.pipeline.partition import Partition, find_partition, segments_of
 from shoal.parallel.pipeline.plan import PipelineCut, balance, costs_by_size, find_cut, measure
 from shoal.parallel.pipeline.stage import refuse_different_results
-from shoal.parallel.pipeline.trace import expect
+from shoal.parallel.pipeline.trace import check, expect
 from shoal.parallel.protocol import TrainJob
 
 
@@ -163,6 +163,26 @@ class ByData(nn.Module):
         if x.sum() > 0:
             x = x * 2
         return self.second(x)  # type: ignore[no-any-return]
+
+
+class Checks(ByData):
+    def forward(self, x: Tensor) -> Tensor:
+        if x is not None and x.max() > 100:
+            raise ValueError("too large")
+        x = self.first(x)
+        assert x.isfinite().all(), "no number"
+        return self.second(x)  # type: ignore[no-any-return]
+
+
+def test_a_check_that_only_raises_does_not_close_a_forward_and_is_made_on_every_batch() -> None:
+    partition, cut = cut_of(Checks(), 2)
+    assert names(cut) == [["first"], ["second"]]
+    checks = [node.args[1] for node in partition.train.graph.nodes if node.target is check]
+    assert checks == [False, True]
+    begins = [cut.layers[begin].begin for begin in cut.begins]
+    first, _ = segments_of(partition.train, begins, training=True)
+    with pytest.raises(TrainingError, match=r"failed \(line \d+ of test_pipeline_plan.py\)"):
+        first.run(None, X * 1e4)
 
 
 class BySamples(ByData):

@@ -29,6 +29,7 @@ from shoal.parallel.pipeline.trace import (
     MetaCopy,
     TracedForward,
     Untraceable,
+    check,
     expect,
     forget,
     meta_copy_of,
@@ -288,7 +289,7 @@ def free_nodes(traced: TracedForward) -> set[fx.Node]:
     for node in traced.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             free.add(node)
-        elif node.op in ("call_function", "call_method") and node.target is not expect:
+        elif node.op in ("call_function", "call_method") and node.target not in (check, expect):
             plain = not node.meta["draws"] and not node.meta["changes"] and node not in changed
             given = node.all_input_nodes
             if plain and all(n in free and not _is_weight(n) for n in given):

@@ -72,7 +72,8 @@ class PipelineCut:
 
 def kept_whole_by_tp(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
     """Modules that tp hooks into, which therefore stay whole; and why."""
-    found = dict.fromkeys(plan.splits_blocks, "tp has each rank take its part out of what it computes in one")
+    roots = (*plan.splits_blocks, *plan.roots)
+    found = dict.fromkeys(roots, "tp has each rank take its part out of what it computes in one")
     for name, module in model.named_modules():
         has_state = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
         if plan.is_sequence and has_state and not list(module.children()):
@@ -205,7 +206,7 @@ def _sharded_values(partition: Partition, styles: Mapping[str, str]) -> dict[fx.
         style = styles.get(str(node.target)) if node.op == "call_module" else None
         if style == "colwise":
             found[node] = str(node.target)
-        elif style is None or style == "replicated":
+        elif style in (None, "replicated", "channels"):
             source = next((found[given] for given in node.all_input_nodes if given in found), None)
             if source is not None:
                 found[node] = source

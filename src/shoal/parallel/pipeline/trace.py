@@ -12,9 +12,12 @@ weights, and its layers may be cut and sharded; the copy is made before that.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
+import functools
 import inspect
+import linecache
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +36,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.data.tree import Tree, leaves, map_tensors
-from shoal.errors import ShapeDecides
+from shoal.errors import ShapeDecides, TrainingError
 from shoal.parallel.compute import ModelCall, evaluating, is_run_again
 from shoal.parallel.state import attribute, first_line
 
@@ -85,6 +88,15 @@ def expect(value: object, seen: object, line: str) -> None:
     """Check a branch on a shape that forward took when it was traced: it must come out alike."""
     if value != seen:
         raise ShapeDecides(seen=seen, value=value, line=line)
+
+
+def check(value: object, expected: bool, line: str) -> None:
+    """A check of forward's own, such as `if labels.max() >= self.num_classes: raise ...`, on the data of this batch."""
+    if bool(value) != expected:
+        raise TrainingError(
+            f"a check in the model's own forward failed{line}: it would have raised an error there. Nothing of this step was applied; "
+            "run the script in one process to see its message."
+        )
 
 
 class _Value(fx.Proxy):
@@ -246,6 +258,12 @@ class _Tracer(fx.Tracer):
     def to_bool(self, obj: Any) -> bool:
         if _is_never(obj.node):
             return False
+        example = obj.node.meta["example"]
+        if isinstance(example, Tensor) or is_of_data(obj.node):
+            passes = _outcome_of_check()
+            if passes is not None:
+                self.create_proxy("call_function", check, (obj, passes, _users_line()), {})
+                return passes
         return bool(self.settle(obj, "decides what is done next"))
 
     def iter(self, obj: Any) -> Iterator[Any]:
@@ -374,6 +392,35 @@ def is_of_data(node: fx.Node) -> bool:
             return True
         todo += node.all_input_nodes
     return False
+
+
+def _outcome_of_check() -> bool | None:
+    """What the user's line comes to where it only checks: false for `if x: raise`, true for `assert x`; else None."""
+    for frame in inspect.stack(0)[1:]:
+        if "/torch/" in frame.filename or "/shoal/parallel/pipeline/" in frame.filename:
+            continue
+        for node in ast.walk(_source(frame.filename)):
+            if not isinstance(node, (ast.If, ast.Assert)):
+                continue
+            if not node.test.lineno <= frame.lineno <= (node.test.end_lineno or 0):
+                continue
+            if any(isinstance(each, ast.Not) for each in ast.walk(node.test)):
+                return None
+            if isinstance(node, ast.Assert):
+                return True
+            return (
+                False if not node.orelse and all(isinstance(each, ast.Raise) for each in node.body) else None
+            )
+        return None
+    return None
+
+
+@functools.cache
+def _source(filename: str) -> ast.AST:
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:
+        return ast.Module([], [])
 
 
 def _users_line(error: BaseException | None = None) -> str:

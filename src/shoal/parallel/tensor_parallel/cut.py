@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from shoal.data.tree import Tree, map_tensors
 from shoal.errors import ConfigError
 from shoal.parallel.tensor_parallel import attention as tensor_attention
+from shoal.parallel.tensor_parallel import blocks
 from shoal.parallel.tensor_parallel.attention import patch_sdpa
+from shoal.parallel.tensor_parallel.blocks import Trial
 from shoal.parallel.tensor_parallel.dtensor_fixes import (
     InplaceWriteMode,
     patch_random_ops,
@@ -33,6 +35,7 @@ from shoal.parallel.tensor_parallel.dtensor_fixes import (
     plain,
     unsupported_operation,
 )
+from shoal.parallel.tensor_parallel.local import Entrance, placement_of, run_on_part
 from shoal.parallel.tensor_parallel.packing import as_strided_shard, split_blocks_locally
 from shoal.parallel.tensor_parallel.plan import NORMS, TensorPlan
 
@@ -46,6 +49,18 @@ def apply(plan: TensorPlan, model: nn.Module, mesh: DeviceMesh) -> None:
     patch_random_ops()
     patch_sdpa()
     patch_sharding_rules()
+
+
+def try_blocks(model: nn.Module, mesh: DeviceMesh, inputs: Tree) -> Trial:
+    """The blocks of a model that its names tell, each kind of them cut on trial. Collective."""
+
+    def cut(part: nn.Module, styles: Mapping[str, str]) -> None:
+        plan = TensorPlan(mesh.size(), local=dict(styles))
+        for name, style in styles.items():
+            plan.add(name, style, "on trial")
+        _ModelCutter(plan, part, mesh).run()
+
+    return blocks.try_blocks(model, inputs, mesh.size(), cut)
 
 
 @contextlib.contextmanager
@@ -93,6 +108,8 @@ class _ModelCutter:
         self._cut: dict[int, nn.Parameter] = {}  # tied weights stay tied
         self._kept: list[nn.Parameter] = []  # alive, or their ids would be used again
         self._has_noted_length = False
+        self._ranks = tensor_attention.HeadRanks(mesh, self._between, plan.is_sequence)
+        self._enter = Entrance(self._ranks)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._packing = plan.packing_of(model)
         # What DTensor hands out is a view, into which nothing may be written.
@@ -101,7 +118,9 @@ class _ModelCutter:
     def run(self) -> None:
         for row in self._plan.rows.values():
             module = self._model.get_submodule(row.layer)
-            if row.style == "colwise":
+            if row.layer in self._plan.local:
+                self._local(module, self._plan.local[row.layer])
+            elif row.style == "colwise":
                 self._colwise(module)
                 num_blocks = self._plan.packed.get(f"{row.layer}.weight")
                 if num_blocks:
@@ -138,13 +157,19 @@ class _ModelCutter:
             self._place(module, key, Shard(dim))
         self._before(module, lambda tensor: self._as(tensor, Replicate()))
 
+    def _local(self, module: nn.Module, style: str) -> None:
+        for key in dict(module.named_parameters(recurse=False)):
+            placement = placement_of(module, key, style)
+            if placement is not None:
+                self._place(module, key, placement)
+        run_on_part(module, style, self._ranks, self._enter)
+
     def _by_heads(self, module: nn.MultiheadAttention) -> None:
         for key in tensor_attention.BY_ROWS:
             self._place(module, key, Shard(0))
         self._place(module.out_proj, "weight", Shard(1))
         self._place(module.out_proj, "bias", Replicate())
-        ranks = tensor_attention.HeadRanks(self._mesh, self._between, self._plan.is_sequence)
-        tensor_attention.convert_to_heads(module, ranks)
+        tensor_attention.convert_to_heads(module, self._ranks)
 
     def _rowwise(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding):

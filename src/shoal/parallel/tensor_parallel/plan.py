@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import operator
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
@@ -23,6 +23,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from shoal.errors import ConfigError
 from shoal.parallel.state import attribute, first_line, tied_parameters
 from shoal.parallel.tensor_parallel.attention import PACKED, why_not_by_heads
+from shoal.parallel.tensor_parallel.blocks import Block
+from shoal.parallel.tensor_parallel.channels import ChannelGroup, find_groups
 from shoal.parallel.tensor_parallel.packing import Packing
 from shoal.parallel.tensor_parallel.views import (
     blocks_of,
@@ -51,7 +53,8 @@ class PlanRow:
 
     layer: str
     style: str
-    """colwise, rowwise, heads (an attention), colwise alone (its output is gathered), sequence (runs on a part of it), or replicated."""
+    """colwise, rowwise, heads (an attention), channels (each alone), colwise alone (its output is gathered), sequence (runs on a
+    part of it), or replicated."""
 
     reason: str
 
@@ -83,6 +86,12 @@ class TensorPlan:
     closed: set[str] = field(default_factory=set)
     """Colwise layers whose sharded output only goes to a rowwise one."""
 
+    local: dict[str, str] = field(default_factory=dict)
+    """Layers that run on plain tensors, and the style of each; among them replicated ones "inside" a block."""
+
+    roots: set[str] = field(default_factory=set)
+    """Modules whose forward runs on plain parts, however it is written."""
+
     fixed: set[str] = field(default_factory=set)
     """Layers whose weights are read past their own forward: cut by heads with their attention, or not at all."""
 
@@ -99,7 +108,8 @@ class TensorPlan:
         row = self.rows.get(layer)
         if row is None:
             return False
-        return row.style != "replicated" or row.reason.startswith("tensor_plan") or layer in self.fixed
+        is_fixed = layer in self.fixed or layer in self.local
+        return row.style != "replicated" or row.reason.startswith("tensor_plan") or is_fixed
 
     @property
     def num_cut(self) -> int:
@@ -351,6 +361,8 @@ def pair(plan: TensorPlan, name: str, module: nn.Module, tied: set[int]) -> None
         if not openers or closing in openers:
             continue
         names = [prefix + str(node.target) for node in (*openers, closing)]
+        if any(each in plan.local for each in names):
+            continue
         # In a chain of three, the second closes the first and cannot open for the third.
         is_decided = any(plan.is_decided(each) for each in names)
         wanted = ["colwise"] * len(openers) + ["rowwise"]
@@ -456,15 +468,22 @@ ALONE_BYTES = 1 << 20
 
 
 def find_plan(
-    model: nn.Module, degree: int, user_plan: Mapping[str, str] | None = None, *, sequence: bool = False
+    model: nn.Module,
+    degree: int,
+    user_plan: Mapping[str, str] | None = None,
+    *,
+    sequence: bool = False,
+    blocks: Sequence[Block] = (),
 ) -> TensorPlan:
-    """Plan every layer; the user's patterns first. Refuses a model of which nothing can be cut."""
+    """Plan every layer; the user's patterns first, then blocks that were tried. Refuses a model of which nothing can be cut."""
     plan = TensorPlan(degree, is_sequence=sequence or "sequence" in (user_plan or {}).values())
     tied = tied_parameters(model)
     attentions = {n: each for n, each in model.named_modules() if isinstance(each, nn.MultiheadAttention)}
     for name in attentions:
         plan.fixed |= {name, _out_of(name)}
     _apply_user_plan(plan, model, user_plan or {}, tied)
+    for block in blocks:
+        _add_block(plan, block)
     for name, module in attentions.items():
         _cut_by_heads(plan, name, module, tied)
     for name, module in model.named_modules():
@@ -472,6 +491,9 @@ def find_plan(
             _pair_transformer(plan, name, module)
         elif any(isinstance(child, (nn.Linear, nn.Sequential)) for child in module.children()):
             pair(plan, name, module, tied)
+    if not plan.is_sequence:
+        for group in find_groups(model, degree, plan.is_decided):
+            _add_channels(plan, group, model, tied)
     _cut_tied(plan, model, tied)
     for row in list(plan.rows.values()):
         if row.style == "colwise" and row.layer not in plan.closed:
@@ -531,6 +553,44 @@ def _why_not_user_style(plan: TensorPlan, name: str, module: nn.Module, style: s
     if name in plan.fixed:
         return "an nn.MultiheadAttention is cut by heads with all its projections, or not at all"
     return why_not(module, style, plan.degree)
+
+
+def _add_block(plan: TensorPlan, block: Block) -> None:
+    """Cut a block as its names say, unless the user's plan says something of a layer in it."""
+    names = block.names()
+    if any(plan.is_decided(name) for name in names):
+        return
+    closing = ", ".join(name for name, style in names.items() if style == "rowwise")
+    openers = ", ".join(name for name, style in names.items() if style == "colwise")
+    reasons = {
+        "colwise": f"closed by {closing}",
+        "rowwise": f"closes {openers}",
+        "inside": "works on parts: its gradient is summed",
+    }
+    for name, style in names.items():
+        row_style = "replicated" if style == "inside" else style
+        plan.replace(name, row_style, f"{reasons[style]} ({block.source})")
+        plan.local[name] = style
+        plan.closed.add(name)
+    plan.roots.add(block.root)
+
+
+def _add_channels(plan: TensorPlan, group: ChannelGroup, model: nn.Module, tied: set[int]) -> None:
+    """Cut convolutions around a group of values, or note why not."""
+    styles = dict.fromkeys(group.makers, "colwise") | dict.fromkeys(group.inside, "channels")
+    styles |= dict.fromkeys(group.takers, "rowwise")
+    shared = next((name for name in styles if is_tied(model.get_submodule(name), tied)), None)
+    why = group.why_whole or (f"the weight of '{shared}' is shared with another layer" if shared else None)
+    if why is not None:
+        for name in group.makers:
+            plan.add(name, "replicated", why)
+        return
+    makers, takers = ", ".join(group.makers), ", ".join(group.takers)
+    for name, style in styles.items():
+        reasons = {"colwise": f"closed by {takers}", "rowwise": f"closes {makers}"}
+        plan.replace(name, style, reasons.get(style, f"each channel alone, between {makers} and {takers}"))
+        plan.local[name] = style
+        plan.closed.add(name)
 
 
 def _out_of(attention: str) -> str:
