@@ -112,7 +112,9 @@ class RunFeed:
         if time.monotonic() - at >= LEDGER_EVERY_S:
             try:
                 found = runs.read_ledger(self.path, is_alive=self.state is runs.RunState.ALIVE)
-            except Exception:  # a journal that is torn, locked or of another version: the rest of the page stands
+            except (
+                Exception
+            ):  # a journal that is torn, locked or of another version: the rest of the page stands
                 found = {}
             self._ledger = (time.monotonic(), found)
         return found
@@ -212,9 +214,7 @@ def _add(into: Buckets, lines: bytes) -> dict[str, Any]:
             )
             return msgspec.structs.asdict(found[-1]) if found else {}
     rows = [
-        line
-        for line in objects(lines)
-        if isinstance(line.get("step"), int) and 0 <= line["step"] < 1 << 53
+        line for line in objects(lines) if isinstance(line.get("step"), int) and 0 <= line["step"] < 1 << 53
     ]
     names = dict.fromkeys(name for row in rows for name in row if name not in ("step", "epoch"))
     known = [name for name in names if name in into.names or len(into.names) < MAX_METRICS]

@@ -192,7 +192,9 @@ def _died(feed: RunFeed) -> Values:
     found = faults(feed)
     if not found:
         return {"answer": "nothing", "level": "good"}
-    back = [each for each in found if each["live_after_s"] is not None or each["replaced_after_s"] is not None]
+    back = [
+        each for each in found if each["live_after_s"] is not None or each["replaced_after_s"] is not None
+    ]
     names = ", ".join(dict.fromkeys(each["process"] for each in found[-3:]))
     if len(back) == len(found):
         return {"answer": f"{names}; {len(found)} in all, all replaced", "level": "fair"}
@@ -266,7 +268,11 @@ def _lane(lines: list[Values], end: float) -> list[list[float]]:
             length = max(line["at"] - begin, 1e-3)
             shares = _fractions(_grouped([line]), length)
             found.append(
-                [round(begin - end, 2), round(line["at"] - end, 2), *(shares.get(name, 0.0) for name in GROUPS)]
+                [
+                    round(begin - end, 2),
+                    round(line["at"] - end, 2),
+                    *(shares.get(name, 0.0) for name in GROUPS),
+                ]
             )
     return found
 
@@ -276,7 +282,9 @@ def servers(feed: RunFeed) -> Values:
     held = {f"server-{each['server']}": each for each in runs.servers(events, feed.state)}
     if not held or feed.state is not runs.RunState.ALIVE:  # an ended run shows what they held last
         held |= {
-            name: {**held.get(name, {}), **slots} for name, slots in _last_slots(events).items() if name not in held or not held[name].get("primary")
+            name: {**held.get(name, {}), **slots}
+            for name, slots in _last_slots(events).items()
+            if name not in held or not held[name].get("primary")
         }
     seen = [name for name in feed.activity if name.startswith("server-")]
     names = sorted({*held, *seen}, key=_numbered)
@@ -362,7 +370,16 @@ def data(feed: RunFeed) -> Values:
         "epochs": [
             {
                 key: epoch[key]
-                for key in ("epoch", "trainer", "samples", "trained", "is_over", "is_exact", "left_out", "repeated")
+                for key in (
+                    "epoch",
+                    "trainer",
+                    "samples",
+                    "trained",
+                    "is_over",
+                    "is_exact",
+                    "left_out",
+                    "repeated",
+                )
             }
             | {
                 "skipped": epoch["skipped"][:200],
@@ -379,13 +396,19 @@ def data(feed: RunFeed) -> Values:
         "holds": remainder.get("by_rank") or {},
         "left": remainder.get("together") or remainder.get("to_hand_out"),
         "skips": [
-            event for event in feed.events if "skip" in str(event.get("event")) or "quarantine" in str(event.get("event"))
+            event
+            for event in feed.events
+            if "skip" in str(event.get("event")) or "quarantine" in str(event.get("event"))
         ][-100:],
     }
 
 
 def events(feed: RunFeed) -> Values:
-    return {"events": list(feed.events)[-MAX_SHOWN_EVENTS:], "num_kept": len(feed.events), "faults": faults(feed)}
+    return {
+        "events": list(feed.events)[-MAX_SHOWN_EVENTS:],
+        "num_kept": len(feed.events),
+        "faults": faults(feed),
+    }
 
 
 def faults(feed: RunFeed) -> list[Values]:
@@ -396,8 +419,7 @@ def faults(feed: RunFeed) -> list[Values]:
     for event in feed.events:
         kind, at = str(event.get("event")), event.get("time")
         name = _process_of(event)
-        is_end = any(other.get("event") == "job-ended" for other in ()) or event.get("code") == 0
-        if kind.endswith("-exited") and name and not is_end:
+        if kind.endswith("-exited") and name and event.get("code") != 0:
             fault = {
                 "process": name,
                 "at": at if _is_number(at) else None,
@@ -424,22 +446,17 @@ def faults(feed: RunFeed) -> list[Values]:
                     is_server = fault["process"].startswith("server-")
                     if is_server and kind == "server-view" and fault["live_after_s"] is None:
                         fault["live_after_s"] = _passed(event, fault)
-        elif kind in ("host-lost",) and _is_number(at):
+        elif kind == "host-lost":
             found.append(_lost_host(event, _step_at(times, at)))
-    ended = [event.get("time") for event in feed.events if event.get("event") == "job-ended"]
     # Servers are killed when the job is over: that is no death.
     over = _end_of_work(feed)
     return [
         fault
         for fault in found
-        if not (
-            (ended or over)
-            and fault["process"].split("-")[0] in ("server", "coordinator", "aggregator")
-            and fault["replaced_after_s"] is None
-            and fault["at"] is not None
-            and over is not None
-            and fault["at"] >= over
-        )
+        if over is None
+        or fault["at"] is None
+        or fault["at"] < over
+        or fault["process"].split("-")[0] not in ("server", "coordinator", "aggregator")
     ]
 
 
@@ -524,7 +541,11 @@ def compare(feeds: Iterable[RunFeed]) -> Values:
             }
         )
         settings.append(
-            {key: value for key, value in feed.config.items() if isinstance(value, (str, int, float, bool, list)) or value is None}
+            {
+                key: value
+                for key, value in feed.config.items()
+                if isinstance(value, (str, int, float, bool, list)) or value is None
+            }
         )
     keys = dict.fromkeys(key for each in settings for key in each if key not in ("started", "cwd", "hosts"))
     differing = {
@@ -607,7 +628,9 @@ def _total(lines: list[Values], key: str) -> float:
 
 def _bytes(lines: list[Values], way: str) -> float:
     return sum(
-        moved[way] for line in lines if isinstance(moved := line.get("bytes"), dict) and _is_number(moved.get(way))
+        moved[way]
+        for line in lines
+        if isinstance(moved := line.get("bytes"), dict) and _is_number(moved.get(way))
     )
 
 
@@ -618,7 +641,9 @@ def _counts(found: Any) -> dict[str, Any]:
 def _end(feed: RunFeed, names: Iterable[str]) -> float:
     """The right edge of the lanes: now, or when the newest line was written."""
     newest = max((feed.activity[name][-1]["at"] for name in names if feed.activity.get(name)), default=0.0)
-    return time.time() if feed.state is runs.RunState.ALIVE and newest and time.time() - newest < 60 else newest
+    return (
+        time.time() if feed.state is runs.RunState.ALIVE and newest and time.time() - newest < 60 else newest
+    )
 
 
 def _numbered(name: str) -> tuple[str, int]:
