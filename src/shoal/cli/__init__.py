@@ -16,6 +16,7 @@ from shoal.cli import (
     chaos,
     dashboard,
     doctor,
+    graph,
     hosts,
     render,
     report,
@@ -64,6 +65,9 @@ app.command("stack", cls=Verb, epilog=stack.EXAMPLES)(stack.stack)
 app.command("report", cls=Verb, epilog=report.EXAMPLES)(report.report)
 app.command("trace", cls=Verb, epilog=trace.EXAMPLES)(trace.trace)
 app.command("dashboard", cls=Verb, epilog=dashboard.EXAMPLES)(dashboard.dashboard)
+app.command(
+    "graph", cls=ScriptVerb, epilog=graph.EXAMPLES, context_settings={"allow_interspersed_args": False}
+)(graph.graph)
 app.command("scale", cls=Verb, epilog=scale.EXAMPLES)(scale.scale)
 app.command("leave", cls=Verb, epilog=scale.LEAVE_EXAMPLES)(scale.leave)
 app.command(

@@ -13,7 +13,7 @@ from typing import Any
 MAX_BOXES = 72
 """Of a model with more layers, blocks are drawn: layers that share the beginning of their name."""
 
-_WIDTH, _GAP, _RISE, _MARGIN = 240, 28, 46, 24
+_WIDTH, _GAP, _RISE, _MARGIN = 290, 28, 46, 24
 _LINE = 15
 
 _STYLE = """
@@ -204,7 +204,7 @@ def _dicts(found: Any) -> list[dict[str, Any]]:
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
-def _cut(line: str, length: int = 37) -> str:
+def _cut(line: str, length: int = 42) -> str:
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
 

@@ -313,7 +313,7 @@ def servers(feed: RunFeed) -> Values:
                 "primary": process.get("primary", newest.get("slots")),
                 "replica": process.get("replica", newest.get("replicas")),
                 "filling": process.get("filling", 0),
-                "load": _grouped(recent).get("compute", 0.0) / seconds if seconds else None,
+                "load": _busy(recent) / seconds if seconds else None,
                 "queue_s": statistics.fmean(queued) if queued else None,
                 "received_per_s": _bytes(recent, "received") / seconds if seconds else None,
                 "sent_per_s": _bytes(recent, "sent") / seconds if seconds else None,
@@ -353,7 +353,7 @@ def _series(lines: list[Values], end: float) -> Values:
         queued = line.get("queue_s")
         found["queue_ms"].append(round(queued * 1000, 3) if _is_number(queued) else None)
         found["bytes_per_s"].append(round((_bytes([line], "received") + _bytes([line], "sent")) / length))
-        found["load"].append(round(_grouped([line]).get("compute", 0.0) / length, 4))
+        found["load"].append(round(_busy([line]) / length, 4))
     return found
 
 
@@ -608,9 +608,12 @@ def _fractions(shares: dict[str, float], seconds: float) -> dict[str, float]:
 
 
 def _begins(lines: list[Values]) -> list[float]:
-    """Where each interval begins: at the end of the one before, unless there was a pause."""
+    """Where each interval begins; of a line that does not say, at the end of the one before, unless there was a pause."""
     found = []
     for index, line in enumerate(lines):
+        if _is_number(line.get("interval_s")):
+            found.append(line["at"] - line["interval_s"])
+            continue
         before = lines[index - 1]["at"] if index else line["at"] - 1.0
         spent = sum(v for v in (line.get("seconds") or {}).values() if _is_number(v))
         longest = max(5.0, spent * 1.5)
@@ -624,6 +627,11 @@ def _length(lines: list[Values]) -> float:
 
 def _total(lines: list[Values], key: str) -> float:
     return sum(line[key] for line in lines if _is_number(line.get(key)))
+
+
+def _busy(lines: list[Values]) -> float:
+    """Seconds in which a server did something."""
+    return sum(seconds for group, seconds in _grouped(lines).items() if group != "waiting")
 
 
 def _bytes(lines: list[Values], way: str) -> float:

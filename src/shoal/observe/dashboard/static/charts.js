@@ -8,7 +8,7 @@ export function seriesColour(index) { return PALETTE[index % PALETTE.length]; }
 export function forgetCharts() { for (const div of drawn.values()) window.Plotly?.purge(div); drawn.clear(); }
 
 // The chart's div, the same one at every update; the caller puts it where it belongs.
-export function chart(key, traces, { x = "", y = "", log = false, small = false, bars = false, shapes = [] } = {}) {
+export function chart(key, traces, { x = "", y = "", log = false, small = false, bars = false, fromZero = bars, shapes = [] } = {}) {
   let div = drawn.get(key);
   const isNew = !div;
   if (isNew) {
@@ -20,7 +20,7 @@ export function chart(key, traces, { x = "", y = "", log = false, small = false,
   const axis = (title) => ({ title: { text: title, font: { size: 12 }, standoff: 8 }, gridcolor: grid, linecolor: grid, zerolinecolor: grid, tickfont: { size: 11 }, automargin: true });
   const layout = {
     margin: { l: 8, r: 10, t: 8, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: quiet, family: getComputedStyle(document.body).fontFamily },
-    xaxis: axis(x), yaxis: { ...axis(y), type: log ? "log" : "linear", rangemode: bars ? "tozero" : "normal" }, hovermode: bars ? "closest" : "x unified",
+    xaxis: axis(x), yaxis: { ...axis(y), type: log ? "log" : "linear", rangemode: fromZero ? "tozero" : "normal" }, hovermode: bars ? "closest" : "x unified",
     hoverlabel: { bgcolor: colour("card"), bordercolor: grid, font: { color: colour("text") } },
     showlegend: traces.filter((trace) => trace.showlegend !== false).length > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11.5 } },
     uirevision: key, barmode: "group", shapes, bargap: 0.25,
@@ -44,10 +44,10 @@ export function faultLines(marks) {
   return marks.filter((mark) => typeof mark.step === "number").map((mark) => ({ type: "line", xref: "x", yref: "paper", x0: mark.step, x1: mark.step, y0: 0, y1: 1, line: { color: colour("bad"), width: 1.3, dash: "dot" } }));
 }
 
-// A lane per worker: each interval of about a second is divided by where its time went.
+// A lane per worker: each interval of about a second is a column, divided by where its time went.
 export function lanes(canvas, workers, groups, lengthS) {
   const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth || canvas.parentElement.clientWidth;
-  const label = Math.min(110, width * 0.26), high = workers.length > 24 ? 15 : 24, axis = 22;
+  const label = Math.min(110, width * 0.26), high = workers.length > 24 ? 18 : 32, axis = 22;
   const height = workers.length * high + axis;
   canvas.style.height = `${height}px`;
   canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio);
@@ -68,13 +68,13 @@ export function lanes(canvas, workers, groups, lengthS) {
     pen.fillRect(label, top, spanWidth, tall);
     for (const [begin, end, ...shares] of worker.lane) {
       if (end <= -shown) continue;
-      let x = place(begin);
-      const whole = place(end) - x;
+      const x = Math.round(place(begin)), wide = Math.max(1, Math.round(place(end)) - x);
+      let bottom = top + tall;
       shares.forEach((share, index) => {
         if (share <= 0) return;
         pen.fillStyle = tints[index];
-        pen.fillRect(x, top, Math.max(0.3, whole * share), tall);
-        x += whole * share;
+        pen.fillRect(x, bottom - tall * share, wide, tall * share);
+        bottom -= tall * share;
       });
     }
   });

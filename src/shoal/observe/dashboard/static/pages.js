@@ -37,7 +37,7 @@ function overview(main, view) {
   const validated = view.epochs.val_loss || [];
   if (validated.length) traces.push({ type: "scatter", mode: "lines+markers", name: "val_loss", x: validated.map(([step]) => step), y: validated.map(([, value]) => value), line: { color: seriesColour(1), width: 2 }, marker: { size: 7 } });
   const charts = [panel("Loss", markNote, loss.step.length ? chart("loss", traces, { x: "step", shapes: marks }) : empty("no step yet"))];
-  charts.push(panel("Samples per second", "", rate.step.length ? chart("rate", [{ type: "scatter", mode: "lines", name: "samples/s", x: rate.step, y: rate.rate, line: { color: seriesColour(2), width: 2 }, hovertemplate: "%{y:.4g}" }], { x: "step", shapes: marks }) : empty("needs two steps")));
+  charts.push(panel("Samples per second", "", rate.step.length ? chart("rate", [{ type: "scatter", mode: "lines", name: "samples/s", x: rate.step, y: rate.rate, line: { color: seriesColour(2), width: 2 }, hovertemplate: "%{y:.4g}" }], { x: "step", shapes: marks, fromZero: true }) : empty("needs two steps")));
   const metrics = { ...view.epochs };
   delete metrics.loss; delete metrics.val_loss;
   const grouped = {};
@@ -62,7 +62,7 @@ function workers(main, view) {
   const canvas = element("canvas", { class: "lanes", role: "img", "aria-label": "time of each worker" });
   const parts = [
     element("div", { class: "cards" }, card("workers", count(found.length), view.head.state === "alive" ? `${running} running` : view.head.state), card("stragglers", count(slow.length), slow.map((worker) => worker.process).join(", ") || "none"), card("samples/s", short(found.reduce((sum, worker) => sum + (worker.samples_per_s || 0), 0)), "all workers, last 30 s"), card("memory", bytes(found.reduce((sum, worker) => sum + (worker.rss_bytes || 0), 0)), "resident, all workers")),
-    panel("Where the time goes", `each second of a worker, last ${Math.round(view.length_s / 60)} min`, legend(view.groups), element("div", { style: { height: "8px" } }), recorded ? canvas : empty("This run has no activity files: it was written by an older version, or has just begun.")),
+    panel("Where the time goes", `each column is about a second of a worker, last ${Math.round(view.length_s / 60)} min`, legend(view.groups), element("div", { style: { height: "8px" } }), recorded ? canvas : empty("This run has no activity files: it was written by an older version, or has just begun.")),
     panel("Workers", "last 30 s", table(
       [["worker"], ["state"], ["step", "number"], ["samples/s", "number"], ["time"], ["compute", "number"], ["waiting", "number"], ["slowness", "number"], ["traffic", "number"], ["memory", "number"], ["cpu", "number"], ["leases", "number"], ["restarts", "number"], ["pid", "number"]],
       found.map((worker) => [worker.host === null || worker.host === undefined ? worker.process : `${worker.process} @ host ${worker.host}`, worker.is_straggler ? badge("straggler", "bad") : badge(worker.state), count(worker.step), short(worker.samples_per_s), share(worker.shares, view.groups), percent(worker.shares.compute), percent(worker.shares.waiting), worker.slowness ? `${worker.slowness.toFixed(2)} ×` : "–", bytes(worker.bytes_per_s, "/s"), bytes(worker.rss_bytes), percent(worker.cpu), worker.leases ? `${count(worker.leases[0])} · ${count(worker.leases[1])} samples` : "–", count(worker.restarts), text(worker.pid)]))),
@@ -86,9 +86,9 @@ function servers(main, view) {
       found.map((server) => [server.process, badge(server.state), count(server.primary), count(server.replica), count(server.filling), percent(server.load), seconds(server.queue_s), bytes(server.received_per_s, "/s"), bytes(server.sent_per_s, "/s"), percent(server.cache_hit_rate), bytes(server.rss_bytes), count(server.restarts), Object.entries(server.rows).map(([name, rows]) => `${name} ${count(rows)} rows`).join(", ") || "–"]))),
     element("div", { class: "columns" },
       panel("Staleness", "how old the weights of a push were, in clocks", stale.length ? chart("staleness", [{ type: "bar", x: stale.map(([age]) => age), y: stale.map(([, number]) => number), marker: { color: seriesColour(3) }, name: "pushes" }], { x: "clocks behind", y: "pushes", bars: true, small: true }) : empty("none recorded: an exact strategy has no stale weights")),
-      panel("Queue delay", "ms", series.length ? chart("queue", lines("queue_ms"), { x: "seconds", small: true }) : empty("no activity recorded")),
-      panel("Bytes per second", "in and out", series.length ? chart("bytes", lines("bytes_per_s"), { x: "seconds", small: true }) : empty("no activity recorded")),
-      panel("Load", "share of time applying updates", series.length ? chart("load", lines("load"), { x: "seconds", small: true }) : empty("no activity recorded"))));
+      panel("Queue delay", "ms", series.length ? chart("queue", lines("queue_ms"), { x: "seconds", small: true, fromZero: true }) : empty("no activity recorded")),
+      panel("Bytes per second", "in and out", series.length ? chart("bytes", lines("bytes_per_s"), { x: "seconds", small: true, fromZero: true }) : empty("no activity recorded")),
+      panel("Load", "share of time at work", series.length ? chart("load", lines("load"), { x: "seconds", small: true, fromZero: true }) : empty("no activity recorded"))));
 }
 
 function data(main, view) {
@@ -199,7 +199,7 @@ export async function compareRuns(main) {
   const rows = [["state", ...view.runs.map((run) => badge(run.head.state))], ["strategy", ...view.runs.map((run) => text(run.head.strategy))], ["workers", ...view.runs.map((run) => count(run.head.workers))], ["steps", ...view.runs.map((run) => count(run.progress.step))], ["samples/s", ...view.runs.map((run) => `${short(run.progress.samples_per_s)}${run.progress.samples_per_s === best ? " ★" : ""}`)], ["took", ...view.runs.map((run) => seconds(run.progress.seconds))], ["restarts", ...view.runs.map((run) => count(run.head.restarts))], ...metrics.map((name) => [name, ...view.runs.map((run) => short(run.final[name], 4))])];
   const differing = Object.entries(view.differing).map(([name, values]) => [name, ...values.map((value) => (value === null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value)))]);
   into(main, boxes, axis, element("div", { style: { height: "12px" } }), ...(view.runs.length ? [
-    element("div", { class: "columns" }, panel("Loss", "mean of each bucket", chart("compare-loss", loss, { x: overTime ? "seconds" : "step" })), panel("Samples per second", "", chart("compare-rate", rate, { x: overTime ? "seconds" : "step" }))),
+    element("div", { class: "columns" }, panel("Loss", "mean of each bucket", chart("compare-loss", loss, { x: overTime ? "seconds" : "step" })), panel("Samples per second", "", chart("compare-rate", rate, { x: overTime ? "seconds" : "step", fromZero: true }))),
     panel("Results", "★ fastest", table([[""], ...names], rows)), panel("Settings that differ", "", differing.length ? table([["setting"], ...names], differing) : empty("none"))] : [empty("Choose runs above.")]));
 }
 compareRuns.chosen = () => [...chosen];
