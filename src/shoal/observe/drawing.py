@@ -18,12 +18,12 @@ _LINE = 15
 
 _STYLE = """
 .box{fill:#ffffff;stroke:#cbd5e1;stroke-width:1.2}.source{fill:#eff6ff;stroke:#60a5fa}.served{fill:#fdf4ff;stroke:#c084fc}
-.cut{fill:#fffbeb;stroke:#f59e0b}.name{font-weight:600;fill:#0f172a}.about{fill:#475569}.where{fill:#0369a1}.sent{fill:#c2410c}
+.cut{fill:#fffbeb;stroke:#f59e0b}.joint{fill:#f1f5f9}.name{font-weight:600;fill:#0f172a}.about{fill:#475569}.where{fill:#0369a1}.sent{fill:#c2410c}
 .edge{fill:none;stroke:#94a3b8;stroke-width:1.4}.crossing{stroke:#ea580c;stroke-width:2.4;stroke-dasharray:6 3}
-.guess{stroke-dasharray:2 4}.bytes{fill:#64748b;font-size:10.5px}.back{fill:#f8fafc}.head{fill:#94a3b8}
+.bytes{fill:#64748b;font-size:10.5px}.back{fill:#f8fafc}.head{fill:#94a3b8}
 text{font:12px ui-sans-serif,system-ui,'DejaVu Sans',sans-serif}
 @media (prefers-color-scheme:dark){.box{fill:#1e293b;stroke:#475569}.source{fill:#172554;stroke:#3b82f6}
-.served{fill:#3b0764;stroke:#a855f7}.cut{fill:#422006;stroke:#d97706}.name{fill:#f1f5f9}.about{fill:#cbd5e1}
+.served{fill:#3b0764;stroke:#a855f7}.cut{fill:#422006;stroke:#d97706}.joint{fill:#172033}.name{fill:#f1f5f9}.about{fill:#cbd5e1}
 .where{fill:#7dd3fc}.sent{fill:#fdba74}.edge{stroke:#64748b}.crossing{stroke:#fb923c}.bytes{fill:#94a3b8}.back{fill:#0f172a}
 .head{fill:#64748b}}
 """
@@ -35,9 +35,15 @@ def svg(graph: dict[str, Any]) -> str:
     if not boxes:
         return _document(460, 60, [_text(24, 34, "about", "no graph was recorded for this run")], "no graph")
     places, width, height = _layout(boxes, edges)
-    parts = [_edge(edge, boxes, places) for edge in edges]
+    for edge in edges:
+        _route(edge, boxes, places)
+    around = max((edge["around"] for edge in edges), default=0.0)
+    parts = [_edge(edge) for edge in edges]
     parts += [_box(name, box, *places[name]) for name, box in boxes.items()]
-    parts += [_label(edge, boxes, places) for edge in edges if edge["bytes"]]
+    # Of long ones only what is sent is labelled: the rest was said where it was made.
+    parts += [_label(edge) for edge in edges if edge["bytes"] and (edge["sent"] or not edge["around"])]
+    labels = [edge["x2"] + 8 * len(_said(edge)) for edge in edges if edge["around"] and edge["sent"]]
+    width = max([width, width + around * 0.8 - _MARGIN, *labels])
     return _document(width, height, parts, f"{len(boxes)} boxes, {len(edges)} edges")
 
 
@@ -62,10 +68,20 @@ def _read(graph: dict[str, Any]) -> tuple[dict[str, Box], list[dict[str, Any]]]:
     for each in _dicts(graph.get("layers")):
         name, how = str(each.get("name")), str(each.get("how") or "")
         held = f", {_number(each['parameters'])} parameters" if each.get("parameters") else ""
-        kind = "served" if "server" in str(each.get("where")) else "cut" if each.get("is_cut") else ""
+        kind = (
+            "joint"
+            if each.get("is_join")
+            else "served"
+            if "server" in str(each.get("where"))
+            else "cut"
+            if each.get("is_cut")
+            else ""
+        )
         boxes[name] = {
             "lines": [f"{each.get('kind', '')} → {each.get('shape', '?')}{held}"],
-            "where": " · ".join(part for part in (str(each.get("where") or ""), how) if part),
+            "where": ""
+            if each.get("is_join")
+            else " · ".join(part for part in (str(each.get("where") or ""), how) if part),
             "sent": sent.get(name, []),
             "class": kind,
             "count": 1,
@@ -76,7 +92,6 @@ def _read(graph: dict[str, Any]) -> tuple[dict[str, Box], list[dict[str, Any]]]:
             "to": str(each.get("to")),
             "bytes": each.get("bytes") or 0,
             "sent": str(each.get("sent") or ""),
-            "is_guess": bool(each.get("is_guess")),
         }
         for each in _dicts(graph.get("edges"))
     ]
@@ -170,22 +185,50 @@ def _box(name: str, box: Box, x: float, y: float) -> str:
     return "".join([*drawn, "</g>"])
 
 
-def _edge(edge: dict[str, Any], boxes: dict[str, Box], places: dict[str, tuple[float, float]]) -> str:
+def _route(edge: dict[str, Any], boxes: dict[str, Box], places: dict[str, tuple[float, float]]) -> None:
+    """Ends of an edge; one that passes other boxes goes around them, on the right."""
     (x0, y0), (x1, y1) = places[edge["from"]], places[edge["to"]]
-    x0, y0, x1 = x0 + _WIDTH / 2, y0 + _height(boxes[edge["from"]]), x1 + _WIDTH / 2
-    kind = " crossing" if edge["sent"] else " guess" if edge["is_guess"] else ""
-    bend = max(18.0, (y1 - y0) / 2)
-    return (
-        f'<path class="edge{kind}" d="M{x0:.0f} {y0:.0f}C{x0:.0f} {y0 + bend:.0f} {x1:.0f} {y1 - bend:.0f} {x1:.0f} {y1 - 5:.0f}"/>'
-        f'<path class="head" d="M{x1 - 4:.0f} {y1 - 7:.0f}h8l-4 7z"/>'
-    )
+    low = y0 + _height(boxes[edge["from"]])
+    passes = [
+        y
+        for name, (x, y) in places.items()
+        if low < y and y + _height(boxes[name]) < y1 and x < max(x0, x1) + _WIDTH and x + _WIDTH > min(x0, x1)
+    ]
+    edge["around"] = 34.0 + 12 * min(len(passes), 5) if passes else 0.0
+    if passes:
+        edge |= {"x0": x0 + _WIDTH, "y0": low - 12, "x1": x1 + _WIDTH, "y1": y1 + 12}
+        edge["x2"] = max(x0, x1) + _WIDTH + edge["around"] * 0.75 + 6
+    else:
+        edge |= {
+            "x0": x0 + _WIDTH / 2,
+            "y0": low,
+            "x1": x1 + _WIDTH / 2,
+            "y1": y1,
+            "x2": (x0 + x1 + _WIDTH) / 2 + 7,
+        }
 
 
-def _label(edge: dict[str, Any], boxes: dict[str, Box], places: dict[str, tuple[float, float]]) -> str:
-    (x0, y0), (x1, y1) = places[edge["from"]], places[edge["to"]]
-    y0 += _height(boxes[edge["from"]])
-    said = f"{edge['sent']} {_size(edge['bytes'])}".strip()
-    return _text((x0 + x1) / 2 + _WIDTH / 2 + 7, (y0 + y1) / 2 + 4, "sent" if edge["sent"] else "bytes", said)
+def _edge(edge: dict[str, Any]) -> str:
+    x0, y0, x1, y1, around = (edge[key] for key in ("x0", "y0", "x1", "y1", "around"))
+    kind = " crossing" if edge["sent"] else ""
+    if around:
+        right = max(x0, x1) + around
+        way = f"M{x0:.0f} {y0:.0f}C{right:.0f} {y0:.0f} {right:.0f} {y1:.0f} {x1 + 6:.0f} {y1:.0f}"
+        head = f"M{x1 + 7:.0f} {y1 - 4:.0f}v8l-7 -4z"
+    else:
+        bend = max(18.0, (y1 - y0) / 2)
+        way = f"M{x0:.0f} {y0:.0f}C{x0:.0f} {y0 + bend:.0f} {x1:.0f} {y1 - bend:.0f} {x1:.0f} {y1 - 5:.0f}"
+        head = f"M{x1 - 4:.0f} {y1 - 7:.0f}h8l-4 7z"
+    return f'<path class="edge{kind}" d="{way}"/><path class="head" d="{head}"/>'
+
+
+def _label(edge: dict[str, Any]) -> str:
+    middle = (edge["y0"] + edge["y1"]) / 2 + 4
+    return _text(edge["x2"], middle, "sent" if edge["sent"] else "bytes", _said(edge))
+
+
+def _said(edge: dict[str, Any]) -> str:
+    return f"{edge['sent']} {_size(edge['bytes'])}".strip()
 
 
 def _text(x: float, y: float, kind: str, said: str) -> str:

@@ -1,8 +1,8 @@
 """Graph of a model as it was run: sources, layers and edges, recorded during its first forward, by rank 0.
 
 Nothing is traced or run for it. While the model's own forward runs for the
-first time, every tensor carries the names of the layers it came from; a module
-that called no other is a layer. Where the strategy put each layer and what it
+first time, every tensor carries the name of the layer it came from; a module
+that called no other is a layer, and so is what joins several of them. Where the strategy put each layer and what it
 sends is asked of the strategy (`Places`). `graph.json` of the run directory is
 what the dashboard and `shoal graph` draw.
 """
@@ -31,27 +31,32 @@ MAX_LAYERS = 5000
 
 
 class _Provenance(TorchFunctionMode):
-    """Names of the layers and sources that each tensor was computed from, since the last layer."""
+    """Name of the layer or source that each tensor was computed from; what has several gets a name by `join`."""
 
-    def __init__(self) -> None:
+    def __init__(self, join: Callable[[list[str], str, Any], str]) -> None:
         super().__init__()
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._join = join
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         with contextlib.suppress(Exception):  # whatever it is, training goes on
-            names = self.of((args, kwargs))
+            results = _tensors(result)
+            names = self.of((args, kwargs)) if results else []
             if names:
-                for tensor in _tensors(result):
-                    self._names[tensor] = self._names.get(tensor, frozenset()) | names
+                called = getattr(func, "__name__", "join").strip("_")
+                name = names[0] if len(names) == 1 else self._join(names, called, results[0])
+                for tensor in results:
+                    self._names[tensor] = name
         return result
 
-    def of(self, tree: Any) -> frozenset[str]:
-        return frozenset().union(*(self._names.get(tensor, frozenset()) for tensor in _tensors(tree)))
+    def of(self, tree: Any) -> list[str]:
+        found = (self._names.get(tensor) for tensor in _tensors(tree))
+        return list(dict.fromkeys(name for name in found if name is not None))
 
     def name(self, tree: Any, name: str) -> None:
         for tensor in _tensors(tree):
-            self._names[tensor] = frozenset({name})
+            self._names[tensor] = name
 
 
 class GraphRecorder:
@@ -114,7 +119,7 @@ class GraphRecorder:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._provenance is not None or self.is_done or not self._is_plain((args, kwargs)):
             return
-        provenance = _Provenance()
+        provenance = _Provenance(self._join)
         for name, parameter in self._model.named_parameters():
             provenance.name(parameter, f"parameter {name}")
         self._calls = [("", False)]
@@ -149,9 +154,59 @@ class GraphRecorder:
         self._add_layer(path, module, args, output)
 
     def _end(self, args: Any, output: Any, *, is_layer: bool) -> None:
+        assert self._provenance is not None
         if is_layer:
             self._add_layer(type(self._model).__name__, self._model, args, output)
+        self._forget_unused(self._provenance.of(output))
         self.close()
+
+    def _join(self, names: list[str], called: str, result: Tensor) -> str:
+        """A node for what is computed from several: a sum, a concatenation, a product."""
+        number, inside = 1, self._calls[-1][0]
+        path = f"{inside}.{called}" if inside else called
+        while (name := path if number == 1 else f"{path} {number}") in self.layers:
+            number += 1
+        if len(self.layers) >= MAX_LAYERS:
+            return names[0]
+        self._connect(names, name)
+        self.layers[name] = {
+            "name": name,
+            "kind": called,
+            "shape": self._shape(result),
+            "output_bytes": result.nbytes,
+            "input_bytes": 0,
+            "parameters": 0,
+            "parameter_bytes": 0,
+            "is_join": True,
+        }
+        return name
+
+    def _connect(self, names: list[str], to: str, num_bytes: int | None = None) -> None:
+        for name in names:
+            if name != to:
+                if name not in self.layers and name not in self.sources:
+                    self.sources[name] = {"name": name, "shape": "", "bytes": 0}
+                made = (
+                    self.layers[name]["output_bytes"] if name in self.layers else self.sources[name]["bytes"]
+                )
+                self.edges[name, to] = {
+                    "from": name,
+                    "to": to,
+                    "bytes": made if num_bytes is None else num_bytes,
+                }
+
+    def _forget_unused(self, results: list[str]) -> None:
+        """Drop joins that lead nowhere: they were made inside a layer, which is drawn as one."""
+        while True:
+            used = {edge["from"] for edge in self.edges.values()} | set(results)
+            unused = {
+                name for name, layer in self.layers.items() if layer.get("is_join") and name not in used
+            }
+            if not unused:
+                break
+            self.layers = {name: layer for name, layer in self.layers.items() if name not in unused}
+            self.edges = {ends: edge for ends, edge in self.edges.items() if ends[1] not in unused}
+        self.sources = {name: source for name, source in self.sources.items() if name in used}
 
     def _add_layer(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         assert self._provenance is not None
@@ -162,19 +217,10 @@ class GraphRecorder:
         inputs = _tensors(args)
         for tensor in inputs:
             names = self._provenance.of(tensor)
-            if not names:  # made by code that is not followed: a kernel of its own, say
-                name = f"input {len(self.sources)}"
-                self._add_source(name, tensor)
-                names = frozenset({name})
-            for name in names - {path}:
-                if name.startswith("parameter ") and name not in self.sources:
-                    self.sources[name] = {"name": name, "shape": "", "bytes": 0}
-                # Of what was joined from several (a sum, a concatenation), each counts with its own size.
-                made = self.layers.get(name, {}).get("output_bytes") or self.sources.get(name, {}).get(
-                    "bytes"
-                )
-                moved = made if len(names) > 1 and made else tensor.nbytes
-                self.edges[name, path] = {"from": name, "to": path, "bytes": moved}
+            if not names:  # made by code that is not followed: a kernel of its own, or a constant
+                names = [f"input {len(self.sources)}"]
+                self._add_source(names[0], tensor)
+            self._connect(names, path, tensor.nbytes)
         if known is None:
             own = list(module.parameters())
             self.layers[path] = {
@@ -262,13 +308,15 @@ def describe(
             total = sum(number[kind] * times for kind, times in moved.items())
             if total or not moved:
                 communication.append({"layer": layer["name"], "what": what, "bytes": round(total) or None})
-    edges = []
+    edges, sent = [], set[tuple[str, int | None]]()
     for edge in recorder.edges.values():
         ends = [placed.get(edge[side]) for side in ("from", "to")]
         crosses = ends[0] is not None and ends[1] is not None and ends[0].stage != ends[1].stage
         found = {**edge, "bytes": round(edge["bytes"] * scale)}
         if crosses and ends[1] is not None:
             found["sent"] = f"send to stage {ends[1].stage}"
+        if crosses and ends[1] is not None and (edge["from"], ends[1].stage) not in sent:
+            sent.add((edge["from"], ends[1].stage))  # once, however many there use it
             communication.append(
                 {
                     "edge": [edge["from"], edge["to"]],
